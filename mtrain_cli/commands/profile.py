@@ -116,7 +116,7 @@ def sparsity(
     words = list(overrides or ())
     config, patterns = _patterns(words, pattern)
     warn_of_unused_settings(words)
-    replaced = "" if out is None else check_out(out, _is_sparsity_file, "sparsity profile")
+    replaced = "" if out is None else check_output(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
 
@@ -131,7 +131,7 @@ def sparsity(
                 _layers([r for r in records if r.pattern == name and r.step == step], title)
             )
     if out is None:
-        folder = _leave_measurement(
+        folder = _save_measurement(
             config,
             words,
             records,
@@ -144,23 +144,23 @@ def sparsity(
             markup=False,
         )
         return
-    with writing(out):
+    with reporting_write_errors(out):
         _write_parquet(records, out)
     console.print(f"{len(records)} rows in {out}{replaced}", markup=False)
 
 
-def _leave_measurement(
+def _save_measurement(
     config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]
 ) -> Path:
     """A folder in measurements/, as the other measurements leave one."""
-    from mtrain_cli.commands.profile_imbalance import in_own_folder
+    from mtrain_cli.commands.profile_imbalance import with_measurement_folder
     from mtrain_cli.launch import run_dir
     from mtrain_cli.profiling.records import HEAD_ROWS, SPARSITY, write_summary
 
-    run = run_dir.create(in_own_folder(config, SPARSITY), words)
+    run = run_dir.create(with_measurement_folder(config, SPARSITY), words)
     facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}
     try:
-        with writing(run.path / HEAD_ROWS):
+        with reporting_write_errors(run.path / HEAD_ROWS):
             _write_parquet(records, run.path / HEAD_ROWS)
             told = {
                 "kind": SPARSITY,
@@ -258,7 +258,7 @@ def is_calibration(out: Path, kind: str = "kernels") -> bool:
     return isinstance(document, dict) and document.get("kind") == kind and "schema" in document
 
 
-def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
+def check_output(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
     """What to say of an earlier result that will be replaced, if there is one. Makes the folders above.
 
     Raises:
@@ -289,7 +289,7 @@ def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
 
 
 @contextlib.contextmanager
-def within_memory() -> Iterator[None]:
+def reporting_out_of_memory() -> Iterator[None]:
     import torch
 
     from mtrain_cli.launch.failures import RunError
@@ -309,7 +309,7 @@ def within_memory() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_beside(
+def saving_partial_results(
     out: Path | None, save: Callable[[list[Any], Path], None]
 ) -> Iterator[Callable[[Any], None]]:
     """For times as they are taken: each is saved at once beside ``out``, whose place they take when all are there. Until then an earlier
@@ -321,7 +321,7 @@ def kept_beside(
     def keep(time: Any) -> None:
         so_far.append(time)
         if draft is not None:
-            with writing(draft):
+            with reporting_write_errors(draft):
                 save(so_far, draft)
 
     try:
@@ -331,12 +331,12 @@ def kept_beside(
             print(f"stopped: {len(so_far)} times are kept in {draft}", file=sys.stderr)
         raise
     if draft is not None and out is not None:
-        with writing(out):
+        with reporting_write_errors(out):
             draft.replace(out)
 
 
 @contextlib.contextmanager
-def writing(out: Path) -> Iterator[None]:
+def reporting_write_errors(out: Path) -> Iterator[None]:
     from mtrain_cli.launch.failures import RunError
 
     try:
@@ -445,12 +445,12 @@ def kernels(
     from mtrain_cli.reporting.terminal_width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = numbers(
+    lengths = parse_numbers(
         "--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size
     )
     if any(not 2 <= s <= MOST_TOKENS for s in lengths):
         raise ConfigError(f"--seq {seq}: each must be at least 2 tokens and at most 64m")
-    densities = numbers("--density", density, parse_share)
+    densities = parse_numbers("--density", density, parse_share)
     if any(not 0 < d <= 1 for d in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
     if block is None:
@@ -481,7 +481,7 @@ def kernels(
         for s in lengths
         for d in densities
     ]
-    of_so_many = numbers("--workers", workers, parse_whole_number) if workers else []
+    of_so_many = parse_numbers("--workers", workers, parse_whole_number) if workers else []
     for n in of_so_many:
         if not 2 <= n <= MOST_WORKERS:
             raise ConfigError(
@@ -507,7 +507,7 @@ def kernels(
     ]
     if names and {name for name, _ in absent} >= set(names):
         raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
-    replaced = "" if out is None else check_out(out, is_calibration, "calibration")
+    replaced = "" if out is None else check_output(out, is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     width = limit(console)
     narrow = width is not None and width < len(_header(False, device == "cuda"))
@@ -516,8 +516,8 @@ def kernels(
     console.print(_header(narrow, speed))
     command = " ".join(["mtrain", *sys.argv[1:]])
     with (
-        within_memory(),
-        kept_beside(
+        reporting_out_of_memory(),
+        saving_partial_results(
             out, lambda times, file: save_calibration(times, file, command, dtype, device)
         ) as keep,
     ):
@@ -574,7 +574,7 @@ def _check_kernels(names: list[str]) -> None:
             )
 
 
-def numbers(option: str, text: str, parse):
+def parse_numbers(option: str, text: str, parse):
     values = []
     for part in text.split(","):
         try:

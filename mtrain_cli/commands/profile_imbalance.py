@@ -147,7 +147,7 @@ def imbalance(
             )
         ),
     )
-    config = in_own_folder(cases[0][1])
+    config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
     warn_of_unused_settings(words)
     if limits and environment.launcher != "mtrain":
@@ -225,7 +225,7 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
         raise RunError("\n".join(problems))
 
 
-def in_own_folder(config: Config, what: str = "imbalance") -> Config:
+def with_measurement_folder(config: Config, what: str = "imbalance") -> Config:
     """Measurements lie apart from the runs that can be resumed."""
     name = (
         f"{what}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name

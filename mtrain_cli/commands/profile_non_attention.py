@@ -13,11 +13,11 @@ from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_unused_settings
 from mtrain_cli.commands.profile import (
     app,
-    check_out,
+    check_output,
     is_calibration,
-    kept_beside,
-    numbers,
-    within_memory,
+    saving_partial_results,
+    parse_numbers,
+    reporting_out_of_memory,
 )
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -87,7 +87,7 @@ def non_attention(
     words = list(overrides or ())
     device = resolve_environment(_alone(words, 1024)).device
     warn_of_unused_settings(words)
-    lengths = numbers(
+    lengths = parse_numbers(
         "--seq",
         ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq,
         parse_size,
@@ -100,14 +100,14 @@ def non_attention(
     replaced = (
         ""
         if out is None
-        else check_out(out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration")
+        else check_output(out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration")
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
     command = " ".join(["mtrain", *sys.argv[1:]])
     with (
-        within_memory(),
-        kept_beside(
+        reporting_out_of_memory(),
+        saving_partial_results(
             out, lambda times, file: save_non_attention(times, file, command, configs[0], device)
         ) as keep,
     ):

@@ -9,7 +9,7 @@ import typer
 from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.commands.options import MOST_STEPS, warn_of_unused_settings
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.profile_imbalance import in_own_folder
+from mtrain_cli.commands.profile_imbalance import with_measurement_folder
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -75,7 +75,7 @@ def step(
     from mtrain_cli.launch.local import launch
 
     words = list(overrides or ())
-    config = in_own_folder(compose(words), "step")
+    config = with_measurement_folder(compose(words), "step")
     # The step that is timed without records is to be like those that are recorded.
     dense = (config.sparsity.dense_steps or 0) if config.sparsity.pattern != "dense" else 0
     if warmup is None:

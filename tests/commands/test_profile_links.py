@@ -100,7 +100,7 @@ def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
     [
         (["--sizes", "4k"], "--sizes 4k: a latency and a bandwidth need at least two sizes"),
         (["--sizes", "4k,1"], "--sizes 1: must be from 64 bytes to 4g"),
-        (["--sizes", "4k,many"], "--sizes 4k,many: many is no size; give items such as 4k,1m,128m"),
+        (["--sizes", "4k,many"], "--sizes 4k,many: many is not a size; give items such as 4k,1m,128m"),
         (["--repeats", "1"], "--repeats=1: must be at least 3"),
         (
             ["topology.workers=1"],

@@ -111,7 +111,7 @@ def test_without_a_name_the_newest_is_shown():
 
 def test_without_anything_here_the_profiles_that_ship_are_shown(folder):
     said = report()
-    assert "nothing in runs/ or measurements/" in said
+    assert "nothing in runs/ or measurements/ here" in said
     assert "4 x NVIDIA H200" in said
     assert "vertical_slash striped" in said
     assert not list(folder.iterdir())
@@ -152,7 +152,7 @@ def test_json_is_all_that_is_printed_and_nothing_is_written():
 def test_two_runs_are_compared_in_a_folder_that_is_named():
     measured("one", iterations=2)
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
-    assert refused("one", "two").startswith("mtrain: --out DIR: needed for several runs")
+    assert refused("one", "two").startswith("mtrain: --out DIR: required for several runs")
     said = " ".join(report("one", "two", "--out", "both").split())
     assert "Against one" in said
     assert Path("both/report.html").is_file()
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read():
     measured("one")
     Path("file").write_text("x")
     assert refused("one", "--out", "file/inside").startswith(
-        "mtrain: --out file/inside: is no folder and cannot be made"
+        "mtrain: --out file/inside: is not a folder and cannot be created"
     )
 
 

@@ -147,7 +147,7 @@ def test_a_sheet_shows_what_a_person_asks(monkeypatch):
     assert lines[2:7] == [
         "step        12 of 100, 12%, 6:10 left",
         "loss        2.5000, gradient norm 0.75  █▇▇▆▅▅▄▄▃▂▂▁",
-        "speed       12,346 tokens/s/worker, 4.20 s a step",
+        "speed       12,346 tokens/s/worker, 4.20 s per step",
         "checkpoint  step 10, 2:05 ago, 2 steps behind",
         "workers     ranks 0 to 1 on node7: 2 x NVIDIA H200 (0, 1)",
     ]
