@@ -133,9 +133,8 @@ def prepare(
           Tokenize a folder of text with a model's tokenizer
       [cyan]mtrain data prepare books.jsonl data/books --text-key body[/cyan]
           Read the text from another field
-      [cyan]mtrain data prepare prolong-data-512K data/prolong --from-tokenizer llama3.json
-          --tokenizer qwen.json --min-tokens 512k[/cyan]
-          Tokenize MDS shards anew for another model and keep the long documents
+      [cyan]mtrain data prepare mds/ out/ --from-tokenizer llama3.json --tokenizer qwen.json[/cyan]
+          Tokenize MDS shards again, for another model
     """
     from mtrain_cli.console import Console
     from mtrain_cli.data.filters import Filters

@@ -174,8 +174,8 @@ def test_times_of_kernels_keep_to_eighty_columns():
     assert len(told[80]) == len(told[200]) > 10
     assert "TF" not in told[80][0]
     assert "1/2 striped, ring step 0" in shown[80].stdout
-    assert "For want of width without" in " ".join(shown[80].stdout.split())
-    assert "For want of width" not in shown[200].stdout
+    assert "A wider terminal also shows" in " ".join(shown[80].stdout.split())
+    assert "A wider terminal" not in shown[200].stdout
 
 
 @pytest.mark.parametrize(("of_mask", "columns"), [(0.25, 6), (0.5, 7)])
@@ -239,34 +239,34 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         ),
         (
             ["kernels", "--seq", "1k", "--workers", "some"],
-            "--workers some: some is no number; give items such as 8,32",
+            "--workers some: some is not a number; give items such as 8,32",
         ),
         (
             ["kernels", "--seq", "1k", "--block", "16", "--workers", "7"],
-            "--workers 7: none of --seq 1k can be dealt to so many",
+            "--workers 7: none of --seq 1k divides into whole blocks for 7 workers",
         ),
         (
             ["kernels", "--seq", "1k", "--no-whole"],
-            "--no-whole: leaves nothing to time; give --workers N, too",
+            "--no-whole: leaves nothing to time; add --workers N",
         ),
         (["sparsity", "--pattern", "mobb"], "--pattern mobb: no such pattern; did you mean moba?"),
         (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern"),
         (["sparsity", "--pattern", ","], "names no pattern"),
         (
             ["sparsity", "sparsity.chunk=512"],
-            "sparsity.chunk=512: is a key of none of the patterns vertical_slash",
+            "sparsity.chunk=512: none of the patterns vertical_slash has this key",
         ),
         (["sparsity", "--out", "x.csv"], "--out x.csv: give a file that ends in .parquet"),
         (
             ["sparsity", "sparsity.pattern=moba"],
-            "sparsity.pattern=moba: give what is measured as --pattern NAME,...",
+            "sparsity.pattern=moba: give the patterns to measure as --pattern NAME,...",
         ),
         (["sparsity", "sparsity.p_v=2"], "sparsity.p_v=2: must be above 0 and at most 1"),
-        (["kernels", "--seq", "12q"], "--seq 12q: 12q is no number"),
+        (["kernels", "--seq", "12q"], "--seq 12q: 12q is not a number"),
         (["kernels", "--density", "0"], "--density 0: each must be above 0 and at most 1"),
         (
             ["kernels", "--heads", "16/3"],
-            "--heads 16/3: expected query heads / key-value heads that divide them",
+            "--heads 16/3: expected QUERY/KV heads, where KV divides QUERY",
         ),
         (["kernels", "--block", "100"], "--block 100: must be 16, 32, 64 or 128"),
         (["kernels", "--kernel", "flash5"], "--kernel flash5: no such kernel"),
@@ -278,7 +278,7 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         ),
         (
             ["kernels", "--density", "5%%"],
-            "--density 5%%: 5%% is no number; give items such as 0.05 or 5%",
+            "--density 5%%: 5%% is not a number; give items such as 0.05 or 5%",
         ),
         (["kernels", "--out", "folder"], "--out folder: is a folder; give a file"),
         (
@@ -287,13 +287,13 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         ),
         (
             ["kernels", "--out", "file"],
-            "--out file: exists and is no calibration of mtrain; give another name, or remove it",
+            "--out file: exists and is not a calibration of mtrain; give another name, or remove it",
         ),
         (["kernels", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
         (["sparsity", "--out", "folder.parquet"], "--out folder.parquet: is a folder; give a file"),
         (
             ["sparsity", "--out", "other.parquet"],
-            "--out other.parquet: exists and is no sparsity profile of mtrain",
+            "--out other.parquet: exists and is not a sparsity profile of mtrain",
         ),
         (
             ["sparsity", "--out", "file/x.parquet"],

@@ -308,20 +308,20 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
         ),
         (
             ["--peer", "seq=512"],
-            "--peer: compares one layer's attention; give --attention-only, too",
+            "--peer: compares one layer's attention; add --attention-only",
         ),
         (["--layout", ","], "--layout ',': names nothing"),
         (
             ["--layout", "zigzag", "topology.layout=zigzag"],
-            "topology.layout=zigzag: is compared by --layout zigzag already",
+            "topology.layout=zigzag: --layout zigzag compares it already",
         ),
         (
             ["--pattern", "moba", "sparsity=moba"],
-            "sparsity=moba: is compared by --pattern moba already",
+            "sparsity=moba: --pattern moba compares it already",
         ),
         (
             ["--pattern", "dense", "sparsity.p_v=0.5"],
-            "sparsity.p_v=0.5: is a key of none of the patterns dense",
+            "sparsity.p_v=0.5: none of the patterns dense has this key",
         ),
         (["--seq", "512,1k"], "--seq 512,1k: several lengths need --attention-only"),
         (["--seq", "512,x", "--attention-only"], "seq=x: "),

@@ -60,19 +60,19 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
     [
         (
             ["seq=1k"],
-            "seq=1k: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,...",
+            "seq=1k: only one worker and one sequence on the device are timed; give lengths as --seq N,...",
         ),
-        (["topology.workers=2"], "topology.workers=2: one worker and one sequence are timed"),
-        (["--seq", "1k,x"], "--seq 1k,x: x is no number; give items such as 32k,128k"),
+        (["topology.workers=2"], "topology.workers=2: only one worker and one sequence on the device are timed"),
+        (["--seq", "1k,x"], "--seq 1k,x: x is not a number; give items such as 32k,128k"),
         (["--seq", "1"], "seq=1"),
         (["model=huge"], "model=huge"),
         (
             ["train.memory=auto"],
-            "train.memory=auto: what it chooses depends on the number of workers; give the settings to time",
+            "train.memory=auto: its choice depends on the number of workers; give the settings to time",
         ),
         (
             ["model=tiny", "--seq", "128", "--out", "notes.txt"],
-            "--out notes.txt: exists and is no calibration of mtrain",
+            "--out notes.txt: exists and is not a calibration of mtrain",
         ),
     ],
 )

@@ -432,7 +432,7 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
         (["--warmup", "x"], "--warmup=x: expected a whole number"),
         (
             ["train.steps=2"],
-            "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends before; give fewer, or train.steps=3",
+            "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends first; give fewer, or train.steps=3",
         ),
         (
             ["--warmup", "2", "sparsity=vertical_slash", "sparsity.dense_steps=5"],
@@ -484,7 +484,7 @@ def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
     started.send_signal(signal.SIGINT)
     stderr = started.communicate(timeout=100)[1]
     assert started.returncode == 130, stderr
-    assert stderr.splitlines()[-1] == "stopped before the recorded step ended: nothing is left"
+    assert stderr.splitlines()[-1] == "stopped before the recorded step ended: nothing was saved"
     assert not (tmp_path / "measurements").exists()
 
 

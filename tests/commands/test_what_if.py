@@ -107,9 +107,9 @@ def test_json_has_what_the_table_shows(tmp_path):
         ),
         (
             ["--workers", "8,x"],
-            "--workers 8,x: x is no whole number of at least 0; give some such as 8,32",
+            "--workers 8,x: x is not a whole number of at least 0; give numbers such as 8,32",
         ),
-        (["--workers", "8,"], "--workers 8,: an empty item is no whole number"),
+        (["--workers", "8,"], "--workers 8,: an empty item is not a whole number"),
         (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
         (
             ["--workers", "64"],
