@@ -236,9 +236,9 @@ def mtrain(
     [bold]Examples[/bold]
 
       [cyan]mtrain train[/cyan]
-          Train a small model on your Python's own source code, with 2 processes on a CPU
+          Train a small model on Python's own sources, on two CPU processes
       [cyan]mtrain train model=qwen3b seq=128k train.steps=20[/cyan]
-          Train Qwen2.5-3B on sequences of 131,072 tokens, on all GPUs of this machine
+          Train Qwen2.5-3B on 131,072-token sequences, on all GPUs here
       [cyan]mtrain train model=llama8b seq=4m topology.workers=64 --dry-run[/cyan]
           Plan a run on 64 GPUs, without a GPU: memory, FLOP, kernel and exchange
     """

@@ -102,7 +102,7 @@ def export_weights(
 
       [cyan]mtrain checkpoint export runs/latest my-model-hf[/cyan]
           Export the newest checkpoint of the last run
-      [cyan]mtrain checkpoint export runs/long/checkpoints/step-200 my-model --dtype float32[/cyan]
+      [cyan]mtrain checkpoint export runs/x/checkpoints/step-20 hf --dtype float32[/cyan]
           Export a certain checkpoint in float32
       [cyan]mtrain checkpoint export runs/long my-model-hf --tokenizer Qwen2.5-3B[/cyan]
           Add the tokenizer of another folder

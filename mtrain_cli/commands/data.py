@@ -129,11 +129,11 @@ def prepare(
 
       [cyan]mtrain data prepare stdlib data/python --tokenizer bpe --vocab-size 8192[/cyan]
           Train a BPE on Python's own sources and tokenize them with it
-      [cyan]mtrain data prepare corpus/ data/corpus --tokenizer Qwen2.5-3B/tokenizer.json[/cyan]
+      [cyan]mtrain data prepare corpus/ data/qwen --tokenizer Qwen2.5-3B/tokenizer.json[/cyan]
           Tokenize a folder of text with a model's tokenizer
       [cyan]mtrain data prepare books.jsonl data/books --text-key body[/cyan]
           Read the text from another field
-      [cyan]mtrain data prepare mds/ out/ --from-tokenizer llama3.json --tokenizer qwen.json[/cyan]
+      [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
           Tokenize MDS shards again, for another model
     """
     from mtrain_cli.console import Console

@@ -107,8 +107,8 @@ def sparsity(
 
       [cyan]mtrain profile sparsity[/cyan]
           Measure the tiny model at its first and second step
-      [cyan]mtrain profile sparsity --pattern vertical_slash,moba --steps 99 sparsity.top_k=3[/cyan]
-          Compare two patterns while a model learns; each key goes to the pattern that has it
+      [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
+          Compare two patterns as a model learns; a key goes to its own pattern
     """
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.pattern_quality import profile_sparsity
@@ -456,10 +456,10 @@ def kernels(
       [cyan]mtrain profile kernels[/cyan]
           Time lengths that suit this machine
       [cyan]mtrain profile kernels --seq 512 --density 20%,5% --columns 8 --heads 4/2[/cyan]
-          Try the command on a CPU in seconds; CPU kernels skip nothing, so the speed means little
+          Try the command on a CPU, in seconds; CPU kernels skip no pairs
       [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
           Write a calibration for the simulator
-      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 4,8 --out mine.json[/cyan]
+      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 8 --out mine.json[/cyan]
           Include the smaller calls of ring workers
     """
     import torch

@@ -129,11 +129,11 @@ def imbalance(
 
       [cyan]mtrain profile imbalance --layout zigzag,striped sparsity=vertical_slash[/cyan]
           Compare two layouts with one dynamic index
-      [cyan]mtrain profile imbalance --exchange ring,hierarchical_ring model=qwen3b --warmup 20[/cyan]
-          Compare two exchanges after 20 steps of training
-      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k model=qwen3b --peer[/cyan]
+      [cyan]mtrain profile imbalance --exchange ring,all_gather model=qwen3b --warmup 9[/cyan]
+          Compare two exchanges after nine steps of training
+      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k --peer[/cyan]
           Compare one layer at two lengths with PyTorch's context parallelism
-      [cyan]mtrain profile imbalance topology.layout=zigzag --fail-above worker=1.2 --json[/cyan]
+      [cyan]mtrain profile imbalance --layout zigzag --fail-above worker=1.2 --json[/cyan]
           Print JSON for a script, with exit code 1 above that imbalance
     """
     from mtrain_cli.launch import run_dir

@@ -91,7 +91,7 @@ def links(
 
       [cyan]mtrain profile links --cluster-out my.yaml[/cyan]
           Measure the GPUs of this machine, or two CPU processes
-      [cyan]mtrain profile links --sizes 64k,1m topology.workers=4 topology.gpus_per_node=2[/cyan]
+      [cyan]mtrain profile links topology.workers=4 topology.gpus_per_node=2[/cyan]
           Measure four workers as two nodes of two
       [cyan]mtrain simulate --cluster my.yaml model=tiny seq=16k[/cyan]
           Predict a step from the measurement

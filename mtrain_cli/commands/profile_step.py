@@ -67,7 +67,7 @@ def step(
     [bold]Examples[/bold]
 
       [cyan]mtrain profile step[/cyan]
-          Record the small model of `mtrain train`, on two CPU processes or the GPUs there are
+          Record the default model, on all GPUs or two CPU processes
       [cyan]mtrain profile step model=qwen3b seq=64k sparsity=vertical_slash --warmup 3[/cyan]
           Record Qwen2.5-3B with a dynamic index, on all GPUs of this machine
       [cyan]mtrain profile step model=qwen3b seq=64k --steps 3 --no-trace --json[/cyan]
@@ -87,8 +87,8 @@ def step(
         warmup = dense + 2
     elif warmup <= dense:
         raise ConfigError(
-            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} dense; "
-            f"give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
+            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} "
+            f"dense; give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
         )
     if warmup + steps > config.train.steps:
         raise ConfigError(

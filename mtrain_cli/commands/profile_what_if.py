@@ -84,8 +84,8 @@ def what_if(
     [bold]Examples[/bold]
 
       [cyan]mtrain profile what-if measurements/imbalance-20260101-120000[/cyan]
-          Compare three layouts and two exchanges on the recorded number of workers
-      [cyan]mtrain profile what-if RUN --exchange ring,all_gather --workers 8,32 --per-node 8[/cyan]
+          Compare three layouts and two exchanges on the recorded workers
+      [cyan]mtrain profile what-if RUN --workers 8,32 --per-node 8[/cyan]
           Compare the same index on one node and on four
     """
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS

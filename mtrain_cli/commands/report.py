@@ -63,7 +63,7 @@ def report(
     [bold]Examples[/bold]
 
       [cyan]mtrain report[/cyan]
-          Show the newest run or measurement in this folder, or else a shipped profile
+          Show the newest run or measurement here, or else a shipped profile
       [cyan]mtrain report my-run[/cyan]
           Show a run by its name under runs/ or measurements/, or by its folder
       [cyan]mtrain report before after --out compared[/cyan]

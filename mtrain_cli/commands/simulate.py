@@ -73,7 +73,7 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Layouts to compare; by default {_LAYOUTS}.",
+            help=f"Layouts to compare; by default {_LAYOUTS.replace(',', ', ')}.",
             autocompletion=complete_layouts,
             show_default=False,
         ),
@@ -82,8 +82,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Exchanges to compare; by default {_EXCHANGES} (hierarchical_ring with several "
-            "nodes only), and all with --recommend.",
+            help="Exchanges to compare; by default ring and all_gather, hierarchical_ring between "
+            "nodes, and all with --recommend.",
             autocompletion=complete_exchanges,
             show_default=False,
         ),
@@ -267,20 +267,20 @@ def simulate(
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          Compare two layouts and three exchanges on 32 GPUs, with dense attention
+          Compare two layouts and three exchanges on 32 GPUs, dense
       [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
           Use a synthetic sparse index
-      [cyan]mtrain simulate model=qwen3b seq=1m --cluster h100_4x8 --recommend --tokens 20b[/cyan]
+      [cyan]mtrain simulate model=qwen3b --cluster h100_4x8 --recommend --tokens 20b[/cyan]
           Recommend a configuration, with reasons, training time and cost
-      [cyan]mtrain simulate model=qwen3b --layout striped --sweep "seq=512k,1m nodes=1,2,4,8"[/cyan]
+      [cyan]mtrain simulate model=qwen3b --sweep "seq=512k,1m workers=2,4,8"[/cyan]
           Predict how it scales; `mtrain report` plots the result
       [cyan]mtrain simulate seq=256k train.global_batch=4 topology.context_parallel=8[/cyan]
           Train four sequences at a time, each on the eight GPUs of a node
-      [cyan]mtrain simulate --index measurements/imbalance-20260101-1200 --cluster h100_4x8[/cyan]
+      [cyan]mtrain simulate --index measurements/imbalance-x --cluster h100_4x8[/cyan]
           Predict the attention of a profile on another cluster
-      [cyan]mtrain simulate model=qwen3b seq=4m --nodes 128 --cluster my.yaml --no-files[/cyan]
+      [cyan]mtrain simulate model=qwen3b seq=4m --cluster my.yaml --nodes 128[/cyan]
           Use 128 nodes of a cluster that you describe in my.yaml
-      [cyan]mtrain simulate --validate measurements/imbalance-20260101-1200 --cluster my.yaml[/cyan]
+      [cyan]mtrain simulate --validate measurements/imbalance-x --cluster my.yaml[/cyan]
           Compare predictions with measurements, for every step and worker
     """
     from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS

@@ -279,9 +279,9 @@ def _show(
         console,
         f"ms: of a layer on the slowest worker, measured {_definition(compared)}. ±: spread of the "
         "recorded iterations. error: predicted / measured - 1. in: measured is within the "
-        "predicted bounds. steps: mean absolute error of attention over workers and steps. ranks: largest "
-        "error of a rank's time. ID: predicted imbalance degree of time, and its difference from "
-        "the measured one.",
+        "predicted bounds. steps: mean absolute error of attention over workers and steps. "
+        "ranks: largest error of a rank's time. ID: predicted imbalance degree of time, and its "
+        "difference from the measured one.",
     )
     results = document["agreement"]
     line(

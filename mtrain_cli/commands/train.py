@@ -66,13 +66,13 @@ def train(
     [bold]Examples[/bold]
 
       [cyan]mtrain train[/cyan]
-          Train a small model on your Python's own source code, with 2 processes on a CPU
+          Train a small model on Python's own sources, on two CPU processes
       [cyan]mtrain train data=text data.path=~/books seq=16k train.steps=500[/cyan]
           Train the same model on your own text
       [cyan]mtrain train model=qwen3b seq=256k --dry-run[/cyan]
           Show whether it fits, and which kernel and exchange would run and why
       [cyan]mtrain train recipe=stdlib_8k[/cyan]
-          Use a recipe, which sets model, data and schedule; you can override any key
+          Use a recipe for model, data and schedule; you can override any key
       [cyan]mtrain train --resume my-run train.steps=1000[/cyan]
           Resume a run from its last checkpoint and train for longer
 
