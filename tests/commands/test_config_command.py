@@ -43,7 +43,7 @@ def test_show_gives_the_keys_of_a_pattern_alone_with_their_ranges(name):
     assert sorted(rows) == sorted(f"sparsity.{key}" for key in ("pattern", *PATTERN_KEYS[name]))
     ranges = {
         "sparsity.p_v": "number, above 0 and at most 1", "sparsity.block": "tokens, 16, 32, 64 or 128", "sparsity.joint": "true or false",
-        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 (lines of an index are 32-bit numbers)",
+        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 (an index numbers its columns and slashes in 32 bits)",
         "sparsity.index_per": "query_head, kv_group",
     }  # fmt: skip
     for key, text in ranges.items():

@@ -91,7 +91,7 @@ def test_show_prints_counts_lengths_and_text(corpus: Path, tmp_path: Path) -> No
     _run("prepare", corpus, tmp_path / "out", "--text-key", "body")
     result = _run("show", tmp_path / "out", "--document", "7", "--check")
     assert result.exit_code == 0, result.output
-    assert "50 documents, 17,750 tokens of" in result.stdout
+    assert "50 documents, 17,750 tokens from" in result.stdout
     assert "(checked)" in result.stdout
     assert "256 to 1,023" in result.stdout
     assert "100.0%" in result.stdout

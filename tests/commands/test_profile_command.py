@@ -396,4 +396,4 @@ def test_shapes_beyond_the_memory_are_told_in_one_line():
         "kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa"
     )
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: The next of these shapes does not fit the memory")
+    assert result.stderr.startswith("error: The next of these shapes does not fit in memory")

@@ -62,13 +62,13 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
         return found.stdout.splitlines()[0]
 
     dense = "pairs  dense: all causal pairs, each sequence one document"
-    asks = ", the default of mtrain train; sparsity=, --density or --index ask for fewer"
+    asks = ", the default of mtrain train; use sparsity=, --density or --index for fewer"
     assert first() == dense + asks
     assert first("--recommend") == dense + asks
     assert first("--attention-only") == dense + asks
     assert first("sparsity=dense") == first("--index", "dense") == dense
     assert first("--sweep", "seq=16k,32k") == dense + asks
-    drawn = "each sequence one document; --index takes those of a profile"
+    drawn = "each sequence one document; use --index for those of a profile"
     assert (
         first("--density", "5%")
         == first("--sweep", "density=5%,10%")
@@ -80,7 +80,7 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
         == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
     )
     assert (
-        first("sparsity=fixed") == "pairs  as sparsity=fixed draws them, each sequence one document"
+        first("sparsity=fixed") == "pairs  as drawn by sparsity=fixed, each sequence one document"
     )
     (default,), (typed,) = (
         json.loads(run(*words, *more, "--json").stdout)["predicted"]
@@ -260,10 +260,10 @@ def test_a_step_by_part_and_what_a_training_takes():
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
     shown = run(*words, "--tokens", "1b", "--price", "2")
     assert (
-        f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 can be used) at its peak"
+        f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 usable) at its peak"
         in " ".join(shown.stdout.split())
     )
-    assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
+    assert "at $2 per GPU and hour" in " ".join(shown.stdout.split())
     unknown = run(
         "simulate",
         *SMALL,
@@ -275,7 +275,7 @@ def test_a_step_by_part_and_what_a_training_takes():
         "--tokens",
         "1b",
     )
-    assert "cost unknown, --price X gives" in " ".join(unknown.stdout.split())
+    assert "cost unknown, give --price X" in " ".join(unknown.stdout.split())
     priced = run(
         "simulate",
         *SMALL,
@@ -432,7 +432,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--price", "-1"], "--price -1: expected dollars of a GPU and hour, at least 0"),
+        (["--price", "-1"], "--price -1: expected dollars per GPU and hour, at least 0"),
         (["--tokens", "many"], "--tokens many: expected a number of tokens such as 20b"),
         (["--tokens", "0"], "--tokens 0: expected a number of tokens"),
         (["--sweep", "nods=1"], "--sweep nods=1: nods cannot be swept; did you mean nodes?"),
@@ -447,29 +447,29 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
             ["--sweep", "seq=512", "--density", "5%"],
             "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt",
         ),
-        (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: ask for one of them"),
-        (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
-        (["--recompute"], "--recompute: is for --attention-only"),
+        (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: give only one of them"),
+        (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: a rank means something else"),
+        (["--recompute"], "--recompute: only with --attention-only"),
         (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
         (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 alone"),
         (
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
         ),
-        (["sparsity=moba"], "sparsity=moba: there are no synthetic lists of blocks"),
+        (["sparsity=moba"], "sparsity=moba: there are no synthetic block lists"),
         (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
-        (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed says it itself"),
+        (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed has its own keys"),
         (
             ["sparsity=vertical_slash", "sparsity.max_slashes=9", "--density", "50%"],
             "--density 0.5: contradicts sparsity.max_slashes=9; leave one of them out",
         ),
         (
             ["sparsity=fixed", "--index", "uniform"],
-            "--index uniform: contradicts sparsity=fixed, which draws its own lines",
+            "--index uniform: contradicts sparsity=fixed, which draws its own index",
         ),
         (
             ["topology.workers=4"],
-            "topology.workers=4: how many GPUs there are is what --workers, --nodes",
+            "topology.workers=4: --workers, --nodes",
         ),
         (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
         (["topology.context_parallel=3"], "topology.context_parallel=3: must divide the 8 workers"),
@@ -504,12 +504,12 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         ),
         (
             ["cluster=a100_4x8", "--cluster", "h100_4x8"],
-            "cluster=a100_4x8: --cluster h100_4x8 says another; give one of them",
+            "cluster=a100_4x8: --cluster h100_4x8 names another; give one of them",
         ),
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster; did you mean a100_4x8?"),
         (
             ["--index", "nothing"],
-            "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,",
+            "--index nothing: is neither a file nor a folder with index.npz; also allowed: dense, local,",
         ),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
         (
@@ -553,7 +553,7 @@ def test_an_index_of_another_model_is_refused(tmp_path):
     for more, said in (
         (
             ["train.micro_batch=2", "model.num_layers=5"],
-            "model.num_layers=5: --index {} holds layer 5; is of another model",
+            "model.num_layers=5: --index {} holds layer 5, so it is from another model",
         ),
         (["model.num_layers=6"], "train.micro_batch=1: --index {} holds 2 sequences"),
     ):
@@ -590,6 +590,6 @@ def test_an_index_of_another_shape_is_refused(tmp_path):
         found = run("simulate", "--index", str(path), option, value)
         assert found.exit_code == 2
         assert (
-            f"{option} {value}: --index {path} has pairs of its own; leave one of them out"
+            f"{option} {value}: --index {path} has its own pairs; leave one of them out"
             in found.stderr
         )

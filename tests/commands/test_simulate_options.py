@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands.simulate_validate import _kernels as told
+from mtrain_cli.commands.simulate_validate import _kernel_source as told
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
@@ -54,7 +54,7 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     refused = run(*words)
     assert refused.exit_code == 2, refused.output
     assert (
-        "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N"
+        "--slow 3=2: --recommend tries groups of any size; add topology.context_parallel=N"
         in refused.stderr
     )
     fixed = run(*words, "topology.context_parallel=4")
@@ -132,7 +132,7 @@ def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
         refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
         assert refused.exit_code == 2
         assert (
-            f"{word}: --index {path} without model= says the shape of attention alone; give model=, too"
+            f"{word}: --index {path} without model= gives only the shape of attention; add model="
             in refused.stderr
         )
 
@@ -249,7 +249,7 @@ def test_which_calibration_was_used_is_told():
         told(found["calibration"])
         == "kernels-h200.json, non-attention-h200.json, worker-calls-h200.json of NVIDIA H200"
     )
-    assert "does not tell" in told(None)
+    assert "does not name" in told(None)
 
 
 def shipped_file():
@@ -361,7 +361,7 @@ def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
         for more in ((), ("--recommend",), ("--sweep", "workers=2,4")):
             refused = run(*words, *more, "--no-files")
             assert refused.exit_code == 2
-            said = f"--cluster mine.yaml: {gpu['name']} is a CPU, and steps are predicted of GPUs alone; give --attention-only"
+            said = f"--cluster mine.yaml: {gpu['name']} is a CPU, and steps are predicted for GPUs only; give --attention-only"
             assert refused.stderr.strip() == f"mtrain: {said}"
         alone = document(*words, "--attention-only")
         assert alone["cases"][0]["kernel"] == "sdpa"

@@ -171,7 +171,7 @@ def test_without_a_name_the_newest_profile_counts_and_not_the_newest_folder(tmp_
 def test_help_has_examples_in_80_columns():
     found = run("--help")
     assert found.exit_code == 0
-    assert "mtrain profile what-if RUN --exchange ring,hierarchical_ring" in " ".join(
+    assert "mtrain profile what-if RUN --workers 8,32 --per-node 8" in " ".join(
         found.stdout.split()
     )
     assert max(map(len, found.stdout.splitlines())) <= 80

@@ -98,7 +98,7 @@ def test_the_same_ms_have_the_same_name_in_a_report_and_in_a_validation():
     )
     page = " ".join(shown(*VALIDATE, columns=80).split())
     assert (
-        "measured without records, the median (`mtrain report`: bare); ±: spread of recorded iterations"
+        "measured without recording, the median (`mtrain report`: bare). ±: spread of the recorded iterations"
         in page
     )
     # Of several layers there is one of the two alone.
