@@ -64,7 +64,7 @@ def mtrain(*words: str | Path, code: int = 0) -> str:
     return " ".join(result.output.split())
 
 
-def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
+def test_import_then_export_preserves_the_weights(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     _, state = load_model_state(tmp_path / "run")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
@@ -77,7 +77,7 @@ def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "run"]
 
 
-def test_one_chosen_checkpoint_is_exported(tmp_path):
+def test_a_given_checkpoint_is_exported(tmp_path):
     run = tmp_path / "run"
     config = compose.compose(MODEL)
     run.mkdir()
@@ -99,7 +99,7 @@ def test_one_chosen_checkpoint_is_exported(tmp_path):
         )
 
 
-def test_the_stretch_of_auto_yarn_is_written_as_a_number(tmp_path):
+def test_auto_yarn_factor_is_exported_as_a_number(tmp_path):
     words = [
         *MODEL,
         "seq=16k",
@@ -149,12 +149,12 @@ def test_verify_fails_when_weights_are_not_numbers(hf_folder):
     assert "DISAGREES" in mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=1)
 
 
-def test_verify_without_transformers_says_how_to_get_it(hf_folder, monkeypatch):
+def test_verify_without_transformers_says_how_to_install_it(hf_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
-def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
+def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     run = tmp_path / "run"
     assert "nowhere/config.json: no such file" in mtrain(
         "checkpoint", "import", tmp_path / "nowhere", run, code=2
@@ -172,7 +172,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
-def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
     (tmp_path / folder).mkdir(parents=True)
     compose.save(compose.compose(MODEL), tmp_path / "run" / "resolved.yaml")
     holds_none = f"mtrain: {tmp_path / folder}: holds no checkpoint"
@@ -181,7 +181,7 @@ def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
     assert mtrain("checkpoint", "verify", tmp_path / "run", code=2) == holds_none
 
 
-def test_nothing_is_said_to_be_exported_of_what_is_not_there(tmp_path):
+def test_a_missing_source_is_refused(tmp_path):
     pytest.importorskip("transformers")
     said = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
     assert said.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run and no checkpoint of one")
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instead(tmp_path):
+def test_a_skipped_checkpoint_is_reported_with_the_step_used_instead(tmp_path):
     run = tmp_path / "run"
     config = compose.compose(MODEL)
     run.mkdir()
@@ -223,7 +223,7 @@ def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instea
     assert f"{run}, step 5, in float32 on 8 random tokens" in said
 
 
-def test_a_full_disk_is_a_failure_in_one_line_and_leaves_nothing(hf_folder, tmp_path):
+def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -265,7 +265,7 @@ def test_help_shows_examples_without_importing_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_verify_says_in_one_line_what_transformers_refuses(hf_folder):
+def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
     config = hf_folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
     said = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
@@ -291,7 +291,7 @@ def ids_in(folder: Path) -> tuple[object, ...]:
     return tuple(config[f"{name}_token_id"] for name in ("bos", "eos", "pad"))
 
 
-def test_an_export_of_a_run_on_bytes_has_their_tokenizer(tmp_path):
+def test_export_of_a_byte_run_has_the_byte_tokenizer(tmp_path):
     said = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
     assert said.endswith("MiB of weights tokenizer: bytes")
     assert ids_in(tmp_path / "out") == (256, 257, 258)
@@ -300,7 +300,7 @@ def test_an_export_of_a_run_on_bytes_has_their_tokenizer(tmp_path):
     }
 
 
-def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_path):
+def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.md").write_text("the quick brown fox\n" * 40)
     mtrain(
@@ -328,7 +328,7 @@ def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_p
     )
 
 
-def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
+def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
     (tmp_path / "ids.npy").touch()
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
     said = mtrain("checkpoint", "export", run, tmp_path / "out")
@@ -341,7 +341,7 @@ def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path):
+def test_export_keeps_the_tokenizer_of_an_imported_folder(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "none")
     assert "no tokenizer: the folder that was imported has none" in mtrain(
         "checkpoint", "export", tmp_path / "none", tmp_path / "out-none"
@@ -358,7 +358,7 @@ def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path
     assert ids_in(tmp_path / "out") == (None, 7, None)
 
 
-def test_data_that_name_no_tokenizer_have_that_of_the_weights(hf_folder, tmp_path):
+def test_data_without_a_tokenizer_use_that_of_the_weights(hf_folder, tmp_path):
     (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')
     (tmp_path / "ids.npy").touch()
     run = trained_run(
@@ -370,7 +370,7 @@ def test_data_that_name_no_tokenizer_have_that_of_the_weights(hf_folder, tmp_pat
     assert mtrain("checkpoint", "export", run, tmp_path / "out").endswith(f"tokenizer: {hf_folder}")
 
 
-def test_a_shape_that_transformers_refuses_is_told_before_anything_is_read(tmp_path):
+def test_a_shape_unsupported_by_transformers_is_reported_first(tmp_path):
     shape = [
         "model.family=llama",
         "model.qkv_bias=false",

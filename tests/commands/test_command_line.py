@@ -57,7 +57,7 @@ def test_h_is_short_for_help(words):
     assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
 
 
-def test_no_words_show_the_help():
+def test_the_bare_command_shows_help():
     for words in ([], ["config"]):
         result = run(*words)
         assert (result.exit_code, result.stderr) == (0, "")
@@ -69,7 +69,7 @@ def test_the_version_is_printed():
     assert (result.returncode, result.stdout, result.stderr) == (0, f"mtrain {__version__}\n", "")
 
 
-def test_help_is_quick_and_loads_neither_torch_nor_hydra():
+def test_help_is_fast_and_imports_neither_torch_nor_hydra():
     # Processor time, since what else runs here may slow the clock on the wall.
     def processor_seconds() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -138,7 +138,7 @@ def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
     ]
 
 
-def test_in_a_job_one_process_of_each_machine_speaks():
+def test_in_a_job_one_process_per_machine_prints_the_error():
     def said(rank: int, local_rank: int) -> str:
         job = {
             "WORLD_SIZE": "4",
@@ -157,7 +157,7 @@ def test_in_a_job_one_process_of_each_machine_speaks():
     ("raised", "code"),
     [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)],
 )
-def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
+def test_exceptions_become_exit_codes(monkeypatch, raised, code):
     from mtrain_cli.config import compose
 
     def fail(*_: object, **__: object) -> None:
@@ -174,7 +174,7 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
 @pytest.mark.parametrize(
     "module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.guarded_streams"]
 )
-def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(module):
+def test_an_interrupt_during_imports_exits_quietly(module):
     script = f"""
 import os, signal, sys
 
@@ -199,7 +199,7 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", ["mtrain train --cfg", "mtrain config list", "mtrain --help"])
-def test_a_reader_that_leaves_ends_a_command_quietly(command):
+def test_a_closed_pipe_ends_the_command_quietly(command):
     result = shell(f"{command} | true; exit ${{PIPESTATUS[0]}}")
     assert (result.returncode, result.stdout, result.stderr) == (141, "", "")
 
@@ -207,7 +207,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
 @pytest.mark.parametrize(
     "command", ["mtrain train --cfg", "mtrain config list", "mtrain --help", "mtrain --version"]
 )
-def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
+def test_an_unwritable_result_is_one_error_line(command):
     result = shell(f"{command} > /dev/full")
     assert (result.returncode, result.stderr) == (
         1,
@@ -215,11 +215,11 @@ def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
     )
 
 
-def test_a_mistake_keeps_its_exit_code_where_it_cannot_be_told():
+def test_exit_code_is_kept_when_stderr_is_closed():
     assert shell("mtrain train seq=512q 2> /dev/full").returncode == 2
 
 
-def test_profile_balance_is_the_same_command_with_a_hyphen():
+def test_profile_balance_is_an_alias():
     for words in (["profile", "balance"], ["profile-balance"]):
         found = CliRunner().invoke(
             command_line.app, [*words, "--fail-above", "nothing"], prog_name="mtrain"

@@ -22,7 +22,7 @@ def values(word: str, config_dir: Path | None = None) -> list[str]:
     return [value for value, _ in candidates(word, open_groups(config_dir))]
 
 
-def test_nothing_typed_offers_groups_and_top_level_keys():
+def test_an_empty_word_offers_groups_and_top_level_keys():
     groups = ("data", "model", "optim", "profile", "recipe", "run", "sparsity", "topology", "train")
     assert values("") == [f"{name}=" for name in (*groups, "seq", "seed")]
 
@@ -50,7 +50,7 @@ def test_keys_options_and_allowed_words_are_offered(word, offered):
 
 
 @pytest.mark.parametrize("word", ["topology.lay", "optim.lr", "train.compile", "data.text_key"])
-def test_a_single_match_leaves_the_shell_behind_the_equals_sign_without_a_space(word):
+def test_a_single_match_completes_up_to_the_equals_sign(word):
     """Shells insert the common prefix of several candidates, and add a space only behind a single one."""
     offered = values(word)
     key = offered[0].partition("=")[0]
@@ -101,11 +101,11 @@ def test_runs_and_options_are_completed(tmp_path, monkeypatch):
         ("all,rows,x", []),
     ],
 )
-def test_the_last_name_of_a_list_is_completed_and_none_offered_twice(word, offered):
+def test_lists_complete_their_last_name_without_repeats(word, offered):
     assert in_list(("ring", "rows", "all"), word) == offered
 
 
-def test_files_are_offered_where_no_name_matches_and_bash_does_not_do_so_itself(
+def test_files_are_offered_when_no_name_matches_except_in_bash(
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -143,7 +143,7 @@ def ask(shell: str, environment: dict[str, str], **variables: str) -> str:
     return result.stdout
 
 
-def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path):
+def test_bash_gets_bare_values_because_it_splits_at_the_equals_sign(shell_path):
     def offered(*words: str) -> list[str]:
         return ask(
             "bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)

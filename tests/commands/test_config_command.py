@@ -36,7 +36,7 @@ ABSENT = {
 
 
 @pytest.mark.parametrize("name", PATTERN_KEYS)
-def test_show_gives_the_keys_of_a_pattern_alone_with_their_ranges(name):
+def test_show_lists_only_the_keys_of_the_pattern_with_their_ranges(name):
     rows = {
         line.split()[0]: line for line in run("show", f"sparsity/{name}").stdout.splitlines()[1:]
     }
@@ -78,7 +78,7 @@ def test_show_gives_the_values_of_that_option():
     )
 
 
-def test_a_group_alone_means_its_default_and_an_equals_sign_is_understood():
+def test_show_accepts_a_group_alone_and_an_equals_sign():
     assert (
         run("show", "model").stdout
         == run("show", "model/tiny").stdout
@@ -108,7 +108,7 @@ def test_own_groups_are_listed_and_shown(tmp_path):
     assert "mine" in run("show", "model/mine", "--config-dir", str(tmp_path)).stdout
 
 
-def test_on_a_terminal_tables_fit_80_columns_and_cut_nothing(monkeypatch):
+def test_tables_fit_80_columns_without_truncation(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(
         "mtrain_cli.console.Console",
@@ -136,7 +136,7 @@ def test_list_names_every_key():
 @pytest.mark.parametrize(
     "option", ["data/prolong512k", "train/default", "recipe/prolong_llama8b_512k"]
 )
-def test_show_folds_at_the_width_of_the_terminal_and_cuts_nothing(option, columns, monkeypatch):
+def test_show_wraps_at_the_terminal_width_without_truncation(option, columns, monkeypatch):
     whole = run("show", option).stdout
     monkeypatch.setenv("COLUMNS", str(columns))
     folded = run("show", option).stdout

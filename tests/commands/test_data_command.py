@@ -60,7 +60,7 @@ def test_prepare_prints_counts_and_a_next_command_that_works(
     assert open_dataset(config).num_tokens > 64
 
 
-def test_prepare_writes_its_progress_to_stderr_as_lines_when_it_is_no_terminal(
+def test_prepare_prints_progress_lines_to_stderr_without_a_terminal(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = _run("prepare", corpus, tmp_path / "quiet", "--text-key", "body")
@@ -70,7 +70,7 @@ def test_prepare_writes_its_progress_to_stderr_as_lines_when_it_is_no_terminal(
     assert "tokenising: 0 of 0 MiB  50 documents, 17,750 tokens" in told.stderr.splitlines()
 
 
-def test_prepare_again_says_that_nothing_is_to_do(corpus: Path, tmp_path: Path) -> None:
+def test_repeating_prepare_reports_that_it_is_complete(corpus: Path, tmp_path: Path) -> None:
     assert _run("prepare", corpus, tmp_path / "out", "--text-key", "body").stdout.startswith(
         "Wrote"
     )
@@ -98,7 +98,7 @@ def test_show_prints_counts_lengths_and_text(corpus: Path, tmp_path: Path) -> No
     assert "document 7 document 7" in result.stdout
 
 
-def test_show_does_not_pass_escape_sequences_of_a_corpus_to_the_terminal(tmp_path: Path) -> None:
+def test_show_removes_escape_sequences_from_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("harm\x1b]0;title\x07ful [bold]text[/bold]")
     _run("prepare", tmp_path / "a.txt", tmp_path / "out")
     shown = _run("show", tmp_path / "out").stdout

@@ -27,7 +27,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CHANGES)
 @pytest.mark.parametrize("tokenizer", ["bytes", "own"])
-def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(
+def test_a_transformers_folder_survives_training_and_export(
     tmp_path: Path, family: str, tokenizer: str
 ) -> None:
     transformers = pytest.importorskip("transformers")

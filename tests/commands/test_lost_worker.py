@@ -104,7 +104,7 @@ def check(end: End, ranks: int, within: float) -> None:
     assert end.lines[1] == "Where each worker was:"
 
 
-def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
+def test_a_worker_killed_in_a_ring_is_named_with_step_and_resume_command():
     fault = Fault(1, signal.SIGKILL, 5, "ring, layer 1, forward", "step 2 of 3")
     end = train(fault, *RING, "train.checkpoint_every=2")
     check(end, 3, within=MARGIN_S)
@@ -124,7 +124,7 @@ def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
     [signal.SIGSTOP, pytest.param(HANGS, marks=pytest.mark.slow)],
     ids=["stopped", "hangs"],
 )
-def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wait(signum):
+def test_a_stuck_worker_is_blamed_instead_of_those_that_wait(signum):
     end = train(Fault(1, signum, 2, "ring, layer 0, forward", "step 2 of 3"), *RING)
     check(end, 3, within=TIMEOUT_S + MARGIN_S)
     assert end.lines[0].startswith(
@@ -160,7 +160,7 @@ def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wai
     ids=["backward", "nodes", "nodes, backward"],
 )
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_every_ring_ends_that_way(words, what, step, signum):
+def test_every_ring_reports_a_lost_worker(words, what, step, signum):
     ranks = 3 if words is RING else 4
     end = train(Fault(2, signum, 2, what, step), *words)
     check(end, ranks, within=TIMEOUT_S + MARGIN_S)

@@ -37,7 +37,7 @@ def run(*words: str):
     return CliRunner().invoke(app, ["profile", *words])
 
 
-def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path):
+def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     import pandas
 
     out = tmp_path / "found" / "sparsity.parquet"
@@ -84,7 +84,7 @@ def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path)
     assert (found[found.pattern == "vertical_slash"].slashes >= 1).all()
 
 
-def test_sparsity_leaves_no_thread_that_keeps_modules_alive(tmp_path):
+def test_sparsity_leaves_no_thread_running(tmp_path):
     """Triton 3.9 warns of leaks, in 30 lines, where a thread of the loader still runs when Python ends."""
     before = set(threading.enumerate())
     result = run(
@@ -104,7 +104,7 @@ def test_sparsity_leaves_no_thread_that_keeps_modules_alive(tmp_path):
     assert gc.get_freeze_count() == 0
 
 
-def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
+def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     out = tmp_path / "calibration.json"
     result = run(
         "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2", "--head-dim", "16", "--block", "16",
@@ -142,7 +142,7 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     )
 
 
-def test_times_of_kernels_keep_to_eighty_columns():
+def test_kernel_times_fit_80_columns():
     words = (
         "kernels",
         "--seq",
@@ -210,7 +210,7 @@ def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     ]
 
 
-def test_a_key_goes_to_the_measured_and_the_trained_pattern_that_have_it():
+def test_a_key_goes_to_every_pattern_that_has_it():
     words = ["sparsity=moba", "sparsity.chunk=512", "sparsity.p_v=0.5", "sparsity.block=64"]
     config, (measured,) = _patterns(words, "vertical_slash")
     assert (config.sparsity.pattern, config.sparsity.chunk, config.sparsity.block) == (
@@ -221,7 +221,7 @@ def test_a_key_goes_to_the_measured_and_the_trained_pattern_that_have_it():
     assert (measured.name, measured.p_v, measured.block) == ("vertical_slash", 0.5, 64)
 
 
-def test_the_calibration_that_ships_is_read_and_names_its_hardware():
+def test_the_shipped_calibration_loads_and_names_its_hardware():
     from mtrain_cli import resource_dir
 
     document = json.loads((resource_dir("profiles") / "kernels-h200.json").read_text())
@@ -341,7 +341,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot 
 
 
 @without_gpu
-def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypatch):
+def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
     monkeypatch.setattr(
         "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
     )
@@ -356,14 +356,14 @@ def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypat
 
 
 @without_gpu
-def test_what_cannot_run_stands_once_below_the_table():
+def test_unsupported_kernels_are_listed_once_below_the_table():
     lines = run(*KERNELS, "--density", "50%,0.2", "--kernel", "sdpa,flash4").stdout.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["kernel", "sdpa", "sdpa", "sdpa"]
     assert lines[-1] == "flash4: needs a CUDA GPU"
     assert sum("flash4" in line for line in lines) == 1
 
 
-def test_columns_really_used_and_the_share_of_pairs_are_printed():
+def test_used_columns_and_share_of_pairs_are_printed():
     lines = run(
         *KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa"
     ).stdout.splitlines()
@@ -379,7 +379,7 @@ def test_columns_really_used_and_the_share_of_pairs_are_printed():
     assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)
 
 
-def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
+def test_replacing_an_earlier_calibration_is_reported(tmp_path):
     out = tmp_path / "deep" / "calibration.json"
     first, second = (
         run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out))
@@ -391,7 +391,7 @@ def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
 
 
 @without_gpu
-def test_shapes_beyond_the_memory_are_told_in_one_line():
+def test_shapes_that_exceed_memory_are_one_line():
     result = run(
         "kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa"
     )

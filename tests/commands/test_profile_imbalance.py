@@ -88,7 +88,7 @@ def test_all_cases_are_measured_on_the_same_steps(profile):
     assert (work[2] < 0.8 * work[0]).all()
 
 
-def test_density_is_what_was_computed(profile):
+def test_density_matches_the_computed_pairs(profile):
     dense, _, sparse, _ = open_records(profile).summary["cases"]
     frame = open_records(profile).frame()
     heads, causal = 4, 512 * 513 / 2
@@ -110,7 +110,7 @@ def test_every_moment_of_every_pass_has_one_reason(profile):
     assert (whole.groupby(["case", "iteration", "rank"]).sum() < iteration).all()
 
 
-def test_work_is_that_of_the_schedule(profile):
+def test_recorded_work_equals_the_schedules(profile):
     """What the records count is what the steps of a ring compute, counted here from the layouts alone."""
     recorded = open_records(profile)
     frame = recorded.frame()
@@ -142,7 +142,7 @@ def test_work_is_that_of_the_schedule(profile):
         assert (backward.flop == 10 * 32 * backward.pairs).all()
 
 
-def test_overhead_is_that_of_the_recorded_iterations(profile):
+def test_overhead_comes_from_the_recorded_iterations(profile):
     recorded = open_records(profile)
     frame = recorded.frame()
     whole = frame[frame.phase == "iteration"].groupby(["case", "iteration"]).dur_us.max() / 1e3
@@ -153,7 +153,7 @@ def test_overhead_is_that_of_the_recorded_iterations(profile):
         assert case["overhead"] == pytest.approx(np.median(ratios) - 1, abs=1e-4)
 
 
-def test_results_are_those_of_the_records(profile):
+def test_results_are_computed_from_the_records(profile):
     recorded = open_records(profile)
     frame = recorded.frame()
     for number, found in enumerate(recorded.summary["results"]):
@@ -171,7 +171,7 @@ def test_results_are_those_of_the_records(profile):
         )
 
 
-def test_indices_are_the_real_ones(profile):
+def test_saved_indices_match_the_recorded_steps(profile):
     indices = load_indices(profile / "index.npz")
     assert indices.patterns == ("dense", "vertical_slash")
     assert indices.layers("vertical_slash") == (0, 1)
@@ -183,7 +183,7 @@ def test_indices_are_the_real_ones(profile):
     assert indices.masks[0].length == 512
 
 
-def test_the_trace_is_one_that_viewers_open(profile):
+def test_the_trace_has_the_format_of_viewers(profile):
     events = json.loads((profile / "trace.json").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
     frame = open_records(profile).frame()
@@ -269,7 +269,7 @@ def test_attention_alone_at_several_lengths(tmp_path):
     assert [case["seq"] for case in recorded.summary["cases"]] == [512, 512, 1024, 1024]
 
 
-def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
+def test_json_and_fail_above_serve_scripts(tmp_path):
     words = [
         "--layout",
         "contiguous,striped",
@@ -336,7 +336,7 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
         (["--steps", "0"], "--steps=0: must be at least 1"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(tmp_path, words, said):
+def test_invalid_comparisons_are_one_line(tmp_path, words, said):
     found = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
     assert found.returncode == 2
     assert said in found.stderr

@@ -62,7 +62,7 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
 
 
 @pytest.mark.slow
-def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
+def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
     words = [
         "topology.device=cpu",
         "topology.workers=4",
@@ -126,7 +126,7 @@ def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
         ),
     ],
 )
-def test_mistakes_are_one_line_and_nothing_is_lost(tmp_path: Path, monkeypatch, words, said):
+def test_mistakes_are_one_line_and_keep_existing_files(tmp_path: Path, monkeypatch, words, said):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.yaml").write_text("mine")
     found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 
 
-def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
+def test_the_calibration_prices_simulated_steps(tmp_path):
     words = [
         "model=tiny",
         "model.num_layers=2",
@@ -76,7 +76,7 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
+def test_invalid_requests_are_one_line(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     found = CliRunner().invoke(app, ["profile", "non-attention", *words])
@@ -88,7 +88,7 @@ def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["non-attention", "kernels"])
-def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(
+def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
     command, tmp_path, monkeypatch
 ):
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark

@@ -72,7 +72,7 @@ def shown(*words: str, columns: int = 80) -> str:
     return found.stdout
 
 
-def test_parts_of_every_rank_add_up_to_its_step(summary):
+def test_the_parts_of_each_rank_add_up_to_the_step(summary):
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
     for rank in summary["ranks"]:
         assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], rel=1e-9)
@@ -100,7 +100,7 @@ def test_parts_of_every_rank_add_up_to_its_step(summary):
     assert summary["plain"]["mfu_model"] is summary["plain"]["peak_memory_gib"] is None
 
 
-def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
+def test_profile_step_trains_exactly_like_train(profile, summary, tmp_path):
     found = mtrain(tmp_path, "train", *SETTINGS, "run.name=same", "train.checkpoint_at_end=false")
     assert found.returncode == 0, found.stderr
     lines = (tmp_path / "runs/same/metrics.jsonl").read_text().splitlines()
@@ -109,7 +109,7 @@ def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
     assert not (profile / "checkpoints").exists()
 
 
-def test_what_runs_and_every_step_are_told_without_a_terminal_too(profile):
+def test_banner_and_steps_are_printed_without_a_terminal(profile):
     told = (profile.parents[1] / "stdout").read_text()
     banner, steps = told.split("\nstep 1, ", 1)
     assert "model     tiny (qwen2)" in banner
@@ -127,7 +127,7 @@ def test_what_runs_and_every_step_are_told_without_a_terminal_too(profile):
     )
 
 
-def test_rows_of_operators_are_those_of_the_parts(profile, summary):
+def test_operator_rows_add_up_to_the_parts(profile, summary):
     rows = list(csv.DictReader((profile / "kernels.csv").open()))
     by_part: dict[tuple[int, str], float] = defaultdict(float)
     for row in rows:
@@ -150,7 +150,7 @@ def test_rows_of_operators_are_those_of_the_parts(profile, summary):
     )
 
 
-def test_files_say_what_was_measured(profile, summary):
+def test_the_files_describe_the_measurement(profile, summary):
     assert summary["kind"] == "step"
     assert summary["complete"]
     assert summary["command"][:3] == ["mtrain", "profile", "step"]
@@ -186,7 +186,7 @@ def test_files_say_what_was_measured(profile, summary):
     assert not list(profile.glob(".trace*"))
 
 
-def test_the_table_is_whole_at_80_columns_and_a_report_shows_it_again(profile, monkeypatch):
+def test_the_table_fits_80_columns_and_report_repeats_it(profile, monkeypatch):
     monkeypatch.chdir(profile.parents[1])
     text = shown("report", "one")
     lines = text.splitlines()
@@ -204,7 +204,7 @@ def test_the_table_is_whole_at_80_columns_and_a_report_shows_it_again(profile, m
     assert "Where one training step goes" in shown("report")
 
 
-def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
+def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
     """As on GPUs, made up: eight ranks, large numbers, long names."""
     monkeypatch.chdir(tmp_path)
     parts = dict.fromkeys(OF_GPU, 12345.678)
@@ -311,7 +311,7 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     assert "123,456 123,457 element-wise" in said
 
 
-def test_figures_of_steps_without_records_are_medians():
+def test_unrecorded_step_times_are_medians():
     found = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
     one = step_profile._of_rank(
         0, step_profile._RankSummary(found, [3.0, 1.0, 2.5], [2.0, 4.0], None)
@@ -321,7 +321,7 @@ def test_figures_of_steps_without_records_are_medians():
     assert step_profile._median([None]) is None
 
 
-def test_lines_say_of_whom_and_of_what_they_are():
+def test_lines_name_their_rank_and_quantity():
     rank = {
         "parts": {"links": 1.0, "waits": 0.0, "idle": 0.0, "host": 2.0},
         "links_hidden_ms": 0.0,
@@ -365,7 +365,7 @@ def test_lines_say_of_whom_and_of_what_they_are():
     )
 
 
-def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, tmp_path):
+def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown("report", "step-128k-4xh200", "step-512k-4xh200")
     assert max(map(len, text.splitlines())) <= 80
@@ -392,7 +392,7 @@ def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, 
     assert "Side by side" not in shown("report", "step-1m-4xh200")
 
 
-def test_one_step_before_is_enough(tmp_path):
+def test_one_warmup_step_is_enough(tmp_path):
     words = [*SMALL, "topology.workers=1", "model.num_layers=1", "topology.exchange=auto"]
     found = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
     assert found.returncode == 0, found.stderr
@@ -402,7 +402,7 @@ def test_one_step_before_is_enough(tmp_path):
     assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
 
 
-def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_ones_is_recorded(
+def test_json_without_trace_records_a_sparse_step_after_dense_ones(
     tmp_path,
 ):
     words = [*SMALL, *SPARSE, "sparsity.dense_steps=2", "topology.workers=1", "model.num_layers=1"]
@@ -446,7 +446,7 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path, words, said):
+def test_invalid_options_are_one_line(tmp_path, words, said):
     found = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
@@ -454,7 +454,7 @@ def test_what_cannot_be_is_one_line(tmp_path, words, said):
     assert not (tmp_path / "measurements").exists()
 
 
-def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
+def test_a_folder_with_files_is_left_unchanged(profile, summary):
     found = run(profile.parents[1], *SETTINGS, "run.name=one")
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
@@ -462,7 +462,7 @@ def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
     assert json.loads((profile / "summary.json").read_text()) == summary
 
 
-def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
+def test_stopping_before_a_recorded_step_leaves_no_folder(tmp_path):
     words = ["profile", "step", "--warmup", "2000", "train.steps=3000", *SMALL, "run.name=one"]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
@@ -563,6 +563,6 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_names_are_shortened_where_they_say_least(name, short):
+def test_kernel_names_are_shortened_in_their_least_informative_part(name, short):
     assert short_name(name) == short
     assert len(short) <= NAME

@@ -77,7 +77,7 @@ def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
     return path
 
 
-def test_a_measurement_is_shown_and_written_beside_itself():
+def test_a_report_is_shown_and_written_into_the_measurement():
     path = measured("one", layers=(0, 1), iterations=2)
     said = report("one")
     assert (
@@ -99,7 +99,7 @@ def test_a_measurement_is_shown_and_written_beside_itself():
     assert max(map(len, said.splitlines())) <= 110
 
 
-def test_without_a_name_the_newest_is_shown():
+def test_the_newest_run_is_the_default():
     old, new = measured("old"), trained("new")
     for age, file in ((100, old / "summary.json"), (0, new / "metrics.jsonl")):
         os.utime(file, (os.stat(file).st_mtime - age,) * 2)
@@ -109,7 +109,7 @@ def test_without_a_name_the_newest_is_shown():
     assert report("--no-html", "--no-csv").startswith(str(old))
 
 
-def test_without_anything_here_the_profiles_that_ship_are_shown(folder):
+def test_an_empty_folder_shows_a_shipped_profile(folder):
     said = report()
     assert "nothing in runs/ or measurements/ here" in said
     assert "4 x NVIDIA H200" in said
@@ -134,13 +134,13 @@ def test_a_training_run_is_shown_with_its_profile():
         assert f'id="figure-{figure}"' in page
 
 
-def test_a_training_run_without_a_profile_is_shown_too():
+def test_a_training_run_without_a_profile_is_shown():
     path = trained("mine")
     assert "Balance" not in report("runs/mine")
     assert 'id="figure-training"' in (path / "report.html").read_text()
 
 
-def test_json_is_all_that_is_printed_and_nothing_is_written():
+def test_json_prints_nothing_else_and_writes_no_files():
     path = measured("one")
     (found,) = json.loads(report("one", "--json"))
     assert found["kind"] == "profile"
@@ -149,7 +149,7 @@ def test_json_is_all_that_is_printed_and_nothing_is_written():
     assert not (path / "report.html").exists()
 
 
-def test_two_runs_are_compared_in_a_folder_that_is_named():
+def test_two_runs_are_compared_in_the_given_folder():
     measured("one", iterations=2)
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
     assert refused("one", "two").startswith("mtrain: --out DIR: required for several runs")
@@ -162,7 +162,7 @@ def test_two_runs_are_compared_in_a_folder_that_is_named():
     assert not Path("measurements/one/report.html").exists()
 
 
-def test_killed_runs_are_reported_as_far_as_they_went():
+def test_killed_runs_are_reported_up_to_their_end():
     measured("killed", iterations=3, complete=False, wanted=10)
     assert "partial: 3 of 10 samples; the run did not end" in report("killed")
 
@@ -173,21 +173,21 @@ def test_missing_ranks_are_named():
     assert "no rows of rank 1 (1 of 4); degrees are over the others" in report("some")
 
 
-def test_one_worker_has_nobody_to_be_compared_with():
+def test_one_worker_has_no_imbalance():
     recorded_once(Path("measurements/alone"), Play(ring(1)))
     said = report("alone")
     assert "one worker: there is nobody to compare it with" in said
     assert "1.00" in said
 
 
-def test_a_machine_without_a_browser_only_says_where_the_page_is(monkeypatch):
+def test_without_a_browser_the_path_of_the_page_is_printed(monkeypatch):
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     measured("one")
     assert "no browser here" in report("one", "--open", "--no-csv")
 
 
-def test_what_is_no_run_is_refused_in_one_line(folder):
+def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
     measured("before")
     Path("empty").mkdir()
     Path("other").mkdir()
@@ -257,7 +257,7 @@ def test_a_profile_without_samples_is_refused_in_one_line():
     assert "has no sample yet" in refused("none")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read():
+def test_an_unwritable_folder_is_refused_before_reading():
     measured("one")
     Path("file").write_text("x")
     assert refused("one", "--out", "file/inside").startswith(
@@ -272,7 +272,7 @@ def test_names_are_completed():
     assert complete_measured("on") == ["one"]
 
 
-def test_many_ranks_are_folded_in_the_terminal():
+def test_many_ranks_are_summarized_in_the_terminal():
     times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
     recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
     assert "each cell is the largest of 2 workers x 2 steps" in report("many", "--no-html")

@@ -28,7 +28,7 @@ def run(*words: str, columns: int = 80):
     return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
 
 
-def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
+def test_every_configuration_is_one_row_at_any_width(tmp_path):
     for columns in (40, 200):
         found = run("simulate", *SMALL, "--no-files", columns=columns)
         assert (found.exit_code, found.stderr) == (0, "")
@@ -44,7 +44,7 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so():
+def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     words = (
         "simulate",
         "model=tiny",
@@ -104,7 +104,7 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
     assert "for sparsity=vertical_slash" in recipe.stdout.splitlines()[0], recipe.stderr
 
 
-def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
+def test_its_files_can_be_reported_like_a_profile(tmp_path):
     found = run(
         "simulate",
         *SMALL,
@@ -165,7 +165,7 @@ def test_recorded_indices_on_another_cluster(tmp_path):
             assert predicted["ms"]["low"] < predicted["ms"]["value"] < predicted["ms"]["high"]
 
 
-def test_a_share_may_be_a_percentage():
+def test_a_density_may_be_a_percentage():
     words = (
         "simulate",
         "model=tiny",
@@ -186,7 +186,7 @@ def test_a_share_may_be_a_percentage():
 
 
 @pytest.mark.parametrize("index", [None, "local", "clustered", "uniform", "drifting"])
-def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
+def test_a_family_respects_the_slash_limits_of_the_pattern(index):
     """At 16k there are 128."""
 
     def diagonals(*words: str, density: float | None = None) -> set[int]:
@@ -213,7 +213,7 @@ def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
     assert min(diagonals(density=0.5)) > 30
 
 
-def test_dense_and_a_cluster_of_ones_own(tmp_path):
+def test_dense_attention_on_an_own_cluster(tmp_path):
     content = yaml.safe_load(shipped()["a800_4x8"].read_text()) | {"nodes": 2, "gpus_per_node": 4}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     found = run(
@@ -233,7 +233,7 @@ def test_dense_and_a_cluster_of_ones_own(tmp_path):
     assert {case["density"] for case in document["cases"]} == {1.0}
 
 
-def test_a_step_by_part_and_what_a_training_takes():
+def test_step_parts_and_training_cost_are_printed():
     words = (
         "simulate",
         "model=qwen3b",
@@ -290,7 +290,7 @@ def test_a_step_by_part_and_what_a_training_takes():
     assert "--price 2: has no effect without --tokens" in priced.stderr.replace("2.0", "2")
 
 
-def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
+def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     words = (
         "simulate",
         "model=tiny",
@@ -402,7 +402,7 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
     assert "instead of 1:" in none.stdout
 
 
-def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
+def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
     content = yaml.safe_load(shipped()["h200_1x8"].read_text())
     content["gpu"] |= {"name": "Unheard Of X9", "peak_tflops": {"value": 500, "source": "guess"}}
     del content["gpu"]["gemm_tflops"]

@@ -92,7 +92,7 @@ def test_a_slow_rank_may_be_in_any_group():
         assert found("1=3,6=2")[0] == found("1=3")[0] > first
 
 
-def test_attention_alone_is_that_of_the_step():
+def test_attention_only_equals_the_attention_of_the_step():
     """Settings of the topology, of groups and of the kernel count as in a step."""
     words = (*DENSE, "--workers", "4", *STRIPED)
     usual = document(*words, "--attention-only")
@@ -126,7 +126,7 @@ def test_attention_alone_is_that_of_the_step():
     assert document(*sparse)["cases"][0]["kernel"] == "triton"
 
 
-def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
+def test_without_a_model_ineffective_settings_are_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
     for word in ("topology.prefetch=2", "train.kernel=sdpa"):
         refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
@@ -137,7 +137,7 @@ def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
         )
 
 
-def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
+def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
     """Cases of one run that differ in these alone are two cases."""
     setup = RecordedSetup(
         seq=4096,
@@ -196,7 +196,7 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
     assert said["agreement"]["mape"] < 1e-3
 
 
-def test_mfu_is_told_of_what_is_dense_alone():
+def test_mfu_is_shown_for_dense_attention_only():
     words = ("model=tiny", "seq=16k", "--workers", "2", *STRIPED)
     (dense,), (sparse,) = (
         document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64"))
@@ -207,7 +207,7 @@ def test_mfu_is_told_of_what_is_dense_alone():
     assert 0 < sparse["step"]["hfu"] < 1
 
 
-def test_which_calibration_was_used_is_told():
+def test_the_used_calibration_is_reported():
     files = ["kernels-h200.json", "non-attention-h200.json", "worker-calls-h200.json"]
     words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
     for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
@@ -271,11 +271,11 @@ def shipped_file():
         ("a laptop", "a laptop", True),
     ],
 )
-def test_devices_are_the_same_that_compute_alike(device, gpu, same):
+def test_equivalent_device_names_count_as_the_same(device, gpu, same):
     assert same_device(device, gpu) == same_device(gpu, device) == same
 
 
-def test_times_of_another_device_are_never_taken_silently():
+def test_times_of_another_device_are_never_used_silently():
     measured = load_calibration(shipped_file())
     of_h100 = replace(measured, device="NVIDIA H100 80GB HBM3")
     peaks = {of_h100.device: 989e12}
@@ -287,7 +287,7 @@ def test_times_of_another_device_are_never_taken_silently():
     assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
 
 
-def test_what_was_not_measured_of_this_is_said():
+def test_missing_measurements_are_reported():
     """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
     words = (
         "model=qwen3b",
@@ -339,7 +339,7 @@ def test_what_was_not_measured_of_this_is_said():
     ],
     ids=["steps", "recommend", "sweep", "attention"],
 )
-def test_what_is_printed_keeps_to_eighty_columns(words):
+def test_output_fits_80_columns(words):
     found = run(*words, "--no-files", columns=80)
     assert found.exit_code == 0, found.output
     # A command is one line, to be copied.
@@ -351,7 +351,7 @@ def test_what_is_printed_keeps_to_eighty_columns(words):
     assert "for want of width without: " in found.stdout or "--sweep" in words
 
 
-def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
+def test_cpu_workers_get_no_message_about_cuda(tmp_path):
     """Their attention is predicted with what runs there, in float32; whole steps are not, and that is one line."""
     made = yaml.safe_load((resource_dir("conf") / "cluster/h200_1x8.yaml").read_text())
     for gpu in ({"name": "AMD EPYC 9654"}, {"name": "some chip", "device": "cpu"}):
@@ -377,7 +377,7 @@ def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
     assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in run(*words, "--no-files").stderr
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
+def test_an_unwritable_folder_is_refused_before_computing(
     tmp_path, monkeypatch
 ):
     (tmp_path / "file").write_text("")
@@ -398,7 +398,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_wrong_in_itself_is_told_before_torch_is_imported():
+def test_invalid_settings_are_reported_before_importing_torch():
     """In a process of its own, since this one has it."""
     wrong = [
         "model=tinyy",
@@ -426,7 +426,7 @@ for word in {wrong}:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_was_predicted_before_it_was_measured_is_compared_again():
+def test_a_saved_prediction_can_be_validated_later():
     """The predictions and the measurement that ship, which the README quotes."""
     ships = resource_dir("profiles") / "predicted-4xh200"
     before = [
@@ -458,7 +458,7 @@ def test_what_was_predicted_before_it_was_measured_is_compared_again():
     assert agreement["degree_mean_error"] == pytest.approx(0.044, abs=5e-4)
 
 
-def test_what_auto_chose_is_said():
+def test_the_choice_of_auto_is_printed():
     words = ("model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped", "--exchange", "all_gather", "--no-files",
              "--density", "5%")  # fmt: skip
     said = " ".join(run(*words, "train.memory=auto").stdout.split())

@@ -81,7 +81,7 @@ def holder(run: RunDir) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
+def test_a_run_is_alive_while_its_lock_is_held():
     run = begun()
     stepped(run)
     process = holder(run)
@@ -103,7 +103,7 @@ def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
     assert "lost; it ended without a word: killed, or its machine failed" in " ".join(shown.split())
 
 
-def test_a_look_at_the_lock_keeps_nobody_out_of_the_run(monkeypatch):
+def test_checking_the_lock_does_not_block_the_run(monkeypatch):
     run = begun()
     looks = []
     monkeypatch.setattr(time, "sleep", lambda seconds: (looks.append(seconds), os.close(other)))
@@ -115,7 +115,7 @@ def test_a_look_at_the_lock_keeps_nobody_out_of_the_run(monkeypatch):
     assert len(looks) == 1
 
 
-def test_from_another_machine_signs_of_life_count():
+def test_other_machines_rely_on_the_heartbeat():
     run = begun()
     stepped(run)
     lock = run.path / ".lock"
@@ -126,7 +126,7 @@ def test_from_another_machine_signs_of_life_count():
     assert found()["what"] == "lost"
 
 
-def test_a_sheet_shows_what_a_person_asks(monkeypatch):
+def test_the_sheet_shows_progress_and_health(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     run = begun()
     told = stepped(run)
@@ -159,7 +159,7 @@ def test_a_sheet_shows_what_a_person_asks(monkeypatch):
     assert lines[10] == "warnings    1, the last one 0 s ago: step 11 is a spike: loss 9.9"
 
 
-def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatch):
+def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
     run = begun()
     stepped(run)
     (run.path / ".lock").write_text("process 12 on node7\n")
@@ -184,7 +184,7 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
     ("phase", "what"),
     [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("training", "lost")],
 )
-def test_how_a_run_ended_is_what_it_said_last(phase, what):
+def test_the_final_state_is_the_last_one_written(phase, what):
     run = begun()
     stepped(run)
     run_state.change(run, phase, "rank 1 was killed")
@@ -192,7 +192,7 @@ def test_how_a_run_ended_is_what_it_said_last(phase, what):
     assert (shown["what"], shown["alive"], shown["step"]) == (what, False, 12)
 
 
-def test_all_runs_are_a_table_and_a_damaged_state_is_no_harm(monkeypatch):
+def test_all_lists_every_run_despite_a_damaged_state(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("first", "second"):
         stepped(begun(name))
@@ -208,7 +208,7 @@ def test_all_runs_are_a_table_and_a_damaged_state_is_no_harm(monkeypatch):
     assert len(status("--all", "--json").stdout.splitlines()) == 2
 
 
-def test_watching_ends_with_the_run(monkeypatch):
+def test_watch_ends_with_the_run(monkeypatch):
     run = begun()
     stepped(run)
     (run.path / ".lock").write_text("process 12 on node7\n")
@@ -231,7 +231,7 @@ def test_watching_ends_with_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["first"], ["--all"]])
-def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
+def test_watching_a_finished_run_prints_it_once(words):
     run = begun()
     stepped(run)
     run_state.change(run, "finished")

@@ -19,7 +19,7 @@ def run(*words: str, columns: int = 80):
     )
 
 
-def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path, monkeypatch):
+def test_every_configuration_is_one_row_at_any_width(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record(tmp_path / "measurements/one", "vertical_slash", "moba")
     words = [
@@ -52,7 +52,7 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path, mo
     )
 
 
-def test_json_has_what_the_table_shows(tmp_path):
+def test_json_matches_the_table(tmp_path):
     path = record(tmp_path, "vertical_slash", "dense")
     found = run(
         str(path),
@@ -130,7 +130,7 @@ def test_json_has_what_the_table_shows(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_one_line(tmp_path, words, said):
+def test_invalid_replays_are_one_line(tmp_path, words, said):
     record(tmp_path, "vertical_slash", "moba")
     found = run(str(tmp_path), *words)
     assert (found.exit_code, found.stdout) == (2, "")
@@ -152,7 +152,7 @@ def test_a_run_without_indices_is_one_line(tmp_path):
         assert len(found.stderr.splitlines()) == 1
 
 
-def test_without_a_name_the_newest_profile_counts_and_not_the_newest_folder(tmp_path, monkeypatch):
+def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("runs/goes-on", "measurements/newest-profile", "measurements/a-step")
     for hour, name in enumerate(names):

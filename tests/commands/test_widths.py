@@ -51,7 +51,7 @@ def _here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [*(f"{name}-{columns}" for name in CASES for columns in (80, 120)), "sentences-100"]
 )
-def test_words_stay_whole(name):
+def test_names_are_not_broken(name):
     what, _, columns = name.partition("-")
     columns = int(columns)
     # At 100 columns names of this one would have to be broken in a table.
@@ -76,7 +76,7 @@ def test_words_stay_whole(name):
     assert not re.search(r"\bhierarchica(?!l_)|\bvertical_sl(?!ash)|\bcontext_par(?!allel)", text)
 
 
-def test_the_same_ms_have_the_same_name_in_a_report_and_in_a_validation():
+def test_report_and_validation_use_the_same_names_for_times():
     said = json.loads(shown(*VALIDATE, "--json", columns=80))
     text = " ".join(shown("report", "predicted-4xh200", columns=80).split())
     for case in said["cases"]:
@@ -122,7 +122,7 @@ def _commands() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_help_fills_the_lines(columns):
+def test_help_paragraphs_fill_the_lines(columns):
     for words in _commands():
         text = shown(*words, "--help", columns=columns).partition("╭")[0].partition(" Examples")[0]
         lines = [line.rstrip() for line in text.splitlines()]
@@ -136,7 +136,7 @@ NAMED = "a-name-that-leaves-no-room-for-a-table-beside-it"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_names_of_runs_stay_whole(columns, tmp_path):
+def test_run_names_are_not_broken(columns, tmp_path):
     for i, name in enumerate((NAMED, NAMED.upper())):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
