@@ -57,7 +57,7 @@ def hf_folder(tmp_path: Path) -> Path:
 
 
 def mtrain(*words: str | Path, code: int = 0) -> str:
-    """Runs a command; returns what it printed on both streams."""
+    """Run a command and return its output on both streams."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == code, (result.output, result.exception)
     assert "Traceback" not in result.output
@@ -126,9 +126,10 @@ def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path)
     pytest.importorskip("transformers")
     output = mtrain("checkpoint", "verify", hf_folder, "--tokens", "1024")
     assert "agrees at tolerance 0.001" in output
-    # Told before it is computed, which takes long for many tokens.
+    # Progress is printed first, since computing takes long for many tokens.
     assert output.startswith(
-        "1 of 2: mtrain's logits of 1,024 tokens through 2 layers, in float32 on the CPU 2 of 2: transformers' logits"
+        "1 of 2: mtrain's logits of 1,024 tokens through 2 layers, in float32 on the CPU 2 of 2: "
+        "transformers' logits"
     )
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     output = mtrain(
@@ -183,8 +184,8 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
 
 def test_a_missing_source_is_refused(tmp_path):
     pytest.importorskip("transformers")
-    said = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert said.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run and no checkpoint of one")
+    message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
+    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run and no checkpoint of one")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
@@ -211,16 +212,16 @@ def test_a_skipped_checkpoint_is_reported_with_the_step_used_instead(tmp_path):
             {name: value.detach() for name, value in decoder_of(config.model).named_parameters()},
         )
     next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
-    said = mtrain("checkpoint", "export", run, tmp_path / "out")
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert (
-        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before it is used instead"
-        in said
+        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before "
+        "it is used instead" in message
     )
-    assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in said
+    assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in message
     pytest.importorskip("transformers")
-    said = mtrain("checkpoint", "verify", run, "--tokens", "8")
-    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing" in said
-    assert f"{run}, step 5, in float32 on 8 random tokens" in said
+    message = mtrain("checkpoint", "verify", run, "--tokens", "8")
+    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing" in message
+    assert f"{run}, step 5, in float32 on 8 random tokens" in message
 
 
 def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
@@ -261,21 +262,24 @@ def test_help_shows_examples_without_importing_torch():
     for name in ("import", "export", "verify"):
         result = CliRunner().invoke(checkpoint_app, [name, "--help"])
         assert f"mtrain checkpoint {name}" in " ".join(result.output.split())
-    code = "import sys, mtrain_cli.commands.checkpoint; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, mtrain_cli.commands.checkpoint; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
     config = hf_folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
-    said = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
-    assert f"{hf_folder}: mtrain reads this folder, and transformers" in said
-    assert "attention_dropout" in said
-    assert "Correct the folder's config.json" in said
+    message = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
+    assert f"{hf_folder}: mtrain reads this folder, and transformers" in message
+    assert "attention_dropout" in message
+    assert "Correct the folder's config.json" in message
 
 
 def trained_run(run: Path, *words: str) -> Path:
-    """A run that was trained to step 1: beside weights its checkpoint holds the trainer's numbers."""
+    """A run trained to step 1, whose checkpoint also holds the trainer's state."""
     config = compose.compose([*MODEL, *words])
     run.mkdir()
     compose.save(config, run / "resolved.yaml")
@@ -292,8 +296,8 @@ def ids_in(folder: Path) -> tuple[object, ...]:
 
 
 def test_export_of_a_byte_run_has_the_byte_tokenizer(tmp_path):
-    said = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
-    assert said.endswith("MiB of weights tokenizer: bytes")
+    message = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
+    assert message.endswith("MiB of weights tokenizer: bytes")
     assert ids_in(tmp_path / "out") == (256, 257, 258)
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
         file.name for file in (tmp_path / "out").iterdir()
@@ -316,8 +320,8 @@ def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
     run = trained_run(
         tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto"
     )
-    said = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert said.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert message.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
         tmp_path / "store" / "tokenizer.json"
     ).read_bytes()
@@ -331,9 +335,10 @@ def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
 def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
     (tmp_path / "ids.npy").touch()
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
-    said = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert said.endswith(
-        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer FOLDER copies one"
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert message.endswith(
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer "
+        "FOLDER copies one"
     )
     assert ids_in(tmp_path / "out") == (None, None, None), (
         "transformers would take 1 and 2 for some families"
@@ -381,6 +386,6 @@ def test_a_shape_unsupported_by_transformers_is_reported_first(tmp_path):
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     (run / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
-    said = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
-    assert "model.num_heads=3: transformers has no llama model" in said
+    message = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
+    assert "model.num_heads=3: transformers has no llama model" in message
     assert not (tmp_path / "out").exists()

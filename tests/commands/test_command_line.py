@@ -1,4 +1,4 @@
-"""The command as a person meets it: help, version, mistakes, exit codes."""
+"""The command line: help, version, mistakes, exit codes."""
 
 import os
 import resource
@@ -70,7 +70,7 @@ def test_the_version_is_printed():
 
 
 def test_help_is_fast_and_imports_neither_torch_nor_hydra():
-    # Processor time, since what else runs here may slow the clock on the wall.
+    # CPU time, since other processes here may slow the wall clock.
     def processor_seconds() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
@@ -78,7 +78,10 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
     before = processor_seconds()
     assert process("--help").returncode == 0
     assert processor_seconds() - before < 0.5
-    code = "import sys, mtrain_cli.commands.app; print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, mtrain_cli.commands.app; "
+        "print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
         == "[]\n"
@@ -86,7 +89,7 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["train", "--layuot", "zigzag"],
@@ -119,12 +122,12 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
         (["train", "--", "--layout=zigzag"], "did you mean topology.layout=zigzag?"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, said):
+def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, message):
     result = run(*words)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("mtrain: ")
-    assert said in result.stderr.replace("'", "")  # releases of typer differ in their quotes
+    assert message in result.stderr.replace("'", "")  # releases of typer differ in their quotes
     assert result.stderr.count("\n") == 1
 
 
@@ -139,7 +142,7 @@ def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
 
 
 def test_in_a_job_one_process_per_machine_prints_the_error():
-    def said(rank: int, local_rank: int) -> str:
+    def message(rank: int, local_rank: int) -> str:
         job = {
             "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2",
@@ -148,9 +151,9 @@ def test_in_a_job_one_process_per_machine_prints_the_error():
         }
         return run("train", "seq=512q", RANK=str(rank), LOCAL_RANK=str(local_rank), **job).stderr
 
-    assert said(0, 0).startswith("mtrain: seq=512q")
-    assert said(1, 1) == ""
-    assert said(2, 0).startswith("mtrain: rank 2: seq=512q")
+    assert message(0, 0).startswith("mtrain: seq=512q")
+    assert message(1, 1) == ""
+    assert message(2, 0).startswith("mtrain: rank 2: seq=512q")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""TAB: the completer by itself, and through the protocol that the shells speak."""
+"""Shell completion, by direct calls and through the shells' protocol."""
 
 import os
 import shutil
@@ -51,7 +51,7 @@ def test_keys_options_and_allowed_words_are_offered(word, offered):
 
 @pytest.mark.parametrize("word", ["topology.lay", "optim.lr", "train.compile", "data.text_key"])
 def test_a_single_match_completes_up_to_the_equals_sign(word):
-    """Shells insert the common prefix of several candidates, and add a space only behind a single one."""
+    """Shells insert the common prefix of candidates, and add a space only after a single one."""
     offered = values(word)
     key = offered[0].partition("=")[0]
     assert len(offered) > 1
@@ -105,9 +105,7 @@ def test_lists_complete_their_last_name_without_repeats(word, offered):
     assert in_list(("ring", "rows", "all"), word) == offered
 
 
-def test_files_are_offered_when_no_name_matches_except_in_bash(
-    tmp_path, monkeypatch
-):
+def test_files_are_offered_when_no_name_matches_except_in_bash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     assert [name for name, _ in complete_clusters("h")] == ["h100_4x8", "h200_1x8"]
@@ -121,7 +119,7 @@ def test_files_are_offered_when_no_name_matches_except_in_bash(
 
 @pytest.fixture
 def shell_path(tmp_path) -> dict[str, str]:
-    """An environment whose PATH has `mtrain` first, and whose home is empty."""
+    """An environment with `mtrain` first on PATH and an empty home folder."""
     script = tmp_path / "bin/mtrain"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -m mtrain_cli "$@"\n')
@@ -201,7 +199,7 @@ def test_own_groups_are_completed(shell_path, tmp_path):
 def test_installing_writes_a_script_that_the_shell_runs(shell, shell_path, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    # A second command keeps the shell from replacing itself by mtrain, which looks for the shell that called it.
+    # A second command keeps the shell from exec-ing mtrain, which looks for its parent shell.
     install = subprocess.run(
         [shell, "-c", "mtrain --install-completion; true"],
         env=shell_path,

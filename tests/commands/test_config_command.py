@@ -27,7 +27,7 @@ def test_list_names_every_option_and_top_level_key_on_a_line_of_its_own():
     assert {"seq=...", "seed=..."} <= {words[0] for words in lines if words}
 
 
-# The default, dense attention, has no keys.
+# Dense attention, the default, has no keys.
 ABSENT = {
     "sparsity": [
         name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"
@@ -42,8 +42,11 @@ def test_show_lists_only_the_keys_of_the_pattern_with_their_ranges(name):
     }
     assert sorted(rows) == sorted(f"sparsity.{key}" for key in ("pattern", *PATTERN_KEYS[name]))
     ranges = {
-        "sparsity.p_v": "number, above 0 and at most 1", "sparsity.block": "tokens, 16, 32, 64 or 128", "sparsity.joint": "true or false",
-        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 (an index numbers its columns and slashes in 32 bits)",
+        "sparsity.p_v": "number, above 0 and at most 1",
+        "sparsity.block": "tokens, 16, 32, 64 or 128",
+        "sparsity.joint": "true or false",
+        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 "
+        "(an index numbers its columns and slashes in 32 bits)",
         "sparsity.index_per": "query_head, kv_group",
     }  # fmt: skip
     for key, text in ranges.items():
@@ -87,7 +90,7 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("modle/tiny", "no group is called modle; did you mean model?; groups: data, model, "),
         ("model/tinny", "qwen3_8b, qwen3b, qwen7b, tiny; did you mean tiny?"),
@@ -95,10 +98,10 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
         ("", "no group is called"),
     ],
 )
-def test_an_unknown_option_is_one_line(name, said):
+def test_an_unknown_option_is_one_line(name, message):
     result = run("show", name)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_own_groups_are_listed_and_shown(tmp_path):

@@ -1,4 +1,4 @@
-"""`mtrain data`, as a user types it."""
+"""`mtrain data` from the command line."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ def _run(*arguments: str | Path) -> Result:
 
 
 def _mistake(*arguments: str | Path) -> str:
-    """The single line on stderr of a command that must end with code 2."""
+    """Return the only line on stderr of a command that must exit with code 2."""
     result = _run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -146,7 +146,8 @@ def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None
     out = str(tmp_path / "out")
     script = (
         "import sys\nfrom mtrain_cli.commands.data import prepare, show\nfrom pathlib import Path\n"
-        f"prepare({str(corpus)!r}, Path({out!r}), 'bytes', None, 'body')\nshow(Path({out!r}), 0, True)\n"
+        f"prepare({str(corpus)!r}, Path({out!r}), 'bytes', None, 'body')\nshow(Path({out!r}), 0, "
+        "True)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""`mtrain doctor`: works on any machine, and says what is missing and what would bring it."""
+"""`mtrain doctor` works on any machine and says what is missing and how to install it."""
 
 import io
 import json
@@ -29,7 +29,8 @@ TOPOLOGY = (
     "GPU1\tNV18\t X \tSYS\tNODE\t0-55,112-167\t0\t\tN/A\n"
     "GPU2\tSYS\tSYS\t X \tNODE\t56-111\t1\t\tN/A\n"
     "NIC0\tPIX\tNODE\tNODE\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
+    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP "
+    "interconnect between NUMA nodes\n"
 )
 
 

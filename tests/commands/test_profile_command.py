@@ -1,4 +1,4 @@
-"""`mtrain profile`: what it prints and leaves, and what it refuses."""
+"""`mtrain profile`: output, files, and refused options."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
 
 
 def test_sparsity_leaves_no_thread_running(tmp_path):
-    """Triton 3.9 warns of leaks, in 30 lines, where a thread of the loader still runs when Python ends."""
+    """Triton 3.9 prints 30 lines of leak warnings if a loader thread still runs at exit."""
     before = set(threading.enumerate())
     result = run(
         "sparsity",
@@ -107,8 +107,9 @@ def test_sparsity_leaves_no_thread_running(tmp_path):
 def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     out = tmp_path / "calibration.json"
     result = run(
-        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2", "--head-dim", "16", "--block", "16",
-        "--kernel", "sdpa", "--repeats", "1", "--out", str(out),
+        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2",
+        "--head-dim", "16", "--block", "16", "--kernel", "sdpa", "--repeats", "1",
+        "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     document = json.loads(out.read_text())
@@ -135,7 +136,7 @@ def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     assert [half[name] for name in ("pairs", "blocks", "column_pairs")] == [
         int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
     ]
-    # A CPU computes the pairs that the index leaves out, too.
+    # A CPU also computes the pairs that the index leaves out.
     assert "TF" not in result.output
     assert half["backward_tflops"] == pytest.approx(
         10 * 16 * half["pairs"] / half["backward_ms"] / 1e9
@@ -166,13 +167,13 @@ def test_kernel_times_fit_80_columns():
     }
     assert [found.exit_code for found in shown.values()] == [0, 0]
     assert max(map(len, shown[80].stdout.splitlines())) <= 80
-    # The same calls, with fewer figures of each.
-    told = {
+    # The same calls, with fewer columns each.
+    columns = {
         width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")]
         for width, found in shown.items()
     }
-    assert len(told[80]) == len(told[200]) > 10
-    assert "TF" not in told[80][0]
+    assert len(columns[80]) == len(columns[200]) > 10
+    assert "TF" not in columns[80][0]
     assert "1/2 striped, ring step 0" in shown[80].stdout
     assert "A wider terminal also shows" in " ".join(shown[80].stdout.split())
     assert "A wider terminal" not in shown[200].stdout
@@ -287,7 +288,8 @@ def test_the_shipped_calibration_loads_and_names_its_hardware():
         ),
         (
             ["kernels", "--out", "file"],
-            "--out file: exists and is not a calibration of mtrain; give another name, or remove it",
+            "--out file: exists and is not a calibration of mtrain; give another name, or remove "
+            "it",
         ),
         (["kernels", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
         (["sparsity", "--out", "folder.parquet"], "--out folder.parquet: is a folder; give a file"),

@@ -1,4 +1,4 @@
-"""`mtrain report`: finds what is meant, writes files beside it, and says in one line what it cannot read."""
+"""`mtrain report` finds its input, writes files into it, and refuses unreadable input in a line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(*words: str, code: int = 0) -> str:
 
 
 def refused(*words: str) -> str:
-    """The only line that is said."""
+    """Return the only line of output."""
     (line,) = report(*words, code=2).splitlines()
     return line
 
@@ -79,13 +79,13 @@ def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
 
 def test_a_report_is_shown_and_written_into_the_measurement():
     path = measured("one", layers=(0, 1), iterations=2)
-    said = report("one")
+    message = report("one")
     assert (
-        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is disturbed"
-        in " ".join(said.split())
+        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is "
+        "disturbed" in " ".join(message.split())
     )
-    assert "1.60 ±0.00" in said
-    assert str(path / "report.html") in said
+    assert "1.60 ±0.00" in message
+    assert str(path / "report.html") in message
     assert (path / "report.html").stat().st_size < 1.5e6
     assert sorted(p.name for p in (path / "tables").iterdir()) == [
         "causes.csv",
@@ -96,7 +96,7 @@ def test_a_report_is_shown_and_written_into_the_measurement():
     ]
     with (path / "tables/summary.csv").open() as file:
         assert [row["direction"] for row in csv.DictReader(file)] == ["both", "forward", "backward"]
-    assert max(map(len, said.splitlines())) <= 110
+    assert max(map(len, message.splitlines())) <= 110
 
 
 def test_the_newest_run_is_the_default():
@@ -110,25 +110,25 @@ def test_the_newest_run_is_the_default():
 
 
 def test_an_empty_folder_shows_a_shipped_profile(folder):
-    said = report()
-    assert "nothing in runs/ or measurements/ here" in said
-    assert "4 x NVIDIA H200" in said
-    assert "vertical_slash striped" in said
+    message = report()
+    assert "nothing in runs/ or measurements/ here" in message
+    assert "4 x NVIDIA H200" in message
+    assert "vertical_slash striped" in message
     assert not list(folder.iterdir())
-    # Nor where it ships.
+    # The shipped folder stays unchanged too.
     assert not list((resource_dir("profiles") / "real-512k-4xh200").glob("report.html"))
-    assert "figures  mtrain report real-512k-4xh200 --out DIR" in said
+    assert "figures  mtrain report real-512k-4xh200 --out DIR" in message
 
 
 def test_a_training_run_is_shown_with_its_profile():
     path = trained("mine", steps=3, wanted=9)
     recorded_once(path / "profile", SLOW)
-    said = report("mine")
-    assert "mine: training run, 2 x A" in said
-    assert "step 3 of 9" in said
-    assert "5.000" in said
-    assert "1.667" in said
-    assert "rank 2, which takes 2.0x" in " ".join(said.split())
+    message = report("mine")
+    assert "mine: training run, 2 x A" in message
+    assert "step 3 of 9" in message
+    assert "5.000" in message
+    assert "1.667" in message
+    assert "rank 2, which takes 2.0x" in " ".join(message.split())
     page = (path / "report.html").read_text()
     for figure in ("training", "density", "timeline"):
         assert f'id="figure-{figure}"' in page
@@ -153,8 +153,8 @@ def test_two_runs_are_compared_in_the_given_folder():
     measured("one", iterations=2)
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
     assert refused("one", "two").startswith("mtrain: --out DIR: required for several runs")
-    said = " ".join(report("one", "two", "--out", "both").split())
-    assert "Against one" in said
+    message = " ".join(report("one", "two", "--out", "both").split())
+    assert "Against one" in message
     assert Path("both/report.html").is_file()
     with Path("both/tables/compare.csv").open() as file:
         rows = {row["what"]: row for row in csv.DictReader(file)}
@@ -175,9 +175,9 @@ def test_missing_ranks_are_named():
 
 def test_one_worker_has_no_imbalance():
     recorded_once(Path("measurements/alone"), Play(ring(1)))
-    said = report("alone")
-    assert "one worker: there is nobody to compare it with" in said
-    assert "1.00" in said
+    message = report("alone")
+    assert "one worker: there is nobody to compare it with" in message
+    assert "1.00" in message
 
 
 def test_without_a_browser_the_path_of_the_page_is_printed(monkeypatch):
@@ -203,7 +203,8 @@ def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
         == "mtrain: empty: is empty; give the folder of a run, a profile or a simulation"
     )
     assert refused("other").startswith(
-        "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are missing; there are notes"
+        "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are "
+        "missing; there are notes"
     )
     assert refused("file.txt").startswith("mtrain: file.txt: is a file, and no profile of mtrain")
     assert refused("measurements").startswith(
@@ -240,7 +241,8 @@ def test_other_schemas_are_refused_in_one_line():
     part = path / "records/000001.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
     assert refused("mixed").startswith(
-        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside it 2"
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside "
+        "it 2"
     )
     path = measured("narrow")
     table = pq.read_table(path / "records.parquet")

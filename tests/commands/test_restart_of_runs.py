@@ -1,4 +1,4 @@
-"""`mtrain train` that loses workers: it goes on by itself, bit for bit as if nothing had been, and knows when not to."""
+"""`mtrain train` recovers from lost workers bit for bit, and stops where it should not retry."""
 
 from __future__ import annotations
 
@@ -80,9 +80,11 @@ def test_losses_after_two_restarts_equal_an_undisturbed_run(
     killed = "error: rank 1 was killed by SIGKILL (out of memory killer?)"
     assert told == [
         killed,
-        "restart 1: goes on from the checkpoint of step 3, on 2 workers, in 1 s; step 4 is done again",
+        "restart 1: goes on from the checkpoint of step 3, on 2 workers, in 1 s; step 4 is done "
+        "again",
         killed,
-        "restart 2: goes on from the checkpoint of step 6, on 2 workers, in 5 s; step 7 is done again",
+        "restart 2: goes on from the checkpoint of step 6, on 2 workers, in 5 s; step 7 is done "
+        "again",
     ]
     assert restarts() == [(1, 4, 3), (1, 7, 6)]
     log = Path("run/log.txt").read_text()
@@ -123,7 +125,8 @@ def test_a_repeated_failure_without_a_new_checkpoint_ends_the_run():
     assert ended.returncode == 1
     assert restarts() == [(1, 4, 3)]
     assert ended.stderr.splitlines()[-2] == (
-        "not restarted: no checkpoint was written since the restart before, so it would go on like this"
+        "not restarted: no checkpoint was written since the restart before, so it would go on like "
+        "this"
     )
     assert ended.stderr.splitlines()[-1].startswith(
         "go on from the checkpoint of step 3: mtrain train --resume "
@@ -133,9 +136,7 @@ def test_a_repeated_failure_without_a_new_checkpoint_ends_the_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [("auto", 1), ("1", 0)])
-def test_before_the_first_checkpoint_only_a_number_of_restarts_restarts(
-    limit, code
-):
+def test_before_the_first_checkpoint_only_a_number_of_restarts_restarts(limit, code):
     ended = train(
         Fault(1, signal.SIGKILL, 3, *FORWARD, once=True), "train.steps=5", f"run.restarts={limit}"
     )
@@ -227,9 +228,9 @@ def test_under_torchrun_the_same_command_line_resumes_its_run(named):
         "torchrun starts the workers again (restart 1 of 2), from the checkpoint of step 4"
         in ended.stderr
     )
-    found = [path for path in Path("runs").iterdir() if not path.is_symlink()]
-    assert found == [folder] if named else len(found) == 1
-    assert [row[0] for row in rows(str(found[0]))] == list(range(1, 9))
+    result = [path for path in Path("runs").iterdir() if not path.is_symlink()]
+    assert result == [folder] if named else len(result) == 1
+    assert [row[0] for row in rows(str(result[0]))] == list(range(1, 9))
     if named:
         again = subprocess.run(
             command,

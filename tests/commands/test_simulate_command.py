@@ -1,4 +1,4 @@
-"""`mtrain simulate`: its table, its JSON, the files that `mtrain report` reads, and what is refused in one line."""
+"""`mtrain simulate`: table, JSON, files for `mtrain report`, and refused options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_configuration_is_one_row_at_any_width(tmp_path):
             for line in found.stdout.splitlines()
             if line.strip().startswith(("zigzag", "striped"))
         ]
-        # Rings of rings are rings inside a node.
+        # Within a node, hierarchical rings are plain rings.
         assert len(rows) == 4
     assert "h200_1x8 (1 x 8 NVIDIA H200), 8 workers, seq 16,384, clustered" in found.stdout
     assert "constants are guesses" in found.stdout
@@ -88,7 +88,7 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     )
     assert default == typed
     assert default["step"]["mfu"] > 0
-    # A recipe says its sparsity as a typed word does.
+    # A recipe sets the sparsity as a typed setting does.
     recipe = run(
         "simulate",
         "recipe=stdlib_64k",
@@ -137,7 +137,7 @@ def test_its_files_can_be_reported_like_a_profile(tmp_path):
     assert (tmp_path / "mine/report.html").is_file()
     again = run("simulate", *SMALL, "--out", "mine", "--exchange", "ring")
     assert again.exit_code == 2
-    assert "--out mine: holds a profile or simulation already" in again.stderr
+    assert "--out mine: already holds a profile or simulation" in again.stderr
 
 
 def test_recorded_indices_on_another_cluster(tmp_path):
@@ -254,8 +254,10 @@ def test_step_parts_and_training_cost_are_printed():
     assert step["days"]["value"] == pytest.approx(
         1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4
     )
-    dry = run("train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "topology.exchange=ring",
-              "topology.workers=8", "topology.device=cuda", "--dry-run")  # fmt: skip
+    dry = run(
+        "train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048",
+        "topology.exchange=ring", "topology.workers=8", "topology.device=cuda", "--dry-run",
+    )  # fmt: skip
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
     shown = run(*words, "--tokens", "1b", "--price", "2")
@@ -319,11 +321,11 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
         len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))])
         == 12
     )
-    # Why some cannot be stands below the table, once.
+    # Each reason why a row cannot be predicted stands once, below the table.
     assert (
         found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
     )
-    # What is said of every row is said once, below the table and in the summary; what is said of some rows stays with them.
+    # Remarks on every row are printed once; remarks on some rows stay with them.
     flat = " ".join(found.stdout.split())
     assert (
         flat.count("note not calibrated on NVIDIA A100-SXM4-40GB")
@@ -336,8 +338,8 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     assert len(summary["sweep"]) == 12
     assert all(f"note {brief_remark(remark)}" in flat for remark in summary["remarks"])
     assert (
-        "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json has all, with bounds)"
-        in flat
+        "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json "
+        "has all, with bounds)" in flat
     )
     assert len(summary["remarks"]) >= 4
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
@@ -350,7 +352,7 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     assert "Steps, predicted" in page
     again = run(*words, "--sweep", "seq=32k", "--out", "swept")
     assert again.exit_code == 2
-    assert "--out swept: holds a profile or simulation already" in again.stderr
+    assert "--out swept: already holds a profile or simulation" in again.stderr
 
 
 def test_a_recommendation_is_reasoned_and_reported(tmp_path):
@@ -430,7 +432,7 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--price", "-1"], "--price -1: expected dollars per GPU and hour, at least 0"),
         (["--tokens", "many"], "--tokens many: expected a number of tokens such as 20b"),
@@ -439,7 +441,8 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["--sweep", "nodes=0"], "nodes=0: expected a whole number of at least 1"),
         (
             ["--sweep", "nodes=2"],
-            "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, ",
+            "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster "
+            "a100_4x8, ",
         ),
         (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
@@ -484,7 +487,8 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["--exchange", "rong"], "--exchange rong: unknown; did you mean ring?"),
         (
             ["--kernel", "flsh4"],
-            "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, triton, flash4",
+            "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, "
+            "triton, flash4",
         ),
         (["--cluster", "h200"], "--cluster h200: no such cluster"),
         (["--nodes", "0"], "--nodes=0: must be at least 1"),
@@ -496,7 +500,8 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         ),
         (
             ["--workers", "65", "cluster=a100_4x8", "--nodes", "9", "--recommend"],
-            "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 to 8, or multiples of 8 such as 64 or 72",
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 "
+            "to 8, or multiples of 8 such as 64 or 72",
         ),
         (
             ["--sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"],
@@ -509,7 +514,8 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster; did you mean a100_4x8?"),
         (
             ["--index", "nothing"],
-            "--index nothing: is neither a file nor a folder with index.npz; also allowed: dense, local,",
+            "--index nothing: is neither a file nor a folder with index.npz; also allowed: dense, "
+            "local,",
         ),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
         (
@@ -533,7 +539,7 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["--exchange", "ulysses", "--cluster", "h100_4x8"], "--exchange ulysses: cannot share"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, words, said):
+def test_mistakes_are_one_line(tmp_path, words, message):
     before = sorted(tmp_path.iterdir())
     found = run(
         "simulate",
@@ -541,7 +547,7 @@ def test_mistakes_are_one_line(tmp_path, words, said):
         *words,
     )
     assert found.exit_code == 2
-    assert said in found.stderr
+    assert message in found.stderr
     assert "Traceback" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
     assert sorted(tmp_path.iterdir()) == before
@@ -550,7 +556,7 @@ def test_mistakes_are_one_line(tmp_path, words, said):
 def test_an_index_of_another_model_is_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
     shape = ["model=tiny", f"seq={SEQ}", "train.global_batch=2"]
-    for more, said in (
+    for more, message in (
         (
             ["train.micro_batch=2", "model.num_layers=5"],
             "model.num_layers=5: --index {} holds layer 5, so it is from another model",
@@ -559,7 +565,7 @@ def test_an_index_of_another_model_is_refused(tmp_path):
     ):
         found = run("simulate", *shape, *more, "--index", str(path), "--json", "--no-files")
         assert found.exit_code == 2
-        assert said.format(path) in found.stderr
+        assert message.format(path) in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
     good = run(
         "simulate",

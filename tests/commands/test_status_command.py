@@ -1,4 +1,4 @@
-"""`mtrain status`: what it says of a run, whatever became of the run's processes."""
+"""`mtrain status` reports a run's state, whatever became of its processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def stepped(run: RunDir, step: int = 12) -> StateReporter:
 
 def holder(run: RunDir) -> subprocess.Popen[str]:
     """A process that holds the run's lock, as the launcher does."""
-    code = f"import time\nfrom mtrain_cli.launch import run_dir\nrun = run_dir.open({str(run.path)!r})\n"
+    code = "import time\nfrom mtrain_cli.launch import run_dir\n"
+    code += f"run = run_dir.open({str(run.path)!r})\n"
     code += "print('has it', flush=True)\ntime.sleep(600)"
     environment = {**os.environ, "PYTHONPATH": str(Path(run_dir.__file__).parents[2])}
     process = subprocess.Popen(
@@ -244,7 +245,8 @@ def test_watching_a_finished_run_prints_it_once(words):
         ([], "mtrain: there are no runs in runs/; give the folder of one\n"),
         (
             ["nothing"],
-            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are no runs in runs/\n",
+            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are "
+            "no runs in runs/\n",
         ),
         (["--all"], "mtrain: --all: there are no runs in runs/\n"),
         (["--all", "x"], "mtrain: --all: shows every run under runs/; give it without x\n"),

@@ -1,4 +1,4 @@
-"""`mtrain train` up to the point where workers start: those have tests of their own."""
+"""`mtrain train` up to the start of the workers, which have tests of their own."""
 
 import os
 import types
@@ -21,7 +21,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Calls of the launcher, which here starts nothing and reports 7."""
+    """Records calls of the launcher, which starts nothing here and returns 7."""
     calls = []
 
     def launch(run_dir, environment, resume, config):  # noqa: ARG001
@@ -191,7 +191,8 @@ def test_changing_a_fixed_group_on_resume_is_one_line(launched):
     result = run("--resume", "first", "model=qwen3b", "model.num_layers=3")
     assert sorted(result.stderr.splitlines(), reverse=True) == [
         "mtrain: model=qwen3b: a resumed run keeps its model; start a new run to change it",
-        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run to change it",
+        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run "
+        "to change it",
     ]
     assert len(launched) == 1
 
@@ -223,5 +224,8 @@ def test_resume_auto_starts_a_run_and_then_resumes_it(launched):
         "the same words are not added again"
     )
     refused = run("--resume", "auto", "seq=256")
-    line = "mtrain: --resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line finds its run again\n"
+    line = (
+        "mtrain: --resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line "
+        "finds its run again\n"
+    )
     assert (refused.exit_code, refused.stderr) == (2, line)
