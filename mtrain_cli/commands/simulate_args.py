@@ -294,9 +294,9 @@ class SimulateRequest:
                     f"{option} {value:g}: --index {file} has its own pairs; leave one of them out"
                 )
         recorded = load_indices(file)
-        made = recorded.setup
+        setup = recorded.setup
         if words:
-            _compare(words, file, made)
+            _compare(words, file, setup)
         pattern = recorded.patterns[0]
         available = recorded.layers(pattern)
         if self.layers is not None and self.layers > len(available):
@@ -305,12 +305,12 @@ class SimulateRequest:
                 f"allowed: 1 to {len(available)}"
             )
         return AttentionWorkload(
-            made,
+            setup,
             recorded.masks,
             available[: self.layers or len(available)],
             lambda layer: index_of(recorded, pattern, layer),
             pattern,
-            made.columns.get(pattern, -1),
+            setup.columns.get(pattern, -1),
         )
 
     def per_node(self, workers: int) -> int | None:
@@ -391,7 +391,7 @@ def _recorded_settings(
     return [word for word in settings if word.partition("=")[0] not in typed]
 
 
-def _compare(words: Sequence[str], file: Path, made: Any) -> None:
+def _compare(words: Sequence[str], file: Path, setup: Any) -> None:
     """Compare the settings with the shape that the file was recorded with.
 
     Raises:
@@ -401,10 +401,10 @@ def _compare(words: Sequence[str], file: Path, made: Any) -> None:
 
     config = compose(list(words))
     shapes = {
-        "seq": (config.seq, made.seq),
-        "model.num_heads": (config.model.num_heads, made.heads),
-        "model.num_kv_heads": (config.model.num_kv_heads, made.kv_heads),
-        "model.head_dim": (config.model.head_dim, made.head_dim),
+        "seq": (config.seq, setup.seq),
+        "model.num_heads": (config.model.num_heads, setup.heads),
+        "model.num_kv_heads": (config.model.num_kv_heads, setup.kv_heads),
+        "model.head_dim": (config.model.head_dim, setup.head_dim),
     }
     wrong = [
         f"{key}={ours}: --index {file} was recorded with {theirs}; leave it out"

@@ -36,9 +36,9 @@ def keep_schedule(
         ConfigError: ``optim.rewarm`` is a number, or no steps are left for it.
     """
     typed = {word.partition("=")[0] for word in words}
-    asked = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
+    given = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
     begin, steps = int(saved.optim.rewarm), saved.optim.schedule_steps
-    if "optim.rewarm" in asked and not isinstance(config.optim.rewarm, bool):
+    if "optim.rewarm" in given and not isinstance(config.optim.rewarm, bool):
         raise ConfigError(
             f"optim.rewarm={config.optim.rewarm}: give true to restart the schedule at the "
             "checkpoint, or false"
@@ -52,9 +52,9 @@ def keep_schedule(
             )
         else:
             begin = step
-    elif "optim.rewarm" in asked:
+    elif "optim.rewarm" in given:
         begin = 0
-    if asked:
+    if given:
         steps = config.optim.schedule_steps if "optim.schedule_steps" in typed else "auto"
     elif step - begin <= saved.optim.warmup_steps:
         pass  # stopped within the warm-up, before any decay: the schedule spans the new steps

@@ -168,12 +168,12 @@ def test_kernel_times_fit_80_columns():
     assert [found.exit_code for found in shown.values()] == [0, 0]
     assert max(map(len, shown[80].stdout.splitlines())) <= 80
     # The same calls, with fewer columns each.
-    columns = {
+    lines_by_width = {
         width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")]
         for width, found in shown.items()
     }
-    assert len(columns[80]) == len(columns[200]) > 10
-    assert "TF" not in columns[80][0]
+    assert len(lines_by_width[80]) == len(lines_by_width[200]) > 10
+    assert "TF" not in lines_by_width[80][0]
     assert "1/2 striped, ring step 0" in shown[80].stdout
     assert "A wider terminal also shows" in " ".join(shown[80].stdout.split())
     assert "A wider terminal" not in shown[200].stdout
