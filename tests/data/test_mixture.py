@@ -265,7 +265,7 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
     [
         (
             "{code: -1, book: 2}",
-            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not wanted",
+            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out corpora you do not want",
         ),
         ("{code: 0, book: 2}", "the weight of code must be above 0"),
         ("{code: much}", "expected numbers by name such as {code: 0.3, book: 0.7}"),
@@ -315,6 +315,6 @@ def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(
 def test_stdlib_has_no_mixture() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$",
+        match=r"^data.mix={a:1}: data=stdlib has no mix; add data=text, data=tokens or data=mds$",
     ):
         compose(["data.mix={a: 1}"])
