@@ -379,7 +379,7 @@ def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> N
 def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:
     write_mds(tmp_path / "all" / "book", RAW, raw_samples())
     with pytest.raises(
-        ConfigError, match=r"these folders in it have one: book \(name them in data.mix\)"
+        ConfigError, match=r"it has folders that do: book \(name them in data.mix\)"
     ):
         MdsFolder(tmp_path / "all")
 
