@@ -62,7 +62,7 @@ def test_candidates_carry_help():
     assert dict(candidates("model=", open_groups()))["model=qwen3b"].startswith("Qwen2.5-3B")
     assert (
         dict(candidates("optim.w", open_groups()))["optim.warmup_steps="]
-        == "steps of linear warm-up"
+        == "number of steps of linear warm-up; 0 = none"
     )
 
 

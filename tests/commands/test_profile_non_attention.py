@@ -28,7 +28,7 @@ def test_the_calibration_prices_simulated_steps(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].split() == ["part", "tokens", "a", "tile", "ms", "TF"]
+    assert lines[0].split() == ["part", "tokens", "tile", "ms", "TF"]
     assert [line.split()[:2] for line in lines[1:9]] == [
         [part, n] for n in ("128", "256") for part in ("forward", "backward", "loss", "index")
     ]
