@@ -10,7 +10,7 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.unused_settings import idle_ring_keys
+from mtrain_cli.config.unused_settings import unused_ring_keys
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.optimizer import LearningRateSchedule
@@ -69,7 +69,7 @@ def _idle(found: RunPlan, run_dir: Path) -> list[str]:
         )
     except OSError:
         return []
-    return idle_ring_keys(words, found.config, found.exchange.name)
+    return unused_ring_keys(words, found.config, found.exchange.name)
 
 
 def _weights(config: Config, resumed: int | None) -> str:

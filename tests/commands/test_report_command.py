@@ -1,4 +1,4 @@
-"""`mtrain report`: finds what is meant, writes files beside it, and says in one line what it cannot read."""
+"""`mtrain report` finds its input, writes files into it, and refuses unreadable input in a line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(*words: str, code: int = 0) -> str:
 
 
 def refused(*words: str) -> str:
-    """The only line that is said."""
+    """Return the only line of output."""
     (line,) = report(*words, code=2).splitlines()
     return line
 
@@ -77,15 +77,15 @@ def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
     return path
 
 
-def test_a_measurement_is_shown_and_written_beside_itself():
+def test_a_report_is_shown_and_written_into_the_measurement():
     path = measured("one", layers=(0, 1), iterations=2)
-    said = report("one")
+    message = report("one")
     assert (
-        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is disturbed"
-        in " ".join(said.split())
+        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is "
+        "disturbed" in " ".join(message.split())
     )
-    assert "1.60 ±0.00" in said
-    assert str(path / "report.html") in said
+    assert "1.60 ±0.00" in message
+    assert str(path / "report.html") in message
     assert (path / "report.html").stat().st_size < 1.5e6
     assert sorted(p.name for p in (path / "tables").iterdir()) == [
         "causes.csv",
@@ -96,10 +96,10 @@ def test_a_measurement_is_shown_and_written_beside_itself():
     ]
     with (path / "tables/summary.csv").open() as file:
         assert [row["direction"] for row in csv.DictReader(file)] == ["both", "forward", "backward"]
-    assert max(map(len, said.splitlines())) <= 110
+    assert max(map(len, message.splitlines())) <= 110
 
 
-def test_without_a_name_the_newest_is_shown():
+def test_the_newest_run_is_the_default():
     old, new = measured("old"), trained("new")
     for age, file in ((100, old / "summary.json"), (0, new / "metrics.jsonl")):
         os.utime(file, (os.stat(file).st_mtime - age,) * 2)
@@ -109,38 +109,38 @@ def test_without_a_name_the_newest_is_shown():
     assert report("--no-html", "--no-csv").startswith(str(old))
 
 
-def test_without_anything_here_the_profiles_that_ship_are_shown(folder):
-    said = report()
-    assert "nothing in runs/ or measurements/" in said
-    assert "4 x NVIDIA H200" in said
-    assert "vertical_slash striped" in said
+def test_an_empty_folder_shows_a_shipped_profile(folder):
+    message = report()
+    assert "nothing in runs/ or measurements/ here" in message
+    assert "4 x NVIDIA H200" in message
+    assert "vertical_slash striped" in message
     assert not list(folder.iterdir())
-    # Nor where it ships.
+    # The shipped folder stays unchanged too.
     assert not list((resource_dir("profiles") / "real-512k-4xh200").glob("report.html"))
-    assert "figures  mtrain report real-512k-4xh200 --out DIR" in said
+    assert "figures  mtrain report real-512k-4xh200 --out DIR" in message
 
 
 def test_a_training_run_is_shown_with_its_profile():
     path = trained("mine", steps=3, wanted=9)
     recorded_once(path / "profile", SLOW)
-    said = report("mine")
-    assert "mine: training run, 2 x A" in said
-    assert "step 3 of 9" in said
-    assert "5.000" in said
-    assert "1.667" in said
-    assert "rank 2, which takes 2.0x" in " ".join(said.split())
+    message = report("mine")
+    assert "mine: training run, 2 x A" in message
+    assert "step 3 of 9" in message
+    assert "5.000" in message
+    assert "1.667" in message
+    assert "rank 2, which takes 2.0x" in " ".join(message.split())
     page = (path / "report.html").read_text()
     for figure in ("training", "density", "timeline"):
         assert f'id="figure-{figure}"' in page
 
 
-def test_a_training_run_without_a_profile_is_shown_too():
+def test_a_training_run_without_a_profile_is_shown():
     path = trained("mine")
     assert "Balance" not in report("runs/mine")
     assert 'id="figure-training"' in (path / "report.html").read_text()
 
 
-def test_json_is_all_that_is_printed_and_nothing_is_written():
+def test_json_prints_nothing_else_and_writes_no_files():
     path = measured("one")
     (found,) = json.loads(report("one", "--json"))
     assert found["kind"] == "profile"
@@ -149,12 +149,12 @@ def test_json_is_all_that_is_printed_and_nothing_is_written():
     assert not (path / "report.html").exists()
 
 
-def test_two_runs_are_compared_in_a_folder_that_is_named():
+def test_two_runs_are_compared_in_the_given_folder():
     measured("one", iterations=2)
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
-    assert refused("one", "two").startswith("mtrain: --out DIR: needed for several runs")
-    said = " ".join(report("one", "two", "--out", "both").split())
-    assert "Against one" in said
+    assert refused("one", "two").startswith("mtrain: --out DIR: required for several runs")
+    message = " ".join(report("one", "two", "--out", "both").split())
+    assert "Against one" in message
     assert Path("both/report.html").is_file()
     with Path("both/tables/compare.csv").open() as file:
         rows = {row["what"]: row for row in csv.DictReader(file)}
@@ -162,7 +162,7 @@ def test_two_runs_are_compared_in_a_folder_that_is_named():
     assert not Path("measurements/one/report.html").exists()
 
 
-def test_killed_runs_are_reported_as_far_as_they_went():
+def test_killed_runs_are_reported_up_to_their_end():
     measured("killed", iterations=3, complete=False, wanted=10)
     assert "partial: 3 of 10 samples; the run did not end" in report("killed")
 
@@ -173,21 +173,21 @@ def test_missing_ranks_are_named():
     assert "no rows of rank 1 (1 of 4); degrees are over the others" in report("some")
 
 
-def test_one_worker_has_nobody_to_be_compared_with():
+def test_one_worker_has_no_imbalance():
     recorded_once(Path("measurements/alone"), Play(ring(1)))
-    said = report("alone")
-    assert "one worker: there is nobody to compare it with" in said
-    assert "1.00" in said
+    message = report("alone")
+    assert "one worker: there is nobody to compare it with" in message
+    assert "1.00" in message
 
 
-def test_a_machine_without_a_browser_only_says_where_the_page_is(monkeypatch):
+def test_without_a_browser_the_path_of_the_page_is_printed(monkeypatch):
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     measured("one")
     assert "no browser here" in report("one", "--open", "--no-csv")
 
 
-def test_what_is_no_run_is_refused_in_one_line(folder):
+def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
     measured("before")
     Path("empty").mkdir()
     Path("other").mkdir()
@@ -203,7 +203,8 @@ def test_what_is_no_run_is_refused_in_one_line(folder):
         == "mtrain: empty: is empty; give the folder of a run, a profile or a simulation"
     )
     assert refused("other").startswith(
-        "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are missing; there are notes"
+        "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are "
+        "missing; there are notes"
     )
     assert refused("file.txt").startswith("mtrain: file.txt: is a file, and no profile of mtrain")
     assert refused("measurements").startswith(
@@ -240,7 +241,8 @@ def test_other_schemas_are_refused_in_one_line():
     part = path / "records/000001.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
     assert refused("mixed").startswith(
-        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside it 2"
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside "
+        "it 2"
     )
     path = measured("narrow")
     table = pq.read_table(path / "records.parquet")
@@ -257,11 +259,11 @@ def test_a_profile_without_samples_is_refused_in_one_line():
     assert "has no sample yet" in refused("none")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read():
+def test_an_unwritable_folder_is_refused_before_reading():
     measured("one")
     Path("file").write_text("x")
     assert refused("one", "--out", "file/inside").startswith(
-        "mtrain: --out file/inside: is no folder and cannot be made"
+        "mtrain: --out file/inside: is not a folder and cannot be created"
     )
 
 
@@ -272,7 +274,7 @@ def test_names_are_completed():
     assert complete_measured("on") == ["one"]
 
 
-def test_many_ranks_are_folded_in_the_terminal():
+def test_many_ranks_are_summarized_in_the_terminal():
     times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
     recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
     assert "each cell is the largest of 2 workers x 2 steps" in report("many", "--no-html")

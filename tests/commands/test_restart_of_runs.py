@@ -1,4 +1,4 @@
-"""`mtrain train` that loses workers: it goes on by itself, bit for bit as if nothing had been, and knows when not to."""
+"""`mtrain train` recovers from lost workers bit for bit, and stops where it should not retry."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_was_left_alone(
+def test_losses_after_two_restarts_equal_an_undisturbed_run(
     tmp_path,
 ):
     words = ["train.steps=10", "train.checkpoint_every=3"]
@@ -100,7 +100,7 @@ def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_w
 
 
 @pytest.mark.slow
-def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
+def test_a_restart_with_fewer_workers_continues_the_losses(tmp_path):
     words = ["train.steps=8", "train.checkpoint_every=3", "topology.workers=auto"]
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, once=True, fewer=True), *words)
     assert ended.returncode == 0, ended.stderr
@@ -116,7 +116,7 @@ def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failure_that_comes_back_before_a_new_checkpoint_ends_the_run():
+def test_a_repeated_failure_without_a_new_checkpoint_ends_the_run():
     ended = train(
         Fault(1, signal.SIGKILL, 5, *FORWARD), "train.steps=10", "train.checkpoint_every=3"
     )
@@ -133,9 +133,7 @@ def test_a_failure_that_comes_back_before_a_new_checkpoint_ends_the_run():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [("auto", 1), ("1", 0)])
-def test_before_the_first_checkpoint_a_run_begins_again_only_where_a_number_of_restarts_is_given(
-    limit, code
-):
+def test_before_the_first_checkpoint_only_a_number_of_restarts_restarts(limit, code):
     ended = train(
         Fault(1, signal.SIGKILL, 3, *FORWARD, once=True), "train.steps=5", f"run.restarts={limit}"
     )
@@ -149,7 +147,7 @@ def test_before_the_first_checkpoint_a_run_begins_again_only_where_a_number_of_r
 
 
 @pytest.mark.slow
-def test_what_the_program_does_is_not_tried_again():
+def test_program_errors_are_not_retried():
     fault = Fault(9, signal.SIGKILL, 5, *FORWARD)
     words = ["train.steps=20", "train.checkpoint_every=1", "run.restarts=3"]
     ended = train(fault, *words, "optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=0")
@@ -163,7 +161,7 @@ def test_what_the_program_does_is_not_tried_again():
 
 
 @pytest.mark.slow
-def test_a_stop_is_no_failure():
+def test_a_stop_is_not_a_failure():
     command = [
         sys.executable,
         str(LAUNCH / "faulty_train.py"),
@@ -193,7 +191,7 @@ def test_a_stop_is_no_failure():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_under_torchrun_the_same_line_goes_on_with_its_run(named):
+def test_under_torchrun_the_same_command_line_resumes_its_run(named):
     fault = Fault(1, signal.SIGKILL, 5, *FORWARD, once=True)
     folder = Path("runs/mine")
     words = [
@@ -224,9 +222,9 @@ def test_under_torchrun_the_same_line_goes_on_with_its_run(named):
         "torchrun restarts the workers (restart 1 of 2) from the checkpoint of step 4"
         in ended.stderr
     )
-    found = [path for path in Path("runs").iterdir() if not path.is_symlink()]
-    assert found == [folder] if named else len(found) == 1
-    assert [row[0] for row in rows(str(found[0]))] == list(range(1, 9))
+    result = [path for path in Path("runs").iterdir() if not path.is_symlink()]
+    assert result == [folder] if named else len(result) == 1
+    assert [row[0] for row in rows(str(result[0]))] == list(range(1, 9))
     if named:
         again = subprocess.run(
             command,

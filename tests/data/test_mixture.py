@@ -321,6 +321,6 @@ def test_names_without_a_folder_are_resolved_against_the_current_folder(
 def test_stdlib_cannot_be_mixed() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$",
+        match=r"^data.mix={a:1}: data=stdlib has no mix; add data=text, data=tokens or data=mds$",
     ):
         compose(["data.mix={a: 1}"])

@@ -246,7 +246,7 @@ def test_help_and_messages_name_every_kind_of_file_that_is_read():
     source = (
         inspect.signature(prepare, eval_str=True).parameters["source"].annotation.__metadata__[0]
     )
-    assert source.help.startswith(kinds)
+    assert source.help.startswith(kinds.capitalize())
     assert kinds in summary(resource_dir("conf") / "data/text.yaml")
     assert kinds == TEXT
     assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "README.md").read_text()

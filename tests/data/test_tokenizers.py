@@ -158,7 +158,7 @@ def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> No
     [
         (None, "no such file"),
         (b"{}", "not a Hugging Face"),
-        (b"\xff\x00", "it is no text, byte 1 is not UTF-8"),
+        (b"\xff\x00", "it is not text: byte 1 is not UTF-8"),
     ],
 )
 def test_missing_and_broken_files_are_one_clear_line(

@@ -162,6 +162,6 @@ def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
         in flat
     )
     assert (
-        "best none of these fits; --recommend tries what needs less memory, or says what would fit"
+        "best none of these fits; --recommend tries settings that need less memory, or says what would fit"
         in flat
     )

@@ -262,7 +262,7 @@ def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
         (["--validate", recorded, "--prediction", recorded], "is a profile, no prediction"),
         (
             ["--prediction", recorded],
-            "is compared with what was measured; give --validate RUN, too",
+            "needs a measurement to compare with; add --validate RUN",
         ),
         (["--validate", recorded, "nothing"], "--validate nothing: there is no such folder"),
         (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, and"),

@@ -181,7 +181,7 @@ def test_lines_behind_the_checkpoint_and_cut_lines_go_when_a_run_is_resumed(tmp_
 def test_impossible_evaluations_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^train.eval_every=5: nothing is held out to evaluate; give data.eval_sequences",
+        match=r"^train.eval_every=5: no held-out sequences to evaluate on; add data.eval_sequences",
     ):
         compose(["train.eval_every=5"])
     with pytest.raises(ConfigError, match=r"^data.eval_sequences=-1: must be 0 or more"):
