@@ -419,7 +419,7 @@ def _check_schema(recorded: RecordedFolder) -> None:
             found = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})"
+                f"{part}: not a parquet file, or damaged ({str(error).splitlines()[0]})"
             ) from error
         if found is not None and found != str(SCHEMA).encode():
             raise ConfigError(

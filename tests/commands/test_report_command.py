@@ -81,7 +81,7 @@ def test_a_measurement_is_shown_and_written_beside_itself():
     path = measured("one", layers=(0, 1), iterations=2)
     said = report("one")
     assert (
-        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is disturbed"
+        "rank 2, a straggler: 2.0x the time of the others for the same work (slow or disturbed device)"
         in " ".join(said.split())
     )
     assert "1.60 ±0.00" in said
@@ -215,18 +215,18 @@ def test_what_is_no_run_is_refused_in_one_line(folder):
 def test_damaged_files_are_refused_in_one_line():
     path = measured("one")
     (path / "records.parquet").write_bytes(b"no parquet at all")
-    assert "measurements/one/records.parquet: is no parquet file, or a damaged one" in refused(
+    assert "measurements/one/records.parquet: not a parquet file, or damaged" in refused(
         "one"
     )
     path = measured("two")
     whole = (path / "records.parquet").read_bytes()
     (path / "records.parquet").write_bytes(whole[: len(whole) // 2])
-    assert "measurements/two/records.parquet: is no parquet file, or a damaged one" in refused(
+    assert "measurements/two/records.parquet: not a parquet file, or damaged" in refused(
         "two"
     )
     path = measured("three")
     (path / "summary.json").write_text("{")
-    assert "measurements/three/summary.json: is no summary of a profile" in refused("three")
+    assert "measurements/three/summary.json: not the summary of a profile" in refused("three")
 
 
 def test_other_schemas_are_refused_in_one_line():
@@ -249,7 +249,7 @@ def test_other_schemas_are_refused_in_one_line():
     path = measured("strange")
     document = json.loads((path / "summary.json").read_text())
     (path / "summary.json").write_text(json.dumps({**document, "cases": []}))
-    assert "has rows of case 0, of which summary.json knows nothing" in refused("strange")
+    assert "has rows of case 0, which summary.json does not list" in refused("strange")
 
 
 def test_a_profile_without_samples_is_refused_in_one_line():

@@ -144,7 +144,7 @@ def test_a_run_without_indices_is_one_line(tmp_path):
     for name, said in {
         "other": "holds no index.npz; `mtrain profile imbalance` and",
         "absent": "no such folder, and no run or measurement of that name",
-        "text": "holds no indices of mtrain, or is damaged",
+        "text": "not an index file of mtrain, or damaged",
     }.items():
         found = run(str(tmp_path / name))
         assert found.exit_code == 2

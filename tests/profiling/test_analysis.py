@@ -11,7 +11,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.parallel.recording import KINDS
-from mtrain_cli.profiling.analysis import BINS, Estimate, _Gathered, analyse
+from mtrain_cli.profiling.analysis import BINS, Estimate, _CaseTotals, analyse
 from mtrain_cli.profiling.imbalance import computation, imbalance
 from mtrain_cli.profiling.record_sums import iterations, survey
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
@@ -197,7 +197,7 @@ def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, m
         write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count)
     )
     shapes, last = survey(recorded)
-    gathered = _Gathered(shapes[0], WaitAttribution(shapes[0], 0.0))
+    gathered = _CaseTotals(shapes[0], WaitAttribution(shapes[0], 0.0))
     assert (gathered.value_stride, gathered.table_stride) == (steps, layers)
     for _, iteration in iterations(recorded, shapes, last):
         gathered.add(iteration)
@@ -238,7 +238,7 @@ def test_a_slow_rank_is_named_and_not_its_victims(tmp_path, schedule):
         c.text for c in found.causes
     ]
     assert (
-        "rank 1, which takes 2.1x as long for as much work: a slower device, or one that is disturbed"
+        "rank 1, a straggler: 2.1x the time of the others for the same work (slow or disturbed device)"
         in blamed[0].text
     )
     assert found.work.worker.mean == 1
@@ -321,7 +321,7 @@ def test_a_delay_before_the_first_step_is_named(tmp_path):
     found = analysed(tmp_path, Play(ring(4), starts={2: 0.7}))
     assert [(c.rank, c.kind) for c in found.causes] == [(2, "start")]
     assert (
-        "rank 2, which begins its attention 0.70 ms later than the others" in found.causes[0].text
+        "rank 2, which starts its attention 0.70 ms later than the others" in found.causes[0].text
     )
 
 
@@ -365,7 +365,7 @@ def test_a_slow_index_that_all_wait_for_is_named(tmp_path):
     )
     assert [(c.rank, c.kind, c.step) for c in found.causes] == [(1, "index", -1)]
     assert (
-        "forward before the first step: rank 0 waits 1.00 ms for rank 1, which takes 1.00 ms longer for the index"
+        "forward before the first step: rank 0 waits 1.00 ms for rank 1, which takes 1.00 ms longer than the others to estimate the index"
         in found.causes[0].text
     )
 
@@ -373,7 +373,7 @@ def test_a_slow_index_that_all_wait_for_is_named(tmp_path):
 def test_a_busy_host_is_named(tmp_path):
     found = analysed(tmp_path, Play(ring(4), gap=0.1, gaps={1: 0.6}))
     assert [(c.rank, c.kind) for c in found.causes] == [(1, "gap")]
-    assert "rank 1, which stands still" in found.causes[0].text
+    assert "rank 1, which idles" in found.causes[0].text
 
 
 def test_slow_links_are_named_with_their_step(tmp_path):
@@ -384,7 +384,7 @@ def test_slow_links_are_named_with_their_step(tmp_path):
     assert cause.kind == "link"
     assert (
         cause.text
-        == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+        == "forward: 2.40 ms of exposed communication per layer on the inner link, most in step 1 (0.40 ms)"
     )
     assert found.exposed == pytest.approx({"inner": 2.4}, rel=1e-3)
     assert found.bin_ms("late") == pytest.approx(0, abs=1e-3)
@@ -395,7 +395,7 @@ def test_waits_for_links_are_those_of_one_layer_and_rank(tmp_path):
     (cause,) = analysed(tmp_path, what, layers=(0, 1, 2), iterations=2).causes
     assert (
         cause.text
-        == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+        == "forward: 2.40 ms of exposed communication per layer on the inner link, most in step 1 (0.40 ms)"
     )
     assert cause.ms == pytest.approx(2.4 * 8 * 3, rel=1e-3)  # of an iteration, all ranks together
 
@@ -411,7 +411,7 @@ def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
     (cause,) = found.causes
     assert cause.ms == pytest.approx(3 * 9 * 4)
     assert "waits 9.00 ms for rank 3" in cause.text
-    assert cause.text.endswith("; 108 ms an iteration over all ranks, 67.5% of their time")
+    assert cause.text.endswith("; 108 ms per iteration over all ranks, 67.5% of their time")
     # In training nobody waits at the end: 1.1 of 2.1 ms, before the step.
     slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), starts={3: 1.1})
     (cause,) = analysed(
@@ -419,7 +419,7 @@ def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
     ).causes
     assert "waits 1.10 ms for rank 3" in cause.text
     assert cause.text.endswith(
-        f"; 13 ms an iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time"
+        f"; 13 ms per iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time"
     )
 
 

@@ -143,16 +143,16 @@ def test_other_files_are_refused_in_one_line(tmp_path):
 
     refused("no such file")
     path.write_text("text")
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     path.write_bytes(b"")
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     np.savez(path, a=np.zeros(3))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     lines().save(path)
-    refused("holds no indices")
+    refused("not an index file of mtrain")
 
     def about(**other) -> np.ndarray:
         save_indices(
@@ -164,13 +164,13 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     changed(path, about=about(schema=99))
     refused("has schema 99, this version of mtrain reads 1")
     changed(path, about=about(kind="other"))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     changed(path, about=about(setup={"seq": 3}))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     changed(path, about=about(entries=[]))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     changed(path, about=about(setup=vars(SETUP) | {"heads": 5}))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     for name, values in {
         "lengths": None,
         "mask1": np.array([[0], [70]]),
@@ -180,10 +180,10 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     }.items():
         about()
         changed(path, **{name: values})
-        refused("holds no indices")
+        refused("not an index file of mtrain")
     about()
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     path.unlink()
     path.mkdir()
     refused("no such file")

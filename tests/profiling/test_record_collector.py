@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mtrain_cli.parallel.recording import NOTHING, MessageTag, Span
 from mtrain_cli.profiling import record_collector
-from mtrain_cli.profiling.record_collector import own_rows, together
+from mtrain_cli.profiling.record_collector import own_rows, merge_ranks
 from mtrain_cli.profiling.records import ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
@@ -38,7 +38,7 @@ def waits(*ranks: list[Span], offsets: tuple[float, ...] = ()) -> list[tuple[int
         own_rows(spans, rank, (offsets or (0.0,) * len(ranks))[rank], {}, (1.0, 1.0))
         for rank, spans in enumerate(ranks)
     ]
-    rows = together(tables)
+    rows = merge_ranks(tables)
     mine = rows[rows["phase"] == WORDS["phase"].index("wait")]
     return [(int(row["peer"]), round(float(row["late_us"]) / 1e6, 6)) for row in mine]
 
@@ -115,7 +115,7 @@ def test_clocks_are_set_to_that_of_the_first_rank():
         [*moved(one, 102, 109), span("wait", 103, 109, one)],
     ]
     assert waits(*tables, offsets=(0.0, -100.0)) == [(1, 0.0), (0, 1.0)]
-    rows = together(
+    rows = merge_ranks(
         [own_rows(spans, rank, -100.0 * rank, {}, (1.0, 1.0)) for rank, spans in enumerate(tables)]
     )
     assert sorted(set(rows["start_us"])) == pytest.approx(
@@ -151,7 +151,7 @@ def test_rows_say_what_was_moved_and_computed():
         span("attention", 5, 6, step=1, direction="recompute"),
         span("attention", 6, 7, step=0, direction="backward"),
     ]
-    rows = together([own_rows(spans, 0, 0.0, work, (2.0, 5.0))])
+    rows = merge_ranks([own_rows(spans, 0, 0.0, work, (2.0, 5.0))])
     assert rows.dtype == ROW
     words = {name: [options[code] for code in rows[name]] for name, options in WORDS.items()}
     sent, received = rows[words["phase"].index("send")], rows[words["phase"].index("receive")]

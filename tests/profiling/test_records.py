@@ -13,7 +13,7 @@ from mtrain_cli.profiling import records
 from mtrain_cli.profiling.records import (
     ROW,
     WORDS,
-    forget_parts,
+    delete_parts_after,
     join_parts,
     open_records,
     write_part,
@@ -72,11 +72,11 @@ def test_parts_of_steps_that_are_taken_again_are_forgotten(tmp_path):
     parts = {step: some_rows(step, seed=step) for step in (2, 4, 6, 8)}
     for step, rows in parts.items():
         write_part(rows, tmp_path, step)
-    assert forget_parts(tmp_path, 5) == 2
+    assert delete_parts_after(tmp_path, 5) == 2
     write_part(parts[6], tmp_path, 6)
     write_summary(tmp_path, {"complete": False})
     assert same(open_records(tmp_path), np.concatenate([parts[2], parts[4], parts[6]]))
-    assert forget_parts(tmp_path / "nowhere", 5) == 0
+    assert delete_parts_after(tmp_path / "nowhere", 5) == 0
 
 
 def test_no_rows_are_no_file(tmp_path):
@@ -118,14 +118,14 @@ def damage(folder, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("no summary", "holds no profile (summary.json is missing)"),
-        ("no JSON", "is no summary of a profile"),
-        ("a list", "is no summary of a profile"),
+        ("no summary", "not a profile (summary.json is missing)"),
+        ("no JSON", "not the summary of a profile"),
+        ("a list", "not the summary of a profile"),
         ("cases", "cases must be a list of objects"),
         ("case", "cases must be a list of objects"),
         ("older", "has schema 1, this version of mtrain reads 2"),
-        ("no parquet", "is no parquet file, or a damaged one"),
-        ("cut", "is no parquet file, or a damaged one"),
+        ("no parquet", "not a parquet file, or damaged"),
+        ("cut", "not a parquet file, or damaged"),
         ("columns", "has no column late_us, pairs"),
         ("words", "phase 'dreaming' is unknown"),
     ],

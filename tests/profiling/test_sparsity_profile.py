@@ -79,5 +79,5 @@ def test_no_sampled_query_was_probed():
     assert len(few) == len(set(few.tolist())) == 20
     assert set(few.tolist()) <= set(everything.tolist())
     assert few.tolist() != _sampled(probes, 97, 8, 20).tolist(), "another step samples others"
-    with pytest.raises(ConfigError, match="all 97 queries of a sequence are probed"):
+    with pytest.raises(ConfigError, match="the patterns probe all 97 queries of a sequence"):
         _sampled([probing(97, 1)], 97, 7, 20)
