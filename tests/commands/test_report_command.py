@@ -136,7 +136,7 @@ def test_a_training_run_is_shown_with_its_profile():
 
 def test_a_training_run_without_a_profile_is_shown_too():
     path = trained("mine")
-    assert "Balance" not in report("runs/mine")
+    assert "Load balance" not in report("runs/mine")
     assert 'id="figure-training"' in (path / "report.html").read_text()
 
 
@@ -154,7 +154,7 @@ def test_two_runs_are_compared_in_a_folder_that_is_named():
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
     assert refused("one", "two").startswith("mtrain: --out DIR: needed for several runs")
     said = " ".join(report("one", "two", "--out", "both").split())
-    assert "Against one" in said
+    assert "Compared with one" in said
     assert Path("both/report.html").is_file()
     with Path("both/tables/compare.csv").open() as file:
         rows = {row["what"]: row for row in csv.DictReader(file)}
@@ -164,13 +164,13 @@ def test_two_runs_are_compared_in_a_folder_that_is_named():
 
 def test_killed_runs_are_reported_as_far_as_they_went():
     measured("killed", iterations=3, complete=False, wanted=10)
-    assert "partial: 3 of 10 samples; the run did not end" in report("killed")
+    assert "partial: 3 of 10 samples; the run did not finish" in report("killed")
 
 
 def test_missing_ranks_are_named():
     rows = rows_of(SLOW)
     write(Path("measurements/some"), [rows[rows["rank"] != 1]], [facts_of(SLOW.schedule)])
-    assert "no rows of rank 1 (1 of 4); degrees are over the others" in report("some")
+    assert "no rows of rank 1 (1 of 4); imbalance degrees cover the other ranks" in report("some")
 
 
 def test_one_worker_has_nobody_to_be_compared_with():
@@ -194,20 +194,21 @@ def test_what_is_no_run_is_refused_in_one_line(folder):
     Path("other/notes.txt").write_text("x")
     Path("file.txt").write_text("x")
     assert refused("befroe").endswith(
-        "no such folder, and no run or measurement of that name; did you mean before?"
+        "no such folder, run or measurement; did you mean before?"
     )
-    assert refused("nothing-like-it").endswith("; here are, newest first: before")
+    assert refused("nothing-like-it").endswith("; newest first, there are: before")
     assert refused("./measurements/befor").endswith("; did you mean measurements/before?")
     assert (
         refused("empty")
-        == "mtrain: empty: is empty; give the folder of a run, a profile or a simulation"
+        == "mtrain: empty: empty folder; give the folder of a run, a profile or a simulation"
     )
     assert refused("other").startswith(
-        "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are missing; there are notes"
+        "mtrain: other: not a run, profile or simulation "
+        "(summary.json and metrics.jsonl are missing; contains notes"
     )
-    assert refused("file.txt").startswith("mtrain: file.txt: is a file, and no profile of mtrain")
+    assert refused("file.txt").startswith("mtrain: file.txt: not a profile of mtrain")
     assert refused("measurements").startswith(
-        "mtrain: measurements: is no run itself, but holds before"
+        "mtrain: measurements: not a run, but contains before"
     )
     del folder
 
@@ -240,7 +241,7 @@ def test_other_schemas_are_refused_in_one_line():
     part = path / "records/000001.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
     assert refused("mixed").startswith(
-        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside it 2"
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, but its summary.json has 2"
     )
     path = measured("narrow")
     table = pq.read_table(path / "records.parquet")
@@ -254,7 +255,7 @@ def test_other_schemas_are_refused_in_one_line():
 
 def test_a_profile_without_samples_is_refused_in_one_line():
     write(Path("measurements/none"), [], [facts_of(ring(2))], complete=False, wanted=5)
-    assert "has no sample yet" in refused("none")
+    assert "no sample yet" in refused("none")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read():

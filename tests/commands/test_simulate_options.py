@@ -348,7 +348,7 @@ def test_what_is_printed_keeps_to_eighty_columns(words):
     table = found.stdout.partition(" ─")[2].partition("\n\n")[0]
     assert "…" not in found.stdout
     assert "ring" in table
-    assert "for want of width without: " in found.stdout or "--sweep" in words
+    assert "columns dropped to fit: " in found.stdout or "--sweep" in words
 
 
 def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):

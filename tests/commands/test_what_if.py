@@ -143,7 +143,7 @@ def test_a_run_without_indices_is_one_line(tmp_path):
     (tmp_path / "text").write_text("text")
     for name, said in {
         "other": "holds no index.npz; `mtrain profile imbalance` and",
-        "absent": "no such folder, and no run or measurement of that name",
+        "absent": "no such folder, run or measurement",
         "text": "not an index file of mtrain, or damaged",
     }.items():
         found = run(str(tmp_path / name))
