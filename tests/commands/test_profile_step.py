@@ -301,13 +301,11 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     )
     assert (
         "NCCL 34,926 ms: 10,234 ms overlapped with computation or copies, 24,691 ms exposed "
-        "(waiting for other ranks: 12,346 ms)"
-        in said
+        "(waiting for other ranks: 12,346 ms)" in said
     )
     assert (
         "launches 123,456 kernels; launch overhead 1,234 ms on the host; "
-        "kernels start 1,235 ms after launch (median)"
-        in said
+        "kernels start 1,235 ms after launch (median)" in said
     )
     assert "syncs 12 host waits for the GPU, 1,234 ms; GPU idle 12,346 ms" in said
     assert "123,456 123,457 element-wise" in said
@@ -362,9 +360,7 @@ def test_lines_say_of_whom_and_of_what_they_are():
     assert "80 ms (median" not in of_gpu[0]
     assert "90 ms (median of 2 steps before)" in of_gpu[0]
     assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
-    assert of_gpu[2].endswith(
-        "1 ms exposed; 3 messages unmatched on other ranks count as links"
-    )
+    assert of_gpu[2].endswith("1 ms exposed; 3 messages unmatched on other ranks count as links")
 
 
 def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, tmp_path):

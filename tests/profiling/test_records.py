@@ -1,4 +1,4 @@
-"""Files of a profile: what is written is read, parts become one table, and what is none is refused in a line."""
+"""Files of a profile: rows round-trip, parts join into one table, other files are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def same(recorded: records.RecordedFolder, rows: np.ndarray) -> bool:
     )
 
 
-def test_rows_come_back_as_they_were(tmp_path):
+def test_rows_round_trip(tmp_path):
     rows = some_rows(1000)
     write_rows(rows, tmp_path / "records.parquet")
     write_summary(tmp_path, {"complete": True})
@@ -49,7 +49,7 @@ def test_rows_come_back_as_they_were(tmp_path):
     frame = recorded.frame()
     assert list(frame.phase) == [WORDS["phase"][code] for code in rows["phase"]]
     assert len(pandas.concat(list(recorded.frames()))) == 1000
-    # Any tool reads it, with words in place of codes.
+    # Other tools read it, with words instead of codes.
     assert list(pandas.read_parquet(tmp_path / "records.parquet").link) == [
         WORDS["link"][code] for code in rows["link"]
     ]
@@ -68,7 +68,7 @@ def test_parts_are_read_before_and_after_they_are_joined(tmp_path):
     assert same(open_records(tmp_path), np.concatenate(parts))
 
 
-def test_parts_of_steps_that_are_taken_again_are_forgotten(tmp_path):
+def test_parts_of_repeated_steps_are_deleted(tmp_path):
     parts = {step: some_rows(step, seed=step) for step in (2, 4, 6, 8)}
     for step, rows in parts.items():
         write_part(rows, tmp_path, step)
@@ -79,7 +79,7 @@ def test_parts_of_steps_that_are_taken_again_are_forgotten(tmp_path):
     assert delete_parts_after(tmp_path / "nowhere", 5) == 0
 
 
-def test_no_rows_are_no_file(tmp_path):
+def test_without_rows_there_is_no_file(tmp_path):
     join_parts(tmp_path)
     write_summary(tmp_path, {"complete": False})
     assert len(open_records(tmp_path).frame()) == 0
@@ -130,7 +130,7 @@ def damage(folder, how: str) -> None:
         ("words", "phase 'dreaming' is unknown"),
     ],
 )
-def test_what_is_no_profile_is_refused_in_a_line(tmp_path, how, said):
+def test_folders_without_a_profile_are_refused_in_one_line(tmp_path, how, said):
     damage(tmp_path, how)
     with pytest.raises(ConfigError) as found:
         list(open_records(tmp_path).batches())
