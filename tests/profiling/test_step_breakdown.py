@@ -475,8 +475,8 @@ def test_a_trace_without_a_step_is_refused():
             "attention",
         ),
         (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
-            "FusedOptimizerTensorListMetadata<4>,"
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
+            "at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>,"
             " at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4> >(int)",
             "optimizer",
         ),
