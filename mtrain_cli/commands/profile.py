@@ -468,9 +468,9 @@ def kernels(
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import (
         KernelCase,
-        missing,
         profile_kernels,
         save_calibration,
+        unsupported_kernels,
     )
     from mtrain_cli.reporting.terminal_width import limit, say
 
@@ -533,7 +533,7 @@ def kernels(
     _check_kernels(names)
     unsupported = [
         (name, reason)
-        for name, reason, everywhere in missing(cases, names, dtype, device)
+        for name, reason, everywhere in unsupported_kernels(cases, names, dtype, device)
         if everywhere
     ]
     if names and {name for name, _ in unsupported} >= set(names):
@@ -575,7 +575,7 @@ def kernels(
             )
     legend = _LEGEND + (_LEGEND_OF_SPEED if speed and not narrow else "") + "."
     say(console, legend + (_left_out(speed) if narrow else ""))
-    for name, reason, everywhere in missing(cases, names, dtype, device):
+    for name, reason, everywhere in unsupported_kernels(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
         console.print(f"{len(times)} times in {out}{replaced}")

@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: density and recall of patterns on the queries and keys of real training steps."""
+"""`mtrain profile sparsity`: measure density and recall of patterns on real training steps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from mtrain_cli.training.trainer import Trainer
 class HeadRecord:
     """One query head of one layer under one pattern, in one training step.
 
-    density: pairs that pattern and mask leave, over causal pairs without document mask. of_mask: the same over what the mask allows.
-    recall: mean share of dense attention kept, over sampled queries that no measured pattern probes; worst: the smallest share of any
-        of them.
-    slashes, columns: block diagonals and single columns; both 0 for patterns that list blocks.
+    density: computed pairs / causal pairs, without document mask
+    of_mask: computed pairs / pairs that the mask allows
+    recall: share of dense attention kept, mean over sampled queries that no pattern probes
+    worst: the same of the query that keeps least
+    slashes, columns: block diagonals and single columns; both 0 for patterns that list blocks
     """
 
     step: int
@@ -52,10 +53,12 @@ def profile_sparsity(
     rows: int,
     progress: Callable[[int, float | None], None],
 ) -> list[HeadRecord]:
-    """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
+    """Train on one worker and measure the patterns on the first sequence of each of ``steps``.
 
-    rows: queries that are sampled per layer at random, seeded by the step, outside those that a pattern probes: an index always serves
-    the queries that it was made from. progress: called with step and loss after each.
+    Args:
+        rows: queries to sample per layer, seeded by the step. Queries that a pattern probes are
+            excluded, since an index always serves the queries that it was estimated from.
+        progress: called with step and loss after each step.
 
     Raises:
         ConfigError: the patterns probe every query.
@@ -68,12 +71,13 @@ def profile_sparsity(
     records: list[HeadRecord] = []
     with _alone(environment):
         trainer = Trainer(config, environment)
-        # A loader that still runs when Python ends keeps modules alive; compiled ones then print long warnings of leaks.
+        # Close the loader: if it still runs when Python exits, compiled modules stay alive and
+        # print long warnings about leaks.
         with closing(trainer):
             for step in range(1, max(steps) + 1):
                 if step in steps:
                     seen: set[tuple[str, int]] = set()
-                    trainer.observe = lambda batch, step=step, seen=seen: _measured(
+                    trainer.observe = lambda batch, step=step, seen=seen: _measuring_attention(
                         batch, patterns, step, seen, rows, records, config.seq
                     )
                 result = trainer.train_step(False)
@@ -82,7 +86,7 @@ def profile_sparsity(
     return records
 
 
-def _measured(
+def _measuring_attention(
     batch: Batch,
     patterns: Sequence[Pattern],
     step: int,
@@ -91,7 +95,7 @@ def _measured(
     records: list[HeadRecord],
     seq: int,
 ):
-    """The attention of a batch, which also measures every layer the first time it is called."""
+    """Return the batch's attention call, which also measures each layer at its first call."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
         for pattern in patterns:
@@ -109,14 +113,15 @@ def _measured(
 
 
 def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> IntArray:
-    """Positions of queries that none of the patterns probes, ascending."""
+    """Return ascending positions of sampled queries that no pattern probes."""
     free = np.ones(length, bool)
     for pattern in patterns:
         free[pattern.probed_rows(length).numpy()] = False
     held_out = np.flatnonzero(free)
     if not len(held_out):
         raise ConfigError(
-            f"sparsity.last_q: all {length} queries of a sequence are probed, and recall needs others; give fewer"
+            f"sparsity.last_q: the patterns probe all {length} queries of a sequence, and recall "
+            "needs others; give a smaller value"
         )
     return np.sort(np.random.default_rng(step).permutation(held_out)[:rows])
 
@@ -162,7 +167,7 @@ def _heads(
 
 @contextmanager
 def _alone(environment: Environment) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Provide a process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
     device = (
         torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None

@@ -232,7 +232,7 @@ def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
 
 
 def _complain(profile: TrainingProfile, progress: TrainingProgress) -> None:
-    problem = profile.complaint()
+    problem = profile.take_problem()
     if problem:
         progress.message(problem, warning=True)
 

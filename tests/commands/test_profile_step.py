@@ -192,7 +192,7 @@ def test_the_table_fits_80_columns_and_report_repeats_it(profile, monkeypatch):
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in text
-    assert "for want of width" not in text
+    assert "dropped to fit" not in text
     output = (profile.parents[1] / "stdout").read_text()
     for line in lines:
         if line.split()[:1] in (["attention"], ["step"], ["gloo"], ["links"], ["host"]):
@@ -200,8 +200,8 @@ def test_the_table_fits_80_columns_and_report_repeats_it(profile, monkeypatch):
     for part in ("attention", "index", "loss", "host", "step"):
         assert any(line.split()[:1] == [part] for line in lines), part
     assert "step" in shown("report", "--json", "one")
-    # The newest run of the folder is the default.
-    assert "Where one training step goes" in shown("report")
+    # The newest of the folder, too.
+    assert "Breakdown of one training step" in shown("report")
 
 
 def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
@@ -255,8 +255,8 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(document))
     text = shown("report", ".")
     assert max(map(len, text.splitlines())) <= 80
-    assert "for want of width" not in text
-    # Files that predate the field "plain" are shown without it.
+    assert "dropped to fit" not in text
+    # Files of before there was "plain" are shown without it.
     assert "speed" not in text
     plain = {
         "steps": 3,
@@ -269,16 +269,16 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(document | {"plain": plain}))
     now = " ".join(shown("report", ".").split())
     assert (
-        "100,000 ms the median of 3 before without records (+50.0%, by records and by chance)"
+        "without recording 100,000 ms (median of 3 steps before): +50.0%, recording and noise"
         in now
     )
     assert (
-        "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records"
+        "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, peak 102.0 GiB, without recording"
         in now
     )
     assert (
-        "links: NCCL beside neither; waits: likewise, what a message takes beyond the rank on "
-        "which it takes least" in now
+        "links: exposed NCCL communication; waits: exposed NCCL time spent waiting for stragglers"
+        in now
     )
     without = [
         {**r, "parts": {name: ms for name, ms in parts.items() if name != "waits"}}
@@ -286,8 +286,8 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
     ]
     (tmp_path / "summary.json").write_text(json.dumps(document | {"ranks": without}))
     old = " ".join(shown("report", ".").split())
-    assert "links: NCCL beside neither, waits for other ranks among it; idle" in old
-    assert "exposed 12,346 launches" in old
+    assert "links: exposed NCCL communication, including waits for other ranks; idle" in old
+    assert "12,346 ms exposed launches" in old
     for name in OF_GPU:
         assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
     flat = " ".join(text.split())
@@ -296,18 +296,18 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
         "flash4; steps 3 to 5" in flat
     )
     assert (
-        "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, "
-        "by records" in flat
+        "step slowest rank 150,002 ms; without recording 100,000 ms (the step before): +50.0%, recording"
+        in flat
     )
     assert (
-        "NCCL 34,926 ms, of which hidden beside computation or copies 10,234, exposed 24,691, "
-        "12,346 of that waiting for other ranks" in flat
+        "NCCL 34,926 ms: 10,234 ms overlapped with computation or copies, 24,691 ms exposed "
+        "(waiting for other ranks: 12,346 ms)" in flat
     )
     assert (
-        "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch "
-        "(median)" in flat
+        "launches 123,456 kernels; launch overhead 1,234 ms on the host; "
+        "kernels start 1,235 ms after launch (median)" in flat
     )
-    assert "syncs 12 waits of the host for the GPU, 1,234 ms; GPU idle 12,346 ms" in flat
+    assert "syncs 12 host waits for the GPU, 1,234 ms; GPU idle 12,346 ms" in flat
     assert "123,456 123,457 element-wise" in flat
 
 
@@ -339,9 +339,9 @@ def test_lines_name_their_rank_and_quantity():
     }
     on_cpu = lines({"ranks": [rank, slow], "gpu": False, "plain": plain})
     assert on_cpu[0].startswith(
-        "step      of the slowest rank 100 ms, 90 ms the one before without records (+11.1%"
+        "step      slowest rank 100 ms; without recording 90 ms (the step before): +11.1%"
     )
-    assert on_cpu[1] == "speed     10 tokens/s/worker, without records"
+    assert on_cpu[1] == "speed     10 tokens/s/worker, without recording"
     gpu = {
         "launches": 1,
         "launching_ms": 1.0,
@@ -357,12 +357,10 @@ def test_lines_name_their_rank_and_quantity():
             "plain": plain | {"steps": 2, "density": 0.5, "mfu_model": 0.3},
         }
     )
-    assert "80 ms the median" not in of_gpu[0]
-    assert "90 ms the median of 2 before" in of_gpu[0]
-    assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without records"
-    assert of_gpu[2].endswith(
-        "exposed 1; 3 messages could not be found on other ranks, and count as links"
-    )
+    assert "80 ms (median" not in of_gpu[0]
+    assert "90 ms (median of 2 steps before)" in of_gpu[0]
+    assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
+    assert of_gpu[2].endswith("1 ms exposed; 3 messages unmatched on other ranks count as links")
 
 
 def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
@@ -373,7 +371,7 @@ def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
     rows = {line.split("  ")[0].strip(): line.split()[-3:] for line in last if line.strip()}
     assert rows["attention"] == ["447.3", "4,025", "8.998"]
     assert rows["step"] == ["1,631", "9,227", "5.656"]
-    assert rows["without records"] == ["1,595", "9,240", "5.792"]
+    assert rows["without recording"] == ["1,595", "9,240", "5.792"]
     several = shown("report", "step-128k-4xh200", "step-512k-4xh200", "step-1m-4xh200")
     assert "ratio" not in several[several.index("Side by side") :]
     (waits,) = [
@@ -394,10 +392,10 @@ def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
 
 def test_one_warmup_step_is_enough(tmp_path):
     words = [*SMALL, "topology.workers=1", "model.num_layers=1", "topology.exchange=auto"]
-    result = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
-    assert result.returncode == 0, result.stderr
-    document = json.loads(result.stdout)
-    assert "the first of all, which compiles and loads, without records" in lines(document)[0]
+    found = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert "(the first step, which compiles and loads)" in lines(document)[0]
     plain = document["plain"]
     assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
 
@@ -494,14 +492,14 @@ def test_stopping_before_a_recorded_step_leaves_no_folder(tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda s: s.pop("ranks"), "has no ranks"),
-        (lambda s: s.pop("steps"), "has no steps"),
-        (lambda s: s["ranks"][1].pop("plain_ms"), "has no plain_ms"),
+        (lambda s: s.pop("ranks"), "ranks is missing"),
+        (lambda s: s.pop("steps"), "steps is missing"),
+        (lambda s: s["ranks"][1].pop("plain_ms"), "plain_ms is missing"),
         (
             lambda s: s.update(ranks=[]),
-            "holds something else than a recorded step (fmean requires at least one data point)",
+            "not the summary of a recorded step (fmean requires at least one data point)",
         ),
-        (lambda s: s["top"][0].update(ms="x"), "holds something else than a recorded step"),
+        (lambda s: s["top"][0].update(ms="x"), "not the summary of a recorded step"),
     ],
 )
 def test_a_damaged_summary_is_one_line(summary, tmp_path, change, expected):
@@ -527,9 +525,9 @@ def test_figures_over_ranks_are_means(summary, profile):
 
 def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
     monkeypatch.chdir(profile.parents[1])
-    result = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
-    assert result.returncode == 0, result.stderr
-    assert "Where one training step goes" in (tmp_path / "x" / "report.html").read_text()
+    found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
+    assert found.returncode == 0, found.stderr
+    assert "Breakdown of one training step" in (tmp_path / "x" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -352,7 +352,7 @@ def test_output_fits_80_columns(words):
     table = result.stdout.partition(" ─")[2].partition("\n\n")[0]
     assert "…" not in result.stdout
     assert "ring" in table
-    assert "for want of width without: " in result.stdout or "--sweep" in words
+    assert "columns dropped to fit: " in result.stdout or "--sweep" in words
 
 
 def test_cpu_workers_get_no_message_about_cuda(tmp_path):

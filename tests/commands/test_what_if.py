@@ -144,8 +144,8 @@ def test_a_run_without_indices_is_one_line(tmp_path):
     (tmp_path / "text").write_text("text")
     for name, message in {
         "other": "holds no index.npz; `mtrain profile imbalance` and",
-        "absent": "no such folder, and no run or measurement of that name",
-        "text": "holds no indices of mtrain, or is damaged",
+        "absent": "no such folder, run or measurement",
+        "text": "not an index file of mtrain, or damaged",
     }.items():
         result = run(str(tmp_path / name))
         assert result.exit_code == 2

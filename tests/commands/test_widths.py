@@ -89,12 +89,11 @@ def test_report_and_validation_use_the_same_names_for_times():
             for of in (forward, backward)
             for name in ("recorded_ms", "measured_ms")
         ]
-        line = f"ms of a layer's pass: forward {ms[0]} ({ms[1]}), backward {ms[2]} ({ms[3]})"
+        line = f"pass of a layer, ms: forward {ms[0]} ({ms[1]}), backward {ms[2]} ({ms[3]})"
         assert line in text.partition(f" {case['case']}, 2 samples ")[2][:400], case["case"]
         assert ms[0] != ms[1]
     assert (
-        "pass ms: of recorded iterations, the mean; in brackets bare: without records, the median"
-        in text
+        "pass ms: mean of recorded iterations, in brackets bare: median without recording" in text
     )
     page = " ".join(shown(*VALIDATE, columns=80).split())
     assert (

@@ -235,7 +235,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         ),
         (
             lambda r, to: (edited(r, to) / records.INDEX).write_bytes(b"no"),
-            "index.npz: holds no indices of mtrain, or is damaged",
+            "index.npz: not an index file of mtrain, or damaged",
         ),
         (
             lambda r, to: (edited(r, to) / records.RECORDS).unlink(),
