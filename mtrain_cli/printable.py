@@ -12,7 +12,7 @@ _CONTROL = re.compile(
 
 def printable(text: str) -> str:
     r"""``text`` with every control character spelled out, such as ``\x1b``."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def same_width(text: str) -> str:

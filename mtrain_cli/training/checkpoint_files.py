@@ -113,13 +113,13 @@ class CheckpointPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, map_location="cpu", weights_only=True)
+            value_read = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ForeignFileError(f"{name} holds something else than plain values") from error
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], value_read)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = value_read
 
 
 class _FileSection(io.RawIOBase):
@@ -243,18 +243,18 @@ def _covers(entry: TensorStorageMetadata) -> bool:
     return rows == (entry.size[0] if entry.size else 1) or not entry.size.numel()
 
 
-def _is_part(chunk: Mapping[str, Any], of: torch.Size) -> bool:
+def _is_part(chunk: Mapping[str, Any], whole: torch.Size) -> bool:
     offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
     if (
         not isinstance(offsets, torch.Size)
         or not isinstance(sizes, torch.Size)
-        or not len(offsets) == len(sizes) == len(of)
+        or not len(offsets) == len(sizes) == len(whole)
     ):
         return False
     if min(offsets, default=0) < 0 or min(sizes, default=0) < 0:
         return False
     return all(
-        offset + size <= whole for offset, size, whole in zip(offsets, sizes, of, strict=True)
+        offset + size <= whole for offset, size, whole in zip(offsets, sizes, whole, strict=True)
     )
 
 

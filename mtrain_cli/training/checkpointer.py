@@ -93,7 +93,7 @@ class Checkpointer:
             ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
             self._group = dist.new_group(ranks, backend="gloo", timeout=GROUP_TIMEOUT)
         else:
-            _expect_to_be_alone()
+            _silence_single_process_warning()
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._workers = dist.get_world_size(self._group) if self._group is not None else 1
         self._report = report or logging.getLogger(__name__).warning
@@ -101,7 +101,7 @@ class Checkpointer:
         self._saving: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         try:
-            self._everywhere(lambda: self._clean_up() if self._rank == 0 else None)
+            self._on_all_ranks(lambda: self._clean_up() if self._rank == 0 else None)
         except _Failed as failed:
             raise CheckpointError(
                 f"{self._directory}: cannot be used for checkpoints: {failed}"
@@ -158,7 +158,7 @@ class Checkpointer:
         """Step of the newest committed checkpoint that this rank sees, verified or not."""
         return next(iter(committed_steps(self._directory)), None)
 
-    def weights_alone(self) -> bool:
+    def holds_only_weights(self) -> bool:
         """Whether the newest checkpoint holds a model and nothing else, as an import leaves it; the same on all ranks."""
 
         def found() -> bool:
@@ -170,9 +170,9 @@ class Checkpointer:
             except (OSError, ValueError):
                 return False  # damaged: loading tells
 
-        return self._everywhere(found)[0]
+        return self._on_all_ranks(found)[0]
 
-    def what_remains(self) -> str:
+    def describe_fallback(self) -> str:
         """What a user who just lost a step has to go on from, as this rank sees it."""
         # An older checkpoint of the same step, put aside for one that never arrived, comes back at the next start.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
@@ -189,7 +189,7 @@ class Checkpointer:
             NoCheckpointError: on all ranks, with one line for each checkpoint that could not be used.
         """
         self.wait()
-        found = self._everywhere(lambda: committed_steps(self._directory))[0]
+        found = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
         lines = []
         for step in found:
             problem = self._load_step(step, state)
@@ -204,7 +204,7 @@ class Checkpointer:
         """Load one checkpoint, or say why it cannot be used."""
         folder = self._directory / f"step-{step}"
         try:
-            parts = self._everywhere(lambda: _verify(folder, self._rank, self._workers))
+            parts = self._on_all_ranks(lambda: _verify(folder, self._rank, self._workers))
             problems = list(dict.fromkeys(problem for part in parts for problem in part))
             if problems:
                 return "; ".join(problems[:3]) + (
@@ -218,7 +218,7 @@ class Checkpointer:
                 if manifest.workers == self._workers
                 else {k: v for k, v in state.items() if k != "rng"}
             )
-            extra = self._everywhere(lambda: _read(folder, tensors))[0]
+            extra = self._on_all_ranks(lambda: _read(folder, tensors))[0]
         except _Failed as error:
             return str(error)
         if extra and "model" in state:
@@ -253,11 +253,11 @@ class Checkpointer:
         try:
             files = {
                 name: FileEntry(**entry)
-                for part in self._everywhere(own_files)
+                for part in self._on_all_ranks(own_files)
                 for name, entry in part.items()
             }
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
-            self._everywhere(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
+            self._on_all_ranks(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
         except (
             Exception
         ) as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
@@ -268,7 +268,7 @@ class Checkpointer:
                 error if isinstance(error, _Failed) else self._reason(error),
             )
             self._failure = CheckpointError(
-                f"{final}: the checkpoint of step {step} was not saved ({reason}); {self.what_remains()}"
+                f"{final}: the checkpoint of step {step} was not saved ({reason}); {self.describe_fallback()}"
             )
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
@@ -281,13 +281,13 @@ class Checkpointer:
                 unseen,
             )
         manifest.write(partial)
-        _force_to_disk(partial)
+        _fsync_folder(partial)
         final = self._directory / f"step-{manifest.step}"
         replaced = final.with_name(f"{final.name}.replaced")
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _force_to_disk(self._directory)
+        _fsync_folder(self._directory)
         _remove(replaced)
         # Steps after this one are from before a fall back to an earlier checkpoint; they are neither kept in its place nor lost.
         for step in [step for step in committed_steps(self._directory) if step <= manifest.step][
@@ -306,7 +306,7 @@ class Checkpointer:
         for partial in self._directory.glob("step-*.tmp-*"):
             shutil.rmtree(partial)
 
-    def _everywhere(self, action: Callable[[], T]) -> list[T]:
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Do ``action`` on every rank and return what each got, in rank order: something that JSON can hold.
 
         Raises:
@@ -420,7 +420,7 @@ def _read(
         Exception: as DCP raises them, such as for a tensor of another size.
     """
     reader, planner = reader or CheckpointReader(folder), CheckpointPlanner()
-    _expect_to_be_alone()
+    _silence_single_process_warning()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
@@ -469,7 +469,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
-def _expect_to_be_alone() -> None:
+def _silence_single_process_warning() -> None:
     """Silence DCP's remark that it works without a process group, where that is meant. Its own thread makes the remark too."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 
@@ -484,7 +484,7 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _force_to_disk(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

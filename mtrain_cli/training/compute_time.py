@@ -25,40 +25,40 @@ class ComputeTimer:
         self._cuda = device.type == "cuda"
         count = min(LAYERS, len(layers))
         self._chosen = sorted({len(layers) * n // count for n in range(count)})
-        self._marks: dict[int, Any] = {}
-        self._done: dict[int, float | tuple[Any, Any]] = {}
+        self._attention_ended: dict[int, Any] = {}
+        self._durations: dict[int, float | tuple[Any, Any]] = {}
         self._events = {n: (_event(), _event()) for n in self._chosen} if self._cuda else {}
         for index in self._chosen:
-            layers[index].register_forward_hook(self._after(index))
+            layers[index].register_forward_hook(self._layer_hook(index))
 
-    def begin(self) -> float:
+    def start_step(self) -> float:
         """A step begins -> seconds of the one before, 0 where there was none. The device has done that one."""
-        done, self._done, self._marks = self._done, {}, {}
-        if len(done) < len(self._chosen):
+        durations, self._durations, self._attention_ended = self._durations, {}, {}
+        if len(durations) < len(self._chosen):
             return 0.0
         return sum(
-            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000 for t in done.values()
+            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000 for t in durations.values()
         )
 
-    def around(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """``attend``, with the time at which it is through."""
-        return _TimedAttention(attend, self._mark)
+        return _TimedAttention(attend, self._mark_attention)
 
-    def _mark(self, layer: int) -> None:
+    def _mark_attention(self, layer: int) -> None:
         # A recomputed layer attends once more; only its forward pass counts.
-        if layer not in self._marks and layer in self._chosen:
+        if layer not in self._attention_ended and layer in self._chosen:
             if self._cuda:
                 self._events[layer][0].record()
-            self._marks[layer] = time.perf_counter()
+            self._attention_ended[layer] = time.perf_counter()
 
-    def _after(self, index: int) -> Callable[..., None]:
+    def _layer_hook(self, index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if index in self._marks and index not in self._done:
+            if index in self._attention_ended and index not in self._durations:
                 if self._cuda:
                     self._events[index][1].record()
-                    self._done[index] = self._events[index]
+                    self._durations[index] = self._events[index]
                 else:
-                    self._done[index] = time.perf_counter() - self._marks[index]
+                    self._durations[index] = time.perf_counter() - self._attention_ended[index]
 
         return hook
 
@@ -67,11 +67,11 @@ class _TimedAttention:
     """An attention that is otherwise as it was."""
 
     def __init__(self, attend: Callable[..., Tensor], mark: Callable[[int], None]) -> None:
-        self._attend, self._mark = attend, mark
+        self._attend, self._mark_attention = attend, mark
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = self._attend(q, k, v, layer)
-        self._mark(layer)
+        self._mark_attention(layer)
         return out
 
     def __getattr__(self, name: str) -> Any:

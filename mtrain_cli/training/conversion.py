@@ -72,7 +72,7 @@ def import_folder(source: Path, run: Path) -> Config:
     try:
         weights = {name: folder.read(name).float() for name in parameter_shapes(folder.model)}
         write_model_state(created.checkpoints, 0, weights)
-        _keep_tokenizer(source, created.path / TOKENIZER)
+        _copy_tokenizer(source, created.path / TOKENIZER)
     except BaseException:
         created.discard()
         raise
@@ -146,8 +146,8 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
     try:
         if data.kind in ("text", "stdlib"):
             return _chosen_tokenizer(data.tokenizer), ""
-        if data.kind == "tokens" and (found := _tokenizer_of_stores(config, folder)):
-            return found, ""
+        if data.kind == "tokens" and (files := _tokenizer_of_stores(config, folder)):
+            return files, ""
         if folder is not None:
             return of_folder(folder), ""
     except ConfigError as error:
@@ -164,13 +164,13 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
         return _bytes()
     path = Path(choice)
     return (
-        of_folder(path.parent, _end(choice))
+        of_folder(path.parent, _eos_id(choice))
         if path.name == "tokenizer.json"
-        else of_file(path, _end(choice))
+        else of_file(path, _eos_id(choice))
     )
 
 
-def _end(choice: str) -> int | None:
+def _eos_id(choice: str) -> int | None:
     """The id that ended each document of text; None too where the tokenizers package is missing, which training had."""
     try:
         return open_tokenizer(choice).eos
@@ -220,15 +220,15 @@ def _was_trained(run: Path) -> bool:
         return True  # loading tells
 
 
-def _keep_tokenizer(source: Path, target: Path) -> None:
+def _copy_tokenizer(source: Path, target: Path) -> None:
     """Copy the tokenizer of an imported folder, with its token ids, so that an export has it again."""
     try:
-        found = of_folder(source)
+        files = of_folder(source)
     except ConfigError:
         return
     target.mkdir()
-    found.write(target)
-    (target / "config.json").write_text(json.dumps(dict(found.ids)), encoding="utf-8")
+    files.write(target)
+    (target / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")
 
 
 def find_source(source: Path) -> Path:

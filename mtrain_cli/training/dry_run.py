@@ -30,8 +30,8 @@ from mtrain_cli.training.run_plan import (
     SHORTEST_SEQ,
     USABLE,
     RunPlan,
+    make_plan,
     needed_here,
-    plan,
     size,
 )
 
@@ -47,67 +47,67 @@ USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a s
 
 def dry_run(config: Config) -> RenderableType:
     """The plan of a run as a person reads it, 80 columns wide or more."""
-    return render(plan(config))
+    return render(make_plan(config))
 
 
-def render(found: RunPlan) -> RenderableType:
+def render(plan: RunPlan) -> RenderableType:
     """The table of a plan, and the memory of a worker by part."""
-    config, model = found.config, found.config.model
+    config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
-    attention = 1 - 6 * found.parameters.matmul / found.flops.model
+    attention = 1 - 6 * plan.parameters.matmul / plan.flops.model
     recomputation = f"recomputation {describe_activations(config)}"
     # How much a pattern leaves depends on the data.
-    less = (
+    computes_less = (
         config.sparsity.pattern != "dense"
         and not computes_everything(config)
         and (config.sparsity.dense_steps or 0) < config.train.steps
     )
-    sparsely = f" were it dense, {config.sparsity.pattern} computes less" if less else ""
+    sparse_note = f" were it dense, {config.sparsity.pattern} computes less" if computes_less else ""
     rows = [
-        ("machine", found.machine),
-        ("model", describe_model(found)),
+        ("machine", plan.machine),
+        ("model", describe_model(plan)),
         (
             "",
             f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}",
         ),
         (
             "",
-            f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}",
+            f"{count(plan.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}",
         ),
-        ("positions", describe_rope(found)),
+        ("positions", describe_rope(plan)),
         *weights_rows(config),
         (
             "per token",
-            f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)",
+            f"{flop(plan.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)",
         ),
-        ("", f"{flop(found.flops.executed)} executed{sparsely}, with {recomputation}"),
-        ("step", describe_step(found)),
-        ("", describe_time(found)),
-        ("workers", describe_workers(found)),
-        ("layout", describe_layout(found)),
-        ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
-        ("sparsity", describe_sparsity(found)),
+        ("", f"{flop(plan.flops.executed)} executed{sparse_note}, with {recomputation}"),
+        ("step", describe_step(plan)),
+        ("", describe_time(plan)),
+        ("workers", describe_workers(plan)),
+        ("layout", describe_layout(plan)),
+        ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
-        *kernel_rows(found),
-        ("dtype", describe_dtype(found)),
-        ("moved", describe_moved(found)),
-        ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
+        *kernel_rows(plan),
+        ("dtype", describe_dtype(plan)),
+        ("moved", describe_moved(plan)),
+        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = Text(
         f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold"
     )
     return Group(
-        title, facts(rows), Text(""), memory_table(found), *search_rows(found), *verdict(found)
+        title, two_columns(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
     )
 
 
-def search_rows(found: RunPlan) -> list[RenderableType]:
+def search_rows(plan: RunPlan) -> list[RenderableType]:
     """What ``train.memory=auto`` chose, and what it rejected and why."""
-    if found.search is None or found.search.chosen is None:
+    if plan.search is None or plan.search.chosen is None:
         return []
-    rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
+    rejected = "; ".join(f"{way}: {reason}" for way, reason in plan.search.rejected())
     return [
-        Text(f"{describe_choice(found)}."),
+        Text(f"{describe_choice(plan)}."),
         Text(
             f"Rejected, as slower by the model or as too large, the fastest setting of each way: {rejected}.",
             style="dim",
@@ -115,63 +115,63 @@ def search_rows(found: RunPlan) -> list[RenderableType]:
     ]
 
 
-def describe_choice(found: RunPlan) -> str:
-    assert found.search is not None
-    assert found.search.chosen is not None
-    chosen = found.search.chosen
-    how = f"the fastest of {len(found.search.settings)} settings that fits"
-    return f"train.memory=auto takes {chosen.words or 'the defaults'}, {how}: {duration(chosen.seconds)} a step by the model"
+def describe_choice(plan: RunPlan) -> str:
+    assert plan.search is not None
+    assert plan.search.chosen is not None
+    chosen = plan.search.chosen
+    reason = f"the fastest of {len(plan.search.settings)} settings that fits"
+    return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {duration(chosen.seconds)} a step by the model"
 
 
-def verdict(found: RunPlan) -> list[RenderableType]:
+def verdict(plan: RunPlan) -> list[RenderableType]:
     """What would help where a plan does not fit, and how long a sequence may be."""
     chosen = (
-        found.search is not None
-        and found.config.train.keep_mlp
-        and found.asked is not None
-        and not found.asked.train.keep_mlp
+        plan.search is not None
+        and plan.config.train.keep_mlp
+        and plan.requested is not None
+        and not plan.requested.train.keep_mlp
     )
     kept = f"; {KEPT}" if chosen else ""
     return [
-        *_verdict(found),
+        *_verdict(plan),
         *(
             []
-            if found.environment.device == "cpu"
+            if plan.environment.device == "cpu"
             else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")]
         ),
     ]
 
 
-def fits(found: RunPlan) -> bool:
+def fits(plan: RunPlan) -> bool:
     """Whether the machine of a plan has the memory that a worker needs; for GPUs that are not here, the machine that is assumed."""
-    if found.environment.device == "cpu":
-        return bool(found.fits)
-    return found.takes(found.memory) if found.search is None else found.search.chosen is not None
+    if plan.environment.device == "cpu":
+        return bool(plan.fits)
+    return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
 
 
-def _verdict(found: RunPlan) -> list[RenderableType]:
-    config = found.config
-    on_cpu = found.environment.device == "cpu"
-    if on_cpu and not fits(found):
-        return [Text(f"Does not fit this machine: {advice(found)}", style="red")]
+def _verdict(plan: RunPlan) -> list[RenderableType]:
+    config = plan.config
+    on_cpu = plan.environment.device == "cpu"
+    if on_cpu and not fits(plan):
+        return [Text(f"Does not fit this machine: {advice(plan)}", style="red")]
     if on_cpu:
         return []
-    if found.search is not None:
-        if found.search.chosen is None:
-            return [Text(f"Does not fit: {refusal(found, found.search)}.", style="red")]
-        longest = longest_seq(found)
+    if plan.search is not None:
+        if plan.search.chosen is None:
+            return [Text(f"Does not fit: {refusal(plan, plan.search)}.", style="red")]
+        longest = longest_seq(plan)
         return [
             Text(
                 f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}."
             )
         ]
     lines: list[RenderableType] = []
-    if not fits(found):
-        lines.append(Text(f"Does not fit: {refusal(found, search(found))}.", style="red"))
-    longest = longest_seq(found)
-    automatic = longest_seq(dataclasses.replace(found, config=with_memory(config, "auto")))
+    if not fits(plan):
+        lines.append(Text(f"Does not fit: {refusal(plan, search(plan))}.", style="red"))
+    longest = longest_seq(plan)
+    automatic = longest_seq(dataclasses.replace(plan, config=with_memory(config, "auto")))
     shown = ["none" if seq is None else _at_least(seq) for seq in (longest, automatic)]
-    on = f"on {found.gpu_name}" if found.elsewhere else "here"
+    on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
     lines.append(
         Text(
             f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.",
@@ -190,21 +190,21 @@ def with_memory(config: Config, memory: str) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, memory=memory))
 
 
-def kernel_rows(found: RunPlan) -> list[tuple[str, str]]:
+def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
     """The kernel, and that of dense first steps where there are some."""
-    rows = [("kernel", f"{found.kernel}: {found.kernel_reason}")]
-    if found.dense_kernel is not None:
-        name, reason = found.dense_kernel
+    rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
+    if plan.dense_kernel is not None:
+        name, reason = plan.dense_kernel
         rows.append(
             (
                 "",
-                f"{name} in the first {found.config.sparsity.dense_steps} steps, which are dense: {reason}",
+                f"{name} in the first {plan.config.sparsity.dense_steps} steps, which are dense: {reason}",
             )
         )
     return rows
 
 
-def facts(rows: list[tuple[str, str]]) -> Table:
+def two_columns(rows: list[tuple[str, str]]) -> Table:
     """Two columns: a dim label and its text."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -214,9 +214,9 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def memory_table(found: RunPlan) -> RenderableType:
+def memory_table(plan: RunPlan) -> RenderableType:
     """Memory of a worker at its peak by part, and whether it fits."""
-    memory, peak = found.memory, found.memory.peak
+    memory, peak = plan.memory, plan.memory.peak
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -231,13 +231,13 @@ def memory_table(found: RunPlan) -> RenderableType:
                 name, size(part), Text("█" * round(30 * part / memory.total), style="cyan")
             )
     table.add_row(
-        Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found)
+        Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), describe_fit(plan)
     )
     moments = [
         f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak
     ]
-    choices = [f"{name} {size(total)}" for name, total in alternatives(found).items()]
-    workers = found.environment.local_workers
+    choices = [f"{name} {size(total)}" for name, total in totals_by_recomputation(plan).items()]
+    workers = plan.environment.local_workers
     waiting = f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * workers)} a machine."
     saving = f"While a checkpoint is written: {size(memory.saving)} more of host memory a worker, {size(memory.saving * workers)} a machine."
     return Group(
@@ -247,16 +247,16 @@ def memory_table(found: RunPlan) -> RenderableType:
         *([Text(waiting)] if memory.host else []),
         *([Text(saving)] if memory.saving else []),
         Text(
-            f"With train.activation_checkpoint{_in_all(found)}: {', '.join(choices)}.", style="dim"
+            f"With train.activation_checkpoint{_checkpoint_note(plan)}: {', '.join(choices)}.", style="dim"
         ),
     )
 
 
-def _in_all(found: RunPlan) -> str:
+def _checkpoint_note(plan: RunPlan) -> str:
     """On a CPU alternatives are told with what the host holds besides."""
     return (
         " (and a checkpoint under way)"
-        if found.environment.device == "cpu" and found.memory.host_peak
+        if plan.environment.device == "cpu" and plan.memory.host_peak
         else ""
     )
 
@@ -278,10 +278,10 @@ def describe_activations(config: Config) -> str:
         if on_host
         else ""
     )
-    whole = layers_with_products(train.keep_mlp, layers)
+    layers_kept = layers_with_products(train.keep_mlp, layers)
     products = (
-        f", MLP products of {'all' if whole == layers else f'{whole} of {layers}'} layers kept"
-        if whole
+        f", MLP products of {'all' if layers_kept == layers else f'{layers_kept} of {layers}'} layers kept"
+        if layers_kept
         else ""
     )
     if products and train.activation_checkpoint == "none":
@@ -289,53 +289,53 @@ def describe_activations(config: Config) -> str:
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
-def alternatives(found: RunPlan) -> dict[str, int]:
+def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
     """Total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
     for kind in CHECKPOINTS:
-        offload = found.config.train.offload_activations if kind != "none" else False
+        offload = plan.config.train.offload_activations if kind != "none" else False
         train = dataclasses.replace(
-            found.config.train, activation_checkpoint=kind, offload_activations=offload
+            plan.config.train, activation_checkpoint=kind, offload_activations=offload
         )
         other = estimate_memory(
-            dataclasses.replace(found.config, train=train),
-            workers=found.environment.workers,
-            layout=found.layout,
-            exchange=found.exchange,
-            kernel=found.kernel,
-            dtype_bytes=getattr(torch, found.dtype).itemsize,
-            cuda=found.environment.device == "cuda",
+            dataclasses.replace(plan.config, train=train),
+            workers=plan.environment.workers,
+            layout=plan.layout,
+            exchange=plan.exchange,
+            kernel=plan.kernel,
+            dtype_bytes=getattr(torch, plan.dtype).itemsize,
+            cuda=plan.environment.device == "cuda",
         )
-        totals[kind] = found.load(other)
+        totals[kind] = plan.device_bytes(other)
     return totals
 
 
-def fitting(found: RunPlan) -> Text:
+def describe_fit(plan: RunPlan) -> Text:
     """Whether the peak fits, and on what."""
-    word, style = ("fits", "green") if found.fits else ("does not fit", "red")
-    if found.environment.device == "cpu":
-        workers = found.environment.local_workers
-        share = found.host_bytes / host_memory()
+    word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
+    if plan.environment.device == "cpu":
+        workers = plan.environment.local_workers
+        share = plan.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         # The bytes before it are without what a checkpoint takes while it is written; 80 columns hold both.
-        saving = ", saving," if found.memory.host_peak else " of them"
-        them = (
+        saving = ", saving," if plan.memory.host_peak else " of them"
+        workers_note = (
             f"{workers}{saving} take "
             if workers > 1
             else "saving, it takes "
-            if found.memory.host_peak
+            if plan.memory.host_peak
             else ""
         )
-        return Text(f"{word}: {them}{percent} of {size(host_memory())}", style=style)
-    if found.capacity is not None:
-        share = found.memory.total / found.capacity
+        return Text(f"{word}: {workers_note}{percent} of {size(host_memory())}", style=style)
+    if plan.capacity is not None:
+        share = plan.memory.total / plan.capacity
         return Text(
-            f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}",
+            f"{word}: {share:.0%} of the {size(plan.capacity)} of {plan.gpu or 'a GPU'}",
             style=style,
         )
-    if not found.takes(found.memory, float("inf")):
+    if not plan.has_room_for(plan.memory, float("inf")):
         return Text("does not fit the memory of the host", style="red")
-    large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
+    large_enough = [name for name, gib in GPU_MEMORY if plan.memory.total <= USABLE * gib * GIB]
     return (
         Text(f"fits GPUs of {large_enough[0]} and more", style="green")
         if large_enough
@@ -343,60 +343,60 @@ def fitting(found: RunPlan) -> Text:
     )
 
 
-def advice(found: RunPlan) -> str:
+def advice(plan: RunPlan) -> str:
     """What CPU workers need, and what would help, for a plan that does not fit this machine."""
-    workers = found.environment.workers
-    fewer = _fewer_workers(found)
+    workers = plan.environment.workers
+    fewer = _fewer_workers(plan)
     helps = [
         f"train.activation_checkpoint={kind}"
-        for kind, total in alternatives(found).items()
-        if total * found.environment.local_workers <= host_memory()
+        for kind, total in totals_by_recomputation(plan).items()
+        if total * plan.environment.local_workers <= host_memory()
     ][:1]
-    if (seq := _longest_seq(found)) is not None:
+    if (seq := _longest_seq(plan)) is not None:
         helps.append(f"seq={format_size(seq)}")
     if fewer is not None:
         helps.append(f"topology.workers={fewer}")
     would = f"{' or '.join(helps)} would fit" if helps else "only a smaller model would fit"
-    device = "" if found.config.topology.device == "auto" else "topology.device=cuda "
+    device = "" if plan.config.topology.device == "auto" else "topology.device=cuda "
     plans = f"{device}topology.workers=8 plans for eight GPUs"
-    if isinstance(found.config.topology.workers, int) and workers > 1:
+    if isinstance(plan.config.topology.workers, int) and workers > 1:
         plans = f"topology.device=cuda plans for {workers} GPUs"
-    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(found)}"
+    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(plan)}"
     return f"{need}; {would}. {plans}."
 
 
-def _fewer_workers(found: RunPlan) -> int | None:
+def _fewer_workers(plan: RunPlan) -> int | None:
     """The most workers, halved again and again, that would fit this machine."""
-    workers = found.environment.workers // 2
+    workers = plan.environment.workers // 2
     while workers:
-        topology = dataclasses.replace(found.config.topology, workers=workers)
+        topology = dataclasses.replace(plan.config.topology, workers=workers)
         with contextlib.suppress(ConfigError):
-            if found.again(dataclasses.replace(found.config, topology=topology)).fits:
+            if plan.replan(dataclasses.replace(plan.config, topology=topology)).fits:
                 return workers
         workers //= 2
     return None
 
 
-def _longest_seq(found: RunPlan) -> int | None:
+def _longest_seq(plan: RunPlan) -> int | None:
     """The length that fits this machine when that of the plan is halved again and again; None where the weights alone are too much."""
-    seq = found.config.seq // 2
+    seq = plan.config.seq // 2
     while seq >= SHORTEST_SEQ:
-        if found.again(dataclasses.replace(found.config, seq=seq)).fits:
+        if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:
             return seq
         seq //= 2
     return None
 
 
-def describe_model(found: RunPlan) -> str:
-    return f"{found.config.model.name} ({found.config.model.family}), {count(found.parameters.total)} parameters"
+def describe_model(plan: RunPlan) -> str:
+    return f"{plan.config.model.name} ({plan.config.model.family}), {count(plan.parameters.total)} parameters"
 
 
-def describe_rope(found: RunPlan) -> str:
-    rope = found.config.model.rope
+def describe_rope(plan: RunPlan) -> str:
+    rope = plan.config.model.rope
     if rope.scaling == "none":
         return f"rotary, theta {rope.theta:,.0f}, not stretched"
     reach = f"from {format_size(rope.original_max_position)} tokens"
-    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {found.rope_factor:g} {reach}"
+    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {plan.rope_factor:g} {reach}"
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:
@@ -409,78 +409,78 @@ def weights_rows(config: Config) -> list[tuple[str, str]]:
     ]
 
 
-def describe_step(found: RunPlan) -> str:
-    train, environment = found.config.train, found.environment
+def describe_step(plan: RunPlan) -> str:
+    train, environment = plan.config.train, plan.environment
     batch = "1 sequence" if train.global_batch == 1 else f"{train.global_batch} sequences"
     split = (
         ""
         if train.global_batch == 1
-        else f" = {environment.dp} x {train.micro_batch} x {found.micro_batches} accumulated"
+        else f" = {environment.dp} x {train.micro_batch} x {plan.micro_batches} accumulated"
     )
-    return f"{found.tokens_per_step:,} tokens, {batch}{split}"
+    return f"{plan.tokens_per_step:,} tokens, {batch}{split}"
 
 
-def describe_time(found: RunPlan) -> str:
+def describe_time(plan: RunPlan) -> str:
     """FLOP of a step and how long they take at a usual share of the peak; that of the GPU assumed where none is known."""
-    text = f"{flop(found.flops.model * found.tokens_per_step)} model"
-    if found.environment.device == "cpu":
+    text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
+    if plan.environment.device == "cpu":
         return text
-    name = found.gpu or ASSUMED_GPU
+    name = plan.gpu or ASSUMED_GPU
     peak = peak_flops(name)
     if peak is None:
         return text
     seconds = (
-        found.flops.model * found.tokens_per_step / (USUAL_MFU * peak * found.environment.workers)
+        plan.flops.model * plan.tokens_per_step / (USUAL_MFU * peak * plan.environment.workers)
     )
     return f"{text}: {duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
 
 
-def describe_workers(found: RunPlan) -> str:
-    environment = found.environment
-    what = found.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
-    if environment.workers > 1 and not found.gpu:
-        what += "es" if what.endswith("s") else "s"
+def describe_workers(plan: RunPlan) -> str:
+    environment = plan.environment
+    unit = plan.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
+    if environment.workers > 1 and not plan.gpu:
+        unit += "es" if unit.endswith("s") else "s"
     nodes = (
         f", {environment.nodes} nodes of {environment.workers_per_node}"
         if environment.nodes > 1
         else ""
     )
-    taken = (
+    assumed = (
         ", taken for topology.workers=auto: give how many there are"
-        if found.elsewhere and found.config.topology.workers == "auto"
+        if plan.elsewhere and plan.config.topology.workers == "auto"
         else ""
     )
-    return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}{taken}"
+    return f"{environment.workers} {'x ' if plan.gpu else ''}{unit} = {environment.dp} data x {environment.cp} context{nodes}{assumed}"
 
 
-def describe_sparsity(found: RunPlan) -> str:
-    pattern = make_pattern(found.config.sparsity, found.config.seed)
+def describe_sparsity(plan: RunPlan) -> str:
+    pattern = make_pattern(plan.config.sparsity, plan.config.seed)
     if pattern is None:
         return "dense: every pair that the mask allows"
-    dense = found.config.sparsity.dense_steps
+    dense = plan.config.sparsity.dense_steps
     return f"{shown_name(pattern)}: {pattern.describe()}" + (
         f"; the first {dense} steps dense" if dense else ""
     )
 
 
-def describe_layout(found: RunPlan) -> str:
-    layout = found.layout
+def describe_layout(plan: RunPlan) -> str:
+    layout = plan.layout
     name = (
         f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
     )
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
-    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(found)}"
+    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(plan)}"
 
 
-def _layout_reason(found: RunPlan) -> str:
+def _layout_reason(plan: RunPlan) -> str:
     """Why `Config.layout` is what it is."""
-    config = found.config
+    config = plan.config
     if config.topology.layout != "auto":
         return "as configured"
-    if found.environment.cp == 1:
+    if plan.environment.cp == 1:
         return "auto: a worker holds whole sequences, so that layouts do not differ"
-    if found.layout.name == "zigzag":
+    if plan.layout.name == "zigzag":
         return "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces"
     uneven = (
         "packed documents"
@@ -490,28 +490,28 @@ def _layout_reason(found: RunPlan) -> str:
     return f"auto: stripes divide the work of {uneven} evenly"
 
 
-def describe_compile(found: RunPlan) -> str:
-    asked = found.config.train.compile
-    if not compiles(found.config, found.environment.device):
+def describe_compile(plan: RunPlan) -> str:
+    asked = plan.config.train.compile
+    if not compiles(plan.config, plan.environment.device):
         return "off" + (
             "; train.compile=auto compiles on GPUs alone"
             if asked == "auto"
             else " (train.compile=false)"
         )
-    how = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
-    return f"on ({how}): the first step compiles before it computes, which can take minutes"
+    reason = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
+    return f"on ({reason}): the first step compiles before it computes, which can take minutes"
 
 
-def describe_dtype(found: RunPlan) -> str:
-    train = found.config.train
+def describe_dtype(plan: RunPlan) -> str:
+    train = plan.config.train
     text = (
-        found.dtype
-        if found.dtype == "float32"
-        else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+        plan.dtype
+        if plan.dtype == "float32"
+        else f"{plan.dtype} compute; float32 parameters, gradients and AdamW states"
     )
-    if found.config.optim.offload:
-        text = f"{found.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
-        text += ", where gradients go as they come" * found.config.optim.offload_gradients
+    if plan.config.optim.offload:
+        text = f"{plan.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
+        text += ", where gradients go as they come" * plan.config.optim.offload_gradients
     return (
         f"{text}, gradients reduced in {train.reduce_dtype}"
         if train.reduce_dtype != "float32"
@@ -519,34 +519,34 @@ def describe_dtype(found: RunPlan) -> str:
     )
 
 
-def describe_moved(found: RunPlan) -> str:
-    host = found.moved.host
+def describe_moved(plan: RunPlan) -> str:
+    host = plan.received.host
     link = (
         f"{size(host)} between GPU and host a step"
-        if host and found.environment.device == "cuda"
+        if host and plan.environment.device == "cuda"
         else ""
     )
-    if found.environment.workers == 1:
+    if plan.environment.workers == 1:
         return link or "nothing, one worker"
-    exchange = f"{size(found.moved.forward)} forward and {size(found.moved.backward)} backward a layer and pass"
-    n = found.micro_batches
-    often = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[
-        found.config.train.shard
+    exchange = f"{size(plan.received.forward)} forward and {size(plan.received.backward)} backward a layer and pass"
+    n = plan.micro_batches
+    gathered = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[
+        plan.config.train.shard
     ]
-    each = (
+    reduced = (
         ""
-        if n == 1 or found.config.train.shard == "optimizer"
+        if n == 1 or plan.config.train.shard == "optimizer"
         else f" in each of {n} micro-batches"
     )
-    how = (
-        f"gathered {often}, reduced{each}"
-        if found.config.train.shard != "full"
-        else f"gathered {often} and reduced{each}"
+    reason = (
+        f"gathered {gathered}, reduced{reduced}"
+        if plan.config.train.shard != "full"
+        else f"gathered {gathered} and reduced{reduced}"
     )
-    weights = f"weights and gradients {size(found.moved.weights)} a step ({how})"
+    weights = f"weights and gradients {size(plan.received.weights)} a step ({reason})"
     return "; ".join(
         part
-        for part in (exchange if found.environment.cp > 1 else "no keys or values", weights, link)
+        for part in (exchange if plan.environment.cp > 1 else "no keys or values", weights, link)
         if part
     )
 

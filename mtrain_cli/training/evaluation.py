@@ -54,14 +54,14 @@ class Evaluation:
 
     def line(self) -> str:
         """One line for the person."""
-        by = ", ".join(
+        by_context = ", ".join(
             f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
         )
         count = f"{self.sequences} sequence{'s' * (self.sequences != 1)}"
-        return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); up to context {by}"
+        return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); up to context {by_context}"
 
 
-def edges(seq: int) -> np.ndarray:
+def bucket_edges(seq: int) -> np.ndarray:
     """Where buckets begin, and the end of the last: 0, 128, 256, ... seq."""
     powers = [
         FIRST_EDGE << n for n in range(max(0, math.ceil(math.log2(max(1, seq / FIRST_EDGE)))))
@@ -78,21 +78,21 @@ def evaluate(trainer: Trainer) -> Evaluation:
 
     e, held_out = trainer.environment, trainer.held_out
     make = trainer.next_batch_maker()
-    bounds = edges(trainer.config.seq)
+    bounds = bucket_edges(trainer.config.seq)
     # The last row is for tokens without a label.
     sums = torch.zeros(2, len(bounds), dtype=torch.float64, device=trainer.device)
     replica = e.rank // e.cp
     with torch.no_grad():
         for first in range(0, len(held_out), e.dp):
             # All workers gather parameters together, so one without a sequence of its own goes through another's and does not count it.
-            mine = first + replica < len(held_out)
-            host = make.on_host([held_out[first + replica if mine else first]])
+            own = first + replica < len(held_out)
+            host = make.on_host([held_out[first + replica if own else first]])
             batch = make.to_device(host)
             losses = trainer.decoder.token_losses(
                 batch.tokens, batch.positions, batch.labels, batch.attend
             )
-            if mine:
-                places = _places(host, bounds).to(trainer.device)
+            if own:
+                places = _bucket_of_tokens(host, bounds).to(trainer.device)
                 sums[0].index_add_(0, places, losses.flatten().double())
                 sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
     reshard(trainer.decoder)  # no backward pass follows that would do it
@@ -126,7 +126,7 @@ def _evaluation(
     )
 
 
-def _places(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
+def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
     """The bucket of every token of this worker, int64 [batch * tokens]."""
     positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
     begins = np.stack([mask.first[row] for mask, row in zip(host.masks, positions, strict=True)])
@@ -180,7 +180,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def side_by_side(evaluations: Sequence[Evaluation]) -> list[tuple[int, int, list[float | None]]]:
+def losses_by_bucket(evaluations: Sequence[Evaluation]) -> list[tuple[int, int, list[float | None]]]:
     """(begin, end, loss of each evaluation) for every bucket that any of them has."""
     spans = sorted(
         {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}

@@ -104,7 +104,7 @@ def recomputes_attention(train: TrainConfig) -> bool:
     return train.activation_checkpoint != "none" and attention_kept(train) < 1
 
 
-def computed_again(train: TrainConfig, layout: Layout) -> float:
+def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
     """The share of a causal sequence's query-key pairs whose attention is computed a second time: those of every worker's early tokens.
 
     The first half of a sequence has a quarter of its pairs. Of packed documents it has up to half, which is not known beforehand.
@@ -192,7 +192,7 @@ def training_flops(
         recomputed=train.activation_checkpoint != "none",
         pairs=pairs,
         padded_seq=layout.padded_seq,
-        pairs_again=computed_again(train, layout),
+        pairs_again=recomputed_pair_share(train, layout),
         tiled=rows < tokens,
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,

@@ -36,25 +36,25 @@ def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
     return [record for index in indices for record in index.records]
 
 
-def summed(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
+def local_index_sums(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
     """float64 [layers + 3] on the device: mean pairs of each layer (sum over sequences of means over heads), the same sums of slashes and
     columns over all layers, and sequences. Adding these vectors of several workers gives that of all of them. records: of one pattern.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
-    alike: dict[int, list[IndexRecord]] = {}
+    by_batch_size: dict[int, list[IndexRecord]] = {}
     for record in records:
-        alike.setdefault(len(record.counts.pairs), []).append(record)
+        by_batch_size.setdefault(len(record.counts.pairs), []).append(record)
     sums = torch.zeros(
         layers + 2, dtype=torch.int64, device=device
     )  # of integers, exact in any order
-    for some in alike.values():
+    for group in by_batch_size.values():
         lines = [
             t
-            for record in some
+            for record in group
             for t in (record.counts.pairs, record.counts.slashes, record.counts.columns)
         ]
         places = torch.tensor(
-            [place for record in some for place in (record.layer, layers, layers + 1)]
+            [place for record in group for place in (record.layer, layers, layers + 1)]
         )
         sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
     means = sums.double() / heads

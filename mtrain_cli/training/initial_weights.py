@@ -12,7 +12,7 @@ from mtrain_cli.model.huggingface_config import read_config
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
 
-_OF_SCALING = {
+_SCALING_FIELDS = {
     "none": (),
     "yarn": ("beta_fast", "beta_slow"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -59,14 +59,14 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
             ]
             pairs += [
                 (name, show(getattr(ours, name)), show(getattr(theirs, name)))
-                for name in _OF_SCALING[ours.scaling]
+                for name in _SCALING_FIELDS[ours.scaling]
             ]
-    said = [
+    differences = [
         f"model.rope.{name}={value} (the folder: {other})"
         for name, value, other in pairs
         if value != other
     ]
-    return ["other than its folder: " + ", ".join(said)] if said else []
+    return ["other than its folder: " + ", ".join(differences)] if differences else []
 
 
 def _beyond_reach(config: Config, reach: int) -> list[str]:

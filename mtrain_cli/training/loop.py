@@ -20,7 +20,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.metrics import MetricsWriter, read_metrics
-from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
+from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.trainer import NonFiniteError, Trainer
 
@@ -33,8 +33,8 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
 
     Returns whether it stopped before the last step, on request.
     """
-    with explained_where_memory_is_full(config, environment, run_dir) as about:
-        trainer = about.begin(Trainer(config, environment))
+    with explain_out_of_memory(config, environment, run_dir) as run_context:
+        trainer = run_context.begin(Trainer(config, environment))
         reports: list[str] = []
         checkpointer = Checkpointer(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
@@ -76,14 +76,14 @@ def _train(
         for report in reports:
             progress.message(report, warning=True)
         if resume:
-            how = (
+            restart_note = (
                 f", restart {environment.restarts}, on {environment.workers} workers"
                 if environment.restarts
                 else ""
             )
-            progress.message(f"resumed from the checkpoint of step {trainer.step}{how}")
+            progress.message(f"resumed from the checkpoint of step {trainer.step}{restart_note}")
         if first and environment.restarts:
-            progress.went_on(read_metrics(run_dir.path))
+            progress.add_earlier_steps(read_metrics(run_dir.path))
         nothing_left = trainer.step >= config.train.steps
         try:
             ended = _loop(
@@ -97,7 +97,7 @@ def _train(
             ended = f"nothing is left to train: step {trainer.step} is the last of train.steps={config.train.steps}; a larger one continues"
         if reporter is not None:
             reporter.end("finished" if trainer.step >= config.train.steps else "stopped")
-        progress.summary(ended, files=[str(run_dir.path)], commands=_ways_on(run_dir, config))
+        progress.summary(ended, files=[str(run_dir.path)], commands=_next_commands(run_dir, config))
     return trainer.step < config.train.steps
 
 
@@ -108,7 +108,7 @@ def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
     )  # fmt: skip
 
 
-def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
+def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
     """Commands that go on from the newest checkpoint, each with a word; none where there is no checkpoint."""
     step = run_dir.last_step()
     if step is None:
@@ -143,7 +143,7 @@ def _loop(
             # All workers raise it together: the save that is under way may finish.
             _wait(checkpointer, progress)
             remedy = "Try a lower optim.lr or more optim.warmup_steps."
-            raise NonFiniteError(f"{found}; {checkpointer.what_remains()}. {remedy}") from found
+            raise NonFiniteError(f"{found}; {checkpointer.describe_fallback()}. {remedy}") from found
         except Exception:
             if trainer.lacks_data:
                 # Of all workers at once, too.
@@ -161,7 +161,7 @@ def _loop(
             progress.message(warning, warning=True)
         if profile is not None:
             profile.after_step(seconds)
-            _complain(profile, progress)
+            _show_profile_warning(profile, progress)
         evaluations.after_step(trainer.step >= config.train.steps, skip=stop)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
@@ -175,10 +175,10 @@ def _loop(
         recorded = profile.finish()
         if recorded:
             progress.message(recorded)
-        _complain(profile, progress)
+        _show_profile_warning(profile, progress)
     if finish and error:
         raise CheckpointError(
-            f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}"
+            f"the state of step {trainer.step} could not be saved; {checkpointer.describe_fallback()}"
         )
     return (
         f"trained to step {trainer.step}"
@@ -200,9 +200,9 @@ class Evaluations:
             trainer.step,
             len(trainer.held_out),
         )
-        told = torch.tensor(int(same))
-        dist.all_reduce(told, group=trainer.host_group)
-        self._done = trainer.step if told else -1
+        already_done = torch.tensor(int(same))
+        dist.all_reduce(already_done, group=trainer.host_group)
+        self._done = trainer.step if already_done else -1
 
     def after_step(self, at_end: bool, *, skip: bool = False) -> None:
         """at_end: the training begins or ends here. skip: whoever asked for a stop waits for the checkpoint."""
@@ -231,7 +231,7 @@ def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
     return TrainingProfile(trainer, run_dir)
 
 
-def _complain(profile: TrainingProfile, progress: TrainingProgress) -> None:
+def _show_profile_warning(profile: TrainingProfile, progress: TrainingProgress) -> None:
     problem = profile.complaint()
     if problem:
         progress.message(problem, warning=True)

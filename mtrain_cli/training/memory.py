@@ -250,7 +250,7 @@ class _StepMemory:
         loss: int = 0,
     ) -> MemoryMoment:
         """indices: of how many layers the index is there. at: the layer in backward, counted from 1; 0: none is."""
-        layer, exchange, gone = (
+        layer, exchange, freed = (
             self.layer_in_backward(products=at > self.first_with_products)
             if at
             else (0, self.ring_buffers(), 0)
@@ -261,7 +261,7 @@ class _StepMemory:
             optimizer=self.states.optimizer,
             gradients=gradients,
             working_weights=working_weights,
-            activations=activations - gone,
+            activations=activations - freed,
             layer=layer,
             index=self.kept_index(indices),
             exchange=exchange,
@@ -363,15 +363,15 @@ class _StepMemory:
 
     def travelled(self) -> int:
         """Keys and values of the shard that a ring ends with, which another worker made."""
-        how = self.exchange
-        if how.name not in ("ring", "hierarchical_ring") or self.layout.workers == how.heads:
+        exchange = self.exchange
+        if exchange.name not in ("ring", "hierarchical_ring") or self.layout.workers == exchange.heads:
             return 0
         return (
             2
             * self.e
             * self.tokens
-            * how.heads
-            * max(self.model.num_kv_heads // how.heads, 1)
+            * exchange.heads
+            * max(self.model.num_kv_heads // exchange.heads, 1)
             * self.model.head_dim
         )
 
@@ -408,17 +408,17 @@ class _StepMemory:
         """
         e, tokens, model = self.e, self.tokens, self.model
         wide, out = e * tokens * model.intermediate_size, e * tokens * self.width
-        several = self.rows < tokens
-        mlp, attention, gone = self.hidden + 2 * wide, self.hidden + out, 0
-        if self.recomputes or several:
+        tiled = self.rows < tokens
+        mlp, attention, freed = self.hidden + 2 * wide, self.hidden + out, 0
+        if self.recomputes or tiled:
             # Or, where the MLP is narrow, at its norm: x + attention, gradient of the norm, both and their product in float32.
             norm = (12 if e < 4 else 4) * model.hidden_size
-            made = (4, 1) if products else (6, 2)
+            tensors = (4, 1) if products else (6, 2)
             mlp = 2 * self.hidden + out
             gate = self.rows * (
-                max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size
+                max(tensors[0] * e * model.intermediate_size, norm) + tensors[1] * e * model.hidden_size
             )
-            if several:
+            if tiled:
                 weights = model.hidden_size * (3 * model.intermediate_size + self.width)
                 mlp += gate + max(0, 4 * weights - e * self.states.layer_weights)
             else:
@@ -428,44 +428,44 @@ class _StepMemory:
                 )
                 mlp += max(gate - e * self.states.layer_weights, behind)
             if products:
-                gone = self.hidden + 2 * wide  # with the MLP
+                freed = self.hidden + 2 * wide  # with the MLP
         if self.recomputes:
-            again = (
+            recomputed = (
                 self.hidden
                 + out
                 + self.norms()
                 + (out + self.heads + self.gathered_columns() if self.early else 0)
             )
             # Of a ring nothing but the shard that travelled is used in backward.
-            again += 0 if self.travelled() and not self.early else 2 * e * tokens * self.kv_width
-            mlp, attention = mlp + again, attention + again
-        elif not several:
+            recomputed += 0 if self.travelled() and not self.early else 2 * e * tokens * self.kv_width
+            mlp, attention = mlp + recomputed, attention + recomputed
+        elif not tiled:
             # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
-            gone = 4 * wide + 2 * self.hidden
+            freed = 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
         buffers = self.ring_buffers()
         return (
             (mlp, buffers, 0)
-            if mlp + buffers >= attention + exchange - gone
-            else (attention, exchange, gone)
+            if mlp + buffers >= attention + exchange - freed
+            else (attention, exchange, freed)
         )
 
     def ring_buffers(self) -> int:
         """Messages of a ring, which stay allocated from layer to layer: shards on the way, and gradients at hand, arriving and leaving."""
-        how, cp = self.exchange, self.layout.workers
-        if how.name not in ("ring", "hierarchical_ring") or cp == how.heads:
+        exchange, cp = self.exchange, self.layout.workers
+        if exchange.name not in ("ring", "hierarchical_ring") or cp == exchange.heads:
             return 0
-        e, tokens = self.e, self.tokens * how.heads
-        shard = 2 * tokens * max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
-        across = 1 if how.name == "hierarchical_ring" else 0
-        if how.circulates == "queries":
+        e, tokens = self.e, self.tokens * exchange.heads
+        shard = 2 * tokens * max(self.model.num_kv_heads // exchange.heads, 1) * self.model.head_dim
+        across = 1 if exchange.name == "hierarchical_ring" else 0
+        if exchange.circulates == "queries":
             queries = self.tokens * self.width
             return (
                 (1 + across) * self.message_of_queries()
                 + (3 + across) * 4 * queries
                 + (e + 4) * shard
             )
-        return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
+        return (exchange.prefetch + across) * e * shard + (3 + across) * 4 * shard
 
     def message_of_queries(self) -> int:
         """q, dout, lse and delta (`circulation.QueryMessage`)."""
@@ -473,22 +473,22 @@ class _StepMemory:
 
     def exchange_in_backward(self) -> int:
         """Most bytes of attention's backward beyond its stored inputs: gradients of q, k, v, KV of others, and the kernel's buffers."""
-        e, cp, how = self.e, self.layout.workers, self.exchange
+        e, cp, exchange = self.e, self.layout.workers, self.exchange
         queries, shard = self.tokens * self.width, 2 * self.tokens * self.kv_width
-        if how.heads > 1:
+        if exchange.heads > 1:
             # The tokens of all ranks that share heads, for a part of them; traded tensors stand beside what is sent.
-            kv_width = max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
-            shard = 2 * self.tokens * how.heads * kv_width
+            kv_width = max(self.model.num_kv_heads // exchange.heads, 1) * self.model.head_dim
+            shard = 2 * self.tokens * exchange.heads * kv_width
             trading = 2 * e * (queries + shard)
             return trading + self._keys_in_backward(
-                queries, cp // how.heads, self.tokens * how.heads, kv_width
+                queries, cp // exchange.heads, self.tokens * exchange.heads, kv_width
             )
         return self._keys_in_backward(queries, cp, self.tokens, self.kv_width)
 
     def _keys_in_backward(self, queries: int, ranks: int, tokens: int, kv_width: int) -> int:
         """queries: numbers of a rank's queries. ranks: between which keys move. tokens: of a rank."""
-        e, how = self.e, self.exchange
-        rings = how.name in ("ring", "hierarchical_ring")
+        e, exchange = self.e, self.exchange
+        rings = exchange.name in ("ring", "hierarchical_ring")
         seen = tokens if rings else tokens * ranks
         # FlashAttention-4 takes the two rectangles of a zigzag worker one after the other and adds their dk and dv in float32.
         pieces = ranks > 1 and self.layout.name == "zigzag" and self.index is None
@@ -499,11 +499,11 @@ class _StepMemory:
         if rings and ranks > 1:
             # dq so far and dq of this step; delta; the message at hand. Of keys that is the shard that forward kept.
             sums = (4 + e) * queries + self.heads
-            at_hand = self.message_of_queries() if how.circulates == "queries" else 0
-            if how.circulates == "queries" and self.kernel == "sdpa":
-                at_hand += e * queries  # its stand-in for out
-            return sums + at_hand + self.ring_buffers() + grad * keys + buffers
-        n = how.chunks
+            message = self.message_of_queries() if exchange.circulates == "queries" else 0
+            if exchange.circulates == "queries" and self.kernel == "sdpa":
+                message += e * queries  # its stand-in for out
+            return sums + message + self.ring_buffers() + grad * keys + buffers
+        n = exchange.chunks
         copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
         if ranks == 1 and n > 1:
             # Of a part its keys and values, and all that is made, beside the gradients of all.
@@ -514,8 +514,8 @@ class _StepMemory:
         # dk and dv of the part before, with what returned of all; PyTorch's kernels copy out, dout and lse of the part. Then keys, values
         # and that message are gone, and dk and dv become the next one, of zigzag put in the order of ranks before, and between nodes put in
         # the order of nodes behind. At the end what returned is rounded, and dq is joined.
-        inner = min(ranks, max(1, how.per_node // how.heads))
-        nodes = how.name == "hierarchical_all_gather" and 1 < inner < ranks
+        inner = min(ranks, max(1, exchange.per_node // exchange.heads))
+        nodes = exchange.name == "hierarchical_all_gather" and 1 < inner < ranks
         counterparts = keys // inner if nodes else 0
         ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
         most = (
@@ -586,15 +586,15 @@ class IndexShape:
                 if exchange.heads > 1 or (rings and exchange.circulates == "queries")
                 else own
             )
-            each = 2 if request.block**2 < 1 << 15 else 4
+            bytes_each = 2 if request.block**2 < 1 << 15 else 4
             kept, counted, width = (
                 sequences * heads * held * blocks,
-                each * sequences * own * blocks,
+                bytes_each * sequences * own * blocks,
                 0,
             )
             if request.chunk:
-                words = -(-blocks * request.block // (32 * request.chunk))
-                kept += 4 * sequences * heads * held * request.block * words
+                chunk_words = -(-blocks * request.block // (32 * request.chunk))
+                kept += 4 * sequences * heads * held * request.block * chunk_words
                 counted += 8 * sequences * blocks * request.block
         else:
             most = (
@@ -715,9 +715,9 @@ def kernel_backward(
             4 + e
         ) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
     if kernel == "triton":
-        each = 4 if index is not None and index.blocks <= _MOST_OF_16_BITS else 8
+        bytes_each = 4 if index is not None and index.blocks <= _MOST_OF_16_BITS else 8
         lists = (
-            each * index.pairs_of_blocks(queries, keys) if index is not None and index.bitmap else 0
+            bytes_each * index.pairs_of_blocks(queries, keys) if index is not None and index.bitmap else 0
         )
         return 4, 8 * queries * heads + lists + columns
     return e, 3 * 8 * queries * keys * heads

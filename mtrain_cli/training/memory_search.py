@@ -72,8 +72,8 @@ class MemorySetting:
     fits: bool
 
     @property
-    def words(self) -> str:
-        return " ".join(f"{key}={show(value)}" for key, value in self.changes.items())
+    def overrides(self) -> str:
+        return " ".join(f"{key}={format_value(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,14 @@ class MemorySearch:
                     else ""
                 )
                 reason += f", but needs {_gib(setting.memory.total)}{host}"
-            rows[kind] = (_way(setting.config, self.chosen.config), reason)
+            rows[kind] = (_label(setting.config, self.chosen.config), reason)
         return list(rows.values())
 
 
 def search(plan: RunPlan) -> MemorySearch:
     """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
     settings = [
-        _priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant)))
+        _priced(plan, *_with_most_products(plan, *_with_fewest_offloaded(plan, *variant)))
         for variant in _variants(plan)
     ]
     # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
@@ -118,11 +118,11 @@ def search(plan: RunPlan) -> MemorySearch:
 
 def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
     config = plan.config
-    given = {key: read(config, key) for key in CHOICES}
-    free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
+    current = {key: get_setting(config, key) for key in CHOICES}
+    free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
     usual_share = CHOICES["train.checkpoint_keep"][0]
     for values in itertools.product(*free.values()):
-        setting = given | dict(zip(free, values, strict=True))
+        setting = current | dict(zip(free, values, strict=True))
         kind = setting["train.activation_checkpoint"]
         if (
             kind != "sequence_selective"
@@ -135,24 +135,24 @@ def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
         if (
             "train.keep_mlp" in free
             and setting["train.keep_mlp"]
-            and _saves(kind, setting["train.offload_activations"])
+            and _short_of_memory(kind, setting["train.offload_activations"])
         ):
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue
-        leave = setting["optim.offload_gradients"] and "optim.offload_gradients" in free
-        if leave and not (setting["optim.offload"] and plan.micro_batches == 1):
+        offload_gradients = setting["optim.offload_gradients"] and "optim.offload_gradients" in free
+        if offload_gradients and not (setting["optim.offload"] and plan.micro_batches == 1):
             continue
-        changes = {key: value for key, value in setting.items() if value != given[key]}
+        changes = {key: value for key, value in setting.items() if value != current[key]}
         yield _with(config, changes), changes
 
 
-def _saves(kind: str, offload: bool | int) -> bool:
+def _short_of_memory(kind: str, offload: bool | int) -> bool:
     """Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output."""
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
-def _least_offloaded(
+def _with_fewest_offloaded(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
     """A variant with the fewest layers on the host with which the device holds the rest; with all of them where it never does. The host
@@ -161,7 +161,7 @@ def _least_offloaded(
     key, layers = "train.offload_activations", config.model.num_layers
 
     def holds(config: Config) -> bool:
-        return plan.takes(replace(_memory(plan, config), host=0, saving=0))
+        return plan.has_room_for(replace(_memory(plan, config), host=0, saving=0))
 
     if key not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
@@ -176,17 +176,17 @@ def _least_offloaded(
     )
 
 
-def _most_kept(
+def _with_most_products(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
     """A variant with the products of as many layers' MLPs as there is ample room for; of none where there is none for any."""
     key, layers = "train.keep_mlp", config.model.num_layers
-    if key not in changes or plan.takes(_memory(plan, config), ROOMY):
+    if key not in changes or plan.has_room_for(_memory(plan, config), ROOMY):
         return config, changes
     most = bisect_left(
         range(1, layers),
         True,
-        key=lambda n: not plan.takes(_memory(plan, _with(config, {key: n})), ROOMY),
+        key=lambda n: not plan.has_room_for(_memory(plan, _with(config, {key: n})), ROOMY),
     )
     if most == 0:
         return _with(config, {key: False}), {
@@ -200,17 +200,17 @@ def with_products(plan: RunPlan) -> MemorySetting | None:
     room for none, all are kept anyway, or what is saved elsewhere says that there is none.
     """
     train = plan.config.train
-    if train.keep_mlp or _saves(train.activation_checkpoint, train.offload_activations):
+    if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
         return None
     change = {"train.keep_mlp": True}
-    found = _priced(plan, *_most_kept(plan, _with(plan.config, change), change))
-    return found if found.memory != plan.memory else None
+    result = _priced(plan, *_with_most_products(plan, _with(plan.config, change), change))
+    return result if result.memory != plan.memory else None
 
 
 def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySetting:
     memory = _memory(plan, config)
     return MemorySetting(
-        config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory)
+        config, changes, memory, step_seconds(plan, config, memory), plan.has_room_for(memory)
     )
 
 
@@ -241,12 +241,12 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
-        beside = (
+        overlapping = (
             compute
             * layers_on_host(train.offload_activations, config.model.num_layers)
             / config.model.num_layers
         )
-        seconds += n * (_exposed(down, beside / 4) + _exposed(down, 3 * beside / 4))
+        seconds += n * (_exposed(down, overlapping / 4) + _exposed(down, 3 * overlapping / 4))
     shard = ADAMW_BYTES * states.shard
     if config.optim.offload:
         seconds += (
@@ -272,27 +272,27 @@ def density(config: Config) -> float:
     return ASSUMED_DENSITY
 
 
-def _exposed(transfer: float, beside: float) -> float:
-    return HIDDEN_COST * transfer + max(0.0, transfer - beside)
+def _exposed(transfer: float, overlapping: float) -> float:
+    return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 
-def least(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
+def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
     """Of settings that do not fit, the one that lacks least: on GPUs with the fewest bytes of one, or, where these suffice, of the host."""
 
-    def lacks(setting: MemorySetting) -> tuple[bool, int]:
+    def shortfall(setting: MemorySetting) -> tuple[bool, int]:
         memory = setting.memory
-        holds = plan.environment.device == "cuda" and plan.takes(replace(memory, host=0, saving=0))
-        return not holds, memory.host_peak if holds else plan.load(memory)
+        holds = plan.environment.device == "cuda" and plan.has_room_for(replace(memory, host=0, saving=0))
+        return not holds, memory.host_peak if holds else plan.device_bytes(memory)
 
-    return min(settings, key=lacks)
+    return min(settings, key=shortfall)
 
 
-def refusal(plan: RunPlan, found: MemorySearch) -> str:
+def refusal(plan: RunPlan, result: MemorySearch) -> str:
     """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
     auto = plan.config.train.memory == "auto"
-    needed = least(plan, found.settings).memory if auto else plan.memory
-    about = "at least " if auto else "about "
-    by = (
+    needed = nearest_to_fitting(plan, result.settings).memory if auto else plan.memory
+    qualifier = "at least " if auto else "about "
+    exchange_note = (
         f" with topology.exchange={plan.exchange.name}"
         if plan.environment.cp > 1 and plan.environment.device == "cuda"
         else ""
@@ -303,65 +303,65 @@ def refusal(plan: RunPlan, found: MemorySearch) -> str:
             f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
         )
         host = f" and {_gib(needed.host_peak)} of host memory{saving}"
-    helps = remedies(plan, found)
+    changes = remedies(plan, result)
     nothing = (
         "only a smaller model or more workers would fit"
         if plan.environment.device == "cuda"
         else "only a smaller model would fit"
     )
-    would = f"fits with {', or '.join(helps)}" if helps else nothing
-    return f"seq={format_size(plan.config.seq)}: a worker needs {about}{_gib(plan.load(needed))}{host}{by}, of {plan.has}; {would}"
+    would = f"fits with {', or '.join(changes)}" if changes else nothing
+    return f"seq={format_size(plan.config.seq)}: a worker needs {qualifier}{_gib(plan.device_bytes(needed))}{host}{exchange_note}, of {plan.available_memory}; {would}"
 
 
-def remedies(plan: RunPlan, found: MemorySearch) -> list[str]:
+def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
     """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the exchange, of what is
     saved, of the length, of the workers.
     """
-    helps = []
-    fitting = [setting for setting in found.settings if setting.fits]
+    changes = []
+    fitting = [setting for setting in result.settings if setting.fits]
     if fitting:
         fewest = min(len(setting.changes) for setting in fitting)
-        helps.append(next(setting.words for setting in fitting if len(setting.changes) == fewest))
-    exchange = _another_exchange(plan)
+        changes.append(next(setting.overrides for setting in fitting if len(setting.changes) == fewest))
+    exchange = _other_exchange(plan)
     if exchange:
-        helps.append(exchange)
-    if plan.memory.saving and _possible(
-        plan.again(_with(plan.asked or plan.config, NO_CHECKPOINTS))
+        changes.append(exchange)
+    if plan.memory.saving and _can_fit(
+        plan.replan(_with(plan.requested or plan.config, NO_CHECKPOINTS))
     ):
-        helps.append(" ".join(f"{key}={show(value)}" for key, value in NO_CHECKPOINTS.items()))
+        changes.append(" ".join(f"{key}={format_value(value)}" for key, value in NO_CHECKPOINTS.items()))
     seq = longest_seq(plan)
     if seq:
-        helps.append(f"seq={format_size(seq)}")
-    workers = _enough_workers(plan)
+        changes.append(f"seq={format_size(seq)}")
+    workers = _fewest_workers(plan)
     if workers:
-        helps.append(f"{workers} GPUs (topology.workers={workers})")
-    return helps
+        changes.append(f"{workers} GPUs (topology.workers={workers})")
+    return changes
 
 
-def _another_exchange(plan: RunPlan) -> str | None:
+def _other_exchange(plan: RunPlan) -> str | None:
     """The change of the exchange that would do: fewer heads at once, or of gathered keys a ring; in place of a ring gathered keys."""
-    config, environment, how = plan.asked or plan.config, plan.environment, plan.exchange
+    config, environment, exchange = plan.requested or plan.config, plan.environment, plan.exchange
     if environment.device == "cpu":
         return None
-    form = "hierarchical_" if how.name.startswith("hierarchical") else ""
+    form = "hierarchical_" if exchange.name.startswith("hierarchical") else ""
     gather, ring = ({"exchange": f"{form}{name}"} for name in ("all_gather", "ring"))
-    kv_heads = max(1, config.model.num_kv_heads // how.heads)
-    ways: list[dict[str, Any]] = [gather, ring]
-    if ("all_gather" in how.name and environment.cp > how.heads) or environment.cp == 1:
-        ways = [
-            *({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0),
+    kv_heads = max(1, config.model.num_kv_heads // exchange.heads)
+    candidates: list[dict[str, Any]] = [gather, ring]
+    if ("all_gather" in exchange.name and environment.cp > exchange.heads) or environment.cp == 1:
+        candidates = [
+            *({"chunks": n} for n in range(exchange.chunks + 1, kv_heads + 1) if kv_heads % n == 0),
             *([ring] if environment.cp > 1 else []),
         ]
     elif config.topology.circulates != "auto":
-        ways.append({"circulates": "auto"})
-    for way in ways:
+        candidates.append({"circulates": "auto"})
+    for change in candidates:
         # What was given for the other kind goes with it.
         for key, only in (("circulates", "ring"), ("chunks", "all_gather")):
-            if only not in way.get("exchange", only) and getattr(config.topology, key) != "auto":
-                way[key] = "auto"
+            if only not in change.get("exchange", only) and getattr(config.topology, key) != "auto":
+                change[key] = "auto"
         with contextlib.suppress(ConfigError):
-            if _possible(plan.again(replace(config, topology=replace(config.topology, **way)))):
-                return " ".join(f"topology.{key}={value}" for key, value in way.items())
+            if _can_fit(plan.replan(replace(config, topology=replace(config.topology, **change)))):
+                return " ".join(f"topology.{key}={value}" for key, value in change.items())
     return None
 
 
@@ -372,10 +372,10 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
     def fits(seq: int) -> bool:
         try:
-            other = plan.again(replace(plan.asked or plan.config, seq=seq))
+            other = plan.replan(replace(plan.requested or plan.config, seq=seq))
         except ConfigError:
             return False
-        return _possible(other)
+        return _can_fit(other)
 
     if not fits(shortest):
         return None
@@ -393,50 +393,50 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
     )
 
 
-def _enough_workers(plan: RunPlan, most: int = 1024) -> int | None:
+def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
     """The fewest workers, doubled from what is planned, that would do."""
-    config, environment = plan.asked or plan.config, plan.environment
+    config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None
     workers = 2 * environment.workers
     while workers <= most:
         topology = replace(config.topology, workers=workers)
         try:
-            other = plan.again(replace(config, topology=topology))
+            other = plan.replan(replace(config, topology=topology))
         except ConfigError:
             return None
-        if _possible(other):
+        if _can_fit(other):
             return workers
         workers *= 2
     return None
 
 
-def _possible(plan: RunPlan) -> bool:
+def _can_fit(plan: RunPlan) -> bool:
     """Whether a run fits as it is configured, which may be with whatever fits."""
-    if plan.takes(plan.memory):
+    if plan.has_room_for(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
-        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0]))
+        plan.has_room_for(_memory(plan, _with_fewest_offloaded(plan, *variant)[0]))
         for variant in _variants(plan)
     )
 
 
-def _way(config: Config, chosen: Config) -> str:
+def _label(config: Config, chosen: Config) -> str:
     """How activations are kept, and what else differs from the chosen setting."""
-    kept = ("train.activation_checkpoint", "train.checkpoint_keep")
+    activation_keys = ("train.activation_checkpoint", "train.checkpoint_keep")
     train = config.train
-    keep = (
+    share = (
         f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
     )
     others = [
-        f"{key}={show(read(config, key))}"
+        f"{key}={format_value(get_setting(config, key))}"
         for key in CHOICES
-        if key not in kept and read(config, key) != read(chosen, key)
+        if key not in activation_keys and get_setting(config, key) != get_setting(chosen, key)
     ]
-    return f"{train.activation_checkpoint}{keep}{' with ' if others else ''}{' '.join(others)}"
+    return f"{train.activation_checkpoint}{share}{' with ' if others else ''}{' '.join(others)}"
 
 
-def read(config: Config, key: str) -> Any:
+def get_setting(config: Config, key: str) -> Any:
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 
@@ -453,7 +453,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -87,7 +87,7 @@ class MetricsWriter:
         self.path = Path(run_dir) / METRICS_FILE
         self._events = _summary_writer(Path(run_dir), start_step) if tensorboard else None
         if self.path.exists():
-            _keep_steps(self.path, start_step)
+            _drop_later_steps(self.path, start_step)
         self._file = self.path.open("ab", buffering=0)
         self.lost = 0  # lines in a row that could not be written
 
@@ -177,7 +177,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def _keep_steps(path: Path, last: int) -> None:
+def _drop_later_steps(path: Path, last: int) -> None:
     """Rewrite the file with the steps up to ``last`` only, by way of a second file that takes its place."""
     kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
     draft = path.with_suffix(".jsonl.new")

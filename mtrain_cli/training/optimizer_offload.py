@@ -66,8 +66,8 @@ class OffloadedOptimizer:
             True  # whether the backward pass at hand ends a step: then gradients are complete
         )
         self._squares: list[Tensor] = []  # of the norm of each unit's gradients that have left
-        self._left: list[torch.cuda.Event | None] = [None] * len(self._units)
-        self._leaving: list[int] = []  # units whose gradients left in this step, in that order
+        self._offload_events: list[torch.cuda.Event | None] = [None] * len(self._units)
+        self._offloaded_units: list[int] = []  # units whose gradients left in this step, in that order
         self._link = _HostLink(self.device)
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
@@ -87,7 +87,7 @@ class OffloadedOptimizer:
     def _add(self, number: int, packed: Tensor) -> None:
         """Gradients of micro-batches add up in float32, whatever they were reduced in."""
         # FSDP2 lets go of them behind this hook, and would write the next ones there without waiting for the stream that reads them here.
-        self._link.is_read_here(packed)
+        self._link.record_use(packed)
         held = self._reduced[number]
         if held is None:
             held = packed.float()  # the tensor itself where it is float32 already
@@ -95,16 +95,16 @@ class OffloadedOptimizer:
             held += packed
         self._reduced[number] = held
         if self._gradients is not None and self.last_micro_batch:
-            self._leave(number, held)
+            self._offload_gradients(number, held)
 
-    def _leave(self, number: int, packed: Tensor) -> None:
+    def _offload_gradients(self, number: int, packed: Tensor) -> None:
         """Sends a unit's gradients to the host, behind what the current stream has been given: that of FSDP2's reductions. No more than two
         units are on the way: the host, which may queue many layers ahead, waits for the one before them, or their memory would pile up.
         """
         assert self._gradients is not None
-        if len(self._leaving) >= 2:
-            _wait(self._left[self._leaving[-2]])
-        self._leaving.append(number)
+        if len(self._offloaded_units) >= 2:
+            _wait(self._offload_events[self._offloaded_units[-2]])
+        self._offloaded_units.append(number)
         self._squares.append(squared_norm([packed], self.device))
         self._link.begin()
         with self._link.down():
@@ -112,8 +112,8 @@ class OffloadedOptimizer:
                 self._gradients[number], self._units[number].of(packed), strict=True
             ):
                 gradient.copy_(part, non_blocking=True)
-            self._left[number] = self._link.event()
-        self._link.outlives_its_stream(packed)
+            self._offload_events[number] = self._link.event()
+        self._link.keep_until_copied(packed)
         self._reduced[number] = None
 
     def gradients(self) -> list[Tensor]:
@@ -126,10 +126,10 @@ class OffloadedOptimizer:
 
     def drop_gradients(self) -> None:
         for packed in self.gradients():
-            self._link.outlives_its_stream(packed)
+            self._link.keep_until_copied(packed)
         self._reduced = [None] * len(self._units)
         self._squares.clear()
-        self._leaving.clear()
+        self._offloaded_units.clear()
 
     def step(self, scale: float = 1.0) -> None:
         """AdamW on the host with ``scale`` times the gradients, unit by unit; while one is stepped the next one's gradients come and the
@@ -139,13 +139,13 @@ class OffloadedOptimizer:
         if self._gradients is None and scale != 1.0:
             torch._foreach_mul_(self.gradients(), scale)
         link.begin()
-        arrived = [self._arriving(0)]
-        left: list[torch.cuda.Event | None] = []
+        fetched = [self._fetch_gradients(0)]
+        sent: list[torch.cuda.Event | None] = []
         for number, unit in enumerate(units):
             if number + 1 < len(units):
                 # Its buffer was read by the step of the unit before, which is over.
-                arrived.append(self._arriving(number + 1))
-            _wait(arrived[number])
+                fetched.append(self._fetch_gradients(number + 1))
+            _wait(fetched[number])
             if self._gradients is None:
                 gradients = unit.of(self._down[number % 2])
             else:
@@ -153,13 +153,13 @@ class OffloadedOptimizer:
                 if scale != 1.0:
                     torch._foreach_mul_(gradients, scale)
             for master, gradient in zip(unit.masters, gradients, strict=True):
-                master.grad = _like(master, gradient)
+                master.grad = _as_dtensor(master, gradient)
             self.optimizer.step()
             for master in unit.masters:
                 master.grad = None
             if number >= 2:
-                _wait(left[number - 2])
-            left.append(self._send(number))
+                _wait(sent[number - 2])
+            sent.append(self._send(number))
         link.end()
         self.drop_gradients()
 
@@ -170,10 +170,10 @@ class OffloadedOptimizer:
             _wait(self._send(number))
         self._link.end()
 
-    def _arriving(self, number: int) -> torch.cuda.Event | None:
+    def _fetch_gradients(self, number: int) -> torch.cuda.Event | None:
         """The event behind which a unit's gradients are on the host; they begin to travel unless they have left already."""
         if self._gradients is not None:
-            return self._left[number]
+            return self._offload_events[number]
         packed = self._reduced[number]
         assert packed is not None, "a unit without gradients"
         with self._link.down():
@@ -234,16 +234,16 @@ class _HostLink:
         event.record()
         return event
 
-    def is_read_here(self, tensor: Tensor) -> None:
+    def record_use(self, tensor: Tensor) -> None:
         """The memory of another stream's tensor is used again when the current one has done with it, too."""
         if self._streams is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def outlives_its_stream(self, tensor: Tensor) -> None:
+    def keep_until_copied(self, tensor: Tensor) -> None:
         """A tensor of another stream's memory, which is about to be let go, may still be read here and on its way to the host."""
         if self._streams is not None:
             tensor.record_stream(self._streams[0])
-        self.is_read_here(tensor)
+        self.record_use(tensor)
 
 
 def _wait(event: torch.cuda.Event | None) -> None:
@@ -275,7 +275,7 @@ def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
         setattr(masters.get_submodule(module), last, nn.Parameter(held))
 
 
-def _like(master: Tensor, local: Tensor) -> DTensor:
+def _as_dtensor(master: Tensor, local: Tensor) -> DTensor:
     assert isinstance(master, DTensor)
     return DTensor.from_local(
         local,

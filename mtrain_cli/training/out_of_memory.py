@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
 SHOWN = 10  # groups of tensors in the error
-_FULL = re.compile(
+_OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
 )
-_OTHERS = 0.05  # of a GPU, held by other processes: worth a word
+_OTHER_PROCESSES = 0.05  # of a GPU, held by other processes: worth a word
 _GAPS = 0.1  # of a GPU, held by the allocator and not in use: worth a word
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
     "parameters",
@@ -69,8 +69,8 @@ class HeldTensors:
     @property
     def text(self) -> str:
         more = f" and {self.count - 1} more" if self.count > 1 else ""
-        what = f"{list(self.shape)} {self.dtype}, " if self.shape is not None else ""
-        return f"{self.kind}: {what}{self.name}{more}"
+        shape = f"{list(self.shape)} {self.dtype}, " if self.shape is not None else ""
+        return f"{self.kind}: {shape}{self.name}{more}"
 
 
 @dataclass
@@ -91,7 +91,7 @@ class RunContext:
 
 
 @contextlib.contextmanager
-def explained_where_memory_is_full(
+def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
     """Everything inside; gives the place to leave the trainer.
@@ -99,28 +99,28 @@ def explained_where_memory_is_full(
     Raises:
         MemoryFullError: in the place of whatever says that memory is full.
     """
-    about = RunContext(config, environment)
+    context = RunContext(config, environment)
     try:
-        yield about
+        yield context
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RunError) or not is_memory_full(error):
+        if isinstance(error, RunError) or not is_out_of_memory(error):
             raise
-        raise MemoryFullError(_explain(error, about, run)) from error
+        raise MemoryFullError(_explain(error, context, run)) from error
 
 
-def is_memory_full(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether this error says that an allocation failed."""
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or _FULL.search(str(error)) is not None
+        or _OUT_OF_MEMORY.search(str(error)) is not None
     )
 
 
-def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
-    cuda = about.environment.device == "cuda"
-    found = held(about, error)
+def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
+    cuda = context.environment.device == "cuda"
+    found = held_tensors(context, error)
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
-    where = place(error)
+    where = failure_location(error)
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
     more = (
         ""
@@ -129,25 +129,25 @@ def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
         if tried[1].endswith("bytes")
         else tried[1]
     )
-    first = f"rank {about.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
+    first = f"rank {context.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
     lines = [
         first + (f": it tried to allocate {more} more" if more else ""),
-        _room(counted, cuda),
-        _estimate(about),
+        _describe_room(counted, cuda),
+        _estimate(context),
     ]
     lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
     if len(found) > SHOWN:
         lines.append(
             f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors"
         )
-    advice = _advice(about, found, cuda)
+    advice = _advice(context, found, cuda)
     lines.append(f"What would help: {'; '.join(advice)}")
-    file = run.path / f"oom-rank-{about.environment.rank}.json"
+    file = run.path / f"oom-rank-{context.environment.rank}.json"
     report = {
         "error": str(error).splitlines()[0],
         "where": where,
         "allocated": counted,
-        "estimate": _parts(about),
+        "estimate": _parts(context),
         "advice": advice,
     }
     with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _room(counted: int, cuda: bool) -> str:
+def _describe_room(counted: int, cuda: bool) -> str:
     if not cuda:
         return f"tensors seen: {size(counted)}, of {size(host_memory())} of this machine"
     free, total = torch.cuda.mem_get_info()
@@ -174,25 +174,25 @@ def _room(counted: int, cuda: bool) -> str:
     line = f"allocated {size(counted)} of {size(total)}"
     if gaps > _GAPS * total:
         line += f"; {size(gaps)} more are held by the allocator in blocks that do not fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    if others > _OTHERS * total:
+    if others > _OTHER_PROCESSES * total:
         line += f"; {size(others)} are the CUDA context's, NCCL's and other processes'"
     return line
 
 
-def _estimate(about: RunContext) -> str:
-    if about.trainer is None:
+def _estimate(context: RunContext) -> str:
+    if context.trainer is None:
         return ""
-    memory = about.trainer.plan.memory
+    memory = context.trainer.plan.memory
     largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
-    beside = f", and {size(memory.reserve)} beside tensors" if memory.reserve else ""
-    return f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}){beside}"
+    reserve = f", and {size(memory.reserve)} beside tensors" if memory.reserve else ""
+    return f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}){reserve}"
 
 
-def _parts(about: RunContext) -> dict[str, Any] | None:
-    if about.trainer is None:
+def _parts(context: RunContext) -> dict[str, Any] | None:
+    if context.trainer is None:
         return None
-    memory = about.trainer.plan.memory
+    memory = context.trainer.plan.memory
     return {
         "moment": memory.peak.name,
         "allocated": memory.allocated,
@@ -201,18 +201,18 @@ def _parts(about: RunContext) -> dict[str, Any] | None:
     }
 
 
-def _advice(about: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
+def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
     """What to change, the largest kind of tensors first."""
-    config = about.config
+    config = context.config
     by_kind: dict[str, int] = defaultdict(int)
     for group in found:
         by_kind[group.kind] += group.bytes
     total = max(1, sum(by_kind.values()))
-    said: dict[str, list[str]] = defaultdict(list)
+    kinds_by_change: dict[str, list[str]] = defaultdict(list)
     for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
         if number >= total / 10 and (change := _change(kind, config)):
-            said[change].append(f"{kind} are {number / total:.0%}")
-    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in said.items()]
+            kinds_by_change[change].append(f"{kind} are {number / total:.0%}")
+    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in kinds_by_change.items()]
     return [*changes, f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {config.seq:,})"]
 
 
@@ -242,7 +242,7 @@ def _change(kind: str, config: Config) -> str:
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
 
-def place(error: BaseException) -> str:
+def failure_location(error: BaseException) -> str:
     """In which part of which step, from the stack; from the worker's record where the stack does not tell."""
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
@@ -262,18 +262,18 @@ def place(error: BaseException) -> str:
         if here is not None and here.training_step
         else "before the first training step"
     )
-    words = [step]
+    names = [step]
     if layer is not None:
-        words.append(
+        names.append(
             f"{'backward' if backward else 'forward'} of layer {layer}{f' ({part})' if part else ''}"
         )
     elif part:
-        words.append(f"{'backward, ' if backward else ''}{part}")
+        names.append(f"{'backward, ' if backward else ''}{part}")
     elif backward:
-        words.append("backward")
+        names.append("backward")
     if here is not None and here.doing and layer is None:
-        words.append(f"last noted: {here.doing}")
-    return ", ".join(words)
+        names.append(f"last noted: {here.doing}")
+    return ", ".join(names)
 
 
 def _part(file: str, function: str) -> str:
@@ -298,29 +298,29 @@ _PARTS = (
 )
 
 
-def held(about: RunContext, error: BaseException) -> list[HeldTensors]:
+def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
     """All tensors on the device of the run, largest group first."""
-    named = _named(about.trainer, about.names) if about.trainer is not None else {}
+    named = _named(context.trainer, context.names) if context.trainer is not None else {}
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
     seen: set[int] = set()
-    words = _ShapeNames(about)
-    for tensor in _tensors(about.environment.device):
+    names = _ShapeNames(context)
+    for tensor in _tensors(context.environment.device):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if not address or address in seen:
             continue
         seen.add(address)
         kind, name = named.get(address) or (
-            words.kind(tensor),
-            variables.get(address) or words.describe(tensor),
+            names.kind(tensor),
+            variables.get(address) or names.describe(tensor),
         )
         groups[kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")].append(
             (name, storage.nbytes())
         )
-    if about.environment.device == "cuda":
+    if context.environment.device == "cuda":
         for number in _unseen_blocks(seen):
-            kind, name = words.guess(number)
+            kind, name = names.guess(number)
             groups[kind, None, name].append((name, number))
     found = [
         HeldTensors(
@@ -415,14 +415,14 @@ def _members(value: Any) -> Iterable[Tensor]:
 class _ShapeNames:
     """Shapes in the sizes of the run."""
 
-    def __init__(self, about: RunContext) -> None:
-        model, train = about.config.model, about.config.train
+    def __init__(self, context: RunContext) -> None:
+        model, train = context.config.model, context.config.train
         tokens = (
-            about.trainer.choices.layout.tokens_per_worker
-            if about.trainer is not None
-            else about.config.seq
+            context.trainer.choices.layout.tokens_per_worker
+            if context.trainer is not None
+            else context.config.seq
         )
-        e = about.trainer.choices.dtype.itemsize if about.trainer is not None else 4
+        e = context.trainer.choices.dtype.itemsize if context.trainer is not None else 4
         rows = tokens * train.micro_batch
         self._tokens = {tokens, rows}
         self._vocabulary = model.vocab_size
@@ -456,8 +456,8 @@ class _ShapeNames:
         return ACTIVATIONS if dims & self._tokens and tensor.is_floating_point() else REST
 
     def describe(self, tensor: Tensor) -> str:
-        words = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
-        return " x ".join(words) if set(tensor.shape) & set(self._sizes) else "not named"
+        names = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
+        return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
 
     def guess(self, number: int) -> tuple[str, str]:
         """Kind and name of memory that only the allocator knows, by its bytes."""

@@ -93,7 +93,7 @@ class TrainingProgress:
                 self._log.close()
             self._log = None
 
-    def went_on(self, earlier: Sequence[StepMetrics]) -> None:
+    def add_earlier_steps(self, earlier: Sequence[StepMetrics]) -> None:
         """Count the steps before a restart, too, in the summary: the run went on by itself, and is one to whoever started it."""
         labelled = [metrics for metrics in earlier if metrics.loss is not None]
         self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
@@ -207,14 +207,14 @@ class TrainingProgress:
             )
             name, share = _utilization(self.last)
             if share is not None:
-                alike = [
-                    found
-                    for named, found in map(_utilization, steady)
-                    if named == name and found is not None
+                shares = [
+                    share_of_step
+                    for named, share_of_step in map(_utilization, steady)
+                    if named == name and share_of_step is not None
                 ]
-                rate += f", {name} {statistics.median(alike or [share]):.1%}"
-            of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
-            rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
+                rate += f", {name} {statistics.median(shares or [share]):.1%}"
+            basis = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
+            rows.append(("throughput", f"{rate}, {basis}; {self.last.tokens:,} tokens in all"))
             waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(
                 1e-9, sum(metrics.seconds for metrics in steady)
             )

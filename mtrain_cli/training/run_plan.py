@@ -36,7 +36,7 @@ from mtrain_cli.training.memory_search import (
     ROOMY,
     MemorySearch,
     MemorySetting,
-    least,
+    nearest_to_fitting,
     refusal,
     search,
 )
@@ -107,14 +107,14 @@ class RunPlan:
     tokens_per_step: int
     micro_batches: int
     memory: MemoryEstimate
-    moved: ReceivedBytes
+    received: ReceivedBytes
     checkpoint: int
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
     search: MemorySearch | None = None
-    asked: Config | None = None
+    requested: Config | None = None
 
     @property
     def gpu_name(self) -> str:
@@ -126,7 +126,7 @@ class RunPlan:
         return self.capacity or ASSUMED_GPU_BYTES
 
     @property
-    def has(self) -> str:
+    def available_memory(self) -> str:
         """What there is of memory, for messages."""
         if self.environment.device == "cpu":
             return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
@@ -141,17 +141,17 @@ class RunPlan:
             f"the {size(self.gpu_bytes)} of {gpu}, {USABLE:.0%} of which can be used, with {host}"
         )
 
-    def load(self, memory: MemoryEstimate) -> int:
+    def device_bytes(self, memory: MemoryEstimate) -> int:
         """Bytes of a worker on its device, which on a CPU is the host."""
         return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
 
-    def takes(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
+    def has_room_for(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
         """Whether a worker of this plan has so much memory, on its device and on the host."""
         if self.environment.device == "cpu":
-            return self.load(memory) * self.environment.local_workers <= host_memory()
+            return self.device_bytes(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
-    def again(self, config: Config) -> RunPlan:
+    def replan(self, config: Config) -> RunPlan:
         """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
         workers = (
             config.topology.workers
@@ -162,22 +162,22 @@ class RunPlan:
             config.topology, device=self.environment.device, workers=workers
         )
         config = dataclasses.replace(config, topology=topology)
-        return _elsewhere(config, "") if self.elsewhere else _here(config)
+        return _plan_elsewhere(config, "") if self.elsewhere else _plan_here(config)
 
     @property
     def host_bytes(self) -> int:
         """What the CPU workers of one machine need together."""
-        return self.load(self.memory) * self.environment.local_workers
+        return self.device_bytes(self.memory) * self.environment.local_workers
 
     @property
     def fits(self) -> bool | None:
         """Whether the memory of a worker, or on a CPU that of this machine, suffices; None when the GPU is not known."""
         if self.environment.device == "cpu":
             return self.host_bytes <= host_memory()
-        return None if self.capacity is None else self.takes(self.memory)
+        return None if self.capacity is None else self.has_room_for(self.memory)
 
 
-def plan(config: Config) -> RunPlan:
+def make_plan(config: Config) -> RunPlan:
     """The plan of a run on a machine that need not be this one; where this one has GPUs, it reckons with GPUs like them.
 
     With ``topology.device=auto`` and no GPU here it is what the same line would do here, on the CPU, unless this machine would refuse that
@@ -186,72 +186,72 @@ def plan(config: Config) -> RunPlan:
     Raises:
         ConfigError: sizes do not fit each other, or the configured kernel cannot serve the run.
     """
-    found = _plan(config)
-    return found if config.train.memory == "manual" else decided(found)
+    plan = _manual_plan(config)
+    return plan if config.train.memory == "manual" else with_auto_memory(plan)
 
 
-def decided(found: RunPlan) -> RunPlan:
+def with_auto_memory(plan: RunPlan) -> RunPlan:
     """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
-    result = search(found)
-    setting = result.chosen or least(found, result.settings)
-    return dataclasses.replace(taking(found, setting), search=result, asked=found.config)
+    result = search(plan)
+    setting = result.chosen or nearest_to_fitting(plan, result.settings)
+    return dataclasses.replace(with_setting(plan, setting), search=result, requested=plan.config)
 
 
-def taking(found: RunPlan, setting: MemorySetting) -> RunPlan:
+def with_setting(plan: RunPlan, setting: MemorySetting) -> RunPlan:
     """A plan with another way of using memory."""
     train = setting.config.train
-    dtype_bytes = getattr(torch, found.dtype).itemsize
+    dtype_bytes = getattr(torch, plan.dtype).itemsize
     return dataclasses.replace(
-        found,
+        plan,
         config=setting.config,
         memory=setting.memory,
-        flops=training_flops(setting.config, found.layout, dtype_bytes=dtype_bytes),
-        moved=moved(
+        flops=training_flops(setting.config, plan.layout, dtype_bytes=dtype_bytes),
+        received=received_bytes(
             setting.config,
-            found.environment.workers,
-            found.layout,
-            found.exchange,
+            plan.environment.workers,
+            plan.layout,
+            plan.exchange,
             dtype_bytes,
-            needs_out=make_kernel(found.kernel).needs_out,
+            needs_out=make_kernel(plan.kernel).needs_out,
         ),
-        micro_batches=train.global_batch // (train.micro_batch * found.environment.dp),
+        micro_batches=train.global_batch // (train.micro_batch * plan.environment.dp),
     )
 
 
-def _plan(config: Config) -> RunPlan:
+def _manual_plan(config: Config) -> RunPlan:
     device = config.topology.device
     if torch.cuda.is_available() or device == "cpu":
-        return _here(config)
+        return _plan_here(config)
     if device == "cuda":
-        return _elsewhere(config, "topology.device=cuda, and no GPU is here")
+        return _plan_elsewhere(config, "topology.device=cuda, and no GPU is here")
     refusal = _refusal_here(config) if config.topology.workers != "auto" else None
-    return _elsewhere(config, refusal) if refusal else _here(config)
+    return _plan_elsewhere(config, refusal) if refusal else _plan_here(config)
 
 
-def _here(config: Config) -> RunPlan:
+def _plan_here(config: Config) -> RunPlan:
     """A plan for this machine, or for more GPUs like its own."""
     environment = resolve_environment(config, planning=True)
     # The plan is for the first GPU here, whichever worker this process would be.
-    found = planned(
+    plan = plan_resolved(
         config,
         environment,
         resolve_run(config, dataclasses.replace(environment, rank=0, local_rank=0)),
     )
-    return dataclasses.replace(found, machine=_machine_here(found))
+    return dataclasses.replace(plan, machine=_machine_here(plan))
 
 
-def _machine_here(found: RunPlan) -> str:
-    if found.gpu is None:
-        asked = found.config.topology.device == "cpu"
+def _machine_here(plan: RunPlan) -> str:
+    if plan.gpu is None:
+        requested = plan.config.topology.device == "cpu"
         return "the CPU of this machine" + (
             ""
-            if asked
+            if requested
             else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
         )
     gpus = torch.cuda.device_count()
     return (
-        f"GPUs like the {gpus} x {found.gpu} of this machine"
-        if found.environment.workers > gpus
+        f"GPUs like the {gpus} x {plan.gpu} of this machine"
+        if plan.environment.workers > gpus
         else "the GPUs of this machine"
     )
 
@@ -259,28 +259,28 @@ def _machine_here(found: RunPlan) -> str:
 def _refusal_here(config: Config) -> str | None:
     """Why this machine's CPU would not take a run; None if it would."""
     try:
-        found = _here(config)
+        plan = _plan_here(config)
     except ConfigError as error:
         return f"no GPU is here, and the CPU refuses {error.problems[0]}"
-    if found.fits:
+    if plan.fits:
         return None
-    workers = found.environment.workers
-    return f"no GPU is here, and {workers} CPU worker{'s' * (workers > 1)} would need {needed_here(found)}"
+    workers = plan.environment.workers
+    return f"no GPU is here, and {workers} CPU worker{'s' * (workers > 1)} would need {needed_here(plan)}"
 
 
-def needed_here(found: RunPlan) -> str:
+def needed_here(plan: RunPlan) -> str:
     """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
-    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
+    return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
 
 
-def planned(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
+def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """The plan of a run whose choices are made, on this machine."""
     properties = (
         torch.cuda.get_device_properties(gpu_index(environment))
         if environment.device == "cuda"
         else None
     )
-    found = _complete(
+    plan = _complete(
         config,
         environment,
         choices.layout,
@@ -291,17 +291,17 @@ def planned(config: Config, environment: Environment, choices: ResolvedRun) -> R
         capacity=given_memory(config) or properties.total_memory if properties else None,
     )
     if environment.device == "cuda":
-        host = given_host_memory(config) or host_memory() / sharing_the_host(
+        host = given_host_memory(config) or host_memory() / workers_sharing_host(
             environment, torch.cuda.device_count()
         )
-        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host))
+        plan = dataclasses.replace(plan, host_share=round(USABLE_HOST * host))
     if choices.dense_kernel is None:
-        return found
+        return plan
     kernel, reason = choices.dense_kernel
-    return dataclasses.replace(found, dense_kernel=(kernel.name, reason))
+    return dataclasses.replace(plan, dense_kernel=(kernel.name, reason))
 
 
-def sharing_the_host(environment: Environment, gpus: int) -> int:
+def workers_sharing_host(environment: Environment, gpus: int) -> int:
     """Workers that share this machine's memory. gpus: that this process sees; SLURM may show each of several tasks one, and a dry run may
     ask about more workers than there are.
     """
@@ -310,7 +310,7 @@ def sharing_the_host(environment: Environment, gpus: int) -> int:
     return max(1, min(environment.local_workers, gpus))
 
 
-def _elsewhere(config: Config, why: str) -> RunPlan:
+def _plan_elsewhere(config: Config, why: str) -> RunPlan:
     """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
     config = dataclasses.replace(
         config, topology=dataclasses.replace(config.topology, device="cuda")
@@ -337,7 +337,7 @@ def _elsewhere(config: Config, why: str) -> RunPlan:
             given_memory(config) or ASSUMED_GPU_BYTES,
         ),
     )
-    found = _complete(
+    plan = _complete(
         config,
         environment,
         layout,
@@ -350,7 +350,7 @@ def _elsewhere(config: Config, why: str) -> RunPlan:
     host_share = round(USABLE_HOST * (given_host_memory(config) or ASSUMED_HOST_BYTES))
     machine = f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}"
     return dataclasses.replace(
-        found, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share
+        plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share
     )
 
 
@@ -378,24 +378,24 @@ def plan_for(
     layout, dtype = run_layout(config, environment.cp), compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
-    found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
+    kernel_choice = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
     exchange = choose_exchange(
         config.topology,
-        exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity),
+        exchange_needs(config, environment, layout, dtype, make_kernel(kernel_choice[0]), capacity),
     )
-    made = _complete(
-        config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity
+    plan = _complete(
+        config, environment, layout, exchange, kernel_choice, dtype, gpu=gpu, capacity=capacity
     )
-    made = dataclasses.replace(
-        made, host_share=round(USABLE_HOST * (given_host_memory(config) or host))
+    plan = dataclasses.replace(
+        plan, host_share=round(USABLE_HOST * (given_host_memory(config) or host))
     )
-    return made if config.train.memory == "manual" else decided(made)
+    return plan if config.train.memory == "manual" else with_auto_memory(plan)
 
 
 def _kernel_elsewhere(
     config: Config,
     dtype: torch.dtype,
-    asked: str,
+    requested: str,
     index: IndexRequest | None,
     capability: tuple[int, int] = (9, 0),
     gpu: str = ASSUMED_GPU,
@@ -407,14 +407,14 @@ def _kernel_elsewhere(
     possible = [
         name for name, reason in survey(request) if reason is None or "not installed" in reason
     ]
-    if asked in possible:
-        return asked, "as configured; no GPU here to ask whether it serves"
-    if asked != "auto" and (reason := dict(survey(request)).get(asked)) is not None:
+    if requested in possible:
+        return requested, "as configured; no GPU here to ask whether it serves"
+    if requested != "auto" and (reason := dict(survey(request)).get(requested)) is not None:
         raise ConfigError(
-            f"train.kernel={asked}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}"
+            f"train.kernel={requested}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}"
         )
-    if asked != "auto" or possible[0] == "reference":
-        kernel, reason = choose(asked, request)
+    if requested != "auto" or possible[0] == "reference":
+        kernel, reason = choose(requested, request)
         return kernel.name, reason
     others = f", else {possible[1]}" if possible[1] != "reference" else ""
     on = "Hopper" if gpu == ASSUMED_GPU else gpu
@@ -461,7 +461,7 @@ def _complete(
         tokens_per_step=train.global_batch * config.seq,
         micro_batches=micro_batches,
         memory=memory,
-        moved=moved(
+        received=received_bytes(
             config,
             environment.workers,
             layout,
@@ -473,7 +473,7 @@ def _complete(
     )
 
 
-def moved(
+def received_bytes(
     config: Config,
     workers: int,
     layout: Layout,
@@ -508,16 +508,16 @@ def moved(
     )
 
 
-def require_fit(found: RunPlan) -> None:
+def require_fit(plan: RunPlan) -> None:
     """At the start of a run, where it can be told that memory will not do.
 
     Raises:
         ConfigError: one line with what would.
     """
-    if found.search is not None and found.search.chosen is None:
-        raise ConfigError(refusal(found, found.search))
-    if found.environment.device == "cuda" and not found.takes(found.memory, CERTAIN):
-        raise ConfigError(refusal(found, search(found)))
+    if plan.search is not None and plan.search.chosen is None:
+        raise ConfigError(refusal(plan, plan.search))
+    if plan.environment.device == "cuda" and not plan.has_room_for(plan.memory, CERTAIN):
+        raise ConfigError(refusal(plan, search(plan)))
 
 
 def size(number: int) -> str:

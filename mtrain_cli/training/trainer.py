@@ -43,7 +43,12 @@ from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
-from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
+from mtrain_cli.training.index_metrics import (
+    IndexMetrics,
+    index_metrics,
+    index_records,
+    local_index_sums,
+)
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.optimizer import (
     LearningRateSchedule,
@@ -54,7 +59,7 @@ from mtrain_cli.training.optimizer import (
 )
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
-from mtrain_cli.training.run_plan import RunPlan, decided, planned, require_fit
+from mtrain_cli.training.run_plan import RunPlan, plan_resolved, require_fit, with_auto_memory
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
 
 
@@ -88,7 +93,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
     """
     if environment.device != "cpu" or config.train.memory == "auto":
         return
-    found = planned(config, environment, choices)
+    found = plan_resolved(config, environment, choices)
     needed = found.host_bytes
     if not found.fits:
         raise ConfigError(
@@ -104,7 +109,7 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
     Raises:
         ConfigError: it cannot fit the GPUs; one line with what would.
     """
-    found = planned(config, environment, choices)
+    found = plan_resolved(config, environment, choices)
     if environment.device == "cuda" and environment.workers > 1:
         # GPUs of one job may differ by some MiB, and so would decisions; the smallest counts.
         everyone: list[list[int]] = share((found.gpu_bytes, found.host_share))
@@ -114,7 +119,7 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
             host_share=min(host for _, host in everyone),
         )
     if config.train.memory == "auto":
-        found = decided(found)
+        found = with_auto_memory(found)
     require_fit(found)
     return found
 
@@ -146,14 +151,14 @@ class Trainer:
         # A new group does not take over the default group's.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        how = self.choices.exchange
+        exchange_choice = self.choices.exchange
         group = make_context_group(
             environment.rank, environment.workers, environment.cp, self.device, timeout,
-            per_node=how.per_node, heads=how.heads, channels=how.channels,
+            per_node=exchange_choice.per_node, heads=exchange_choice.heads, channels=exchange_choice.channels,
         )  # fmt: skip
         exchange = make_exchange(
-            how.name, self.choices.layout, group,
-            chunks=how.chunks, prefetch=how.prefetch, circulates=how.circulates, shared_columns=how.shared_columns,
+            exchange_choice.name, self.choices.layout, group,
+            chunks=exchange_choice.chunks, prefetch=exchange_choice.prefetch, circulates=exchange_choice.circulates, shared_columns=exchange_choice.shared_columns,
         )  # fmt: skip
         self.exchange = exchange
         mask = config.data.document_mask
@@ -202,9 +207,9 @@ class Trainer:
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self.lacks_data = False  # a worker could not read the step at hand; all know, and end
-        self._own_time = ComputeTimer(list(self.decoder.layers), self.device)
+        self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
-        self._seen: set[bool] = set()  # whether steps under an index, and without one, have been
+        self._frozen_after: set[bool] = set()  # whether steps under an index, and without one, have been
         share = config.run.straggler
         share = (0.1 if environment.device == "cuda" else 0.5) if isinstance(share, str) else share
         self._slow_devices = StragglerWatch(share, self.places, "the same part of a layer")
@@ -220,13 +225,13 @@ class Trainer:
         """Host and device of each rank. Machines with other files, or for data=stdlib another Python, would train on different tokens
         without anyone noticing.
         """
-        told = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
-        other = next((rank for rank, (found, _) in enumerate(told) if found != told[0][0]), None)
+        answers = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
+        other = next((rank for rank, (found, _) in enumerate(answers) if found != answers[0][0]), None)
         if other is not None:
             raise ConfigError(
                 f"data.kind={self.config.data.kind}: rank {other} reads another corpus than rank 0; give all machines the same data"
             )
-        return [place for _, place in told]
+        return [place for _, place in answers]
 
     def _make_decoder(self) -> Decoder:
         """Built on the meta device, sharded, then filled: no worker ever holds the whole model."""
@@ -281,7 +286,7 @@ class Trainer:
         its data that raises the reason (ConfigError, RunError), the others PeerLostError, all before the step.
         """
         progress_record.begin(self.step + 1)
-        began, own_seconds = time.perf_counter(), self._own_time.begin()
+        began, compute_seconds = time.perf_counter(), self._compute_timer.start_step()
         last_seconds, self._step_began = began - self._step_began, began
         if self._batches is None:
             self._batches = iter(self.loader)
@@ -294,35 +299,35 @@ class Trainer:
         make = self.next_batch_maker()
         if self.rehearse is not None:
             self.rehearse([host.samples for host in on_host])
-        asked = time.perf_counter()
+        wait_started = time.perf_counter()
         batches = [make.to_device(host) for host in on_host]
-        waited += time.perf_counter() - asked
+        waited += time.perf_counter() - wait_started
         valid, pairs = self.totals(batches)
         attends: list[Attend] = [
             batch.attend if self.observe is None else self.observe(batch) for batch in batches
         ]
         loss = self.forward_backward(
-            batches, [self._own_time.around(attends[0]), *attends[1:]], valid
+            batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
         )
         with profiler_labels.labelled(profiler_labels.OPTIMIZER):
             found = torch.stack([loss.double(), self._squared_norm().double()])
-        told = torch.tensor(
-            [float(stop), own_seconds, waited], dtype=torch.float64, device=self.device
+        answers = torch.tensor(
+            [float(stop), compute_seconds, waited], dtype=torch.float64, device=self.device
         )
-        mine = torch.cat([found, told])
+        local = torch.cat([found, answers])
         records = index_records(batch.attend for batch in batches)
         if records:
-            mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
+            local = torch.cat([local, local_index_sums(records, self.config.model.num_layers, self.device)])
         progress_record.note(
             "waits for loss and gradient norm of all ranks", progress_record.SEVERAL
         )
-        rows = all_gather(mine, self.environment.workers).tolist()
+        rows = all_gather(local, self.environment.workers).tolist()
         progress_record.note("optimizer")
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
         mean_loss = sum(row[0] for row in rows) if valid else None
         # Of the same numbers on all workers, which therefore all leave the update out, or none.
-        skipped, warning = self._leaves_out(mean_loss, grad_norm)
+        skipped, warning = self._skips_update(mean_loss, grad_norm)
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
@@ -353,12 +358,12 @@ class Trainer:
         waits = [row[4] for row in rows]
         warnings = [warning] if warning else []
         if self.environment.rank == 0:
-            warnings += self._slow_devices.see([row[3] for row in rows])
-            warnings += self._slow_loaders.see(waits, last_seconds)
+            warnings += self._slow_devices.check([row[3] for row in rows])
+            warnings += self._slow_loaders.check(waits, last_seconds)
         stopping = any(row[2] for row in rows)
-        if bool(records) not in self._seen:
+        if bool(records) not in self._frozen_after:
             # The first dense step, or the first under an index: what both leave behind, compiled code above all, stays.
-            self._seen.add(bool(records))
+            self._frozen_after.add(bool(records))
             garbage_collection.freeze_garbage()
         return StepResult(
             mean_loss,
@@ -373,7 +378,7 @@ class Trainer:
             tuple(warnings),
         )
 
-    def _leaves_out(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
+    def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
         """Whether the step at hand is not applied, and a line on it.
 
         AdamW would decay weights, and move them by its moments, under the zero gradients of a step without labels.
@@ -383,20 +388,20 @@ class Trainer:
                 True,
                 f"step {self.step + 1}: no token has a label, so there is no loss and the weights stay as they are",
             )
-        spike, line = self._spikes.see(self.step + 1, loss, grad_norm)
+        spike, line = self._spikes.check(self.step + 1, loss, grad_norm)
         skipped = spike and self.config.optim.skip_spikes
         return skipped, line + "; its update is left out" * skipped if line else ""
 
     def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
         """The data of the step at hand, and for how many seconds this worker waited for them."""
-        asked = time.perf_counter()
+        wait_started = time.perf_counter()
         on_host: Sequence[HostBatch] = ()
         error = None
         try:
             on_host = next(self._batches)
         except Exception as found:  # raised below, when all know of it
             error = found
-        waited = time.perf_counter() - asked
+        waited = time.perf_counter() - wait_started
         first_without = self._first_rank_with(error is not None)
         if first_without is not None:
             self.lacks_data = True
@@ -405,15 +410,15 @@ class Trainer:
             )
         return on_host, waited
 
-    def _first_rank_with(self, mine: bool) -> int | None:
+    def _first_rank_with(self, local: bool) -> int | None:
         """The first rank that says so; None: none does."""
         ranks = self.environment.workers
-        told = torch.tensor(self.environment.rank if mine else ranks)
+        answers = torch.tensor(self.environment.rank if local else ranks)
         if ranks > 1:
             progress_record.note("waits for the data of all ranks", progress_record.SEVERAL)
-            dist.all_reduce(told, dist.ReduceOp.MIN, group=self.host_group)
+            dist.all_reduce(answers, dist.ReduceOp.MIN, group=self.host_group)
             progress_record.note("")
-        return int(told) if int(told) < ranks else None
+        return int(answers) if int(answers) < ranks else None
 
     def _on_host(self, samples: list[Sample]) -> HostBatch:
         """Called in the loader's thread. Whole sequences stay only for those who asked for them: a step may have gigabytes of them."""
@@ -499,11 +504,11 @@ class Trainer:
         return [int(n) // self.environment.cp for n in totals]
 
     def _check_finite(self, rows: list[list[float]]) -> None:
-        for column, what in ((0, "loss"), (1, "gradient")):
+        for column, quantity in ((0, "loss"), (1, "gradient")):
             ranks = [rank for rank, row in enumerate(rows) if not math.isfinite(row[column])]
             if ranks:
                 raise NonFiniteError(
-                    f"step {self.step + 1}: the {what} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
+                    f"step {self.step + 1}: the {quantity} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
                     "the step was not applied"
                 )
 
@@ -540,7 +545,7 @@ class Trainer:
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
         )
 
-    def _float32(self) -> Decoder:
+    def _master_decoder(self) -> Decoder:
         """Where the parameters of the optimizer are: the decoder itself, or its masters on the host."""
         return self.host_states.masters if self.host_states else self.decoder
 
@@ -551,7 +556,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint holds; parameters and optimizer states as shards."""
         fresh = not self.optimizer.state
-        model, optimizer = get_state_dict(self._float32(), self.optimizer)
+        model, optimizer = get_state_dict(self._master_decoder(), self.optimizer)
         if fresh:
             # PyTorch makes the states by a step without gradients, which would count in the first real one's bias correction.
             for state in self.optimizer.state.values():
@@ -566,16 +571,16 @@ class Trainer:
 
     def resume(self, checkpointer: Checkpointer) -> None:
         """Goes on from the newest valid checkpoint, on any number of workers; from step 0 where that holds imported weights alone."""
-        if checkpointer.weights_alone():
+        if checkpointer.holds_only_weights():
             weights = {"model": self.state()["model"]}
             checkpointer.load(weights)
-            set_model_state_dict(self._float32(), weights["model"])
+            set_model_state_dict(self._master_decoder(), weights["model"])
             self._send_weights()
             return
         state = self.state()
         checkpointer.load(state)
         set_state_dict(
-            self._float32(),
+            self._master_decoder(),
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],

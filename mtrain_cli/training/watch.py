@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 WINDOW = 64  # steps that make the band
-FEWEST = 16  # before which there is none
+MIN_STEPS = 16  # before which there is none
 # 1.4826 x the median absolute deviation of a normal distribution is its standard deviation.
 _NORMAL = 1.4826
 # The narrowest standard deviation: a share of the loss; for the norm, whose logarithm is watched, as much in that.
-_LEAST_LOSS, _LEAST_NORM = 0.01, 0.05
+_MIN_LOSS_SIGMA, _MIN_NORM_SIGMA = 0.01, 0.05
 
 STRAGGLER_STEPS = 20
 STRAGGLER_WARM_UP = 3  # compilation and first communicators
@@ -28,13 +28,13 @@ class _Band:
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
 
-    def sigmas(self, value: float, least: float) -> float:
+    def sigmas(self, value: float, minimum: float) -> float:
         """How many robust standard deviations, of at least ``least``, above the median; 0 while too few are known."""
-        if len(self.values) < FEWEST:
+        if len(self.values) < MIN_STEPS:
             return 0.0
         middle = statistics.median(self.values)
         deviation = _NORMAL * statistics.median(abs(v - middle) for v in self.values)
-        return (value - middle) / max(deviation, least)
+        return (value - middle) / max(deviation, minimum)
 
 
 class SpikeWatch:
@@ -51,34 +51,34 @@ class SpikeWatch:
         self._loss, self._norm = _Band(), _Band()
         self._since: int | None = None  # first step of the spikes that go on
 
-    def see(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
+    def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
         """Whether this step is a spike, and a line where that has changed."""
         log_norm = math.log(grad_norm) if grad_norm > 0 else -math.inf
-        found = []
+        outliers = []
         before = len(self._loss.values)
         if self._sigma:
             middle = statistics.median(self._loss.values) if self._loss.values else 0.0
-            far = self._loss.sigmas(loss, _LEAST_LOSS * abs(middle))
-            if far > self._sigma:
-                found.append(f"loss {loss:.4f}, {_far(far)} above the median {middle:.4f}")
-            far = self._norm.sigmas(log_norm, _LEAST_NORM)
-            if far > self._sigma:
+            sigmas = self._loss.sigmas(loss, _MIN_LOSS_SIGMA * abs(middle))
+            if sigmas > self._sigma:
+                outliers.append(f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}")
+            sigmas = self._norm.sigmas(log_norm, _MIN_NORM_SIGMA)
+            if sigmas > self._sigma:
                 middle = math.exp(statistics.median(self._norm.values))
-                found.append(
-                    f"gradient norm {grad_norm:.3g}, {_far(far)} above the median {middle:.3g}"
+                outliers.append(
+                    f"gradient norm {grad_norm:.3g}, {_format_sigmas(sigmas)} above the median {middle:.3g}"
                 )
         self._loss.values.append(loss)
         if log_norm > -math.inf:
             self._norm.values.append(log_norm)
         line = ""
-        if found and self._since is None:
+        if outliers and self._since is None:
             self._since = step
-            line = f"step {step} is a spike: {' and '.join(found)} of the {before} steps before"
-        elif not found and self._since is not None:
+            line = f"step {step} is a spike: {' and '.join(outliers)} of the {before} steps before"
+        elif not outliers and self._since is not None:
             count = step - self._since
             line = f"step {step} is inside the band again, after {count} step{'s' * (count > 1)} outside"
             self._since = None
-        return bool(found), line
+        return bool(outliers), line
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint."""
@@ -89,7 +89,7 @@ class SpikeWatch:
         self._norm.values.extend(float(v) for v in state["norm"])
 
 
-def _far(sigmas: float) -> str:
+def _format_sigmas(sigmas: float) -> str:
     return f"{sigmas:.0f} sigma" if sigmas < 1000 else "over 1000 sigma"
 
 
@@ -100,14 +100,14 @@ class StragglerWatch:
     half of the last 20 steps. It is named once, and once more when it is as fast as the others again for as long.
     """
 
-    def __init__(self, share: float, places: Sequence[str], what: str) -> None:
+    def __init__(self, share: float, places: Sequence[str], work: str) -> None:
         """share: 0 = never. places: host and device of each rank. what: that a slow rank takes longer for."""
-        self._share, self._places, self._what = share, places, what
+        self._share, self._places, self._work = share, places, work
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
         self._slow: set[int] = set()
         self._seen = 0
 
-    def see(self, seconds: Sequence[float], base: float | None = None) -> list[str]:
+    def check(self, seconds: Sequence[float], base: float | None = None) -> list[str]:
         """Lines on ranks of which it has changed whether they are slow. seconds: of each rank, 0 where one did not measure; base: what a
         difference to the others is a share of, None for their median.
         """
@@ -120,10 +120,10 @@ class StragglerWatch:
         ):
             return []
         lines = []
-        for rank, mine in enumerate(seconds):
+        for rank, own in enumerate(seconds):
             others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
             ratios = self._ratios[rank]
-            ratios.append(1 + (mine - others) / (others if base is None else base))
+            ratios.append(1 + (own - others) / (others if base is None else base))
             if len(ratios) < STRAGGLER_STEPS:
                 continue
             ratio = statistics.median_low(ratios)
@@ -140,8 +140,8 @@ class StragglerWatch:
 
     def _describe(self, ratio: float, base: float | None) -> str:
         if base is None:
-            return f"it takes {ratio:.2f}x as long as the others for {self._what}"
-        return f"it takes longer than the others for {self._what}, by {ratio - 1:.0%} of a step"
+            return f"it takes {ratio:.2f}x as long as the others for {self._work}"
+        return f"it takes longer than the others for {self._work}, by {ratio - 1:.0%} of a step"
 
 
 _LASTING = f"in most of the last {STRAGGLER_STEPS} steps"

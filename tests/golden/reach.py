@@ -90,8 +90,9 @@ def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
     Raises:
         CommandError: it ends with another exit code than ``code``.
     """
-    from mtrain_cli.commands.app import app
     from typer.testing import CliRunner
+
+    from mtrain_cli.commands.app import app
 
     argv, errors = sys.argv, io.StringIO()
     sys.argv = ["mtrain", *words]
@@ -112,11 +113,12 @@ def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
 
 def warm_up() -> None:
     """Import what a training imports, so that processes forked from this one start fast."""
-    import mtrain_cli.commands.app
-    import mtrain_cli.training.loop
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
+
+    import mtrain_cli.commands.app
+    import mtrain_cli.training.loop
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -154,9 +156,9 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 def memory(words: Sequence[str]) -> dict[str, Any]:
     """Return the bytes that `mtrain train WORDS --dry-run` prints rounded."""
     from mtrain_cli.config.compose import compose
-    from mtrain_cli.training.planning import plan
+    from mtrain_cli.training.run_plan import make_plan
 
-    found = plan(compose(list(words), plan=True))
+    found = make_plan(compose(list(words), plan=True))
     estimate, exchange = found.memory, found.exchange
     return {
         "peak": estimate.allocated,
@@ -175,7 +177,7 @@ def memory(words: Sequence[str]) -> dict[str, Any]:
         ],
         "kernel": found.kernel,
         "layout": [found.layout.name, found.layout.padded_seq],
-        "moved": [found.moved.forward, found.moved.backward, found.moved.weights, found.moved.host],
+        "moved": [found.received.forward, found.received.backward, found.received.weights, found.received.host],
         "checkpoint": found.checkpoint,
         "model_flop": found.flops.model,
         "executed_flop": found.flops.executed,

@@ -10,7 +10,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
-from mtrain_cli.training.run_plan import plan
+from mtrain_cli.training.run_plan import make_plan
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, as dense does"
 WINDOW = "one window at the end probes only the last document of packed ones; sparsity.windows=4 probes several"
@@ -51,7 +51,7 @@ def test_banner_and_dry_run_say_it():
     config = compose(
         ["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"]
     )
-    found = plan(config)
+    found = make_plan(config)
     for page in (render(found), banner(found, Path("runs/x"), "data")):
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(page)
@@ -64,5 +64,5 @@ def test_banner_and_dry_run_say_it():
 def test_synthetic_is_said_wherever_the_name_shows():
     config = compose(["sparsity=fixed", "topology.workers=1", "topology.device=cpu"])
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    console.print(render(plan(config)))
+    console.print(render(make_plan(config)))
     assert "fixed (SYNTHETIC): diagonals of 5.0%" in console.file.getvalue()

@@ -26,7 +26,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.resolution import resolve_run
-from mtrain_cli.training.run_plan import plan, size
+from mtrain_cli.training.run_plan import make_plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
@@ -42,7 +42,7 @@ def text(renderable, width=80):
 
 
 def test_the_default_run_is_planned_as_it_would_start_here():
-    found = plan(compose(["topology.device=cpu"]))
+    found = make_plan(compose(["topology.device=cpu"]))
     assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == (
         "cpu",
         2,
@@ -61,7 +61,7 @@ def test_the_default_run_is_planned_as_it_would_start_here():
 
 @without_gpu
 def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
-    found = plan(compose(LARGE))
+    found = make_plan(compose(LARGE))
     assert (
         found.environment.workers,
         found.environment.cp,
@@ -72,7 +72,7 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
     assert "assumed, no GPU here" in found.kernel_reason
     assert (found.exchange.name, found.exchange.chunks) == ("all_gather", 8)
     assert "gathered KV and dKV take 10.0 GiB at once" in found.exchange.reason
-    longer = plan(compose([*LARGE, "seq=16m"])).exchange
+    longer = make_plan(compose([*LARGE, "seq=16m"])).exchange
     assert longer.name == "ring"
     assert "gathered KV and dKV would take 40.0 GiB at once, over 10% of " in longer.reason
     assert found.rope_factor == 8.0
@@ -91,7 +91,7 @@ def with_24_gib(monkeypatch):
 @pytest.mark.usefixtures("with_24_gib")
 @pytest.mark.parametrize("workers", [1, 3, 16])
 def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
-    found = plan(compose([f"topology.workers={workers}"]))
+    found = make_plan(compose([f"topology.workers={workers}"]))
     assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == (
         "cpu",
         workers,
@@ -104,7 +104,7 @@ def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say_why():
-    found = plan(compose(LARGE[:3]))
+    found = make_plan(compose(LARGE[:3]))
     assert (found.environment.device, found.environment.workers, found.dtype) == (
         "cuda",
         64,
@@ -119,7 +119,7 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
         " ".join(text(module.render(found), 1000).splitlines()[1].split())
         == f"machine {found.machine}"
     )
-    kernel = plan(
+    kernel = make_plan(
         compose(
             [
                 "model=qwen3b",
@@ -133,7 +133,7 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
     assert kernel.machine.startswith(
         "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and the CPU refuses train.kernel=flash4: "
     )
-    assert plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
+    assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
 
 @without_gpu
@@ -160,8 +160,8 @@ def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
         (proposed, True),
         (f"seq={2 * compose([proposed]).seq}", False),
     ):
-        assert plan(compose([proposal, *words[1:]])).fits is fits
-    assert plan(
+        assert make_plan(compose([proposal, *words[1:]])).fits is fits
+    assert make_plan(
         compose([words[0], words[1], words[3], "train.activation_checkpoint=selective"])
     ).fits
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
@@ -169,14 +169,14 @@ def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
 
 def test_workers_of_imagined_nodes_share_the_memory_of_this_machine():
     words = ["topology.device=cpu", "topology.workers=4"]
-    one, imagined = (plan(compose([*words, f"topology.gpus_per_node={size}"])) for size in (4, 1))
+    one, imagined = (make_plan(compose([*words, f"topology.gpus_per_node={size}"])) for size in (4, 1))
     assert imagined.environment.nodes == 4
     assert imagined.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
 
 
 def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
     config = compose(["topology.device=cpu"])
-    here = plan(config).environment
+    here = make_plan(config).environment
     choices = resolve_run(config, here)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked = []
@@ -185,7 +185,7 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
         torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1]
     )
     task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
-    assert run_plan.planned(config, task, choices).capacity == 140 * GIB
+    assert run_plan.plan_resolved(config, task, choices).capacity == 140 * GIB
     assert asked == [0]
 
 
@@ -198,8 +198,8 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
         "topology.workers=1",
         "topology.device=cuda",
     ]
-    triton = plan(compose([*words, "train.kernel=triton"]))
-    dense = plan(
+    triton = make_plan(compose([*words, "train.kernel=triton"]))
+    dense = make_plan(
         compose(
             [
                 "model=qwen3b",
@@ -212,7 +212,7 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
     )
     assert triton.kernel == "triton"
     assert triton.memory.total == pytest.approx(dense.memory.total, rel=0.05)
-    longer = plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
+    longer = make_plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
     assert longer.exchange <= 2 * triton.memory.peak.exchange
     printed = " ".join(text(dry_run(compose([*words, "train.kernel=triton"])), 1000).split())
     assert "fits no GPU of today" not in printed
@@ -221,7 +221,7 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
 @without_gpu
 def test_one_gpu_is_assumed_throughout():
     # What is gathered at once is over 10 % of 80 GiB, and under 10 % of an H200.
-    found = plan(
+    found = make_plan(
         compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"])
     )
     assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
@@ -234,15 +234,15 @@ def test_one_gpu_is_assumed_throughout():
 @without_gpu
 def test_a_kernel_that_no_gpu_could_run_is_refused():
     with pytest.raises(ConfigError, match=r"train\.kernel=flash4"):
-        plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
-    assert plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
-    assert "no GPU here to ask" in plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
+        make_plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
+    assert make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
+    assert "no GPU here to ask" in make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
 
 
 @without_gpu
 def test_kernels_that_could_serve_elsewhere_are_not_called_usable_here():
     with pytest.raises(ConfigError) as caught:
-        plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
+        make_plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
     (line,) = caught.value.problems
     assert line.startswith(
         "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto, "
@@ -264,13 +264,13 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
         f"topology.context_parallel={cp}",
         f"train.global_batch={workers // cp}",
     ]
-    found = plan(compose(["topology.device=cpu", *sizes]))
+    found = make_plan(compose(["topology.device=cpu", *sizes]))
     shard = 2 * found.layout.tokens_per_worker * 2 * 32
     schedule = make_schedule(exchange, ScheduleOptions(cp, cp))
     for rank in range(cp):
         for steps, moved in (
-            (schedule.forward[rank], found.moved.forward),
-            (schedule.backward[rank], found.moved.backward),
+            (schedule.forward[rank], found.received.forward),
+            (schedule.backward[rank], found.received.backward),
         ):
             transfers = [transfer for step in steps for transfer in step.transfers]
             keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
@@ -281,7 +281,7 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
     # The embedding and the last norm are gathered once.
     layers = found.config.model.num_layers * found.parameters.layer
     sharded = (2 * 4 + 4) * layers + (4 + 4) * (found.parameters.total - layers)
-    assert found.moved.weights == pytest.approx(
+    assert found.received.weights == pytest.approx(
         sharded * (workers - 1) / workers, rel=1e-2
     )  # 3 divides few rows
 
@@ -289,11 +289,11 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
 def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said():
     words = ["topology.device=cpu", "topology.workers=2", "train.global_batch=64", "train.shard="]
     full, gradients, optimizer = (
-        plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer")
+        make_plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer")
     )
-    one = plan(compose([*words[:2], "train.shard=optimizer"]))
-    assert full.moved.weights > 2 * gradients.moved.weights > 60 * optimizer.moved.weights
-    assert optimizer.moved.weights == one.moved.weights == 8 * optimizer.parameters.total // 2
+    one = make_plan(compose([*words[:2], "train.shard=optimizer"]))
+    assert full.received.weights > 2 * gradients.received.weights > 60 * optimizer.received.weights
+    assert optimizer.received.weights == one.received.weights == 8 * optimizer.parameters.total // 2
     printed = [
         " ".join(text(module.render(found), 1000).split()) for found in (full, gradients, optimizer)
     ]
@@ -301,21 +301,21 @@ def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said(
     assert "(gathered once a step, reduced in each of 64 micro-batches)" in printed[1]
     assert "(gathered once a step, reduced) checkpoint" in printed[2]
     assert one.memory.host == 0
-    offloaded = plan(compose([*words[:2], "optim.offload=true"]))
+    offloaded = make_plan(compose([*words[:2], "optim.offload=true"]))
     assert offloaded.memory.host > 12 * offloaded.parameters.total // 2
-    assert offloaded.moved.host == 8 * offloaded.parameters.total // 2
+    assert offloaded.received.host == 8 * offloaded.parameters.total // 2
 
 
 def test_full_recomputation_moves_the_keys_once_more():
     selective, full = (
-        plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).moved
+        make_plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).received
         for kind in ("selective", "full")
     )
     assert full.backward == selective.backward + selective.forward
 
 
 def test_accumulation_and_data_parallel_groups_share_the_global_batch():
-    found = plan(
+    found = make_plan(
         compose(
             [
                 "topology.device=cpu",
@@ -360,7 +360,7 @@ def test_the_verdict_follows_the_total():
         pytest.skip("holds the total against common GPUs only where none is here")
     verdicts = []
     for workers in (8, 64, 1024):
-        found = plan(
+        found = make_plan(
             compose(
                 ["model=llama8b", "seq=4m", f"topology.workers={workers}", "topology.device=cuda"]
             )
@@ -368,7 +368,7 @@ def test_the_verdict_follows_the_total():
         smallest = next(
             (name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None
         )
-        verdict = str(module.fitting(found))
+        verdict = str(module.describe_fit(found))
         assert (smallest or "no GPU of today") in verdict
         verdicts.append(verdict)
     assert len(set(verdicts)) == 3
@@ -376,10 +376,10 @@ def test_the_verdict_follows_the_total():
 
 def test_the_banner_names_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
-    environment = plan(config).environment
+    environment = make_plan(config).environment
     printed = text(
         banner(
-            run_plan.planned(config, environment, resolve_run(config, environment)),
+            run_plan.plan_resolved(config, environment, resolve_run(config, environment)),
             Path("runs/tiny-4k"),
             "stdlib: 212 documents",
         )
@@ -400,8 +400,8 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
 
 def banner_of(*words: str, resumed: int | None = None) -> str:
     config = compose(["topology.device=cpu", *words])
-    found = run_plan.planned(
-        config, plan(config).environment, resolve_run(config, plan(config).environment)
+    found = run_plan.plan_resolved(
+        config, make_plan(config).environment, resolve_run(config, make_plan(config).environment)
     )
     return " ".join(
         text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
@@ -535,8 +535,8 @@ def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
     helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
     proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
     assert helps.endswith("topology.device=cuda plans for 33 GPUs.")
-    assert plan(compose([*words, f"topology.workers={proposed}"])).fits
-    assert not plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
+    assert make_plan(compose([*words, f"topology.workers={proposed}"])).fits
+    assert not make_plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
 
 
 @without_gpu
@@ -556,10 +556,10 @@ def test_what_fits_means_is_said_where_it_is_said():
     assert re.search(r"train\.memory=auto takes [^,]*train\.keep_mlp=", kept)
     assert kept.endswith("; train.keep_mlp keeps as much as leaves 10% of a GPU free.")
     # Memory of the host is one of the two, for GPUs that are not here, too.
-    found = plan(compose([*words, "optim.offload=true"]))
-    assert module.fitting(found).plain.startswith("fits GPUs of ")
+    found = make_plan(compose([*words, "optim.offload=true"]))
+    assert module.describe_fit(found).plain.startswith("fits GPUs of ")
     assert (
-        module.fitting(dataclasses.replace(found, host_share=1 << 30)).plain
+        module.describe_fit(dataclasses.replace(found, host_share=1 << 30)).plain
         == "does not fit the memory of the host"
     )
 
@@ -570,13 +570,13 @@ def test_what_fits_means_is_said_where_it_is_said():
 )
 def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
     place = SimpleNamespace(launcher=launcher, local_workers=workers)
-    assert run_plan.sharing_the_host(place, gpus) == expected
+    assert run_plan.workers_sharing_host(place, gpus) == expected
 
 
 @without_gpu
 def test_a_number_of_gpus_that_was_not_given_is_said_to_be_taken():
     auto, given = (
-        plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
+        make_plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
         for more in ((), ("topology.workers=2",))
     )
     assert (

@@ -20,7 +20,7 @@ from mtrain_cli.reporting.tables import positions_table
 from mtrain_cli.training.evaluation import (
     Evaluation,
     EvaluationWriter,
-    edges,
+    bucket_edges,
     evaluate,
     read_evaluations,
 )
@@ -137,7 +137,7 @@ def test_a_bucket_is_the_mean_over_tokens_with_so_many_earlier_ones_in_their_doc
 def test_buckets_reach_twice_as_far_each_time_and_end_with_the_sequence(
     seq: int, expected: list[int]
 ) -> None:
-    assert edges(seq).tolist() == expected
+    assert bucket_edges(seq).tolist() == expected
 
 
 def whole(rank: int, world: int, folder: str, words: list[str], resume: bool) -> None:

@@ -11,11 +11,11 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.flops import (
     causal_pairs,
-    computed_again,
     flops_per_token,
     layer_shapes,
     parameters,
     peak_flops,
+    recomputed_pair_share,
     root_shapes,
     training_flops,
 )
@@ -147,7 +147,7 @@ def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
         train = compose(
             [f"train.activation_checkpoint={checkpoint}", f"train.checkpoint_keep={keep}"]
         ).train
-        return computed_again(train, make_layout(layout, 4, 16384, 64))
+        return recomputed_pair_share(train, make_layout(layout, 4, 16384, 64))
 
     assert again("none") == again("selective") == again("sequence_selective", 1) == 0
     assert again("full") == again("sequence_selective", 0) == 1

@@ -7,7 +7,7 @@ import torch
 
 from mtrain_cli.attention.index import IndexCounts
 from mtrain_cli.parallel.context_attention import IndexRecord
-from mtrain_cli.training.index_metrics import index_metrics, summed
+from mtrain_cli.training.index_metrics import index_metrics, local_index_sums
 
 SEQ, LAYERS = 9, 2  # 45 causal pairs
 
@@ -48,7 +48,7 @@ SUM = [
 
 
 def test_sums_are_over_sequences_and_of_means_over_heads():
-    total = summed(RECORDS, LAYERS, torch.device("cpu"))
+    total = local_index_sums(RECORDS, LAYERS, torch.device("cpu"))
     assert total.dtype == torch.float64
     assert total.tolist() == SUM
 
@@ -66,7 +66,7 @@ def test_workers_that_count_a_part_each_add_up_to_the_whole():
     parts = [[[8, 30], [6, 18]], [[12, 0], [4, 22]]]
     none = [[0, 0], [0, 0]]
     mine, other = (
-        summed([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu")) for pairs in parts
+        local_index_sums([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu")) for pairs in parts
     )
     found = index_metrics((mine + other).tolist(), [], SEQ)
     assert found.density_by_layer == (25 / 45,)

@@ -21,7 +21,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import memory_search, run_plan
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
-from mtrain_cli.training.run_plan import plan, require_fit
+from mtrain_cli.training.run_plan import make_plan, require_fit
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
@@ -31,7 +31,7 @@ RUN = ["model=llama8b", "seq=512k", "topology.workers=8", "topology.device=cuda"
 
 
 def planned(*words):
-    return plan(compose([*RUN, *words]))
+    return make_plan(compose([*RUN, *words]))
 
 
 def test_a_default_is_what_auto_may_change():
@@ -56,13 +56,13 @@ def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
         again = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
         assert again.search.chosen == search.chosen
         # What it says of the setting is what that setting says of itself.
-        words = [*search.chosen.words.split(), f"topology.gpu_memory_gib={gib}"]
+        words = [*search.chosen.overrides.split(), f"topology.gpu_memory_gib={gib}"]
         alone = planned(*words)
-        assert (alone.memory, alone.moved, alone.flops) == (found.memory, found.moved, found.flops)
+        assert (alone.memory, alone.received, alone.flops) == (found.memory, found.received, found.flops)
         chosen.append(search.chosen)
     seconds = [setting.seconds for setting in chosen]
     assert seconds == sorted(seconds, reverse=True), "more memory is never slower"
-    assert len({setting.words for setting in chosen}) >= 4
+    assert len({setting.overrides for setting in chosen}) >= 4
 
 
 def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
@@ -80,7 +80,7 @@ def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
     assert found.chosen.memory.host == number * 3 * GIB <= 70 * GIB
     train = dataclasses.replace(found.chosen.config.train, offload_activations=number - 1)
     fewer = memory_search._memory(base, dataclasses.replace(found.chosen.config, train=train))
-    assert not base.takes(fewer)
+    assert not base.has_room_for(fewer)
     # No other number fits where there is less room.
     crowded = dataclasses.replace(base, host_share=(number - 1) * 3 * GIB)
     refused = memory_search.search(crowded)
@@ -104,8 +104,8 @@ def test_products_of_as_many_layers_stay_as_there_is_room_for():
     number = found.chosen.changes["train.keep_mlp"]
     assert 1 < number < 36
     more = dataclasses.replace(found.chosen.config.train, keep_mlp=number + 1)
-    assert base.takes(found.chosen.memory, memory_search.ROOMY)
-    assert not base.takes(
+    assert base.has_room_for(found.chosen.memory, memory_search.ROOMY)
+    assert not base.has_room_for(
         memory_search._memory(base, dataclasses.replace(found.chosen.config, train=more)),
         memory_search.ROOMY,
     )
@@ -179,19 +179,19 @@ def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, 
     assert any(change.startswith("topology.workers=") for change in changes)
     for change in changes:
         helped = planned(*words, *change.split())
-        assert helped.takes(helped.memory), change
+        assert helped.has_room_for(helped.memory), change
         require_fit(helped)
     (seq,) = (change for change in changes if change.startswith("seq="))
     longer = planned(*words, f"seq={compose([seq]).seq * 9 // 8}")
-    assert not longer.takes(longer.memory)
+    assert not longer.has_room_for(longer.memory)
 
 
 def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
     require_fit(planned("topology.gpu_memory_gib=80", "train.activation_checkpoint=full"))
     one = planned("topology.workers=2", "optim.offload=true", "seq=8k")
-    assert one.takes(one.memory)
+    assert one.has_room_for(one.memory)
     crowded = dataclasses.replace(one, host_share=64 * GIB)
-    assert not crowded.takes(one.memory)
+    assert not crowded.has_room_for(one.memory)
     with pytest.raises(
         ConfigError,
         match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, of the",
@@ -216,7 +216,7 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, (
         "the run ends with the step"
     )
-    assert silent.takes(silent.memory)
+    assert silent.has_room_for(silent.memory)
     with pytest.raises(
         ConfigError,
         match=r"and 19\d\.\d GiB of host memory \(89\.7 GiB of it while a checkpoint is written\), of the",
@@ -318,13 +318,13 @@ def test_all_ranks_of_a_run_decide_alike_and_train():
 def tried(*words: str) -> list[dict[str, object]]:
     variants = list(memory_search._variants(planned(*words)))
     found = [
-        {key: memory_search.read(config, key) for key in memory_search.CHOICES}
+        {key: memory_search.get_setting(config, key) for key in memory_search.CHOICES}
         for config, _ in variants
     ]
     base = compose([*RUN, *words])
     for setting, (_, changes) in zip(found, variants, strict=True):
         assert changes == {
-            key: value for key, value in setting.items() if value != memory_search.read(base, key)
+            key: value for key, value in setting.items() if value != memory_search.get_setting(base, key)
         }
     assert len({tuple(setting.values()) for setting in found}) == len(found), "each once"
     return found
@@ -368,7 +368,7 @@ def test_what_can_be_of_any_use_is_tried_and_nothing_else():
 )
 def test_a_key_that_was_given_is_tried_with_all_that_it_goes_with(word, key, ways):
     found = tried(word)
-    assert {setting[key] for setting in found} == {memory_search.read(compose([*RUN, word]), key)}
+    assert {setting[key] for setting in found} == {memory_search.get_setting(compose([*RUN, word]), key)}
     assert len(found) == ways * 3 * 3 * 3 * 3
 
 
@@ -380,7 +380,7 @@ class Counted:
     def __init__(self, limit: int, device: str = "cuda") -> None:
         self.limit, self.environment = limit, type("Environment", (), {"device": device})
 
-    def takes(self, memory: MemoryEstimate, usable: float = 0.0) -> bool:
+    def has_room_for(self, memory: MemoryEstimate, usable: float = 0.0) -> bool:
         assert memory.host == memory.saving == 0
         return memory.reserve <= self.limit * (1 if usable in (0.0, memory_search.ROOMY) else 0)
 
@@ -407,7 +407,7 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
     # All that may leave are all but one; where that does not do no number is tried.
     expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
     for limit, number in expected.items():
-        config, changes = memory_search._least_offloaded(
+        config, changes = memory_search._with_fewest_offloaded(
             Counted(limit), memory_search._with(base, away), away
         )
         # 1 and True are equal, and mean one layer and all.
@@ -415,22 +415,22 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
             [changes["train.offload_activations"], config.train.offload_activations]
         ) == repr([number, number]), limit
     assert repr(
-        memory_search._least_offloaded(
+        memory_search._with_fewest_offloaded(
             Counted(layers, "cpu"), memory_search._with(base, away), away
         )[1]
     ) == repr(away)
     # What is not changed was given.
     given = memory_search._with(base, away)
-    assert memory_search._least_offloaded(Counted(2), given, {}) == (given, {})
+    assert memory_search._with_fewest_offloaded(Counted(2), given, {}) == (given, {})
     monkeypatch.setattr(memory_search, "_memory", products)
     for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
-        config, changes = memory_search._most_kept(
+        config, changes = memory_search._with_most_products(
             Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"}
         )
         assert repr(config.train.keep_mlp) == repr(number), limit
         assert changes == {"train.shard": "full"} | ({"train.keep_mlp": number} if number else {})
     given = memory_search._with(base, kept)
-    assert memory_search._most_kept(Counted(2), given, {}) == (given, {})
+    assert memory_search._with_most_products(Counted(2), given, {}) == (given, {})
 
 
 def test_another_exchange_is_a_remedy_where_keys_take_too_much():
@@ -448,32 +448,32 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     assert "; fits with topology.chunks=4, or seq=" in str(c.value)
     # As few parts as will do, and no remedy that is none.
     for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
-        assert memory_search._another_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
+        assert memory_search._other_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
         assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
         assert not limited(
             gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}"
         ).fits
-    assert memory_search._another_exchange(limited(48, *whole)) is None
+    assert memory_search._other_exchange(limited(48, *whole)) is None
     assert (
-        memory_search._another_exchange(limited(52, "topology.exchange=ring"))
+        memory_search._other_exchange(limited(52, "topology.exchange=ring"))
         == "topology.exchange=all_gather"
     )
-    assert memory_search._another_exchange(limited(48, "topology.exchange=ring")) is None
+    assert memory_search._other_exchange(limited(48, "topology.exchange=ring")) is None
     # What was given for one kind of exchange goes with it.
     queries = "topology.exchange=ring", "topology.circulates=queries"
     assert (
-        memory_search._another_exchange(limited(70, *queries))
+        memory_search._other_exchange(limited(70, *queries))
         == "topology.exchange=all_gather topology.circulates=auto"
     )
     assert limited(70, "topology.exchange=all_gather").fits
     assert (
-        memory_search._another_exchange(limited(52, "topology.exchange=ulysses"))
+        memory_search._other_exchange(limited(52, "topology.exchange=ulysses"))
         == "topology.exchange=all_gather"
     )
     nodes = "topology.gpus_per_node=4"
     hierarchical = limited(52, nodes, "topology.exchange=hierarchical_ring")
     assert (
-        memory_search._another_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
+        memory_search._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
     )
     few = [
         "model.num_heads=8",
@@ -484,7 +484,7 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
         "topology.gpu_memory_gib=40",
     ]
     assert (
-        memory_search._another_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
+        memory_search._other_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
         == "topology.exchange=ring topology.chunks=auto"
     )
     assert planned(*few, "topology.exchange=ring").fits
@@ -497,7 +497,7 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     assert sizes[0] > 1.1 * sizes[1]
     between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
     assert (
-        memory_search._another_exchange(planned(*one, between, "topology.exchange=all_gather"))
+        memory_search._other_exchange(planned(*one, between, "topology.exchange=all_gather"))
         == "topology.exchange=ring"
     )
 

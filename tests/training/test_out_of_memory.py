@@ -18,7 +18,7 @@ from mtrain_cli.model import feed_forward as feed_forwards
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.out_of_memory import MemoryFullError, is_memory_full
+from mtrain_cli.training.out_of_memory import MemoryFullError, is_out_of_memory
 from mtrain_cli.training.trainer import Trainer
 
 CPU_WORDS = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
@@ -167,4 +167,4 @@ def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told
     ],
 )
 def test_what_says_that_memory_is_full(error, full):
-    assert is_memory_full(error) == full
+    assert is_out_of_memory(error) == full

@@ -56,7 +56,7 @@ def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled
 def test_after_a_restart_the_summary_is_of_the_whole_run():
     progress, out, clock = make(total=8, start=5)
     with progress:
-        progress.went_on(
+        progress.add_earlier_steps(
             [
                 replace(STEP, step=step, loss=9.0 - step, tokens_per_second_per_gpu=1.0)
                 for step in range(1, 6)

@@ -190,7 +190,7 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
 def held(trainer: Trainer) -> list[torch.Tensor]:
     """All that an update changes: weights on the device, those of the optimizer, moments and counts of steps."""
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    found = [*trainer.decoder.parameters(), *trainer._float32().parameters(), *states]
+    found = [*trainer.decoder.parameters(), *trainer._master_decoder().parameters(), *states]
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
 
 

@@ -15,7 +15,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import (
-    FEWEST,
+    MIN_STEPS,
     STRAGGLER_STEPS,
     STRAGGLER_WARM_UP,
     SpikeWatch,
@@ -30,7 +30,7 @@ def falling(step: int, noise: random.Random) -> tuple[float, float]:
 
 def watched(values: list[tuple[float, float]], sigma: float = 8.0) -> list[tuple[int, str]]:
     watch = SpikeWatch(sigma)
-    lines = [(step, watch.see(step, *pair)[1]) for step, pair in enumerate(values, start=1)]
+    lines = [(step, watch.check(step, *pair)[1]) for step, pair in enumerate(values, start=1)]
     return [(step, line) for step, line in lines if line]
 
 
@@ -66,9 +66,9 @@ def test_a_change_that_lasts_becomes_ordinary():
 
 
 def test_no_step_is_a_spike_before_there_is_a_band():
-    values = [(1.0, 1.0)] * (FEWEST - 1) + [(100.0, 100.0)]
+    values = [(1.0, 1.0)] * (MIN_STEPS - 1) + [(100.0, 100.0)]
     assert watched(values) == []
-    assert [step for step, _ in watched([(1.0, 1.0)] * FEWEST + [(100.0, 100.0)])] == [FEWEST + 1]
+    assert [step for step, _ in watched([(1.0, 1.0)] * MIN_STEPS + [(100.0, 100.0)])] == [MIN_STEPS + 1]
 
 
 def test_the_band_goes_on_from_a_checkpoint():
@@ -76,10 +76,10 @@ def test_the_band_goes_on_from_a_checkpoint():
     values = [falling(step, noise) for step in range(60)]
     whole, first, second = SpikeWatch(8), SpikeWatch(8), SpikeWatch(8)
     for step, pair in enumerate(values[:40]):
-        whole.see(step, *pair)
-        first.see(step, *pair)
+        whole.check(step, *pair)
+        first.check(step, *pair)
     second.load_state(first.state())
-    assert whole.see(40, 9.0, 1.0) == second.see(40, 9.0, 1.0)
+    assert whole.check(40, 9.0, 1.0) == second.check(40, 9.0, 1.0)
     assert second.state() == whole.state()
 
 
@@ -88,7 +88,7 @@ def slow_by(factors: list[float], steps: int, watch: StragglerWatch) -> list[str
     return [
         line
         for _ in range(steps)
-        for line in watch.see([f * (1 + noise.gauss(0, 0.02)) for f in factors])
+        for line in watch.check([f * (1 + noise.gauss(0, 0.02)) for f in factors])
     ]
 
 
@@ -111,7 +111,7 @@ def test_now_and_then_is_not_slow():
     lines = [
         line
         for step in range(200)
-        for line in watch.see([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])
+        for line in watch.check([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])
     ]
     assert lines == []
     assert slow_by([1, 1.3], 100, StragglerWatch(0, ["a", "b"], "a layer")) == []
@@ -120,8 +120,8 @@ def test_now_and_then_is_not_slow():
 def test_a_slow_loader_is_measured_by_the_step():
     watch = StragglerWatch(0.1, ["a", "b"], "the data of a step")
     # Ten times as long, and still nothing beside a step; then a third of one.
-    assert [line for _ in range(50) for line in watch.see([0.001, 0.01], base=1.0)] == []
-    (line,) = [line for _ in range(50) for line in watch.see([0.001, 0.3], base=1.0)]
+    assert [line for _ in range(50) for line in watch.check([0.001, 0.01], base=1.0)] == []
+    (line,) = [line for _ in range(50) for line in watch.check([0.001, 0.3], base=1.0)]
     assert line.startswith(
         "rank 1 (b) is slow: it takes longer than the others for the data of a step, by 30% of a step, in most"
     )
