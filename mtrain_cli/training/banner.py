@@ -1,4 +1,4 @@
-"""What the first worker prints before the first step: which model, kernel, layout and exchange really run, and why."""
+"""The start-up banner: which model, kernel, layout and exchange this run uses, and why."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from mtrain_cli.training.run_plan import RunPlan, size
 def banner(
     plan: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None
 ) -> RenderableType:
-    """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`. resumed: the step of the checkpoint
-    that it goes on from.
+    """Describe a run that starts now.
+
+    Args:
+        data: one line on the corpus, from `PackedDataset.describe`.
+        resumed: step of the checkpoint that the run resumes from; None for a new run.
     """
     config, environment = plan.config, plan.environment
     if plan.capacity is None:
-        memory = f"{size(plan.memory.total)} of tensors in a worker at its peak, estimated"
+        memory = f"estimated peak {size(plan.memory.total)} of tensors per worker"
     else:
         share = plan.memory.total / plan.capacity
-        memory = f"{size(plan.memory.total)} a worker at its peak, estimated: {share:.0%} of {size(plan.capacity)}"
+        memory = f"estimated peak {size(plan.memory.total)} per worker, {share:.0%} of {size(plan.capacity)}"
     if plan.memory.host:
-        memory += f"; {size(plan.memory.host)} wait in host memory"
+        memory += f"; plus {size(plan.memory.host)} of host memory"
     chosen: list[tuple[str, str]] = []
     if plan.search is not None:
         rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
@@ -48,13 +51,13 @@ def banner(
         *dry_run.kernel_rows(plan),
         (
             "dtype",
-            f"{dry_run.describe_dtype(plan)}; recomputation {dry_run.describe_activations(config)}",
+            f"{dry_run.describe_dtype(plan)}; recomputation: {dry_run.describe_activations(config)}",
         ),
         ("schedule", _schedule(config, resumed)),
         ("compile", dry_run.describe_compile(plan)),
         ("memory", memory),
         *chosen,
-        ("data", f"{data}; order by seed {config.seed}"),
+        ("data", f"{data}; order from seed {config.seed}"),
         ("run", str(run_dir)),
         *(("warning", line) for line in _unused_ring_keys(plan, run_dir)),
     ]
@@ -62,7 +65,7 @@ def banner(
 
 
 def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Keys of the command line that are for rings, where topology.exchange=auto has chosen none."""
+    """Return command-line keys that only rings use if `topology.exchange=auto` chose no ring."""
     try:
         overrides = (
             (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -73,7 +76,7 @@ def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
 
 
 def _weights(config: Config, resumed: int | None) -> str:
-    """Where they come from."""
+    """Describe where the weights come from."""
     origin = (
         f"{config.train.init_from} (train.init_from)"
         if config.train.init_from
@@ -82,13 +85,16 @@ def _weights(config: Config, resumed: int | None) -> str:
     return (
         origin
         if resumed is None
-        else f"of the checkpoint of step {resumed}; the run began with {origin}"
+        else f"from the checkpoint of step {resumed}; the run started from {origin}"
     )
 
 
 def _schedule(config: Config, resumed: int | None) -> str:
     schedule, steps = LearningRateSchedule.of(config), config.train.steps
-    kept_on_resume = resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
+    kept_on_resume = (
+        resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
+    )
     return (
-        schedule.describe(steps) + "; kept by the resume, optim.rewarm=true begins a new one" * kept_on_resume
+        schedule.describe(steps)
+        + "; kept on resume, optim.rewarm=true starts a new one" * kept_on_resume
     )
