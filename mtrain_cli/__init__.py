@@ -31,5 +31,5 @@ def resource_dir(name: str) -> Path:
         if (base / name).is_dir():
             return base / name
     raise FileNotFoundError(
-        f"mtrain's own folder '{name}' is missing. Reinstall mtrain: the installation is incomplete."
+        f"mtrain's own folder '{name}' is missing. Reinstall mtrain."
     )

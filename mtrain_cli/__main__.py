@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line and exit with its status, or with an error if stdout cannot be written."""
+    """Run the command line and exit with its status, or with an error if stdout fails."""
     try:
         _main()
     except KeyboardInterrupt:  # before a command starts; commands handle it themselves

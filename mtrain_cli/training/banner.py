@@ -31,7 +31,8 @@ def banner(
         memory = f"estimated peak {size(plan.memory.total)} of tensors per worker"
     else:
         share = plan.memory.total / plan.capacity
-        memory = f"estimated peak {size(plan.memory.total)} per worker, {share:.0%} of {size(plan.capacity)}"
+        memory = f"estimated peak {size(plan.memory.total)} per worker, "
+        memory += f"{share:.0%} of {size(plan.capacity)}"
     if plan.memory.host:
         memory += f"; plus {size(plan.memory.host)} of host memory"
     chosen: list[tuple[str, str]] = []
@@ -51,7 +52,8 @@ def banner(
         *dry_run.kernel_rows(plan),
         (
             "dtype",
-            f"{dry_run.describe_dtype(plan)}; recomputation: {dry_run.describe_activations(config)}",
+            f"{dry_run.describe_dtype(plan)}; "
+            f"recomputation: {dry_run.describe_activations(config)}",
         ),
         ("schedule", _schedule(config, resumed)),
         ("compile", dry_run.describe_compile(plan)),

@@ -1,4 +1,4 @@
-"""One micro-batch of a worker: its slots of every sequence, and the attention of the whole model."""
+"""One micro-batch of a worker: its slots of every sequence, and the attention of all layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class PackedSample(Protocol):
-    """One sequence; each array is [seq]. Labels are already shifted; -100 marks an ignored label."""
+    """One sequence; arrays are [seq]. Labels are already shifted; -100 marks an ignored label."""
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...

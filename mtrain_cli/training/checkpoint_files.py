@@ -1,4 +1,4 @@
-"""Read DCP files without executing anything in them: checksums do not make a checkpoint trustworthy.
+"""Read DCP files without executing anything in them: matching checksums do not make them safe.
 
 `.metadata` is a pickle; only the classes that DCP writes are created. Tensors and other values are
 read with `weights_only=True`. File names must stay inside the folder, and no entry may unpack to
@@ -37,7 +37,7 @@ METADATA = ".metadata"
 
 
 class ForeignFileError(ValueError):
-    """A checkpoint file holds data that DCP does not write. One line, starting with the file name."""
+    """A checkpoint file holds data that DCP does not write; one line, file name first."""
 
 
 class CheckpointReader(dcp.FileSystemReader):

@@ -121,7 +121,7 @@ class Checkpointer:
         Args:
             step: number of completed optimizer steps.
             state: any of `model` and `optimizer` (state dicts of DTensors or tensors), `trainer`
-                (a JSON-serialisable dictionary, equal on all ranks) and `rng` (this rank's tensors).
+                (JSON-serialisable, equal on all ranks) and `rng` (tensors of this rank).
 
         Raises:
             CheckpointError: on all ranks, if the previous save failed (this one still runs) or if
@@ -239,7 +239,7 @@ class Checkpointer:
         return None
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Select what DCP saves: not the trainer's numbers; per-rank tensors under the rank's name."""
+        """Select what DCP saves: no trainer numbers, and per-rank tensors under the rank's name."""
         tensors = {key: value for key, value in state.items() if key not in ("trainer", "rng")}
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 
@@ -289,7 +289,7 @@ class Checkpointer:
         if unseen:
             raise OSError(
                 errno.ENOENT,
-                "rank 0 cannot see a file that another rank wrote; all machines must share this disk",
+                "rank 0 cannot see a file of another rank; all machines must share this disk",
                 unseen,
             )
         manifest.write(partial)

@@ -1,4 +1,4 @@
-"""`mtrain train --dry-run`: the plan of a run as a person reads it, on any machine, in seconds."""
+"""`mtrain train --dry-run`: show the plan of a run, on any machine, in seconds."""
 
 from __future__ import annotations
 
@@ -35,52 +35,46 @@ from mtrain_cli.training.run_plan import (
     size,
 )
 
-# GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
+# GiB that CUDA reports for common GPUs, smallest first, to compare plans for absent GPUs with.
 GPU_MEMORY = (
     ("40 GB (A100)", 39.4),
     ("80 GB (A100, H100)", 79.2),
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
-USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a step in a plan
+USUAL_MFU = 0.4  # of a well-tuned dense run; used only for the step time shown in a plan
 
 
 def dry_run(config: Config) -> RenderableType:
-    """The plan of a run as a person reads it, 80 columns wide or more."""
+    """Render the plan of a run, at least 80 columns wide."""
     return render(make_plan(config))
 
 
 def render(plan: RunPlan) -> RenderableType:
-    """The table of a plan, and the memory of a worker by part."""
+    """Render a plan: its table, the memory of a worker by part, and whether it fits."""
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     attention = 1 - 6 * plan.parameters.matmul / plan.flops.model
-    recomputation = f"recomputation {describe_activations(config)}"
-    # How much a pattern leaves depends on the data.
+    recomputation = f"recomputation: {describe_activations(config)}"
+    # The density of a dynamic index depends on the data.
     computes_less = (
         config.sparsity.pattern != "dense"
         and not computes_everything(config)
         and (config.sparsity.dense_steps or 0) < config.train.steps
     )
-    sparse_note = f" were it dense, {config.sparsity.pattern} computes less" if computes_less else ""
+    sparse_note = f" if dense ({config.sparsity.pattern} executes less)" if computes_less else ""
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
+    tied = " (and LM head, tied)" if model.tie_word_embeddings else ""
+    per_token = f"{flop(plan.flops.model)} model, {attention:.0%} of it attention"
     rows = [
         ("machine", plan.machine),
         ("model", describe_model(plan)),
-        (
-            "",
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}",
-        ),
-        (
-            "",
-            f"{count(plan.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}",
-        ),
+        ("", f"{shape}, vocabulary {model.vocab_size:,}"),
+        ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
         ("positions", describe_rope(plan)),
         *weights_rows(config),
-        (
-            "per token",
-            f"{flop(plan.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)",
-        ),
-        ("", f"{flop(plan.flops.executed)} executed{sparse_note}, with {recomputation}"),
+        ("per token", f"{per_token} (causal, whole sequence)"),
+        ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
         ("step", describe_step(plan)),
         ("", describe_time(plan)),
         ("workers", describe_workers(plan)),
@@ -90,11 +84,11 @@ def render(plan: RunPlan) -> RenderableType:
         *(("", line) for line in remarks(config)),
         *kernel_rows(plan),
         ("dtype", describe_dtype(plan)),
-        ("moved", describe_moved(plan)),
+        ("traffic", describe_traffic(plan)),
         ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = Text(
-        f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold"
+        f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained", style="bold"
     )
     return Group(
         title, two_columns(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
@@ -102,29 +96,28 @@ def render(plan: RunPlan) -> RenderableType:
 
 
 def search_rows(plan: RunPlan) -> list[RenderableType]:
-    """What ``train.memory=auto`` chose, and what it rejected and why."""
+    """Show what `train.memory=auto` chose, and what it rejected and why."""
     if plan.search is None or plan.search.chosen is None:
         return []
-    rejected = "; ".join(f"{way}: {reason}" for way, reason in plan.search.rejected())
+    rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
     return [
         Text(f"{describe_choice(plan)}."),
-        Text(
-            f"Rejected, as slower by the model or as too large, the fastest setting of each way: {rejected}.",
-            style="dim",
-        ),
+        Text(f"Rejected, fastest setting of each kind: {rejected}.", style="dim"),
     ]
 
 
 def describe_choice(plan: RunPlan) -> str:
+    """Describe the setting that `train.memory=auto` chose, in one line."""
     assert plan.search is not None
     assert plan.search.chosen is not None
     chosen = plan.search.chosen
     reason = f"the fastest of {len(plan.search.settings)} settings that fits"
-    return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {duration(chosen.seconds)} a step by the model"
+    step = f"{duration(chosen.seconds)} per step, estimated"
+    return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {step}"
 
 
 def verdict(plan: RunPlan) -> list[RenderableType]:
-    """What would help where a plan does not fit, and how long a sequence may be."""
+    """Say what to change if a plan does not fit, and how long a sequence may be."""
     chosen = (
         plan.search is not None
         and plan.config.train.keep_mlp
@@ -143,7 +136,7 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
 
 
 def fits(plan: RunPlan) -> bool:
-    """Whether the machine of a plan has the memory that a worker needs; for GPUs that are not here, the machine that is assumed."""
+    """Return whether the plan fits the memory of its machine, or of the GPUs it assumes."""
     if plan.environment.device == "cpu":
         return bool(plan.fits)
     return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
@@ -160,11 +153,8 @@ def _verdict(plan: RunPlan) -> list[RenderableType]:
         if plan.search.chosen is None:
             return [Text(f"Does not fit: {refusal(plan, plan.search)}.", style="red")]
         longest = longest_seq(plan)
-        return [
-            Text(
-                f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}."
-            )
-        ]
+        longest_text = "none" if longest is None else _at_least(longest)
+        return [Text(f"Longest sequence that fits with train.memory=auto: {longest_text}.")]
     lines: list[RenderableType] = []
     if not fits(plan):
         lines.append(Text(f"Does not fit: {refusal(plan, search(plan))}.", style="red"))
@@ -172,17 +162,13 @@ def _verdict(plan: RunPlan) -> list[RenderableType]:
     automatic = longest_seq(dataclasses.replace(plan, config=with_memory(config, "auto")))
     shown = ["none" if seq is None else _at_least(seq) for seq in (longest, automatic)]
     on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
-    lines.append(
-        Text(
-            f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.",
-            style="dim",
-        )
-    )
+    lengths = f"{shown[0]} with these settings, {shown[1]} with train.memory=auto"
+    lines.append(Text(f"Longest sequence that fits {on}: {lengths}.", style="dim"))
     return lines
 
 
 def _at_least(seq: int) -> str:
-    """As it is searched for: in a few steps between powers of two."""
+    """Format a length that the search found: it tries only a few lengths per power of two."""
     return f"at least {format_size(seq)}"
 
 
@@ -191,21 +177,17 @@ def with_memory(config: Config, memory: str) -> Config:
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """The kernel, and that of dense first steps where there are some."""
+    """Show the kernel, and the kernel of the first steps if they are dense."""
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
-        rows.append(
-            (
-                "",
-                f"{name} in the first {plan.config.sparsity.dense_steps} steps, which are dense: {reason}",
-            )
-        )
+        dense_steps = plan.config.sparsity.dense_steps
+        rows.append(("", f"{name} for the first {dense_steps} steps, which are dense: {reason}"))
     return rows
 
 
 def two_columns(rows: list[tuple[str, str]]) -> Table:
-    """Two columns: a dim label and its text."""
+    """Lay out rows as two columns: a dim label and its text."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -215,7 +197,7 @@ def two_columns(rows: list[tuple[str, str]]) -> Table:
 
 
 def memory_table(plan: RunPlan) -> RenderableType:
-    """Memory of a worker at its peak by part, and whether it fits."""
+    """Show the peak memory of a worker by part, and whether it fits."""
     memory, peak = plan.memory, plan.memory.peak
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -230,39 +212,43 @@ def memory_table(plan: RunPlan) -> RenderableType:
             table.add_row(
                 name, size(part), Text("█" * round(30 * part / memory.total), style="cyan")
             )
-    table.add_row(
-        Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), describe_fit(plan)
-    )
+    total = Text("total", style="bold not dim"), Text(size(memory.total), style="bold")
+    table.add_row(*total, describe_fit(plan))
     moments = [
         f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak
     ]
     choices = [f"{name} {size(total)}" for name, total in totals_by_recomputation(plan).items()]
     workers = plan.environment.local_workers
-    waiting = f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * workers)} a machine."
-    saving = f"While a checkpoint is written: {size(memory.saving)} more of host memory a worker, {size(memory.saving * workers)} a machine."
+    offloaded = _per_worker_and_machine(memory.host, workers, "pinned host memory")
+    saving = _per_worker_and_machine(memory.saving, workers, "more host memory")
     return Group(
-        Text.assemble(("Memory of a worker", "bold"), f" at its peak, the {peak.name}"),
+        Text.assemble(("Peak memory of a worker", "bold"), f", at the {peak.name}"),
         table,
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
-        *([Text(waiting)] if memory.host else []),
-        *([Text(saving)] if memory.saving else []),
+        *([Text(f"Offloaded: {offloaded}.")] if memory.host else []),
+        *([Text(f"While a checkpoint is written: {saving}.")] if memory.saving else []),
         Text(
-            f"With train.activation_checkpoint{_checkpoint_note(plan)}: {', '.join(choices)}.", style="dim"
+            f"With train.activation_checkpoint{_checkpoint_note(plan)}: {', '.join(choices)}.",
+            style="dim",
         ),
     )
 
 
+def _per_worker_and_machine(number: int, workers: int, memory: str) -> str:
+    return f"{size(number)} of {memory} per worker, {size(number * workers)} per machine"
+
+
 def _checkpoint_note(plan: RunPlan) -> str:
-    """On a CPU alternatives are told with what the host holds besides."""
+    """On a CPU, the totals include the copy that a checkpoint makes in host memory."""
     return (
-        " (and a checkpoint under way)"
+        " (while a checkpoint is written)"
         if plan.environment.device == "cpu" and plan.memory.host_peak
         else ""
     )
 
 
 def describe_activations(config: Config) -> str:
-    """What layers keep, and where."""
+    """Describe what layers keep for the backward pass, and where."""
     train = config.train
     kept = (
         f" (last {train.checkpoint_keep:.0%} kept)"
@@ -279,18 +265,15 @@ def describe_activations(config: Config) -> str:
         else ""
     )
     layers_kept = layers_with_products(train.keep_mlp, layers)
-    products = (
-        f", MLP products of {'all' if layers_kept == layers else f'{layers_kept} of {layers}'} layers kept"
-        if layers_kept
-        else ""
-    )
+    which = "all" if layers_kept == layers else f"{layers_kept} of {layers}"
+    products = f", MLP products of {which} layers kept" if layers_kept else ""
     if products and train.activation_checkpoint == "none":
-        products += " where the MLP is in tiles, all otherwise"
+        products += " where the MLP is tiled, all otherwise"
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
 def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
-    """Total bytes of a worker for each kind of activation checkpointing."""
+    """Return the total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
     for kind in CHECKPOINTS:
         offload = plan.config.train.offload_activations if kind != "none" else False
@@ -311,13 +294,13 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
 
 
 def describe_fit(plan: RunPlan) -> Text:
-    """Whether the peak fits, and on what."""
+    """Say whether the peak fits, and in what."""
     word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
     if plan.environment.device == "cpu":
         workers = plan.environment.local_workers
         share = plan.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-        # The bytes before it are without what a checkpoint takes while it is written; 80 columns hold both.
+        # Say "saving" where the total includes a checkpoint; the text must fit 80 columns.
         saving = ", saving," if plan.memory.host_peak else " of them"
         workers_note = (
             f"{workers}{saving} take "
@@ -337,14 +320,14 @@ def describe_fit(plan: RunPlan) -> Text:
         return Text("does not fit the memory of the host", style="red")
     large_enough = [name for name, gib in GPU_MEMORY if plan.memory.total <= USABLE * gib * GIB]
     return (
-        Text(f"fits GPUs of {large_enough[0]} and more", style="green")
+        Text(f"fits GPUs of {large_enough[0]} and larger", style="green")
         if large_enough
-        else Text("fits no GPU of today", style="red")
+        else Text("fits no current GPU", style="red")
     )
 
 
 def advice(plan: RunPlan) -> str:
-    """What CPU workers need, and what would help, for a plan that does not fit this machine."""
+    """Say what CPU workers need and what would help, for a plan that does not fit this machine."""
     workers = plan.environment.workers
     fewer = _fewer_workers(plan)
     helps = [
@@ -366,7 +349,7 @@ def advice(plan: RunPlan) -> str:
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:
-    """The most workers, halved again and again, that would fit this machine."""
+    """Return the most workers that fit this machine, halving the planned number."""
     workers = plan.environment.workers // 2
     while workers:
         topology = dataclasses.replace(plan.config.topology, workers=workers)
@@ -378,7 +361,7 @@ def _fewer_workers(plan: RunPlan) -> int | None:
 
 
 def _longest_seq(plan: RunPlan) -> int | None:
-    """The length that fits this machine when that of the plan is halved again and again; None where the weights alone are too much."""
+    """Return the longest sequence that fits this machine, halving the planned length, or None."""
     seq = plan.config.seq // 2
     while seq >= SHORTEST_SEQ:
         if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:
@@ -388,23 +371,24 @@ def _longest_seq(plan: RunPlan) -> int | None:
 
 
 def describe_model(plan: RunPlan) -> str:
-    return f"{plan.config.model.name} ({plan.config.model.family}), {count(plan.parameters.total)} parameters"
+    name = f"{plan.config.model.name} ({plan.config.model.family})"
+    return f"{name}, {count(plan.parameters.total)} parameters"
 
 
 def describe_rope(plan: RunPlan) -> str:
     rope = plan.config.model.rope
     if rope.scaling == "none":
-        return f"rotary, theta {rope.theta:,.0f}, not stretched"
+        return f"rotary, theta {rope.theta:,.0f}, no scaling"
     reach = f"from {format_size(rope.original_max_position)} tokens"
     return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {plan.rope_factor:g} {reach}"
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:
-    """Where the weights come from, and what the run does otherwise than their folder."""
+    """Show where the weights come from, and how the run differs from their folder."""
     if config.train.init_from is None:
         return []
     return [
-        ("weights", f"of {config.train.init_from}"),
+        ("weights", f"from {config.train.init_from}"),
         *(("", line) for line in initial_weights.remarks(config)),
     ]
 
@@ -421,7 +405,7 @@ def describe_step(plan: RunPlan) -> str:
 
 
 def describe_time(plan: RunPlan) -> str:
-    """FLOP of a step and how long they take at a usual share of the peak; that of the GPU assumed where none is known."""
+    """Describe the FLOP of a step and its time at a usual MFU on the planned or assumed GPU."""
     text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
     if plan.environment.device == "cpu":
         return text
@@ -446,11 +430,13 @@ def describe_workers(plan: RunPlan) -> str:
         else ""
     )
     assumed = (
-        ", taken for topology.workers=auto: give how many there are"
+        ", assumed for topology.workers=auto: give the number of GPUs"
         if plan.elsewhere and plan.config.topology.workers == "auto"
         else ""
     )
-    return f"{environment.workers} {'x ' if plan.gpu else ''}{unit} = {environment.dp} data x {environment.cp} context{nodes}{assumed}"
+    degrees = f"{environment.dp} data x {environment.cp} context"
+    times = "x " if plan.gpu else ""
+    return f"{environment.workers} {times}{unit} = {degrees}{nodes}{assumed}"
 
 
 def describe_sparsity(plan: RunPlan) -> str:
@@ -470,36 +456,37 @@ def describe_layout(plan: RunPlan) -> str:
     )
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
-    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(plan)}"
+    tokens = f"{layout.tokens_per_worker:,} tokens per worker{padding}"
+    return f"{name}: {tokens}; {_layout_reason(plan)}"
 
 
 def _layout_reason(plan: RunPlan) -> str:
-    """Why `Config.layout` is what it is."""
+    """Say why the layout was chosen (`Config.layout`)."""
     config = plan.config
     if config.topology.layout != "auto":
         return "as configured"
     if plan.environment.cp == 1:
-        return "auto: a worker holds whole sequences, so that layouts do not differ"
+        return "auto: each worker holds whole sequences, so layouts do not differ"
     if plan.layout.name == "zigzag":
-        return "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces"
+        return "auto: dense attention without documents; zigzag balances it in the largest pieces"
     uneven = (
         "packed documents"
         if config.sparsity.pattern == "dense"
         else f"the index of {config.sparsity.pattern}"
     )
-    return f"auto: stripes divide the work of {uneven} evenly"
+    return f"auto: stripes balance the work of {uneven}"
 
 
 def describe_compile(plan: RunPlan) -> str:
     asked = plan.config.train.compile
     if not compiles(plan.config, plan.environment.device):
         return "off" + (
-            "; train.compile=auto compiles on GPUs alone"
+            "; train.compile=auto compiles only on GPUs"
             if asked == "auto"
             else " (train.compile=false)"
         )
     reason = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
-    return f"on ({reason}): the first step compiles before it computes, which can take minutes"
+    return f"on ({reason}): the first step compiles first, which can take minutes"
 
 
 def describe_dtype(plan: RunPlan) -> str:
@@ -510,49 +497,34 @@ def describe_dtype(plan: RunPlan) -> str:
         else f"{plan.dtype} compute; float32 parameters, gradients and AdamW states"
     )
     if plan.config.optim.offload:
-        text = f"{plan.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
-        text += ", where gradients go as they come" * plan.config.optim.offload_gradients
-    return (
-        f"{text}, gradients reduced in {train.reduce_dtype}"
-        if train.reduce_dtype != "float32"
-        else text
-    )
+        states = "float32 parameters and AdamW states in host memory"
+        text = f"{plan.dtype} compute and weights, float32 gradients; {states}"
+        text += "; gradients move there as they are reduced" * plan.config.optim.offload_gradients
+    if train.reduce_dtype != "float32":
+        text += f"; gradients reduced in {train.reduce_dtype}"
+    return text
 
 
-def describe_moved(plan: RunPlan) -> str:
-    host = plan.received.host
-    link = (
-        f"{size(host)} between GPU and host a step"
-        if host and plan.environment.device == "cuda"
-        else ""
-    )
+def describe_traffic(plan: RunPlan) -> str:
+    """Describe the bytes that reach a worker: KV, weights and gradients, and host transfers."""
+    host, n = plan.received.host, plan.micro_batches
+    on_gpu = plan.environment.device == "cuda"
+    link = f"{size(host)} between GPU and host per step" if host and on_gpu else ""
     if plan.environment.workers == 1:
-        return link or "nothing, one worker"
-    exchange = f"{size(plan.received.forward)} forward and {size(plan.received.backward)} backward a layer and pass"
-    n = plan.micro_batches
-    gathered = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[
-        plan.config.train.shard
-    ]
-    reduced = (
-        ""
-        if n == 1 or plan.config.train.shard == "optimizer"
-        else f" in each of {n} micro-batches"
-    )
-    reason = (
-        f"gathered {gathered}, reduced{reduced}"
-        if plan.config.train.shard != "full"
-        else f"gathered {gathered} and reduced{reduced}"
-    )
-    weights = f"weights and gradients {size(plan.received.weights)} a step ({reason})"
-    return "; ".join(
-        part
-        for part in (exchange if plan.environment.cp > 1 else "no keys or values", weights, link)
-        if part
-    )
+        return link or "none, one worker"
+    forward, backward = size(plan.received.forward), size(plan.received.backward)
+    exchange = f"KV {forward} forward and {backward} backward per layer and pass"
+    shard = plan.config.train.shard
+    times = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[shard]
+    each = "" if n == 1 or shard == "optimizer" else f" in each of {n} micro-batches"
+    schedule = f"gathered {times}{' and' if shard == 'full' else ','} reduced{each}"
+    weights = f"weights and gradients {size(plan.received.weights)} per step ({schedule})"
+    parts = (exchange if plan.environment.cp > 1 else "no KV", weights, link)
+    return "; ".join(part for part in parts if part)
 
 
 def count(number: int) -> str:
-    """3.09 B, 494 M or 874 K."""
+    """Format a count: 3.09 B, 494 M or 874 K."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -560,7 +532,7 @@ def count(number: int) -> str:
 
 
 def flop(number: float) -> str:
-    """1.34 TFLOP."""
+    """Format FLOP: 1.34 TFLOP."""
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
@@ -568,6 +540,6 @@ def flop(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """41 s, 9.2 min or 2.5 h."""
+    """Format seconds: 41 s, 9.2 min or 2.5 h."""
     unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
     return f"{seconds / scale:,.3g} {unit}"

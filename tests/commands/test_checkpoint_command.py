@@ -213,7 +213,7 @@ def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instea
     next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
     said = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert (
-        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before it is used instead"
+        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; using the previous checkpoint instead"
         in said
     )
     assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in said
@@ -234,7 +234,7 @@ def test_a_full_disk_is_a_failure_in_one_line_and_leaves_nothing(hf_folder, tmp_
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert exported.startswith(f"error: {tmp_path / 'out'}: could not be written (")
     assert (
-        "the checkpoint of step 0 was not saved (File too large); no checkpoint was written before"
+        "the checkpoint of step 0 was not saved (File too large); there is no earlier checkpoint"
         in imported
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
@@ -333,7 +333,7 @@ def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
     said = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert said.endswith(
-        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer FOLDER copies one"
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; copy one with --tokenizer FOLDER"
     )
     assert ids_in(tmp_path / "out") == (None, None, None), (
         "transformers would take 1 and 2 for some families"

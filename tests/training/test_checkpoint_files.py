@@ -127,7 +127,7 @@ def test_metadata_that_names_a_function_is_refused_and_nothing_runs(folder, mark
 def test_a_value_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
     put(folder, "optimizer.param_groups.0.lr", saved_bytes(Bomb(marker)))
     assert refused(folder).endswith(
-        "optimizer.param_groups.0.lr holds something else than plain values"
+        "optimizer.param_groups.0.lr holds data other than plain values"
     )
     assert not marker.exists()
 
@@ -163,7 +163,7 @@ def test_files_outside_the_folder_are_refused(folder, name):
 
     change_metadata(folder, change)
     assert refused(folder).endswith(
-        f".metadata names the file {name!r}, which does not lie in this folder"
+        f".metadata names the file {name!r}, which is not in this folder"
     )
 
 
@@ -171,7 +171,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(folder):
     old = Manifest.read(folder)
     replace(old, files={**old.files, "../../outside": checksum(folder / PAYLOAD)}).write(folder)
     assert refused(folder).endswith(
-        "manifest.json names the file '../../outside', which does not lie in this folder"
+        "manifest.json names the file '../../outside', which is not in this folder"
     )
 
 
@@ -188,7 +188,7 @@ def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder
     change_metadata(folder, change)
     with pytest.raises(
         NoCheckpointError,
-        match="says that the tensors have 4,398,046,511,104 bytes; the files have",
+        match="claims 4,398,046,511,104 bytes of tensors, but the files hold",
     ):
         load_model_state(folder)
 
@@ -210,7 +210,7 @@ def test_a_tensor_of_which_parts_are_missing_is_refused(folder, chunks):
             }
 
     change_metadata(folder, change)
-    with pytest.raises(NoCheckpointError, match=f"does not say where all of {WEIGHT} is"):
+    with pytest.raises(NoCheckpointError, match=f"does not locate all parts of {WEIGHT} is"):
         load_model_state(folder)
 
 

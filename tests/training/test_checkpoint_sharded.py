@@ -97,7 +97,7 @@ def test_saved_by_three_is_loaded_by_two_and_by_one_with_the_optimizer(tmp_path)
         file.write(bytes([byte[0] ^ 255]))
     for rank, (step, reports, state) in enumerate(gloo.run(2, load, tmp_path)):
         assert step == 1
-        line = f"{tmp_path / 'step-2'}: __1_0.distcp was altered (its checksum differs); the checkpoint before it is used instead"
+        line = f"{tmp_path / 'step-2'}: __1_0.distcp was altered (its checksum differs); using the previous checkpoint instead"
         assert reports == ([line] if rank == 0 else [])
         assert (
             state["rng"]["cpu"].item() == 77 + rank
@@ -145,14 +145,14 @@ def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str
 
 
 def test_when_one_rank_cannot_write_all_ranks_learn_it_and_go_on(tmp_path):
-    line = f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); the checkpoint before it is intact"
+    line = f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); the previous checkpoint is intact"
     for told in gloo.run(2, save_with_a_failing_rank, tmp_path):
         assert told == [line, "step-1", line, "step-1", "step-3"]
 
 
 def make_a_checkpointer_where_none_can_be(rank: int, world: int, path: Path) -> None:
     del rank, world
-    with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: rank 0: .*: "):
+    with pytest.raises(CheckpointError, match=r"cannot hold checkpoints: rank 0: .*: "):
         Checkpointer(path, keep=1)
 
 

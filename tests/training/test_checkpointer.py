@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_told_in_one_line_and_the_one_before_is_used(
     assert step == 1
     assert len(reports) == 1
     assert reports[0].startswith(f"{saved / 'step-2'}: {told}")
-    assert reports[0].endswith("; the checkpoint before it is used instead")
+    assert reports[0].endswith("; using the previous checkpoint instead")
 
 
 def test_when_none_is_usable_each_is_told_as_the_users_problem(saved):
@@ -186,7 +186,7 @@ def test_another_model_is_not_loaded(saved):
 def test_weights_alone_are_no_training_to_go_on_with(tmp_path):
     write_model_state(tmp_path, 0, state_of(0)["model"])
     with pytest.raises(
-        ConfigError, match=r"step-0: holds weights alone, .* train\.init_from=HF_FOLDER$"
+        ConfigError, match=r"step-0: holds only weights, .* train\.init_from=HF_FOLDER$"
     ):
         Checkpointer(tmp_path, keep=1).load(state_of(0))
     state = {"model": state_of(1)["model"]}
@@ -239,7 +239,7 @@ def test_a_full_disk_fails_the_save_in_one_line_and_the_next_save_may_succeed(sm
     with pytest.raises(CheckpointError) as caught:
         checkpointer.wait()
     assert str(caught.value) == (
-        f"{small_disk / 'step-2'}: the checkpoint of step 2 was not saved (No space left on device); the checkpoint before it is intact"
+        f"{small_disk / 'step-2'}: the checkpoint of step 2 was not saved (No space left on device); the previous checkpoint is intact"
     )
     assert names(small_disk) == ["filler", "step-1"]
     assert loaded(small_disk) == (1, [])
@@ -252,7 +252,7 @@ def test_a_failed_first_save_does_not_speak_of_one_before_it(small_disk):
     (small_disk / "filler").write_bytes(b"x" * 110_000)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         save(Checkpointer(small_disk, keep=1), 1, asynchronous=False)
-    assert str(caught.value).endswith("; no checkpoint was written before")
+    assert str(caught.value).endswith("; there is no earlier checkpoint")
 
 
 def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(tmp_path):
@@ -263,7 +263,7 @@ def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(
         save(checkpointer, 1)
         with pytest.raises(
             CheckpointError,
-            match=r"step 1 was not saved \(File too large\); no checkpoint was written before",
+            match=r"step 1 was not saved \(File too large\); there is no earlier checkpoint",
         ):
             save(checkpointer, 2)
         with pytest.raises(CheckpointError, match=r"step 2 was not saved \(File too large\)"):

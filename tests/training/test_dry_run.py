@@ -410,7 +410,7 @@ def banner_of(*words: str, resumed: int | None = None) -> str:
 
 def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp_path):
     assert "weights random, seed 7" in banner_of("seed=7")
-    assert "212 documents; order by seed 7" in banner_of("seed=7")
+    assert "212 documents; order from seed 7" in banner_of("seed=7")
     shape = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -433,7 +433,7 @@ def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp
     )
     kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
     assert (
-        "the last 150 of 250 steps stay there; kept by the resume, optim.rewarm=true begins a new one"
+        "the last 150 of 250 steps stay there; kept on resume, optim.rewarm=true starts a new one"
         in kept
     )
     assert "compile off; train.compile=auto compiles on GPUs alone" in plain

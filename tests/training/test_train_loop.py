@@ -180,7 +180,7 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
         patch.setattr(Checkpointer, "_publish", slowly)
         patch.setattr(Trainer, "train_step", poisoned)
         run_dir = RunDir(Path(folder))
-        with pytest.raises(NonFiniteError, match="the checkpoint before it is intact"):
+        with pytest.raises(NonFiniteError, match="the previous checkpoint is intact"):
             train(
                 compose([*SMALL, "train.steps=4", "train.checkpoint_every=2"]),
                 run_dir,

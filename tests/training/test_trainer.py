@@ -329,7 +329,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
 
 @pytest.mark.parametrize(
     ("checkpoint_every", "remains"),
-    [(0, "no checkpoint was written before"), (2, "the checkpoint before it is intact")],
+    [(0, "there is no earlier checkpoint"), (2, "the previous checkpoint is intact")],
 )
 def test_a_run_that_fails_says_whether_there_is_a_checkpoint_to_go_on_from(
     tmp_path, checkpoint_every, remains
