@@ -149,12 +149,12 @@ def _loop(
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
-        except NonFiniteError as error:
+        except NonFiniteError as non_finite:
             # All workers raise this together, so the save in progress may finish.
             _wait(checkpointer, progress)
             remedy = "Try a lower optim.lr or more optim.warmup_steps."
             fallback = checkpointer.describe_fallback()
-            raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
+            raise NonFiniteError(f"{non_finite}; {fallback}. {remedy}") from non_finite
         except Exception:
             if trainer.lacks_data:
                 # All workers raise together here, too.

@@ -1,13 +1,16 @@
-"""`train.memory=auto`: the fastest way of using memory that fits, by closed forms of both; and what would help where nothing fits.
+"""`train.memory=auto`: the fastest memory setting that fits, and remedies if none fits.
 
-The time of a step is reckoned from counts alone, so every rank of every run finds the same:
+Step time is estimated from counts alone, so every rank of every run chooses the same setting:
 
-    compute     executed FLOP / (0.56 x peak), pairs of a sparse pattern at its density, or 10 % of the causal ones where data decide
-    weights     bytes of `StateMemory.sent` / link; beside computation, of which a tenth is lost, and what is longer than it
-    activations bytes offloaded / host link, down beside the forward pass (a quarter of compute) of these layers, up beside their
-                backward pass, counted likewise
-    optimizer   28 bytes a weight of a shard through the GPU's memory, or through that of the host, which its workers share
-    tiles       20 us for each tile of a layer and micro-batch
+    compute     executed FLOP / (0.56 x peak); a sparse pattern's pairs at its density, or 10 % of
+                the causal pairs if the data decide
+    weights     bytes of `StateMemory.sent` / link, overlapping with compute: a tenth of the
+                transfer is lost, plus the part that is longer than compute
+    activations bytes offloaded / host link: down during the forward pass (a quarter of compute) of
+                the offloaded layers, up during their backward pass, counted like weights
+    optimizer   28 bytes per weight of a shard through GPU memory, or through the host's memory,
+                which its workers share
+    tiles       0.5 ms per tile of a layer and pass, and per chunk of the loss
 """
 
 from __future__ import annotations
@@ -30,23 +33,22 @@ from mtrain_cli.training.state_memory import BYTES, StateMemory
 if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
 
-USED_OF_PEAK = 0.56  # of whole steps as measured on one and four H200s, 128K to 2M tokens: products 0.6, attention 0.4 to 0.6
-NODE_LINK, NETWORK = (
-    250e9,
-    40e9,
-)  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
-HOST_LINK = 50e9  # PCIe 5 x16, pinned, one direction
-HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes a second; of a whole machine, of one GPU
+# Whole steps measured on one and four H200s, 128K to 2M tokens: matrices 0.6, attention 0.4-0.6.
+USED_OF_PEAK = 0.56
+NODE_LINK = 250e9  # bytes/s into one GPU: gathers over NVLink, measured
+NETWORK = 40e9  # bytes/s into one GPU: 400 Gbit/s each
+HOST_LINK = 50e9  # bytes/s, PCIe 5 x16, pinned, one direction
+HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes/s; of a whole machine, of one GPU
 GPUS_OF_A_HOST = 8
-ADAMW_BYTES = 28  # a weight: reads weight, gradient and two states, writes all but the gradient
-HIDDEN_COST = 0.1  # of a transfer beside computation
+ADAMW_BYTES = 28  # per weight: reads weight, gradient and two states, writes all but the gradient
+HIDDEN_COST = 0.1  # share of an overlapped transfer that still costs time
 ASSUMED_DENSITY = 0.1
-TILE_SECONDS = 0.5e-3  # of a tile of the MLP and pass, beyond its products; of a chunk of the loss, which adds to the gradient of the head
-ROOMY = 0.9  # of a GPU: what may stay but need not leaves more to the gaps between the allocator's blocks, 5 to 6 GiB as measured
+TILE_SECONDS = 0.5e-3  # per MLP tile and pass in addition to its products; per chunk of the loss
+ROOMY = 0.9  # of a GPU; optional tensors must leave room for gaps, measured as 5 to 6 GiB
 
-# What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays. Of the
-# activations that may be offloaded, those of as few layers leave as will do; products of the MLP stay in as many layers as there is room
-# for.
+# Keys that `auto` may change: the default first, then the alternatives. A key that the user set to
+# another value stays. `auto` offloads the activations of as few layers as necessary, and keeps the
+# MLP products of as many layers as there is room for.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
     "train.checkpoint_keep": (0.5, 0.75, 0.25),
@@ -63,7 +65,13 @@ NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """A configuration with what it takes. changes: of the keys of `CHOICES`, those that differ from the configuration asked about."""
+    """A configuration with its estimated memory and step time.
+
+    changes: keys of `CHOICES` that differ from the configuration of the search.
+    memory: per worker.
+    seconds: estimated time of a step.
+    fits: whether the memory fits.
+    """
 
     config: Config
     changes: dict[str, Any]
@@ -73,25 +81,26 @@ class MemorySetting:
 
     @property
     def overrides(self) -> str:
+        """The changes as command-line overrides."""
         return " ".join(f"{key}={format_value(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
 class MemorySearch:
-    """All settings, fastest first; chosen: the first that fits, None where none does."""
+    """All settings, fastest first, and the first one that fits (None if none does)."""
 
     settings: tuple[MemorySetting, ...]
     chosen: MemorySetting | None
 
     def rejected(self) -> list[tuple[str, str]]:
-        """For each way of keeping activations its fastest other setting: (words, reason)."""
+        """Return (label, reason) of the fastest other setting of each kind of checkpointing."""
         assert self.chosen is not None
         rows: dict[str, tuple[str, str]] = {}
         for setting in self.settings:
             kind = setting.config.train.activation_checkpoint
             if setting is self.chosen or kind in rows:
                 continue
-            reason = f"{_seconds(setting.seconds)} a step"
+            reason = f"{_seconds(setting.seconds)} per step"
             if not setting.fits:
                 host = (
                     f" and {_gib(setting.memory.host_peak)} of host memory"
@@ -104,12 +113,12 @@ class MemorySearch:
 
 
 def search(plan: RunPlan) -> MemorySearch:
-    """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
+    """Price every setting that `train.memory=auto` may choose for the run of `plan`."""
     settings = [
         _priced(plan, *_with_most_products(plan, *_with_fewest_offloaded(plan, *variant)))
         for variant in _variants(plan)
     ]
-    # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
+    # Ties go to fewer changes, then to the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return MemorySearch(
         tuple(settings), next((setting for setting in settings if setting.fits), None)
@@ -148,15 +157,19 @@ def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output."""
+    """Return whether a setting saves memory elsewhere, so MLP products would not fit, either.
+
+    They are ten times as large as attention's output.
+    """
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
 def _with_fewest_offloaded(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
-    """A variant with the fewest layers on the host with which the device holds the rest; with all of them where it never does. The host
-    holds more the more layers leave, so no other number could do where this one does not.
+    """Offload the fewest layers with which the device fits, or all if it never does.
+
+    Host memory grows with the offloaded layers, so no other number can fit if this one does not.
     """
     key, layers = "train.offload_activations", config.model.num_layers
 
@@ -165,7 +178,7 @@ def _with_fewest_offloaded(
 
     if key not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
-    # 0 is another variant.
+    # 0 layers is a variant of its own.
     fewest = 1 + bisect_left(
         range(1, layers - 1), True, key=lambda n: holds(_with(config, {key: n}))
     )
@@ -179,7 +192,7 @@ def _with_fewest_offloaded(
 def _with_most_products(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
-    """A variant with the products of as many layers' MLPs as there is ample room for; of none where there is none for any."""
+    """Keep the MLP products of as many layers as there is ample room for, possibly none."""
     key, layers = "train.keep_mlp", config.model.num_layers
     if key not in changes or plan.has_room_for(_memory(plan, config), ROOMY):
         return config, changes
@@ -196,15 +209,16 @@ def _with_most_products(
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
-    """The same run with the products of as many layers' MLPs kept as there is ample room for. None where that changes nothing: there is
-    room for none, all are kept anyway, or what is saved elsewhere says that there is none.
+    """Return the same run with as many layers' MLP products as there is ample room for.
+
+    Returns None if that changes nothing: no room, all kept already, or memory is saved elsewhere.
     """
     train = plan.config.train
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
         return None
     change = {"train.keep_mlp": True}
-    result = _priced(plan, *_with_most_products(plan, _with(plan.config, change), change))
-    return result if result.memory != plan.memory else None
+    setting = _priced(plan, *_with_most_products(plan, _with(plan.config, change), change))
+    return setting if setting.memory != plan.memory else None
 
 
 def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySetting:
@@ -227,15 +241,14 @@ def _memory(plan: RunPlan, config: Config) -> MemoryEstimate:
 
 
 def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
-    """Of an optimizer step, by the counts at the head of this file: for comparing settings, not a promise."""
+    """Estimate the seconds of an optimizer step, to compare settings; see the module docstring."""
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     peak = peak_flops(plan.gpu_name) or 100e12
     pairs = density(config) * causal_pairs(config.seq)
     flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
     n = plan.micro_batches
-    compute = (
-        flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)
-    )  # of a micro-batch
+    # Of one micro-batch.
+    compute = flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)
     states = StateMemory(config, environment.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
@@ -264,7 +277,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 
 
 def density(config: Config) -> float:
-    """Share of the causal pairs that attention computes, as far as the configuration says."""
+    """Return the share of causal pairs that attention computes, or an assumption."""
     if config.sparsity.pattern == "dense":
         return 1.0
     if config.sparsity.pattern == "fixed" and config.sparsity.density:
@@ -273,22 +286,25 @@ def density(config: Config) -> float:
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
+    """Return the exposed seconds of a transfer that overlaps with `overlapping` seconds of work."""
     return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 
 def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
-    """Of settings that do not fit, the one that lacks least: on GPUs with the fewest bytes of one, or, where these suffice, of the host."""
+    """Return the setting closest to fitting: on GPUs by device memory, then by host memory."""
 
     def shortfall(setting: MemorySetting) -> tuple[bool, int]:
         memory = setting.memory
-        holds = plan.environment.device == "cuda" and plan.has_room_for(replace(memory, host=0, saving=0))
+        holds = plan.environment.device == "cuda" and plan.has_room_for(
+            replace(memory, host=0, saving=0)
+        )
         return not holds, memory.host_peak if holds else plan.device_bytes(memory)
 
     return min(settings, key=shortfall)
 
 
 def refusal(plan: RunPlan, result: MemorySearch) -> str:
-    """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
+    """Explain in one line why a run does not fit, and what would make it fit."""
     auto = plan.config.train.memory == "auto"
     needed = nearest_to_fitting(plan, result.settings).memory if auto else plan.memory
     qualifier = "at least " if auto else "about "
@@ -310,25 +326,32 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
         else "only a smaller model would fit"
     )
     would = f"fits with {', or '.join(changes)}" if changes else nothing
-    return f"seq={format_size(plan.config.seq)}: a worker needs {qualifier}{_gib(plan.device_bytes(needed))}{host}{exchange_note}, of {plan.available_memory}; {would}"
+    needs = f"{qualifier}{_gib(plan.device_bytes(needed))}{host}{exchange_note}"
+    seq = format_size(plan.config.seq)
+    return f"seq={seq}: a worker needs {needs}, but has {plan.available_memory}; {would}"
 
 
 def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
-    """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the exchange, of what is
-    saved, of the length, of the workers.
+    """Return changes that each make a run fit, shortest first.
+
+    Tries memory settings, the exchange, no checkpoints, a shorter sequence, more workers.
     """
     changes = []
     fitting = [setting for setting in result.settings if setting.fits]
     if fitting:
         fewest = min(len(setting.changes) for setting in fitting)
-        changes.append(next(setting.overrides for setting in fitting if len(setting.changes) == fewest))
+        changes.append(
+            next(setting.overrides for setting in fitting if len(setting.changes) == fewest)
+        )
     exchange = _other_exchange(plan)
     if exchange:
         changes.append(exchange)
     if plan.memory.saving and _can_fit(
         plan.replan(_with(plan.requested or plan.config, NO_CHECKPOINTS))
     ):
-        changes.append(" ".join(f"{key}={format_value(value)}" for key, value in NO_CHECKPOINTS.items()))
+        changes.append(
+            " ".join(f"{key}={format_value(value)}" for key, value in NO_CHECKPOINTS.items())
+        )
     seq = longest_seq(plan)
     if seq:
         changes.append(f"seq={format_size(seq)}")
@@ -339,7 +362,7 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 
 def _other_exchange(plan: RunPlan) -> str | None:
-    """The change of the exchange that would do: fewer heads at once, or of gathered keys a ring; in place of a ring gathered keys."""
+    """Find an exchange that fits: fewer heads at once, a ring, or gathered keys."""
     config, environment, exchange = plan.requested or plan.config, plan.environment, plan.exchange
     if environment.device == "cpu":
         return None
@@ -355,7 +378,7 @@ def _other_exchange(plan: RunPlan) -> str | None:
     elif config.topology.circulates != "auto":
         candidates.append({"circulates": "auto"})
     for change in candidates:
-        # What was given for the other kind goes with it.
+        # Reset a setting that only the previous exchange uses.
         for key, only in (("circulates", "ring"), ("chunks", "all_gather")):
             if only not in change.get("exchange", only) and getattr(config.topology, key) != "auto":
                 change[key] = "auto"
@@ -366,8 +389,9 @@ def _other_exchange(plan: RunPlan) -> str | None:
 
 
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """The longest sequence that fits with the settings of a plan, or under ``train.memory=auto`` with any, to an eighth below; None where
-    the shortest does not.
+    """Return the longest sequence that fits a plan's settings, or any under `train.memory=auto`.
+
+    Tries eighths of powers of two. Returns None if the shortest length does not fit.
     """
 
     def fits(seq: int) -> bool:
@@ -394,7 +418,7 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """The fewest workers, doubled from what is planned, that would do."""
+    """Return the fewest workers that fit, doubling the planned number."""
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None
@@ -412,7 +436,7 @@ def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
 
 
 def _can_fit(plan: RunPlan) -> bool:
-    """Whether a run fits as it is configured, which may be with whatever fits."""
+    """Return whether a run fits as configured; under `train.memory=auto`, with any setting."""
     if plan.has_room_for(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
@@ -422,7 +446,7 @@ def _can_fit(plan: RunPlan) -> bool:
 
 
 def _label(config: Config, chosen: Config) -> str:
-    """How activations are kept, and what else differs from the chosen setting."""
+    """Describe how a setting keeps activations, and how else it differs from the chosen one."""
     activation_keys = ("train.activation_checkpoint", "train.checkpoint_keep")
     train = config.train
     share = (

@@ -1,8 +1,9 @@
-"""What fills the memory of a worker at the moment when there is no more: by name and shape, in the error and in `oom-rank-N.json`.
+"""Explain an out-of-memory error: which tensors fill the memory, in the error and oom-rank-N.json.
 
-Parameters, gradients, optimizer states and gathered weights are known by name. Other tensors are described by their shape in the sizes of
-the run (tokens, hidden, ...), and named after the variable that holds them where a function on the stack does. What autograd alone holds
-cannot be seen from Python; on a GPU the allocator knows its sizes, and these are matched with those of a layer's activations.
+Parameters, gradients, optimizer states and gathered weights are listed by name. Other tensors are
+described by their shape in the sizes of the run (tokens, hidden, ...) and by a variable on the
+stack that holds them. Python cannot see tensors that only autograd holds; on a GPU the allocator
+knows their sizes, which are matched with those of a layer's activations.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from mtrain_cli.training.run_plan import size
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
-SHOWN = 10  # groups of tensors in the error
+SHOWN = 10  # groups of tensors listed in the error
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
 )
-_OTHER_PROCESSES = 0.05  # of a GPU, held by other processes: worth a word
-_GAPS = 0.1  # of a GPU, held by the allocator and not in use: worth a word
+_OTHER_PROCESSES = 0.05  # of a GPU: report memory of other processes from this share on
+_GAPS = 0.1  # of a GPU: report unused memory held by the allocator from this share on
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
     "parameters",
     "gradients",
@@ -52,12 +53,17 @@ ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
 
 
 class MemoryFullError(RunError):
-    """A worker's memory is full; the text says with what, and what would help."""
+    """A worker ran out of memory; the message lists what fills it and what would help."""
 
 
 @dataclass(frozen=True)
 class HeldTensors:
-    """Tensors of one kind, shape and dtype. name: of the first of them; shape: None for memory that only the allocator knows."""
+    """A group of tensors of one kind, shape and dtype.
+
+    name: of the first tensor.
+    shape: None for memory that only the allocator knows.
+    bytes: of all tensors in the group.
+    """
 
     kind: str
     name: str
@@ -75,8 +81,11 @@ class HeldTensors:
 
 @dataclass
 class RunContext:
-    """What is known of the run by the time that its memory is full. trainer: None while it is being made. names: of its parameters by their
-    `id`: while a layer computes, the model has the gathered ones in their place.
+    """What is known of the run when it runs out of memory.
+
+    trainer: None while it is being created.
+    names: parameter names by `id`: while a layer computes, the model holds gathered parameters
+        instead.
     """
 
     config: Config
@@ -94,10 +103,10 @@ class RunContext:
 def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
-    """Everything inside; gives the place to leave the trainer.
+    """Explain out-of-memory errors raised in this context; yields where to put the trainer.
 
     Raises:
-        MemoryFullError: in the place of whatever says that memory is full.
+        MemoryFullError: replaces any error that reports a failed allocation.
     """
     context = RunContext(config, environment)
     try:
@@ -109,7 +118,7 @@ def explain_out_of_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that an allocation failed."""
+    """Return whether an error reports a failed allocation."""
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
         or _OUT_OF_MEMORY.search(str(error)) is not None
@@ -122,26 +131,23 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
     where = failure_location(error)
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    more = (
-        ""
-        if tried is None
-        else size(int(tried[1].split()[0]))
-        if tried[1].endswith("bytes")
-        else tried[1]
-    )
-    first = f"rank {context.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
+    amount = ""
+    if tried is not None:
+        number, unit = tried[1].split()
+        amount = size(int(number)) if unit.endswith("bytes") else tried[1]
+    gpu = "GPU " if cuda else ""
+    first = f"rank {context.environment.rank} ran out of {gpu}memory {where}"
     lines = [
-        first + (f": it tried to allocate {more} more" if more else ""),
+        first + (f": it tried to allocate {amount} more" if amount else ""),
         _describe_room(counted, cuda),
         _estimate(context),
     ]
     lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
     if len(found) > SHOWN:
-        lines.append(
-            f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors"
-        )
+        rest = size(sum(group.bytes for group in found[SHOWN:]))
+        lines.append(f"{rest:>12}  in {len(found) - SHOWN} more groups of tensors")
     advice = _advice(context, found, cuda)
-    lines.append(f"What would help: {'; '.join(advice)}")
+    lines.append(f"To fit, try: {'; '.join(advice)}")
     file = run.path / f"oom-rank-{context.environment.rank}.json"
     report = {
         "error": str(error).splitlines()[0],
@@ -158,24 +164,26 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
     if cuda:
         with contextlib.suppress(OSError, RuntimeError):
             torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
-            lines.append(
-                f"Blocks of the allocator, for https://pytorch.org/memory_viz: {file.with_suffix('.pickle')}"
-            )
+            snapshot = file.with_suffix(".pickle")
+            lines.append(f"Allocator snapshot, for https://pytorch.org/memory_viz: {snapshot}")
     return "\n".join(filter(None, lines))
 
 
 def _describe_room(counted: int, cuda: bool) -> str:
     if not cuda:
-        return f"tensors seen: {size(counted)}, of {size(host_memory())} of this machine"
+        return f"tensors found: {size(counted)}, of {size(host_memory())} of this machine"
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     gaps = reserved - counted
     others = total - free - reserved
     line = f"allocated {size(counted)} of {size(total)}"
     if gaps > _GAPS * total:
-        line += f"; {size(gaps)} more are held by the allocator in blocks that do not fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        line += (
+            f"; the allocator holds {size(gaps)} more in fragments. "
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
     if others > _OTHER_PROCESSES * total:
-        line += f"; {size(others)} are the CUDA context's, NCCL's and other processes'"
+        line += f"; CUDA context, NCCL and other processes hold {size(others)}"
     return line
 
 
@@ -185,8 +193,11 @@ def _estimate(context: RunContext) -> str:
     memory = context.trainer.plan.memory
     largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
-    reserve = f", and {size(memory.reserve)} beside tensors" if memory.reserve else ""
-    return f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}){reserve}"
+    reserve = f", plus {size(memory.reserve)} outside tensors" if memory.reserve else ""
+    return (
+        f"--dry-run estimates {size(memory.allocated)} at the peak "
+        f"({memory.peak.name}: {parts}){reserve}"
+    )
 
 
 def _parts(context: RunContext) -> dict[str, Any] | None:
@@ -202,7 +213,7 @@ def _parts(context: RunContext) -> dict[str, Any] | None:
 
 
 def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
-    """What to change, the largest kind of tensors first."""
+    """Suggest changes, for the largest kind of tensors first."""
     config = context.config
     by_kind: dict[str, int] = defaultdict(int)
     for group in found:
@@ -217,13 +228,13 @@ def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[s
 
 
 def _change(kind: str, config: Config) -> str:
-    """What would make tensors of this kind fewer."""
+    """Suggest a change that shrinks tensors of this kind; empty if there is none."""
     if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
         return "train.shard=full"
     if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload:
         return "optim.offload=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
-        return "more workers, which share parameters and optimizer"
+        return "more workers, to share parameters and optimizer states"
     if kind == LOGITS:
         return (
             f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}"
@@ -243,17 +254,19 @@ def _change(kind: str, config: Config) -> str:
 
 
 def failure_location(error: BaseException) -> str:
-    """In which part of which step, from the stack; from the worker's record where the stack does not tell."""
+    """Locate the failure in the step, from the stack or else from the worker's progress record."""
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         backward = backward or name in ("backward", "_engine_run_backward")
-        found = next(
+        module = next(
             (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
         )
-        # A backward pass has no layer at hand but what `feed_forward` keeps.
+        # In backward only the context of `feed_forward` knows the layer.
         layer = (
-            found.index if found is not None else getattr(frame.f_locals.get("ctx"), "layer", layer)
+            module.index
+            if module is not None
+            else getattr(frame.f_locals.get("ctx"), "layer", layer)
         )
         part = _part(file, name) or part
     here = progress_record.here()
@@ -262,18 +275,17 @@ def failure_location(error: BaseException) -> str:
         if here is not None and here.training_step
         else "before the first training step"
     )
-    names = [step]
+    parts = [step]
     if layer is not None:
-        names.append(
-            f"{'backward' if backward else 'forward'} of layer {layer}{f' ({part})' if part else ''}"
-        )
+        direction = "backward" if backward else "forward"
+        parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
     elif part:
-        names.append(f"{'backward, ' if backward else ''}{part}")
+        parts.append(f"{'backward, ' if backward else ''}{part}")
     elif backward:
-        names.append("backward")
+        parts.append("backward")
     if here is not None and here.doing and layer is None:
-        names.append(f"last noted: {here.doing}")
-    return ", ".join(names)
+        parts.append(f"last noted: {here.doing}")
+    return ", ".join(parts)
 
 
 def _part(file: str, function: str) -> str:
@@ -299,7 +311,7 @@ _PARTS = (
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
-    """All tensors on the device of the run, largest group first."""
+    """Group all tensors on the run's device by kind, shape and dtype, largest group first."""
     named = _named(context.trainer, context.names) if context.trainer is not None else {}
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
@@ -332,7 +344,7 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
 
 
 def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """What parameters, their gradients and optimizer states, and gathered weights are, by the address of their storage."""
+    """Map storage addresses to (kind, name) of parameters, gradients, optimizer states, gathers."""
     found: dict[int, tuple[str, str]] = {}
 
     def add(tensor: Any, kind: str, name: str) -> None:
@@ -364,7 +376,7 @@ def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]
 
 
 def _fsdp_parameters(module: Any) -> list[Any]:
-    """FSDP2's own view of its parameters, which is private: where a version has another there is one name less."""
+    """Return FSDP2's private list of a module's parameters; empty if this version lacks it."""
     with contextlib.suppress(AttributeError):
         group = module._get_fsdp_state()._fsdp_param_group
         return list(group.fsdp_params) if group is not None else []
@@ -372,7 +384,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 
 def _tensors(device: str) -> Iterator[Tensor]:
-    """Tensors with memory of their own that Python knows."""
+    """Iterate over the tensors with storage that Python's garbage collector knows."""
     garbage_collection.unfreeze_garbage()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
@@ -383,7 +395,7 @@ def _tensors(device: str) -> Iterator[Tensor]:
 
 
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
-    """(address, name) of the tensors in the functions on the stack, the innermost function last, which wins."""
+    """Iterate over (address, name) of tensors in stack variables, outermost frame first."""
     frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = sys._getframe()
     for frame in frames:
@@ -413,7 +425,7 @@ def _members(value: Any) -> Iterable[Tensor]:
 
 
 class _ShapeNames:
-    """Shapes in the sizes of the run."""
+    """Describe shapes by the sizes of the run."""
 
     def __init__(self, context: RunContext) -> None:
         model, train = context.config.model, context.config.train
@@ -460,17 +472,17 @@ class _ShapeNames:
         return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
 
     def guess(self, number: int) -> tuple[str, str]:
-        """Kind and name of memory that only the allocator knows, by its bytes."""
+        """Guess kind and name of memory that only the allocator knows, from its bytes."""
         name = self._activations.get(number)
         return (
             (ACTIVATIONS, f"kept for backward, {name}")
             if name
-            else (REST, "known to the allocator alone")
+            else (REST, "known only to the allocator")
         )
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:
-    """Bytes of the blocks in use that no tensor of Python lies in."""
+    """Iterate over the bytes of allocated blocks that hold no tensor known to Python."""
     for segment in torch.cuda.memory_snapshot():
         if segment.get("device") != torch.cuda.current_device():
             continue
