@@ -235,7 +235,7 @@ def memory_table(plan: RunPlan) -> RenderableType:
 
 
 def _per_worker_and_machine(number: int, workers: int, memory: str) -> str:
-    return f"{size(number)} of {memory} per worker, {size(number * workers)} per machine"
+    return f"{size(number)} {memory} per worker, {size(number * workers)} per machine"
 
 
 def _checkpoint_note(plan: RunPlan) -> str:

@@ -66,8 +66,8 @@ USABLE = 0.95  # of a GPU's memory: the allocator always leaves gaps
 
 
 FITS = (
-    f"fits means: in {USABLE:.0%} of a GPU's memory and {USABLE_HOST:.0%} of the host's; "
-    "gaps and other processes take the rest"
+    f'to "fit" means to use at most {USABLE:.0%} of a GPU\'s memory and {USABLE_HOST:.0%} of the '
+    "host's; gaps and other processes take the rest"
 )
 # As `train.memory=auto` chooses it.
 KEPT = f"train.keep_mlp leaves {1 - ROOMY:.0%} of a GPU free"

@@ -343,7 +343,7 @@ def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
 
 def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "none")
-    assert "no tokenizer: the folder that was imported has none" in mtrain(
+    assert "no tokenizer: the imported folder has none" in mtrain(
         "checkpoint", "export", tmp_path / "none", tmp_path / "out-none"
     )
     (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')

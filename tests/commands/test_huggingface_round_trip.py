@@ -51,7 +51,7 @@ def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(
         "topology.device=cpu", "topology.workers=1", "run.name=run",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert ("text is tokenised with its tokenizer.json" in " ".join(run.stdout.split())) is (
+    assert ("its tokenizer.json encodes the text" in " ".join(run.stdout.split())) is (
         tokenizer == "own"
     )
     exported = mtrain(tmp_path, "checkpoint", "export", "runs/run", "out", "--dtype", "float32")

@@ -70,7 +70,7 @@ def test_rewarming_begins_anew_at_the_checkpoint_and_once(tmp_path: Path) -> Non
     assert resumed(found, "train.steps=250", "optim.rewarm=true", step=130, again=True) == found
     assert resumed(found, "train.steps=250", "optim.rewarm=true", step=130).optim.rewarm == 130
     assert rates(resumed(found, "train.steps=300", step=250))[:250] == rates(found)
-    assert "from step 101: warm-up over 10 steps" in LearningRateSchedule.of(found).describe(250)
+    assert "from step 101: warm up over 10 steps" in LearningRateSchedule.of(found).describe(250)
 
 
 def test_runs_of_earlier_versions_keep_their_schedule_too(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_folders_that_have_nothing_to_report_are_passed_over():
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is no step"),
+        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is not a step"),
         ("{\n{}\n", "not a step; each line must be a JSON object"),
         ('{"step": "a", "loss": []}\n', "holds no step"),
     ],

@@ -1,4 +1,4 @@
-"""The dry run: every number of a plan, on a machine that is not the one it plans for."""
+"""The dry run: every number of a plan, also on a machine other than the planned one."""
 
 import dataclasses
 import io
@@ -31,7 +31,7 @@ from mtrain_cli.training.run_plan import make_plan, size
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
 without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="plans for a machine with GPUs from one without"
+    torch.cuda.is_available(), reason="plans for GPUs on a machine without"
 )
 
 
@@ -41,7 +41,7 @@ def text(renderable, width=80):
     return console.file.getvalue()
 
 
-def test_the_default_run_is_planned_as_it_would_start_here():
+def test_the_default_plan_is_for_this_machine():
     found = make_plan(compose(["topology.device=cpu"]))
     assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == (
         "cpu",
@@ -60,7 +60,7 @@ def test_the_default_run_is_planned_as_it_would_start_here():
 
 
 @without_gpu
-def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
+def test_a_plan_for_absent_gpus_says_what_it_assumes():
     found = make_plan(compose(LARGE))
     assert (
         found.environment.workers,
@@ -82,7 +82,7 @@ def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
 
 @pytest.fixture
 def with_24_gib(monkeypatch):
-    """A machine of 24 GiB, in the eyes of the plan and of the trainer."""
+    """Pretend to the plan and the trainer that this machine has 24 GiB."""
     for place in (module, run_plan, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
 
@@ -90,7 +90,7 @@ def with_24_gib(monkeypatch):
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 @pytest.mark.parametrize("workers", [1, 3, 16])
-def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
+def test_a_run_that_fits_here_is_planned_for_here(workers):
     found = make_plan(compose([f"topology.workers={workers}"]))
     assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == (
         "cpu",
@@ -98,12 +98,12 @@ def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
         "float32",
         True,
     )
-    assert found.machine.startswith("the CPU of this machine, since no GPU is here")
+    assert found.machine.startswith("the CPU of this machine, which has no GPU")
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
-def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say_why():
+def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
     found = make_plan(compose(LARGE[:3]))
     assert (found.environment.device, found.environment.workers, found.dtype) == (
         "cuda",
@@ -111,7 +111,7 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
         "bfloat16",
     )
     assert re.fullmatch(
-        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, "
+        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
         r"and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
         found.machine,
     )
@@ -131,20 +131,21 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
         )
     )
     assert kernel.machine.startswith(
-        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and the CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
+        "and its CPU refuses train.kernel=flash4: "
     )
     assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
-def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
+def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
     last = " ".join(
         text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split()
     )
     assert last == (
-        "Does not fit this machine: 2 workers need about 241 GiB where this machine has 24 GiB; only a smaller model would fit. "
-        "topology.workers=8 plans for eight GPUs."
+        "Does not fit this machine: 2 workers need about 241 GiB where this machine has 24 GiB; "
+        "only a smaller model would fit. topology.workers=8 plans for eight GPUs."
     )
     words = [
         "seq=1m",
@@ -167,14 +168,14 @@ def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
 
 
-def test_workers_of_imagined_nodes_share_the_memory_of_this_machine():
+def test_workers_of_virtual_nodes_share_this_machines_memory():
     words = ["topology.device=cpu", "topology.workers=4"]
-    one, imagined = (make_plan(compose([*words, f"topology.gpus_per_node={size}"])) for size in (4, 1))
-    assert imagined.environment.nodes == 4
-    assert imagined.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
+    one, virtual = (make_plan(compose([*words, f"topology.gpus_per_node={n}"])) for n in (4, 1))
+    assert virtual.environment.nodes == 4
+    assert virtual.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
 
 
-def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
+def test_a_task_that_sees_only_its_own_gpu_plans_for_that_gpu(monkeypatch):
     config = compose(["topology.device=cpu"])
     here = make_plan(config).environment
     choices = resolve_run(config, here)
@@ -190,7 +191,7 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
 
 
 @without_gpu
-def test_the_sparse_kernel_needs_no_matrix_of_scores():
+def test_the_sparse_kernel_needs_no_score_matrix():
     words = [
         "model=qwen3b",
         "seq=64k",
@@ -215,24 +216,24 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
     longer = make_plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
     assert longer.exchange <= 2 * triton.memory.peak.exchange
     printed = " ".join(text(dry_run(compose([*words, "train.kernel=triton"])), 1000).split())
-    assert "fits no GPU of today" not in printed
+    assert "fits no current GPU" not in printed
 
 
 @without_gpu
-def test_one_gpu_is_assumed_throughout():
-    # What is gathered at once is over 10 % of 80 GiB, and under 10 % of an H200.
+def test_the_same_gpu_is_assumed_everywhere():
+    # Gathered KV takes over 10 % of 80 GiB, but under 10 % of an H200.
     found = make_plan(
         compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"])
     )
     assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
     assert found.exchange.name == "all_gather"
     printed = " ".join(text(module.render(found), 1000).split())
-    assert "taken to be NVIDIA H200" in printed
+    assert "assumed NVIDIA H200 GPUs" in printed
     assert "of the 989 TFLOP/s of NVIDIA H200" in printed
 
 
 @without_gpu
-def test_a_kernel_that_no_gpu_could_run_is_refused():
+def test_a_kernel_that_no_gpu_supports_is_refused():
     with pytest.raises(ConfigError, match=r"train\.kernel=flash4"):
         make_plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
     assert make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
@@ -240,7 +241,7 @@ def test_a_kernel_that_no_gpu_could_run_is_refused():
 
 
 @without_gpu
-def test_kernels_that_could_serve_elsewhere_are_not_called_usable_here():
+def test_kernels_of_other_gpus_are_not_listed_as_available_here():
     with pytest.raises(ConfigError) as caught:
         make_plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
     (line,) = caught.value.problems
@@ -258,7 +259,7 @@ def test_the_largest_plan_takes_seconds():
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize(("workers", "cp"), [(1, 1), (3, 3), (8, 2), (4, 4)])
-def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
+def test_traffic_equals_that_of_the_schedule(workers, cp, exchange):
     sizes = [
         f"topology.workers={workers}",
         f"topology.context_parallel={cp}",
@@ -286,10 +287,11 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
     )  # 3 divides few rows
 
 
-def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said():
+def test_traffic_of_weights_and_gradients_depends_on_sharding_and_is_shown():
     words = ["topology.device=cpu", "topology.workers=2", "train.global_batch=64", "train.shard="]
     full, gradients, optimizer = (
-        make_plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer")
+        make_plan(compose([*words[:3], words[3] + kind]))
+        for kind in ("full", "gradients", "optimizer")
     )
     one = make_plan(compose([*words[:2], "train.shard=optimizer"]))
     assert full.received.weights > 2 * gradients.received.weights > 60 * optimizer.received.weights
@@ -306,7 +308,7 @@ def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said(
     assert offloaded.received.host == 8 * offloaded.parameters.total // 2
 
 
-def test_full_recomputation_moves_the_keys_once_more():
+def test_full_recomputation_sends_the_keys_again():
     selective, full = (
         make_plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).received
         for kind in ("selective", "full")
@@ -314,7 +316,7 @@ def test_full_recomputation_moves_the_keys_once_more():
     assert full.backward == selective.backward + selective.forward
 
 
-def test_accumulation_and_data_parallel_groups_share_the_global_batch():
+def test_accumulation_and_data_parallel_groups_split_the_global_batch():
     found = make_plan(
         compose(
             [
@@ -332,11 +334,11 @@ def test_accumulation_and_data_parallel_groups_share_the_global_batch():
 
 def test_padding_is_shown():
     printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
-    assert "384 tokens a worker, 152 of 1,152 are padding" in printed
+    assert "384 tokens per worker, 152 of 1,152 are padding" in printed
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_page_fits_the_terminal_and_names_every_part(width):
+def test_the_output_fits_the_terminal_and_names_every_part(width):
     printed = text(dry_run(compose(LARGE)), width)
     assert max(len(line.rstrip()) for line in printed.splitlines()) <= width
     for word in (
@@ -357,7 +359,7 @@ def test_the_page_fits_the_terminal_and_names_every_part(width):
 
 def test_the_verdict_follows_the_total():
     if torch.cuda.is_available():
-        pytest.skip("holds the total against common GPUs only where none is here")
+        pytest.skip("compares the total with common GPUs only on a machine without GPUs")
     verdicts = []
     for workers in (8, 64, 1024):
         found = make_plan(
@@ -369,12 +371,12 @@ def test_the_verdict_follows_the_total():
             (name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None
         )
         verdict = str(module.describe_fit(found))
-        assert (smallest or "no GPU of today") in verdict
+        assert (smallest or "no current GPU") in verdict
         verdicts.append(verdict)
     assert len(set(verdicts)) == 3
 
 
-def test_the_banner_names_what_runs_and_why_in_80_columns():
+def test_the_banner_says_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
     environment = make_plan(config).environment
     printed = text(
@@ -408,7 +410,7 @@ def banner_of(*words: str, resumed: int | None = None) -> str:
     )
 
 
-def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp_path):
+def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tmp_path):
     assert "weights random, seed 7" in banner_of("seed=7")
     assert "212 documents; order from seed 7" in banner_of("seed=7")
     shape = {
@@ -423,36 +425,37 @@ def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp
     )
     begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
     assert f"weights{tmp_path}(train.init_from)" in begun
-    assert "weights of the checkpoint of step 40; the run began with random, seed 0" in banner_of(
-        resumed=40
+    assert (
+        "weights from the checkpoint of step 40; the run started from random, seed 0"
+        in banner_of(resumed=40)
     )
     plain = banner_of("train.steps=100", "optim.lr=1e-3")
     assert (
-        "schedule cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
-        in plain
+        "schedule cosine: warm up over 10 steps to a peak of 1.00e-03, "
+        "decay to 1.00e-04 from step 11 to step 100" in plain
     )
     kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
     assert (
         "the last 150 of 250 steps stay there; kept on resume, optim.rewarm=true starts a new one"
         in kept
     )
-    assert "compile off; train.compile=auto compiles on GPUs alone" in plain
+    assert "compile off; train.compile=auto compiles only on GPUs" in plain
     assert (
-        "compile on (train.compile=true): the first step compiles before it computes, which can take minutes"
+        "compile on (train.compile=true): the first step compiles first, which can take minutes"
         in banner_of("train.compile=true")
     )
     reasons = {
-        (): "auto: stripes divide the work of packed documents evenly",
+        (): "auto: stripes balance the work of packed documents",
         (
             "data.document_mask=false",
-        ): "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces",
+        ): "auto: dense attention without documents; zigzag balances it in the largest pieces",
         (
             "sparsity=vertical_slash",
-        ): "auto: stripes divide the work of the index of vertical_slash evenly",
-        ("topology.layout=contiguous",): "tokens a worker; as configured",
+        ): "auto: stripes balance the work of the index of vertical_slash",
+        ("topology.layout=contiguous",): "tokens per worker; as configured",
         (
             "topology.workers=1",
-        ): "auto: a worker holds whole sequences, so that layouts do not differ",
+        ): "auto: each worker holds whole sequences, so layouts do not differ",
     }
     for words, reason in reasons.items():
         assert reason in banner_of(*words), words
@@ -469,7 +472,7 @@ def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp
 )
 def test_every_topology_has_a_plan(topology, words):
     if torch.cuda.is_available():
-        pytest.skip("plans for the GPUs that are here")
+        pytest.skip("plans for this machine's GPUs")
     printed = " ".join(text(dry_run(compose([f"topology={topology}"]))).split())
     for word in words:
         assert word in printed, word
@@ -524,13 +527,13 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
         ),
     ],
 )
-def test_the_total_of_cpu_workers_stays_whole_on_80_columns(words, said):
+def test_the_total_of_cpu_workers_stays_on_one_line_of_80_columns(words, said):
     assert re.search(said, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
-def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
+def test_fewer_workers_are_proposed_if_they_exceed_this_machines_memory():
     words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
     helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
     proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
@@ -540,11 +543,12 @@ def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
 
 
 @without_gpu
-def test_what_fits_means_is_said_where_it_is_said():
+def test_the_output_defines_what_fits_means():
     words = ["model=qwen0.5b", "seq=32k", "topology.workers=2", "topology.device=cuda"]
     page = " ".join(text(dry_run(compose(words))).split())
     assert page.endswith(
-        "Fits: in 95% of the memory of a GPU and 90% of the host's, since gaps and other processes take the rest."
+        "To \"fit\" means to use at most 95% of a GPU's memory and 90% of the host's; "
+        "gaps and other processes take the rest."
     )
     roomy = [
         "train.activation_checkpoint=selective",
@@ -554,8 +558,8 @@ def test_what_fits_means_is_said_where_it_is_said():
     ]
     kept = " ".join(text(dry_run(compose([*words, *roomy]))).split())
     assert re.search(r"train\.memory=auto takes [^,]*train\.keep_mlp=", kept)
-    assert kept.endswith("; train.keep_mlp keeps as much as leaves 10% of a GPU free.")
-    # Memory of the host is one of the two, for GPUs that are not here, too.
+    assert kept.endswith("; train.keep_mlp leaves 10% of a GPU free.")
+    # For absent GPUs, host memory must suffice, too.
     found = make_plan(compose([*words, "optim.offload=true"]))
     assert module.describe_fit(found).plain.startswith("fits GPUs of ")
     assert (
@@ -574,13 +578,13 @@ def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected
 
 
 @without_gpu
-def test_a_number_of_gpus_that_was_not_given_is_said_to_be_taken():
+def test_an_assumed_number_of_gpus_is_marked_as_such():
     auto, given = (
         make_plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
         for more in ((), ("topology.workers=2",))
     )
     assert (
         module.describe_workers(auto)
-        == "2 GPUs = 1 data x 2 context, taken for topology.workers=auto: give how many there are"
+        == "2 GPUs = 1 data x 2 context, assumed for topology.workers=auto: give the number of GPUs"
     )
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"

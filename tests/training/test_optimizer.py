@@ -1,4 +1,4 @@
-"""AdamW on the parts that a worker holds is PyTorch's AdamW, bit for bit."""
+"""AdamW on a worker's shards equals PyTorch's AdamW bitwise; learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mtrain_cli.training.optimizer import (
 
 
 def both(rank: int, world: int, offload: bool) -> dict[str, bool]:
-    """Trains twice, with PyTorch's optimizer and with ours, and stops and loads in between."""
+    """Train with PyTorch's optimizer and with ours, resuming in between; compare bitwise."""
     words = [
         "sparsity=vertical_slash",
         f"optim.offload={str(offload).lower()}",
@@ -65,12 +65,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_weights_and_states_are_bitwise_those_of_pytorch(offload):
+def test_weights_and_states_equal_pytorchs_bitwise(offload):
     for found in gloo.run(2, both, offload):
         assert all(found.values()), found
 
 
-def test_what_has_no_gradient_is_left_alone_and_may_come_later():
+def test_a_parameter_without_gradient_is_unchanged_and_may_get_one_later():
     torch.manual_seed(0)
     mine, others = (
         [nn.Parameter(t.clone()) for t in start]
@@ -95,7 +95,7 @@ def test_what_has_no_gradient_is_left_alone_and_may_come_later():
     assert [ours.state[p]["step"].item() for p in mine] == [4, 3]
 
 
-def test_gradients_are_no_part_of_a_graph():
+def test_local_gradients_are_not_part_of_a_graph():
     parameter = nn.Parameter(torch.randn(3))
     parameter.grad = torch.ones(3)
     without = nn.Parameter(torch.randn(3))
@@ -125,7 +125,7 @@ def test_the_learning_rate_warms_up_and_ends_at_its_floor(kind):
     assert max(found) == pytest.approx(1.0)
     assert found[9:99] == sorted(found[9:99], reverse=True), "it never rises again"
     floor = 1.0 if kind == "constant" else 0.1
-    assert found[99:] == pytest.approx([floor] * 51), "behind the last step it stays"
+    assert found[99:] == pytest.approx([floor] * 51), "the rate stays after the last step"
     assert (found[98] > floor) == (kind != "constant")
 
 
@@ -139,17 +139,17 @@ def test_each_schedule_has_its_shape():
     assert wsd[79] == 1.0 > wsd[80]
     assert wsd[89] == pytest.approx(0.55)
     assert rates("optim.schedule=wsd")[81] == 1.0 > rates("optim.schedule=wsd")[82], (
-        "the last 20 % of the 89 steps behind the warm-up"
+        "the last 20 % of the 89 steps after the warm-up"
     )
     whole = rates("optim.schedule=wsd", "optim.decay_steps=89")
-    assert whole[10] == 1.0 > whole[11], "the decay fills what the warm-up leaves"
+    assert whole[10] == 1.0 > whole[11], "the decay fills the steps after the warm-up"
     assert whole[99] == pytest.approx(0.1)
     short = rates("optim.schedule=linear", "optim.decay_steps=40")
     assert short[50:] == pytest.approx([0.1] * 50)
     assert short[30] == pytest.approx(0.55)
 
 
-def test_a_schedule_says_what_it_does():
+def test_a_schedule_describes_itself():
     def said(*words: str) -> str:
         config = compose(
             [
@@ -163,11 +163,11 @@ def test_a_schedule_says_what_it_does():
         return LearningRateSchedule.of(config).describe(config.train.steps)
 
     assert (
-        said()
-        == "cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
+        said() == "cosine: warm up over 10 steps to a peak of 1.00e-03, "
+        "decay to 1.00e-04 from step 11 to step 100"
     )
     assert said("optim.schedule=wsd", "optim.decay_steps=20").endswith(
-        "down to 1.00e-04 from step 80 to step 100"
+        "decay to 1.00e-04 from step 80 to step 100"
     )
     assert said("optim.schedule_steps=60").endswith(
         "to step 60; the last 40 of 100 steps stay there"
@@ -177,5 +177,5 @@ def test_a_schedule_says_what_it_does():
     )
     assert (
         said("optim.schedule=constant", "optim.warmup_steps=0")
-        == "constant: a peak of 1.00e-03 at once, which stays"
+        == "constant: start at a peak of 1.00e-03, then constant"
     )

@@ -1,4 +1,4 @@
-"""Kernels of a sparse run whose first steps are dense."""
+"""Kernels of a sparse run with dense first steps."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ ELSEWHERE = [
 ]
 
 
-def test_the_kernel_of_dense_steps_is_told_with_its_reason():
+def test_the_kernel_of_dense_steps_is_shown_with_its_reason():
     sparse, dense = kernel_rows(make_plan(compose([*ELSEWHERE, "train.kernel=triton"])))
     assert sparse[1].startswith("triton: as configured")
-    assert dense[1].startswith("flash4 in the first 3 steps, which are dense: ")
+    assert dense[1].startswith("flash4 for the first 3 steps, which are dense: ")
     assert len(kernel_rows(make_plan(compose([*ELSEWHERE, "sparsity.dense_steps=0"])))) == 1
 
 
-def test_dense_steps_that_nothing_computes_are_named_as_the_cause():
+def test_dense_steps_without_a_kernel_are_reported_by_their_key():
     with pytest.raises(ConfigError) as caught:
         make_plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
     assert str(caught.value).startswith(
-        "sparsity.dense_steps=3: nothing computes these steps: train.kernel=auto: no fast kernel serves"
+        "sparsity.dense_steps=3: no kernel computes these steps: "
+        "train.kernel=auto: no fast kernel serves"
     )

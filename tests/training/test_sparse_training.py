@@ -1,4 +1,4 @@
-"""Training under a dynamic index: metrics, dense first steps, replicas, recomputation, and what is refused."""
+"""Training with a dynamic index: metrics, dense first steps, replicas, recomputation, refusals."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def steps(
     return found
 
 
-def test_metrics_tell_what_the_index_left():
+def test_metrics_show_the_density_of_the_index():
     (found,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
     for step in found:
         assert 0.2 < step["density"] < 0.8
@@ -92,14 +92,14 @@ def test_metrics_tell_what_the_index_left():
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_metrics_are_the_lines_of_a_head(micro_batch):
+def test_metrics_count_slashes_and_columns_per_head(micro_batch):
     lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=8", "sparsity.density=0"]
     (found,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
     assert [(step["slashes"], step["columns"]) for step in found] == [(3, 8)] * 2
 
 
 def shares(rank: int, world: int, overrides: list[str], fixed: list[str]) -> list[dict]:
-    """What one dense and one sparse step of packed documents say of themselves on a GPU of 1 GFLOP/s that takes 1 s."""
+    """Return the metrics of a dense and a sparse step, of packed documents, at 1 GFLOP/s, in 1 s."""
     found = []
     for words in (["sparsity.block=null"], fixed):
         made = trainer(rank, world, world, [*overrides, *words])
@@ -135,14 +135,14 @@ def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
     assert dense["mfu_model"] == pytest.approx(2 * 208 * flops.model / 1e9)
     assert dense["mfu_model"] < dense["mfu_executed"]
     assert dense["density"] == pytest.approx(dense["allowed"] / causal_pairs(208))
-    # An index that leaves nothing out has the density of a dense step, in all and in each layer. It has no MFU.
+    # An index that skips nothing has a dense step's density, overall and per layer, but no MFU.
     assert sparse["density"] == pytest.approx(dense["density"])
     assert sparse["density_by_layer"] == pytest.approx([dense["density"]] * 2)
     assert sparse["mfu_model"] is None
     assert sparse["mfu_executed"] == pytest.approx(dense["mfu_executed"])
 
 
-def test_everything_kept_is_dense_attention():
+def test_an_index_that_keeps_everything_equals_dense_attention():
     whole = [
         "sparsity=vertical_slash",
         "sparsity.last_q=16",
@@ -165,7 +165,7 @@ def test_the_first_steps_may_be_dense():
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_recomputation_changes_nothing(checkpoint):
+def test_recomputation_does_not_change_the_losses(checkpoint):
     (found,) = gloo.run(1, steps, [*VERTICAL_SLASH, f"train.activation_checkpoint={checkpoint}"], 2)
     (expected,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
     for a, b in zip(found, expected, strict=True):
@@ -225,7 +225,7 @@ WAYS = {
 
 @cache
 def alone(pattern: str) -> list[dict]:
-    """Ten steps of one worker."""
+    """Train ten steps on one worker."""
     (found,) = gloo.run(1, steps, [*PATTERNS[pattern], *LEARNS], 10)
     return found
 
@@ -246,7 +246,7 @@ def alone(pattern: str) -> list[dict]:
         pytest.param(4, "xattention", "nodes", marks=pytest.mark.slow),
     ],
 )
-def test_workers_that_share_a_sequence_train_as_one(world, pattern, way):
+def test_workers_that_share_a_sequence_train_like_one(world, pattern, way):
     expected = alone(pattern)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
     overrides = [*PATTERNS[pattern], *LEARNS]
@@ -273,8 +273,8 @@ FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=12"]
         pytest.param(2, 2, ["topology.layout=striped"], marks=pytest.mark.slow),
     ],
 )
-def test_fixed_lines_do_not_depend_on_workers_layout_or_micro_batches(world, cp, words):
-    """200 tokens are padded to another length by each."""
+def test_a_fixed_index_does_not_depend_on_workers_layout_or_micro_batches(world, cp, words):
+    """Each of them pads 200 tokens to a different length."""
     expected = fixed_alone()
     for found in gloo.run(world, steps, [*FIXED, *words], 2, cp):
         for a, b in zip(found, expected, strict=True):
