@@ -240,12 +240,12 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
             loss = decoder(*inputs, attend, 1.0)
             left = live.now() - before
     assert loss.requires_grad
-    how = ExchangeChoice("all_gather", "", per_node=1)
+    exchange_choice = ExchangeChoice("all_gather", "", per_node=1)
     estimate = estimate_memory(
         config,
         workers=1,
         layout=layout,
-        exchange=how,
+        exchange=exchange_choice,
         kernel="flash4",
         dtype_bytes=dtype.itemsize,
         cuda=False,

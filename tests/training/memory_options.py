@@ -209,37 +209,37 @@ def outcomes(
     rank: int, world: int, names: list[str], ways: tuple[Way, ...], layout_name: str = "striped"
 ) -> list[dict]:
     """Compare the plain outcome with each option's, for each exchange, dense and sparse."""
-    found = []
-    for way in ways:
+    comparisons = []
+    for exchange_case in ways:
         layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
         group = make_context_group(
             rank,
             world,
             world,
             torch.device("cpu"),
-            per_node=min(way.per_node, world),
-            heads=way.heads,
+            per_node=min(exchange_case.per_node, world),
+            heads=exchange_case.heads,
         )
         for sparse in (False, True):
             exchange = make_exchange(
-                way.exchange, layout, group, chunks=way.chunks, prefetch=way.prefetch,
-                circulates=way.circulates,
-                shared_columns=way.shared_columns,
+                exchange_case.exchange, layout, group, chunks=exchange_case.chunks, prefetch=exchange_case.prefetch,
+                circulates=exchange_case.circulates,
+                shared_columns=exchange_case.shared_columns,
             )  # fmt: skip
             plain = step(Option(), world, exchange, sparse)
             for name in names:
                 one = step(OPTIONS[name], world, exchange, sparse)
                 early = early_share(exchange, OPTIONS[name], sparse)
-                found.append(
+                comparisons.append(
                     {
-                        "way": str(way),
+                        "way": str(exchange_case),
                         "sparse": sparse,
                         "option": name,
                         "early": early,
                         **compared(plain, one),
                     }
                 )
-    return found
+    return comparisons
 
 
 def early_share(exchange, option: Option, sparse: bool) -> float:

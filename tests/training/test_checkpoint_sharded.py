@@ -125,7 +125,7 @@ def _zeros_like(state: Any) -> Any:
 def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str]:
     """Rank 1 fails two saves (asynchronous, synchronous), then succeeds; return all errors."""
     del world
-    told = []
+    errors = []
     checkpointer = Checkpointer(directory, keep=1)
     model, optimizer = sharded_training(seed=1)
     state = {"model": model, "optimizer": optimizer, "trainer": {"step": 1}}
@@ -139,13 +139,13 @@ def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str
             dist.barrier()  # training goes on meanwhile
             checkpointer.wait()
         except CheckpointError as error:
-            told.append(str(error))
-        told.append(",".join(sorted(os.listdir(directory))))
+            errors.append(str(error))
+        errors.append(",".join(sorted(os.listdir(directory))))
         dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     checkpointer.save(3, state)
     checkpointer.wait()
-    return [*told, ",".join(sorted(os.listdir(directory)))]
+    return [*errors, ",".join(sorted(os.listdir(directory)))]
 
 
 def test_all_ranks_learn_that_one_cannot_write_and_go_on(tmp_path):
@@ -153,8 +153,8 @@ def test_all_ranks_learn_that_one_cannot_write_and_go_on(tmp_path):
         f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); "
         "the previous checkpoint is intact"
     )
-    for told in gloo.run(2, save_with_a_failing_rank, tmp_path):
-        assert told == [line, "step-1", line, "step-1", "step-3"]
+    for errors in gloo.run(2, save_with_a_failing_rank, tmp_path):
+        assert errors == [line, "step-1", line, "step-1", "step-3"]
 
 
 def make_a_checkpointer_where_none_can_be(rank: int, world: int, path: Path) -> None:

@@ -124,7 +124,7 @@ def flip_a_byte(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "told"),
+    ("file", "damage", "problem"),
     [
         ("__0_0.distcp", flip_a_byte, "__0_0.distcp was altered (its checksum differs)"),
         (
@@ -144,13 +144,13 @@ def flip_a_byte(file: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_reported_in_one_line_and_the_previous_one_loads(
-    saved, file, damage: Callable[[Path], object], told
+    saved, file, damage: Callable[[Path], object], problem
 ):
     damage(saved / "step-2" / file)
     step, reports = loaded(saved)
     assert step == 1
     assert len(reports) == 1
-    assert reports[0].startswith(f"{saved / 'step-2'}: {told}")
+    assert reports[0].startswith(f"{saved / 'step-2'}: {problem}")
     assert reports[0].endswith("; using the previous checkpoint instead")
 
 
@@ -169,12 +169,12 @@ def test_without_an_intact_checkpoint_each_problem_is_reported(saved):
 
 
 def test_a_checkpoint_of_a_different_model_is_refused(saved):
-    for change, told in (
+    for change, problem in (
         ({"weight": torch.zeros(300, 8)}, "Size mismatch"),
         ({"more": torch.zeros(3)}, "Missing key"),
     ):
         state = {"model": {**state_of(0)["model"], **change}}
-        with pytest.raises(NoCheckpointError, match=told):
+        with pytest.raises(NoCheckpointError, match=problem):
             Checkpointer(saved, keep=1).load(state)
     state = {"model": {"weight": torch.zeros(300, 7)}}
     with pytest.raises(
@@ -321,19 +321,19 @@ def killed_at(moment: int, directory: Path, step: int) -> bool:
 def test_sigkill_at_any_moment_of_a_save_leaves_a_usable_checkpoint(tmp_path, step):
     directory = tmp_path / "checkpoints"
     save(Checkpointer(directory, keep=1), 1, asynchronous=False)
-    found = set()
+    loaded_steps = set()
     for moment in range(1, 200):
         if not killed_at(moment, directory, step):
             break
         newest, reports = loaded(directory)
         assert reports == []
         assert set(names(directory)) <= {"step-1", f"step-{newest}"}
-        found.add(newest)
+        loaded_steps.add(newest)
         if newest != 1:
             shutil.rmtree(directory)
             save(Checkpointer(directory, keep=1), 1, asynchronous=False)
     assert 10 < moment < 199
-    assert found == {1, step}
+    assert loaded_steps == {1, step}
 
 
 def test_the_manifest_lists_every_file_with_its_size(saved):

@@ -122,8 +122,10 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
             initialize(decoder, 0)
             for layout in LAYOUTS:
                 for exchange in EXCHANGES:
-                    made = make_exchange(exchange, make_layout(layout, world, SEQ, BLOCK), group)
-                    batch = BatchMaker(made, SdpaKernel(), device, document_mask=True)(
+                    exchange_ = make_exchange(
+                        exchange, make_layout(layout, world, SEQ, BLOCK), group
+                    )
+                    batch = BatchMaker(exchange_, SdpaKernel(), device, document_mask=True)(
                         [sample(documents)]
                     )
                     loss = decoder(

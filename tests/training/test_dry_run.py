@@ -42,42 +42,42 @@ def text(renderable, width=80):
 
 
 def test_the_default_plan_is_for_this_machine():
-    found = make_plan(compose(["topology.device=cpu"]))
-    assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == (
+    plan = make_plan(compose(["topology.device=cpu"]))
+    assert (plan.environment.device, plan.environment.workers, plan.dtype, plan.gpu) == (
         "cpu",
         2,
         "float32",
         None,
     )
     assert (
-        found.layout.name,
-        found.layout.tokens_per_worker,
-        found.exchange.name,
-        found.kernel,
+        plan.layout.name,
+        plan.layout.tokens_per_worker,
+        plan.exchange.name,
+        plan.kernel,
     ) == ("striped", 2048, "all_gather", "sdpa")
-    assert found.tokens_per_step == 4096
-    assert found.checkpoint == 12 * found.parameters.total
+    assert plan.tokens_per_step == 4096
+    assert plan.checkpoint == 12 * plan.parameters.total
 
 
 @without_gpu
 def test_a_plan_for_absent_gpus_says_what_it_assumes():
-    found = make_plan(compose(LARGE))
+    plan = make_plan(compose(LARGE))
     assert (
-        found.environment.workers,
-        found.environment.cp,
-        found.dtype,
-        found.layout.tokens_per_worker,
+        plan.environment.workers,
+        plan.environment.cp,
+        plan.dtype,
+        plan.layout.tokens_per_worker,
     ) == (64, 64, "bfloat16", 65536)
-    assert found.kernel == "flash4"
-    assert "assumed, no GPU here" in found.kernel_reason
-    assert (found.exchange.name, found.exchange.chunks) == ("all_gather", 8)
-    assert "gathered KV and dKV take 10.0 GiB at once" in found.exchange.reason
+    assert plan.kernel == "flash4"
+    assert "assumed, no GPU here" in plan.kernel_reason
+    assert (plan.exchange.name, plan.exchange.chunks) == ("all_gather", 8)
+    assert "gathered KV and dKV take 10.0 GiB at once" in plan.exchange.reason
     longer = make_plan(compose([*LARGE, "seq=16m"])).exchange
     assert longer.name == "ring"
     assert "gathered KV and dKV would take 40.0 GiB at once, over 10% of " in longer.reason
-    assert found.rope_factor == 8.0
-    assert found.parameters.total == 8_030_261_248
-    assert found.fits is None
+    assert plan.rope_factor == 8.0
+    assert plan.parameters.total == 8_030_261_248
+    assert plan.fits is None
 
 
 @pytest.fixture
@@ -91,21 +91,21 @@ def with_24_gib(monkeypatch):
 @pytest.mark.usefixtures("with_24_gib")
 @pytest.mark.parametrize("workers", [1, 3, 16])
 def test_a_run_that_fits_here_is_planned_for_here(workers):
-    found = make_plan(compose([f"topology.workers={workers}"]))
-    assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == (
+    plan = make_plan(compose([f"topology.workers={workers}"]))
+    assert (plan.environment.device, plan.environment.workers, plan.dtype, plan.fits) == (
         "cpu",
         workers,
         "float32",
         True,
     )
-    assert found.machine.startswith("the CPU of this machine, which has no GPU")
+    assert plan.machine.startswith("the CPU of this machine, which has no GPU")
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
-    found = make_plan(compose(LARGE[:3]))
-    assert (found.environment.device, found.environment.workers, found.dtype) == (
+    plan = make_plan(compose(LARGE[:3]))
+    assert (plan.environment.device, plan.environment.workers, plan.dtype) == (
         "cuda",
         64,
         "bfloat16",
@@ -113,11 +113,11 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
     assert re.fullmatch(
         "assumed NVIDIA H200 GPUs: this machine has no GPU, "
         r"and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
-        found.machine,
+        plan.machine,
     )
     assert (
-        " ".join(text(module.render(found), 1000).splitlines()[1].split())
-        == f"machine {found.machine}"
+        " ".join(text(module.render(plan), 1000).splitlines()[1].split())
+        == f"machine {plan.machine}"
     )
     kernel = make_plan(
         compose(
@@ -222,12 +222,12 @@ def test_the_sparse_kernel_needs_no_score_matrix():
 @without_gpu
 def test_the_same_gpu_is_assumed_everywhere():
     # Gathered KV takes over 10 % of 80 GiB, but under 10 % of an H200.
-    found = make_plan(
+    plan = make_plan(
         compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"])
     )
     assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
-    assert found.exchange.name == "all_gather"
-    printed = " ".join(text(module.render(found), 1000).split())
+    assert plan.exchange.name == "all_gather"
+    printed = " ".join(text(module.render(plan), 1000).split())
     assert "assumed NVIDIA H200 GPUs" in printed
     assert "of the 989 TFLOP/s of NVIDIA H200" in printed
 
@@ -265,13 +265,13 @@ def test_traffic_equals_that_of_the_schedule(workers, cp, exchange):
         f"topology.context_parallel={cp}",
         f"train.global_batch={workers // cp}",
     ]
-    found = make_plan(compose(["topology.device=cpu", *sizes]))
-    shard = 2 * found.layout.tokens_per_worker * 2 * 32
+    plan = make_plan(compose(["topology.device=cpu", *sizes]))
+    shard = 2 * plan.layout.tokens_per_worker * 2 * 32
     schedule = make_schedule(exchange, ScheduleOptions(cp, cp))
     for rank in range(cp):
         for steps, moved in (
-            (schedule.forward[rank], found.received.forward),
-            (schedule.backward[rank], found.received.backward),
+            (schedule.forward[rank], plan.received.forward),
+            (schedule.backward[rank], plan.received.backward),
         ):
             transfers = [transfer for step in steps for transfer in step.transfers]
             keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
@@ -280,9 +280,9 @@ def test_traffic_equals_that_of_the_schedule(workers, cp, exchange):
             )
             assert moved == (keys * 4 + gradients * 4) * shard
     # The embedding and the last norm are gathered once.
-    layers = found.config.model.num_layers * found.parameters.layer
-    sharded = (2 * 4 + 4) * layers + (4 + 4) * (found.parameters.total - layers)
-    assert found.received.weights == pytest.approx(
+    layers = plan.config.model.num_layers * plan.parameters.layer
+    sharded = (2 * 4 + 4) * layers + (4 + 4) * (plan.parameters.total - layers)
+    assert plan.received.weights == pytest.approx(
         sharded * (workers - 1) / workers, rel=1e-2
     )  # 3 divides few rows
 
@@ -297,7 +297,7 @@ def test_traffic_of_weights_and_gradients_depends_on_sharding_and_is_shown():
     assert full.received.weights > 2 * gradients.received.weights > 60 * optimizer.received.weights
     assert optimizer.received.weights == one.received.weights == 8 * optimizer.parameters.total // 2
     printed = [
-        " ".join(text(module.render(found), 1000).split()) for found in (full, gradients, optimizer)
+        " ".join(text(module.render(plan), 1000).split()) for plan in (full, gradients, optimizer)
     ]
     assert "(gathered twice and reduced in each of 64 micro-batches)" in printed[0]
     assert "(gathered once a step, reduced in each of 64 micro-batches)" in printed[1]
@@ -317,7 +317,7 @@ def test_full_recomputation_sends_the_keys_again():
 
 
 def test_accumulation_and_data_parallel_groups_split_the_global_batch():
-    found = make_plan(
+    plan = make_plan(
         compose(
             [
                 "topology.device=cpu",
@@ -328,8 +328,8 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
             ]
         )
     )
-    assert (found.environment.dp, found.micro_batches, found.tokens_per_step) == (2, 3, 12 * 4096)
-    assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(found))
+    assert (plan.environment.dp, plan.micro_batches, plan.tokens_per_step) == (2, 3, 12 * 4096)
+    assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(plan))
 
 
 def test_padding_is_shown():
@@ -362,15 +362,15 @@ def test_the_verdict_follows_the_total():
         pytest.skip("compares the total with common GPUs only on a machine without GPUs")
     verdicts = []
     for workers in (8, 64, 1024):
-        found = make_plan(
+        plan = make_plan(
             compose(
                 ["model=llama8b", "seq=4m", f"topology.workers={workers}", "topology.device=cuda"]
             )
         )
         smallest = next(
-            (name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None
+            (name for name, gib in GPU_MEMORY if plan.memory.total <= 0.95 * gib * GIB), None
         )
-        verdict = str(module.describe_fit(found))
+        verdict = str(module.describe_fit(plan))
         assert (smallest or "no current GPU") in verdict
         verdicts.append(verdict)
     assert len(set(verdicts)) == 3
@@ -402,11 +402,11 @@ def test_the_banner_says_what_runs_and_why_in_80_columns():
 
 def banner_of(*words: str, resumed: int | None = None) -> str:
     config = compose(["topology.device=cpu", *words])
-    found = run_plan.plan_resolved(
+    plan = run_plan.plan_resolved(
         config, make_plan(config).environment, resolve_run(config, make_plan(config).environment)
     )
     return " ".join(
-        text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
+        text(banner(plan, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
     )
 
 
@@ -511,7 +511,7 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (
             ["model=qwen3b", "seq=512k", "topology.workers=2"],
@@ -527,8 +527,8 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
         ),
     ],
 )
-def test_the_total_of_cpu_workers_stays_on_one_line_of_80_columns(words, said):
-    assert re.search(said, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
+def test_the_total_of_cpu_workers_stays_on_one_line_of_80_columns(words, expected):
+    assert re.search(expected, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
 
 
 @without_gpu
@@ -560,10 +560,10 @@ def test_the_output_defines_what_fits_means():
     assert re.search(r"train\.memory=auto takes [^,]*train\.keep_mlp=", kept)
     assert kept.endswith("; train.keep_mlp leaves 10% of a GPU free.")
     # For absent GPUs, host memory must suffice, too.
-    found = make_plan(compose([*words, "optim.offload=true"]))
-    assert module.describe_fit(found).plain.startswith("fits GPUs of ")
+    plan = make_plan(compose([*words, "optim.offload=true"]))
+    assert module.describe_fit(plan).plain.startswith("fits GPUs of ")
     assert (
-        module.describe_fit(dataclasses.replace(found, host_share=1 << 30)).plain
+        module.describe_fit(dataclasses.replace(plan, host_share=1 << 30)).plain
         == "does not fit the memory of the host"
     )
 

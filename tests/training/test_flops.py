@@ -185,10 +185,10 @@ def test_model_flops_count_only_allowed_pairs_and_never_exceed_executed():
     model, seq = config("qwen3b"), 4096
     packed = 8 * causal_pairs(seq // 8)
     width = model.num_layers * model.num_heads * model.head_dim
-    found = flops_per_token(model, seq, pairs=packed)
-    assert found.model == pytest.approx(6 * parameters(model).matmul + 12 * width * packed / seq)
-    assert flops_per_token(model, seq).model > found.model
-    assert found.model < found.executed
+    results = flops_per_token(model, seq, pairs=packed)
+    assert results.model == pytest.approx(6 * parameters(model).matmul + 12 * width * packed / seq)
+    assert flops_per_token(model, seq).model > results.model
+    assert results.model < results.executed
 
 
 def test_model_flops_follow_the_formula_of_the_papers():

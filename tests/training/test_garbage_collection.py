@@ -16,42 +16,45 @@ from mtrain_cli.training import garbage_collection, out_of_memory
 
 def visited(rank: int, world: int) -> dict[str, Any]:
     """Count the objects that a worker's collections visit before, between and after steps."""
-    found: dict[str, Any] = {}
-    made = trainer(rank, world, 1, ["sparsity=vertical_slash"])
-    parameter = next(made.decoder.parameters())
-    found["aside before"] = gc.get_freeze_count()
-    made.train_step(False)
-    found["frozen"] = gc.get_freeze_count()
-    made.train_step(False)
-    found["frozen after a second step"] = gc.get_freeze_count()
+    results: dict[str, Any] = {}
+    training = trainer(rank, world, 1, ["sparsity=vertical_slash"])
+    parameter = next(training.decoder.parameters())
+    results["aside before"] = gc.get_freeze_count()
+    training.train_step(False)
+    results["frozen"] = gc.get_freeze_count()
+    training.train_step(False)
+    results["frozen after a second step"] = gc.get_freeze_count()
     seen = gc.get_objects()
-    found["seen"], found["the model"] = len(seen), any(candidate is parameter for candidate in seen)
-    made.close()
-    found["aside at the end"] = gc.get_freeze_count()
-    found["the model at the end"] = any(candidate is parameter for candidate in gc.get_objects())
-    return found
+    results["seen"], results["the model"] = (
+        len(seen),
+        any(candidate is parameter for candidate in seen),
+    )
+    training.close()
+    results["aside at the end"] = gc.get_freeze_count()
+    results["the model at the end"] = any(candidate is parameter for candidate in gc.get_objects())
+    return results
 
 
 def test_after_the_first_step_collections_visit_only_new_objects():
-    (found,) = gloo.run(1, visited)
-    assert found["aside before"] == found["aside at the end"] == 0
-    assert found["frozen"] > 50_000, "PyTorch alone has more"
-    assert found["frozen after a second step"] <= found["frozen"]
-    assert found["seen"] < found["frozen"] / 10
-    assert not found["the model"]
-    assert found["the model at the end"]
+    (results,) = gloo.run(1, visited)
+    assert results["aside before"] == results["aside at the end"] == 0
+    assert results["frozen"] > 50_000, "PyTorch alone has more"
+    assert results["frozen after a second step"] <= results["frozen"]
+    assert results["seen"] < results["frozen"] / 10
+    assert not results["the model"]
+    assert results["the model at the end"]
 
 
 def times(rank: int, world: int) -> list[int]:
     """Return the steps after which all objects are frozen; the first two steps are dense."""
-    found: list[int] = []
-    made = trainer(rank, world, 1, ["sparsity=vertical_slash", "sparsity.dense_steps=2"])
+    results: list[int] = []
+    training = trainer(rank, world, 1, ["sparsity=vertical_slash", "sparsity.dense_steps=2"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage_collection, "freeze_garbage", lambda: found.append(made.step))
+        patch.setattr(garbage_collection, "freeze_garbage", lambda: results.append(training.step))
         for _ in range(5):
-            made.train_step(False)
-    made.close()
-    return found
+            training.train_step(False)
+    training.close()
+    return results
 
 
 def test_the_first_sparse_step_freezes_objects_too():
@@ -61,7 +64,7 @@ def test_the_first_sparse_step_freezes_objects_too():
 def test_an_out_of_memory_report_sees_frozen_objects():
     tensor = torch.zeros(7)
     garbage_collection.freeze_garbage()
-    assert any(found is tensor for found in out_of_memory._tensors("cpu"))
+    assert any(results is tensor for results in out_of_memory._tensors("cpu"))
 
 
 def test_frozen_garbage_is_freed_by_the_next_freeze():

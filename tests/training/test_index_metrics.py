@@ -54,12 +54,12 @@ def test_sums_are_over_sequences_of_means_over_heads():
 
 
 def test_a_step_is_the_mean_over_sequences_and_layers():
-    found = index_metrics(SUM, RECORDS, SEQ)
-    assert found.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
-    assert found.density == pytest.approx(158 / 6 / 45)
-    assert found.slashes == 22 / 6
-    assert found.columns == 152.5 / 6
-    assert found.seconds == 0.25 + 1.25 + 0.25 + 1.25
+    results = index_metrics(SUM, RECORDS, SEQ)
+    assert results.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
+    assert results.density == pytest.approx(158 / 6 / 45)
+    assert results.slashes == 22 / 6
+    assert results.columns == 152.5 / 6
+    assert results.seconds == 0.25 + 1.25 + 0.25 + 1.25
 
 
 def test_partial_counts_of_workers_add_up_to_the_total():
@@ -69,5 +69,5 @@ def test_partial_counts_of_workers_add_up_to_the_total():
         local_index_sums([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu"))
         for pairs in parts
     )
-    found = index_metrics((mine + other).tolist(), [], SEQ)
-    assert found.density_by_layer == (25 / 45,)
+    results = index_metrics((mine + other).tolist(), [], SEQ)
+    assert results.density_by_layer == (25 / 45,)

@@ -114,15 +114,15 @@ def ratios(world, cases):
 
 
 def test_the_estimate_is_within_3_percent_of_the_live_bytes_of_a_step():
-    found = ratios(2, QUICK)
-    assert all(0.97 <= ratio <= 1.03 for ratio in found), found
+    result = ratios(2, QUICK)
+    assert all(0.97 <= ratio <= 1.03 for ratio in result), result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS)])
 def test_the_estimate_is_within_3_percent_for_every_memory_option(world, cases):
-    found = ratios(world, cases)
-    assert all(0.97 <= ratio <= 1.03 for ratio in found), found
+    result = ratios(world, cases)
+    assert all(0.97 <= ratio <= 1.03 for ratio in result), result
 
 
 def estimate(
@@ -130,12 +130,12 @@ def estimate(
 ):
     config = compose(["model=qwen3b", "seq=128k", *overrides])
     layout = make_layout(config.layout, cp or workers, config.seq, config.topology.block_size)
-    how = ExchangeChoice(exchange, "", per_node=8, heads=heads)
+    exchange_choice = ExchangeChoice(exchange, "", per_node=8, heads=heads)
     return estimate_memory(
         config,
         workers=workers,
         layout=layout,
-        exchange=how,
+        exchange=exchange_choice,
         kernel=kernel,
         dtype_bytes=dtype_bytes,
         cuda=True,
@@ -202,11 +202,11 @@ def test_kept_activations_follow_their_formulas():
 )
 def test_a_layer_keeps_exactly_the_estimated_bytes(words):
     overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])
-    (fewer, less), (more, found) = (
+    (fewer, less), (more, result) = (
         allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5)
     )
     # With offloading, one more layer is on the host; without, on the device.
-    expected = (found.moments[0].activations + found.host) - (
+    expected = (result.moments[0].activations + result.host) - (
         less.moments[0].activations + less.host
     )
     # Without recomputation, norms keep one number per row, which the estimate leaves out.
@@ -214,18 +214,18 @@ def test_a_layer_keeps_exactly_the_estimated_bytes(words):
 
 
 def test_offloading_keeps_the_activations_of_two_layers_on_the_device():
-    kept, found = (estimate(f"train.offload_activations={word}") for word in ("false", "true"))
+    kept, result = (estimate(f"train.offload_activations={word}") for word in ("false", "true"))
     whole = kept.moments[0].activations
-    assert found.moments[0].activations == whole * 2 // 36
-    assert (kept.host, found.host) == (0, whole * 35 // 36)
+    assert result.moments[0].activations == whole * 2 // 36
+    assert (kept.host, result.host) == (0, whole * 35 // 36)
 
 
 def test_layers_that_are_not_offloaded_stay_on_the_device():
     layer = estimate().moments[0].activations // 36
     for number, stay in [(0, 36), (1, 35), (16, 20), (34, 2), (35, 2), (36, 2)]:
-        found = estimate(f"train.offload_activations={number}")
-        assert found.moments[0].activations == stay * layer, number
-        assert found.host == min(number, 35) * layer
+        result = estimate(f"train.offload_activations={number}")
+        assert result.moments[0].activations == stay * layer, number
+        assert result.host == min(number, 35) * layer
     assert estimate("train.offload_activations=36") == estimate(OFFLOADED)
     # Gradients of 34 layers exist when two are left, whose activations are still there.
     deepest = estimate(OFFLOADED, "train.activation_checkpoint=full", "seq=1k").moments[1]
@@ -240,8 +240,8 @@ def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
     tokens, c, i = 131072 // 8, 2048, 11008
     plain = estimate().moments
     for number, layers in [("false", 0), ("0", 0), ("1", 1), ("7", 7), ("true", 36)]:
-        found = estimate(f"train.keep_mlp={number}").moments
-        assert found[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
+        result = estimate(f"train.keep_mlp={number}").moments
+        assert result[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
     last, before = (
         next(
             m
@@ -264,13 +264,13 @@ def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
 )
 def test_bytes_freed_with_the_mlp_were_kept(words):
     """With the keys of many workers, attention is the larger point."""
-    found = estimate("seq=4m", *words, workers=64)
-    backward = found.moments[1]
+    result = estimate("seq=4m", *words, workers=64)
+    backward = result.moments[1]
     assert backward.exchange == estimate("seq=4m", workers=64).moments[1].exchange > 0
-    gone = found.moments[0].activations - backward.activations
+    gone = result.moments[0].activations - backward.activations
     tokens, c, i = (4 << 20) // 64, 2048, 11008
     assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
-    for moment in found.moments:
+    for moment in result.moments:
         assert all(part >= 0 for part in moment.parts.values())
 
 
@@ -314,14 +314,14 @@ def test_accumulating_gradients_stay_for_the_whole_backward_pass():
 
 
 def test_parts_add_up_and_the_total_includes_the_reserve():
-    found = estimate()
-    for moment in found.moments:
+    result = estimate()
+    for moment in result.moments:
         assert moment.allocated == sum(
             value for key, value in dataclasses.asdict(moment).items() if key != "name"
         )
-    assert found.allocated == max(moment.allocated for moment in found.moments)
-    assert found.total == found.allocated + found.reserve
-    assert 0.5 * GIB < found.reserve < 3 * GIB
+    assert result.allocated == max(moment.allocated for moment in result.moments)
+    assert result.total == result.allocated + result.reserve
+    assert 0.5 * GIB < result.reserve < 3 * GIB
 
 
 def moba(*overrides, **kwargs):
@@ -379,8 +379,8 @@ def test_lists_of_blocks_have_room_for_the_most_slashes_of_an_index(words, most)
 
 def test_bitmaps_of_a_million_tokens_do_not_fit():
     dense, sparse = (
-        estimate("model=llama8b", "seq=1m", what, workers=8, kernel="triton")
-        for what in ("sparsity=dense", "sparsity=moba")
+        estimate("model=llama8b", "seq=1m", setting, workers=8, kernel="triton")
+        for setting in ("sparsity=dense", "sparsity=moba")
     )
     bits = 32 * 32 * 8192 * 8192 // 8
     assert bits == 8 * GIB
@@ -393,8 +393,8 @@ def test_slashes_and_columns_take_kilobytes_but_gathered_columns_do_not():
     lines = layers * heads * (1024 + 4 * width)
     # Kernels derive them once: the slot of each column, and the columns below each block.
     derived = layers * heads * 4 * (width + 1025)
-    found = estimate(*overrides, "train.activation_checkpoint=selective").moments
-    assert (found[0].index, found[-2].index) == (lines + derived, lines + derived // layers), (
+    result = estimate(*overrides, "train.activation_checkpoint=selective").moments
+    assert (result[0].index, result[-2].index) == (lines + derived, lines + derived // layers), (
         "slashes and columns stay until they are counted"
     )
     assert (

@@ -187,7 +187,7 @@ def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
         def fileno(self) -> int:
             return real.fileno()
 
-    for step, said in (
+    for step, warning in (
         (
             2,
             f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); "
@@ -196,7 +196,7 @@ def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
         (3, None),
     ):
         monkeypatch.setattr(writer, "_file", Full())
-        assert writer.write(replace(STEP, step=step)) == said, "warn only once"
+        assert writer.write(replace(STEP, step=step)) == warning, "warn only once"
     monkeypatch.setattr(writer, "_file", real)
     assert writer.write(replace(STEP, step=4)) is None
     writer.close()

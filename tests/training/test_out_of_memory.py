@@ -109,15 +109,15 @@ def all_cases(rank: int, world: int, folder: str) -> dict[str, tuple[str, dict]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (cases,) = gloo.run(1, all_cases, str(folder))
     return folder, cases
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_the_error_names_the_location_and_the_largest_tensors(told, where):
-    folder, cases = told
+def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
+    folder, cases = reports
     text, report = cases[where]
     place_told, variable = CASES[where]
     first, *lines = text.splitlines()

@@ -66,10 +66,10 @@ def test_after_a_restart_the_summary_covers_the_whole_run():
             clock.now += 1
             progress.step(replace(STEP, step=step, loss=9.0 - step))
         progress.summary("trained 8 steps")
-    said = out.getvalue()
-    assert "8.0000 at step 1, 1.0000 at step 8" in said
-    assert "median of 4 steps" in said, "excludes the first two steps of each start"
-    assert "0:03 since the last restart" in said
+    printed = out.getvalue()
+    assert "8.0000 at step 1, 1.0000 at step 8" in printed
+    assert "median of 4 steps" in printed, "excludes the first two steps of each start"
+    assert "0:03 since the last restart" in printed
 
 
 def test_outside_a_terminal_each_step_is_one_plain_line():

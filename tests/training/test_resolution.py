@@ -41,11 +41,11 @@ def choices(*overrides: str) -> ResolvedRun:
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_kernel_is_chosen_for_the_index_of_the_run(name):
-    found = choices(f"sparsity={name}")
-    assert found.kernel.name == ("sdpa" if name == "dense" else "triton"), (
+    resolved = choices(f"sparsity={name}")
+    assert resolved.kernel.name == ("sdpa" if name == "dense" else "triton"), (
         "an index is never computed densely on a GPU"
     )
-    assert found.dense_kernel is None
+    assert resolved.dense_kernel is None
 
 
 def test_the_layout_is_the_one_that_auto_chooses():
@@ -54,8 +54,8 @@ def test_the_layout_is_the_one_that_auto_chooses():
 
 
 def test_dense_first_steps_get_a_dense_kernel_in_addition_to_the_sparse_one():
-    found = choices("sparsity=moba", "sparsity.dense_steps=5", "train.kernel=triton")
-    assert (found.kernel.name, found.dense_kernel[0].name) == ("triton", "sdpa")
+    resolved = choices("sparsity=moba", "sparsity.dense_steps=5", "train.kernel=triton")
+    assert (resolved.kernel.name, resolved.dense_kernel[0].name) == ("triton", "sdpa")
 
 
 def test_a_dense_kernel_is_refused_with_an_index():

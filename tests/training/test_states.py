@@ -52,8 +52,8 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
     names = list(WAYS)
-    for name, way in WAYS.items():
-        trainer = make(rank, world, cp, (*words, *way))
+    for name, setting in WAYS.items():
+        trainer = make(rank, world, cp, (*words, *setting))
         done = [trainer.train_step(False) for _ in range(2)]
         weights = {key: whole(value).clone() for key, value in trainer.state()["model"].items()}
         Checkpointer(f"{folder}/{name}", 2).save(trainer.step, trainer.state(), asynchronous=False)
@@ -80,19 +80,19 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
 def test_every_state_setting_takes_the_same_steps_and_resumes_from_any_other(
     world, cp, words, tmp_path
 ):
-    found = gloo.run(world, trained, cp, words, str(tmp_path))[0]
-    expected, weights = found["before"]["full"]
+    results = gloo.run(world, trained, cp, words, str(tmp_path))[0]
+    expected, weights = results["before"]["full"]
     # Unsharded bfloat16 gradients accumulate before the reduction: a different order of sums.
     loose = 10 if "train.dtype=bfloat16" in words else 1
-    for name, (steps, mine) in found["before"].items():
+    for name, (steps, gradients) in results["before"].items():
         assert steps == [pytest.approx(step, rel=2e-6 * loose) for step in expected], name
-        for key, value in mine.items():
+        for key, value in gradients.items():
             torch.testing.assert_close(
                 value, weights[key], rtol=2e-5 * loose, atol=2e-6 * loose, msg=f"{name}: {key}"
             )
-    assert found["after"]["full"][0] == 3
-    for name, step in found["after"].items():
-        assert step == pytest.approx(found["after"]["full"], rel=1e-5 * loose), name
+    assert results["after"]["full"][0] == 3
+    for name, step in results["after"].items():
+        assert step == pytest.approx(results["after"]["full"], rel=1e-5 * loose), name
 
 
 def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
@@ -100,7 +100,7 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
 
     The first step has two micro-batches, the second one.
     """
-    found = []
+    results = []
     for batches in (2, 1):
         for words in (
             *((f"train.shard={shard}",) for shard in ("full", "gradients", "optimizer")),
@@ -138,15 +138,15 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
             trainer.forward_backward = counted  # type: ignore[method-assign]
             trainer.train_step(False)
             form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"]).sent()
-            found.append((" ".join(overrides), sum(received) + sum(reduced), form, len(reduced)))
-    return found
+            results.append((" ".join(overrides), sum(received) + sum(reduced), form, len(reduced)))
+    return results
 
 
 def test_traffic_of_weights_and_gradients_equals_the_closed_form():
-    found = gloo.run(2, sent)[0]
-    for words, counted, form, _ in found:
+    results = gloo.run(2, sent)[0]
+    for words, counted, form, _ in results:
         assert counted == form, words
-    two, one = found[:5], found[5:]
+    two, one = results[:5], results[5:]
     assert two[2][1] == one[2][1] == one[1][1], (
         "with shard=optimizer, accumulation sends nothing more"
     )
@@ -159,7 +159,7 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
     Returns bytes of gradients on the device after a step, resident and offloaded; whether both
     hold the same values; both squared norms; pinned bytes, actual and by the closed form.
     """
-    found = []
+    results = []
     for batches in (1, 2):
         words = (
             *BATCHES,
@@ -181,16 +181,16 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
             for unit, packed in zip(of_plain._units, of_plain._reduced, strict=True)
             for part in unit.of(packed)
         ]
-        mine = [gradient for unit in of_trainer._gradients for gradient in unit]
-        same = all(torch.equal(a, b) for a, b in zip(expected, mine, strict=True))
+        gradients = [gradient for unit in of_trainer._gradients for gradient in unit]
+        same = all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
         norms = [states.squared_norm().item() for states in (of_plain, of_trainer)]
-        pinned = sum(gradient.nbytes for gradient in mine) + 2 * of_trainer._up[0].nbytes
+        pinned = sum(gradient.nbytes for gradient in gradients) + 2 * of_trainer._up[0].nbytes
         form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"])
         bytes_of = [
             sum(gradient.nbytes for gradient in each.gradients()) for each in (plain, trainer)
         ]
-        found.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
-    return found
+        results.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
+    return results
 
 
 def test_offloaded_gradients_equal_resident_ones():
@@ -209,7 +209,7 @@ def waited_for(rank: int, world: int) -> list[list[str]]:
         1,
         (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"),
     )
-    states, told = trainer.host_states, []
+    states, events = trainer.host_states, []
     leave, link = states._leave, states._link
 
     class Arrival:
@@ -217,23 +217,23 @@ def waited_for(rank: int, world: int) -> list[list[str]]:
             self.number = number
 
         def synchronize(self) -> None:
-            told.append(f"waits for {self.number}")
+            events.append(f"waits for {self.number}")
 
     def leaves(number: int, packed: torch.Tensor) -> None:
         link.event = lambda: Arrival(number)
         leave(number, packed)
         del link.event
-        told.append(f"sends {number}")
+        events.append(f"sends {number}")
 
     states._leave = leaves
-    found = []
+    results = []
     for _ in range(2):
         ready = [trainer.next_batch_maker().to_device(host) for host in next(iter(trainer.loader))]
         trainer.forward_backward(ready, [batch.attend for batch in ready], 1)
         trainer.drop_gradients()
-        found.append(told.copy())
-        told.clear()
-    return found
+        results.append(events.copy())
+        events.clear()
+    return results
 
 
 def test_at_most_two_units_of_offloaded_gradients_are_in_transit():

@@ -156,9 +156,9 @@ def other_data(rank: int, world: int) -> str:
 
 
 def test_machines_with_different_data_are_refused():
-    for said in gloo.run(3, other_data):
+    for errors in gloo.run(3, other_data):
         assert (
-            said == "data.kind=stdlib: rank 2 reads a different corpus than rank 0. "
+            errors == "data.kind=stdlib: rank 2 reads a different corpus than rank 0. "
             "Give all machines the same data."
         )
 
@@ -205,7 +205,7 @@ def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[st
         time.sleep(0.5)
         publish(self, *arguments)
 
-    found = []
+    results = []
     for error in (
         ConfigError("data.path=x: sequence 2 is broken"),
         read_failure(OSError(errno.EIO, ""), "Input/output error"),
@@ -229,14 +229,14 @@ def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[st
             ]
             with pytest.raises((ConfigError, RunError)) as caught:
                 train(compose([*SMALL, *words]), run_dir, place(rank, world), False)
-            found.append(
+            results.append(
                 (
                     type(caught.value).__name__,
                     str(caught.value),
                     (run_dir.checkpoints / "step-2").is_dir(),
                 )
             )
-    return found
+    return results
 
 
 def test_a_worker_without_data_ends_all_workers_after_the_save_in_progress(tmp_path):

@@ -152,16 +152,19 @@ def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
         rank, world, world, ("optim.weight_decay=0.5", "optim.betas=[0.8,0.9]", "optim.eps=1e-5")
     )
     changed.resume(checkpointer)
-    found = [{"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups]
+    results = [
+        {"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups
+    ]
     return [
-        {name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")} for group in found
+        {name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")}
+        for group in results
     ]
 
 
 def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
-    (found,) = gloo.run(1, hyperparameters, str(tmp_path))
+    (results,) = gloo.run(1, hyperparameters, str(tmp_path))
     others = {"betas": (0.8, 0.9), "eps": 1e-5}
-    assert found == [
+    assert results == [
         {"ndim": 2, "weight_decay": 0.5, **others},
         {"ndim": 1, "weight_decay": 0.0, **others},
     ]
@@ -187,48 +190,54 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
     trainer.loader._make = made
 
 
-def held(trainer: Trainer) -> list[torch.Tensor]:
+def updated_tensors(trainer: Trainer) -> list[torch.Tensor]:
     """Return all that an update changes: both copies of the weights, moments and step counts."""
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    found = [*trainer.decoder.parameters(), *trainer._master_decoder().parameters(), *states]
-    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
+    results = [*trainer.decoder.parameters(), *trainer._master_decoder().parameters(), *states]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in results]
 
 
 def unlabelled(
-    rank: int, world: int, ways: list[tuple[int, tuple[str, ...]]]
+    rank: int, world: int, settings: list[tuple[int, tuple[str, ...]]]
 ) -> list[dict[str, Any]]:
     """Train four steps, the second without labels, and the same data without that step."""
-    found = []
-    for cp, overrides in ways:
+    results = []
+    for cp, overrides in settings:
         trainer = make(rank, world, cp, (*overrides, "optim.weight_decay=0.5"))
         without_labels(trainer, 1)
         first = trainer.train_step(False)
-        before = held(trainer)
+        before = updated_tensors(trainer)
         result = trainer.train_step(False)
-        same = all(torch.equal(a, b) for a, b in zip(before, held(trainer), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(before, updated_tensors(trainer), strict=True))
         line = trainer.metrics(result, 1.0)
         after = [trainer.train_step(False).loss for _ in range(2)]
-        found.append(
+        results.append(
             {
-                "same": same, "losses": [first.loss, result.loss], "norm": result.grad_norm,
+                "same": same,
+                "losses": [first.loss, result.loss],
+                "norm": result.grad_norm,
                 "skipped": (first.skipped, result.skipped),
-                "warnings": result.warnings, "line": (line.step, line.loss, line.skipped),
+                "warnings": result.warnings,
+                "line": (line.step, line.loss, line.skipped),
                 "after": after,
-                "changed": not all(torch.equal(a, b) for a, b in zip(before, held(trainer), strict=True)), "step": trainer.step,
+                "changed": not all(
+                    torch.equal(a, b) for a, b in zip(before, updated_tensors(trainer), strict=True)
+                ),
+                "step": trainer.step,
             }
-        )  # fmt: skip
-    return found
+        )
+    return results
 
 
 def test_a_step_without_labels_changes_nothing_and_warns():
-    ways = [
+    settings = [
         (2, ()),
         (1, ("optim.offload=true",)),
         (2, ("optim.offload=true", "optim.offload_gradients=true", "train.z_loss=1e-4")),
     ]
-    for found in gloo.run(2, unlabelled, ways):
-        for way, one in zip(ways, found, strict=True):
-            assert one["same"], f"{way}: weights, moments or counts of steps changed"
+    for results in gloo.run(2, unlabelled, settings):
+        for setting, one in zip(settings, results, strict=True):
+            assert one["same"], f"{setting}: weights, moments or counts of steps changed"
             assert one["losses"][0] > 5
             assert (one["losses"][1], one["norm"], one["skipped"]) == (None, 0.0, (False, True))
             assert one["line"] == (2, None, True)
@@ -299,7 +308,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
         f"train.checkpoint_every={checkpoint_every}",
     ]
     run_dir = RunDir(Path(folder))
-    said = []
+    errors = []
     healthy = Trainer.train_step
 
     def poisoned_step(self: Trainer, stop: bool) -> StepResult:
@@ -323,8 +332,8 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
                     Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2),
                     False,
                 )
-        said.append(str(caught.value))
-    return said
+        errors.append(str(caught.value))
+    return errors
 
 
 @pytest.mark.parametrize(
@@ -370,8 +379,8 @@ def not_finite(rank: int, world: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_an_infinite_loss_or_gradient_counts_as_not_finite(what):
-    for said in gloo.run(2, not_finite, what):
-        assert said.startswith(
+    for errors in gloo.run(2, not_finite, what):
+        assert errors.startswith(
             f"step 1: the {what} is not finite on rank 1; the step was not applied"
         )
 
@@ -413,10 +422,10 @@ def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.01, 1e6])
 def test_gradients_are_clipped_by_their_norm_over_all_workers(clip):
-    found = gloo.run(2, clipped, clip)
-    (norm,) = {norm for norm, _ in found}
+    results = gloo.run(2, clipped, clip)
+    (norm,) = {norm for norm, _ in results}
     assert 0.1 < norm < 100
-    assert sum(part for _, part in found) ** 0.5 == pytest.approx(
+    assert sum(part for _, part in results) ** 0.5 == pytest.approx(
         clip if 0 < clip < norm else norm, rel=1e-4
     )
 

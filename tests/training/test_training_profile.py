@@ -22,9 +22,9 @@ WORDS = [
 
 
 def train(folder: Path, *words: str) -> list[dict]:
-    found = mtrain(folder, "train", *words)
-    assert found.returncode == 0, found.stderr
-    (folder / "stdout").write_text(found.stdout)
+    results = mtrain(folder, "train", *words)
+    assert results.returncode == 0, results.stderr
+    (folder / "stdout").write_text(results.stdout)
     return [
         json.loads(line) for line in (folder / "runs/one/metrics.jsonl").read_text().splitlines()
     ]
@@ -161,6 +161,6 @@ def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
 
 
 def test_a_negative_number_of_steps_is_refused(tmp_path):
-    found = mtrain(tmp_path, "train", "profile.every=-1")
-    assert found.returncode == 2
-    assert found.stderr == "mtrain: profile.every=-1: must be 0 or more\n"
+    results = mtrain(tmp_path, "train", "profile.every=-1")
+    assert results.returncode == 2
+    assert results.stderr == "mtrain: profile.every=-1: must be 0 or more\n"

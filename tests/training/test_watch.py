@@ -47,12 +47,12 @@ def test_a_spike_is_reported_once_with_its_size_and_once_at_its_end(which):
     for step in (100, 101, 102):
         loss, norm = values[step]
         values[step] = (loss + 4, norm) if which == "loss" else (loss, 40 * norm)
-    (first, told), (last, over) = watched(values)
+    (first, match), (last, over) = watched(values)
     assert (first, last) == (101, 104)
-    assert told.startswith(
+    assert match.startswith(
         f"step 101 is a spike: {'loss' if which == 'loss' else 'gradient norm'} "
     )
-    assert told.endswith(" of the 64 steps before")
+    assert match.endswith(" of the 64 steps before")
     assert over == "step 104 is back to normal; the spike lasted 3 steps"
     assert watched(values, sigma=0) == []
 
@@ -97,13 +97,13 @@ def test_a_straggler_is_reported_once_and_again_when_it_recovers():
     watch = StragglerWatch(0.1, ["a, GPU 0", "a, GPU 1", "b, GPU 0"], "a layer")
     assert slow_by([1, 1, 1], 50, watch) == []
     (line,) = slow_by([1, 1.3, 1], 100, watch)
-    told = re.fullmatch(
-        r"rank 1 \(a, GPU 1\) is a straggler: it takes (1\.\d\d)x as long as the others for a layer, "
-        r"in most of the last 20 steps",
+    match = re.fullmatch(
+        r"rank 1 \(a, GPU 1\) is a straggler: it takes (1\.\d\d)x as long as the others for a "
+        r"layer, in most of the last 20 steps",
         line,
     )
-    assert told is not None
-    assert 1.2 < float(told[1]) < 1.4
+    assert match is not None
+    assert 1.2 < float(match[1]) < 1.4
     recovered = "rank 1 (a, GPU 1) has caught up with the others"
     assert slow_by([1, 1, 1], 100, watch) == [recovered]
 
@@ -160,8 +160,8 @@ def stepped(
 
 def test_workers_report_the_straggler_and_skip_the_update_of_a_spike_together():
     spike = 20
-    found = gloo.run(3, stepped, 1, spike)
-    lines = found[0][0]
+    results = gloo.run(3, stepped, 1, spike)
+    lines = results[0][0]
     assert [line for line in lines if "rank" in line and "straggler" in line] == [
         line for line in lines if line.startswith("rank 1 (")
     ]
@@ -174,10 +174,10 @@ def test_workers_report_the_straggler_and_skip_the_update_of_a_spike_together():
         and line.endswith("; its update is skipped")
         for line in lines
     )
-    for others in found:
+    for others in results:
         assert [step for step, skipped in enumerate(others[1], start=1) if skipped] == [spike]
         moved = [moved > 0 for moved in others[2]]
         assert all(moved[: spike - 1] + moved[spike:])
         assert not moved[spike - 1]
-        assert others[3] == found[0][3]
-    assert torch.isfinite(torch.tensor(found[0][3]))
+        assert others[3] == results[0][3]
+    assert torch.isfinite(torch.tensor(results[0][3]))
