@@ -75,14 +75,14 @@ def test_losses_by_context_equal_those_of_one_worker(
     ]
     rows = gloo.run(2, evaluated, cases)
     for rank in rows:
-        for results, expected in zip(rank, alone, strict=True):
-            assert [(b.begin, b.end, b.tokens) for b in results.buckets] == [
+        for evaluation, expected in zip(rank, alone, strict=True):
+            assert [(b.begin, b.end, b.tokens) for b in evaluation.buckets] == [
                 (b.begin, b.end, b.tokens) for b in expected.buckets
             ]
-            assert [b.loss for b in results.buckets] == pytest.approx(
+            assert [b.loss for b in evaluation.buckets] == pytest.approx(
                 [b.loss for b in expected.buckets], rel=2e-5
             )
-            assert results.loss == pytest.approx(expected.loss, rel=2e-5)
+            assert evaluation.loss == pytest.approx(expected.loss, rel=2e-5)
     assert {rank[2].attention for rank in rows} == {"vertical_slash"}
     assert abs(alone[2].loss - alone[1].loss) > 1e-5, "the sparse pattern must skip some pairs"
 
@@ -91,7 +91,7 @@ def by_definition(
     _rank: int, _world: int
 ) -> tuple[Evaluation, dict[tuple[int, int], tuple[int, float]]]:
     trainer = Trainer(compose([*SMALL, *DOCUMENTS]), place(0, 1, 1))
-    results = evaluate(trainer)
+    evaluation = evaluate(trainer)
     sums: dict[tuple[int, int], list[float]] = {(0, 128): [], (128, 256): [], (256, 300): []}
     for sample in trainer.held_out:
         batch = trainer.batch_maker([sample])
@@ -109,22 +109,22 @@ def by_definition(
                 next(sums[span] for span in sums if span[0] <= context < span[1]).append(
                     float(losses[position])
                 )
-    return results, {
+    return evaluation, {
         span: (len(losses), float(np.mean(losses)) if losses else 0.0)
         for span, losses in sums.items()
     }
 
 
 def test_a_bucket_is_the_mean_over_tokens_by_their_context_in_the_document() -> None:
-    ((results, expected),) = gloo.run(1, by_definition)
-    assert {(b.begin, b.end): b.tokens for b in results.buckets} == {
+    ((evaluation, expected),) = gloo.run(1, by_definition)
+    assert {(b.begin, b.end): b.tokens for b in evaluation.buckets} == {
         span: count for span, (count, _) in expected.items()
     }
-    for bucket in results.buckets:
+    for bucket in evaluation.buckets:
         assert (bucket.loss or 0.0) == pytest.approx(
             expected[bucket.begin, bucket.end][1], rel=1e-5
         )
-    assert results.sequences == 3
+    assert evaluation.sequences == 3
 
 
 @pytest.mark.parametrize(

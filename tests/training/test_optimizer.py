@@ -72,18 +72,18 @@ def test_weights_and_states_equal_pytorchs_bitwise(offload):
 
 def test_a_parameter_without_gradient_is_unchanged_and_may_get_one_later():
     torch.manual_seed(0)
-    ours, others = (
+    parameters, others = (
         [nn.Parameter(t.clone()) for t in start]
         for start in [[torch.randn(3, 4), torch.randn(5)]] * 2
     )
     ours, reference = (
         make([{"params": p[:1], "weight_decay": 0.2}, {"params": p[1:]}], lr=0.1, fused=True)
-        for make, p in ((ShardedAdamW, ours), (AdamW, others))
+        for make, p in ((ShardedAdamW, parameters), (AdamW, others))
     )
     for with_gradient in ((0,), (0,), (0, 1), (1,), (0, 1)):
         for at in range(2):
-            gradient = torch.randn_like(ours[at]) if at in with_gradient else None
-            ours[at].grad, others[at].grad = (
+            gradient = torch.randn_like(parameters[at]) if at in with_gradient else None
+            parameters[at].grad, others[at].grad = (
                 gradient,
                 None if gradient is None else gradient.clone(),
             )
@@ -91,16 +91,16 @@ def test_a_parameter_without_gradient_is_unchanged_and_may_get_one_later():
             group["lr"] *= 0.9
         ours.step()
         reference.step()
-        assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))
-    assert [ours.state[p]["step"].item() for p in ours] == [4, 3]
+        assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    assert [ours.state[p]["step"].item() for p in parameters] == [4, 3]
 
 
 def test_local_gradients_are_not_part_of_a_graph():
     parameter = nn.Parameter(torch.randn(3))
     parameter.grad = torch.ones(3)
     without = nn.Parameter(torch.randn(3))
-    (results,) = local_gradients([parameter, without])
-    assert results is parameter.grad
+    (gradient,) = local_gradients([parameter, without])
+    assert gradient is parameter.grad
 
 
 def rates(*words: str, steps: int = 100) -> list[float]:

@@ -156,9 +156,9 @@ def other_data(rank: int, world: int) -> str:
 
 
 def test_machines_with_different_data_are_refused():
-    for errors in gloo.run(3, other_data):
+    for message in gloo.run(3, other_data):
         assert (
-            errors == "data.kind=stdlib: rank 2 reads a different corpus than rank 0. "
+            message == "data.kind=stdlib: rank 2 reads a different corpus than rank 0. "
             "Give all machines the same data."
         )
 

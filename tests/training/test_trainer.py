@@ -379,8 +379,8 @@ def not_finite(rank: int, world: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
 def test_an_infinite_loss_or_gradient_counts_as_not_finite(what):
-    for errors in gloo.run(2, not_finite, what):
-        assert errors.startswith(
+    for message in gloo.run(2, not_finite, what):
+        assert message.startswith(
             f"step 1: the {what} is not finite on rank 1; the step was not applied"
         )
 
