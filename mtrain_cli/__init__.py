@@ -5,15 +5,16 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 
-# In a wheel conf/, kernels/ and profiles/ lie inside this package. In a source checkout they lie beside it, so that they are easy to find;
-# adding the checkout to this package's path makes `mtrain_cli.kernels` work there too, and never a top-level `kernels`.
+# A wheel holds conf/, kernels/ and profiles/ inside this package; a source checkout holds them next
+# to it. Add the checkout to this package's path so that `mtrain_cli.kernels` imports in both cases
+# and no top-level `kernels` package exists.
 _checkout = Path(__file__).resolve().parent.parent
 if not (Path(__file__).parent / "kernels").is_dir() and (_checkout / "pyproject.toml").is_file():
     __path__.append(str(_checkout))
 
 
 def install_command(extra: str) -> str:
-    """What brings the packages of an extra, for the way in which this mtrain is installed: from a clone, or as a package."""
+    """Return the pip command that installs an extra into this installation, clone or wheel."""
     if not (_checkout / "pyproject.toml").is_file():
         return f"pip install 'mtrain[{extra}]'"
     clone = "." if Path.cwd() == _checkout else _checkout
@@ -21,10 +22,12 @@ def install_command(extra: str) -> str:
 
 
 def resource_dir(name: str) -> Path:
-    """The folder of files that ship with mtrain: ``conf``, ``kernels`` or ``profiles``, in a wheel or a source checkout."""
+    """Return the folder `conf`, `kernels` or `profiles` that ships with mtrain.
+
+    Raises:
+        FileNotFoundError: the installation lacks it.
+    """
     for base in (Path(__file__).resolve().parent, _checkout):
         if (base / name).is_dir():
             return base / name
-    raise FileNotFoundError(
-        f"mtrain's own folder '{name}' is missing; the installation is incomplete."
-    )
+    raise FileNotFoundError(f"mtrain's own folder '{name}' is missing. Reinstall mtrain.")

@@ -1,18 +1,18 @@
-"""`mtrain`, and `python -m mtrain_cli`."""
+"""Entry point of `mtrain` and `python -m mtrain_cli`."""
 
 import sys
 
 
 def main() -> None:
-    """Runs the command line; exits with its code, or with that of a standard output that takes no more."""
+    """Run the command line and exit with its status, or with an error if stdout fails."""
     try:
         _main()
-    except KeyboardInterrupt:  # before a command runs: they handle it themselves
+    except KeyboardInterrupt:  # before a command starts; commands handle it themselves
         sys.exit(130)  # 128 + SIGINT
 
 
 def _main() -> None:
-    # Imported here, so that Ctrl-C in this part of a second is no traceback.
+    # Import late so that Ctrl-C during the imports prints no traceback.
     from mtrain_cli.commands.app import app
     from mtrain_cli.launch import guarded_streams
 

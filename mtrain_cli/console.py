@@ -1,4 +1,4 @@
-"""rich's console for text that may hold anybody's names: brackets are no markup in it, and control characters never reach the terminal."""
+"""A rich console that is safe for untrusted text: no markup, no control characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain_cli.printable import printable, same_width
 
 
 class Console(rich.console.Console):
-    """Takes what rich's takes. Styles are given by ``style`` or `rich.text.Text`, not in brackets."""
+    """rich's console without markup and emoji. Style text with `style` or `rich.text.Text`."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"markup": False, "emoji": False, **options})
@@ -26,5 +26,5 @@ class Console(rich.console.Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # Without control codes of rich's own. Styles become codes only after this.
+            # rich turns styles into escape codes after this, so only foreign codes are replaced.
             yield segment if segment.control else segment._replace(text=same_width(segment.text))

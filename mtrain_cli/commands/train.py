@@ -180,9 +180,9 @@ def _print_configuration(config: Config) -> None:
 def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> None:
     from mtrain_cli.console import Console
     from mtrain_cli.training.dry_run import fits, render
-    from mtrain_cli.training.run_plan import plan
+    from mtrain_cli.training.run_plan import make_plan
 
-    run_plan = plan(config)
+    run_plan = make_plan(config)
     warn_of_unused_settings(
         words,
         config,

@@ -28,7 +28,7 @@ from mtrain_cli.profiling.kernel_benchmark import SCHEMA, device_name, median_ms
 from mtrain_cli.simulation.calibration import LOSS, NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
-from mtrain_cli.training.run_plan import planned
+from mtrain_cli.training.run_plan import plan_resolved
 
 LAYERS = 3  # in a row, as in a model: from the second on the host runs ahead
 _WARM_UP = 2
@@ -75,7 +75,7 @@ def profile_non_attention(
 def _of_length(config: Config, repeats: int) -> list[NonAttentionTime]:
     environment = resolve_environment(config)
     choices = resolve_run(config, environment)
-    plan = planned(config, environment, choices)
+    plan = plan_resolved(config, environment, choices)
     non_attention, tokens = (
         NonAttentionCost.of(plan),
         plan.layout.tokens_per_worker * config.train.micro_batch,

@@ -30,7 +30,7 @@ from mtrain_cli.profiling.measurement import Bench, MeasurementProgress
 from mtrain_cli.profiling.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.metrics import StepMetrics
-from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
+from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import StepResult, Trainer
 
 TARGET = "mtrain_cli.profiling.step_profile:run"
@@ -89,7 +89,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     results: list[StepResult] = []
     with (
         MeasurementProgress(first and not plan.quiet, plan.warmup + plan.steps) as progress,
-        explained_where_memory_is_full(config, environment, run_dir) as about,
+        explain_out_of_memory(config, environment, run_dir) as about,
     ):
         progress.now("preparing")
         trainer = about.begin(Trainer(config, environment))

@@ -19,7 +19,7 @@ from rich.text import Text
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
 from mtrain_cli.reporting.report_source import ReportSource
-from mtrain_cli.training.evaluation import side_by_side
+from mtrain_cli.training.evaluation import losses_by_bucket
 from mtrain_cli.training.metrics import StepMetrics
 
 NOISE = (
@@ -309,7 +309,7 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
         table.add_column(
             f"{run}step {evaluation.step}\n{evaluation.attention}", justify="right", overflow="fold"
         )
-    for begin, end, losses in side_by_side([evaluation for _, evaluation in shown]):
+    for begin, end, losses in losses_by_bucket([evaluation for _, evaluation in shown]):
         cells = [_number(loss, 4) for loss in losses]
         table.add_row(
             f"{format_size(begin)} to {format_size(end)}",

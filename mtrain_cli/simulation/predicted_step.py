@@ -30,8 +30,8 @@ from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.training.flops import (
     causal_pairs,
-    computed_again,
     flops_per_token,
+    recomputed_pair_share,
     recomputes_attention,
 )
 from mtrain_cli.training.run_plan import RunPlan
@@ -289,7 +289,9 @@ class _StepEstimate:
 
     def _attention(self, direction: str, layers: int) -> None:
         found, plan = self.attention.passes[direction], self.plan
-        share = computed_again(plan.config.train, plan.layout) if direction == RECOMPUTE else 1.0
+        share = (
+            recomputed_pair_share(plan.config.train, plan.layout) if direction == RECOMPUTE else 1.0
+        )
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {

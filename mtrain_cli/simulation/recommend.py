@@ -27,8 +27,15 @@ from mtrain_cli.simulation.scenario import (
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import CHOICES, least, read, search, show, with_products
-from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, taking
+from mtrain_cli.training.memory_search import (
+    CHOICES,
+    format_value,
+    get_setting,
+    nearest_to_fitting,
+    search,
+    with_products,
+)
+from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, with_setting
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
@@ -88,10 +95,12 @@ def label(plan: RunPlan) -> str:
 
 def memory_settings(config: Config) -> dict[str, str]:
     """What `train.memory=auto` may change beside the kind of recomputation, where it is not as usual."""
-    found = {key: read(config, key) for key in CHOICES if key != "train.activation_checkpoint"}
+    found = {
+        key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
+    }
     if config.train.activation_checkpoint != "sequence_selective":
         del found["train.checkpoint_keep"]
-    return {key: show(value) for key, value in found.items() if value != CHOICES[key][0]}
+    return {key: format_value(value) for key, value in found.items() if value != CHOICES[key][0]}
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
@@ -267,7 +276,9 @@ def _plans(
         # What was typed stays, whatever it is.
         typed = any(word.startswith("train.keep_mlp=") for word in scenario.words)
         with_more = [] if typed else [(plan, with_products(plan)) for plan in good]
-        yield from (taking(plan, setting) for plan, setting in with_more if setting is not None)
+        yield from (
+            with_setting(plan, setting) for plan, setting in with_more if setting is not None
+        )
         return
     kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
     settings = (
@@ -277,12 +288,12 @@ def _plans(
         (s for s in settings if s.fits and s.config.train.activation_checkpoint in kinds), None
     )
     if chosen is not None:
-        yield taking(made(), chosen)
+        yield with_setting(made(), chosen)
 
 
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     """Of plans of which none fits, the one that needs least when ``train.memory=auto`` has saved what can be; they recompute most."""
-    found = [taking(plan, least(plan, search(plan).settings)) for plan in plans]
+    found = [with_setting(plan, nearest_to_fitting(plan, search(plan).settings)) for plan in plans]
     return min(found, key=lambda plan: plan.memory.total, default=None)
 
 

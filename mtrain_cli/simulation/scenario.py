@@ -183,7 +183,7 @@ class PredictedScenario:
             )
         if self.plan.search is not None and self.plan.search.chosen is not None:
             found.append(
-                f"train.memory=auto takes {self.plan.search.chosen.words or 'the defaults'}"
+                f"train.memory=auto takes {self.plan.search.chosen.overrides or 'the defaults'}"
             )
         if train.compile == False:  # noqa: E712 - auto is a word
             found.append(

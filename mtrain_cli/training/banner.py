@@ -1,4 +1,4 @@
-"""What the first worker prints before the first step: which model, kernel, layout and exchange really run, and why."""
+"""The start-up banner: which model, kernel, layout and exchange this run uses, and why."""
 
 from __future__ import annotations
 
@@ -18,62 +18,67 @@ from mtrain_cli.training.run_plan import RunPlan, size
 
 
 def banner(
-    found: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None
+    plan: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None
 ) -> RenderableType:
-    """The facts of a run that starts now. data: one line on the corpus, from `PackedDataset.describe`. resumed: the step of the checkpoint
-    that it goes on from.
+    """Describe a run that starts now.
+
+    Args:
+        data: one line on the corpus, from `PackedDataset.describe`.
+        resumed: step of the checkpoint that the run resumes from; None for a new run.
     """
-    config, environment = found.config, found.environment
-    if found.capacity is None:
-        memory = f"{size(found.memory.total)} of tensors in a worker at its peak, estimated"
+    config, environment = plan.config, plan.environment
+    if plan.capacity is None:
+        memory = f"estimated peak {size(plan.memory.total)} of tensors per worker"
     else:
-        share = found.memory.total / found.capacity
-        memory = f"{size(found.memory.total)} a worker at its peak, estimated: {share:.0%} of {size(found.capacity)}"
-    if found.memory.host:
-        memory += f"; {size(found.memory.host)} wait in host memory"
+        share = plan.memory.total / plan.capacity
+        memory = f"estimated peak {size(plan.memory.total)} per worker, "
+        memory += f"{share:.0%} of {size(plan.capacity)}"
+    if plan.memory.host:
+        memory += f"; plus {size(plan.memory.host)} of host memory"
     chosen: list[tuple[str, str]] = []
-    if found.search is not None:
-        rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
-        chosen = [("", dry_run.describe_choice(found)), ("", f"rejected: {rejected}")]
+    if plan.search is not None:
+        rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
+        chosen = [("", dry_run.describe_choice(plan)), ("", f"rejected: {rejected}")]
     rows = [
-        ("model", f"{dry_run.describe_model(found)}, {dry_run.describe_rope(found)}"),
+        ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),
         ("weights", _weights(config, resumed)),
         *dry_run.weights_rows(config)[1:],
-        ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(found)}"),
-        ("workers", f"{dry_run.describe_workers(found)}, started by {environment.launcher}"),
-        ("layout", dry_run.describe_layout(found)),
-        ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
-        ("sparsity", dry_run.describe_sparsity(found)),
+        ("sequence", f"{format_size(config.seq)}; a step is {dry_run.describe_step(plan)}"),
+        ("workers", f"{dry_run.describe_workers(plan)}, started by {environment.launcher}"),
+        ("layout", dry_run.describe_layout(plan)),
+        ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
-        *dry_run.kernel_rows(found),
+        *dry_run.kernel_rows(plan),
         (
             "dtype",
-            f"{dry_run.describe_dtype(found)}; recomputation {dry_run.describe_activations(config)}",
+            f"{dry_run.describe_dtype(plan)}; "
+            f"recomputation: {dry_run.describe_activations(config)}",
         ),
         ("schedule", _schedule(config, resumed)),
-        ("compile", dry_run.describe_compile(found)),
+        ("compile", dry_run.describe_compile(plan)),
         ("memory", memory),
         *chosen,
-        ("data", f"{data}; order by seed {config.seed}"),
+        ("data", f"{data}; order from seed {config.seed}"),
         ("run", str(run_dir)),
-        *(("warning", line) for line in _idle(found, run_dir)),
+        *(("warning", line) for line in _unused_ring_keys(plan, run_dir)),
     ]
-    return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.facts(rows))
+    return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.two_columns(rows))
 
 
-def _idle(found: RunPlan, run_dir: Path) -> list[str]:
-    """Keys of the command line that are for rings, where topology.exchange=auto has chosen none."""
+def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
+    """Return command-line keys that only rings use if `topology.exchange=auto` chose no ring."""
     try:
-        words = (
+        overrides = (
             (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
         )
     except OSError:
         return []
-    return unused_ring_keys(words, found.config, found.exchange.name)
+    return unused_ring_keys(overrides, plan.config, plan.exchange.name)
 
 
 def _weights(config: Config, resumed: int | None) -> str:
-    """Where they come from."""
+    """Describe where the weights come from."""
     origin = (
         f"{config.train.init_from} (train.init_from)"
         if config.train.init_from
@@ -82,13 +87,16 @@ def _weights(config: Config, resumed: int | None) -> str:
     return (
         origin
         if resumed is None
-        else f"of the checkpoint of step {resumed}; the run began with {origin}"
+        else f"from the checkpoint of step {resumed}; the run started from {origin}"
     )
 
 
 def _schedule(config: Config, resumed: int | None) -> str:
     schedule, steps = LearningRateSchedule.of(config), config.train.steps
-    kept = resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
+    kept_on_resume = (
+        resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
+    )
     return (
-        schedule.describe(steps) + "; kept by the resume, optim.rewarm=true begins a new one" * kept
+        schedule.describe(steps)
+        + "; kept on resume, optim.rewarm=true starts a new one" * kept_on_resume
     )

@@ -1,4 +1,4 @@
-"""One micro-batch as a worker sees it: its slots of every sequence, and the attention that the whole model shares."""
+"""One micro-batch of a worker: its slots of every sequence, and the attention of all layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtrain_cli.sparsity.pattern import Pattern
 
 
 class PackedSample(Protocol):
-    """One sequence: tokens, labels already shifted (-100 = ignored) and document ids, each [seq]."""
+    """One sequence; arrays are [seq]. Labels are already shifted; -100 marks an ignored label."""
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -32,10 +32,12 @@ class PackedSample(Protocol):
 
 @dataclass(frozen=True)
 class HostBatch:
-    """A micro-batch before it goes to the device: what can be made while another step is computed.
+    """A micro-batch in host memory, prepared while the device computes another step.
 
-    numbers: int64 [3, batch, tokens of this worker], tokens, positions and labels in layout order; pinned where the device is a GPU.
-    pairs, valid: as in `Batch`.
+    samples: the whole sequences.
+    numbers: int64 [3, batch, tokens of this worker], tokens, positions and labels in layout order;
+        pinned if the device is a GPU.
+    masks, pairs, valid: as in `Batch`.
     """
 
     samples: Sequence[PackedSample]
@@ -47,9 +49,13 @@ class HostBatch:
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, positions, labels: int64 [batch, tokens of this worker], in layout order, on the device.
+    """A micro-batch on the device.
 
-    pairs: query-key pairs that the masks allow, per head, summed over the whole sequences of the batch. valid: labels that count, likewise.
+    tokens, positions, labels: int64 [batch, tokens of this worker], in layout order.
+    attend: attention over the whole sequences, shared by all layers.
+    pairs: query-key pairs that the masks allow, per head, summed over the whole sequences.
+    valid: labels that count towards the loss, summed over the whole sequences.
+    masks: one per sequence.
     """
 
     tokens: torch.Tensor
@@ -62,7 +68,7 @@ class Batch:
 
 
 class BatchMaker:
-    """Shards samples once, when they are loaded; activations then stay in layout order through the whole model."""
+    """Shard samples into layout order when they are loaded; activations stay in that order."""
 
     def __init__(
         self,
@@ -75,7 +81,7 @@ class BatchMaker:
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
     ) -> None:
-        """keep, offload: what attention keeps for a second forward pass, and where (`ContextAttention.make`)."""
+        """keep, offload: which attention outputs to save and where; see `ContextAttention.make`."""
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
@@ -90,13 +96,13 @@ class BatchMaker:
         return self.to_device(self.on_host(samples))
 
     def on_host(self, samples: Sequence[PackedSample]) -> HostBatch:
-        """May be called in any thread: touches neither the device nor other workers."""
+        """Prepare a batch. Thread-safe: uses neither the device nor other workers."""
         tokens = np.stack([self._shard(s.tokens, 0) for s in samples])
         labels = np.stack([self._shard(s.labels, IGNORED) for s in samples])
         positions = np.broadcast_to(self._positions, tokens.shape)
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # a new thread begins with device 0
+            with torch.cuda.device(self.device):  # new threads start on device 0
                 numbers = numbers.pin_memory()
         masks = self._masks(samples)
         return HostBatch(
@@ -104,7 +110,7 @@ class BatchMaker:
         )
 
     def to_device(self, host: HostBatch) -> Batch:
-        """The copy is asynchronous from pinned memory, which its allocator keeps until the copy is done."""
+        """Copy a batch to the device. The copy from pinned memory is asynchronous."""
         numbers = host.numbers.to(self.device, non_blocking=True)
         return Batch(
             numbers[0],
@@ -131,7 +137,7 @@ class BatchMaker:
     def _attention(self, masks: list[SequenceMask]) -> ContextAttention:
         if any(mask.length < self.exchange.layout.seq or mask.first.any() for mask in masks):
             return self._make(masks)
-        # The causal mask is the same for every batch of one size, also of documents that fill their sequences: made once.
+        # Batches of one size share the plain causal mask, also if each document fills its sequence.
         if len(masks) not in self._causal:
             self._causal[len(masks)] = self._make(masks)
         return self._causal[len(masks)].again()
@@ -149,5 +155,5 @@ class BatchMaker:
 
 
 def valid_labels(samples: Sequence[PackedSample]) -> int:
-    """Labels that count, over whole sequences."""
+    """Count the labels of whole sequences that are not ignored."""
     return sum(int((s.labels != IGNORED).sum()) for s in samples)

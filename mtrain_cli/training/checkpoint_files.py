@@ -1,7 +1,8 @@
-"""DCP's files, read such that nothing in them runs: a checkpoint may come from somebody else, with checksums that fit.
+"""Read DCP files without executing anything in them: matching checksums do not make them safe.
 
-``.metadata`` is a pickle; only the classes that DCP writes are created. Tensors and other values are read with
-``weights_only=True``. Names stay inside the folder, and nothing unpacks to more than the files hold.
+`.metadata` is a pickle; only the classes that DCP writes are created. Tensors and other values are
+read with `weights_only=True`. File names must stay inside the folder, and no entry may unpack to
+more bytes than the files hold.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ METADATA = ".metadata"
 
 
 class ForeignFileError(ValueError):
-    """A file of a checkpoint holds what DCP does not write. The text is one line that begins with the file's name."""
+    """A checkpoint file holds data that DCP does not write; one line, file name first."""
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Reads one checkpoint folder.
+    """Read one checkpoint folder.
 
-    Its ``read_metadata`` takes no arguments: DCP then looks for no other file of metadata.
+    `read_metadata` takes no arguments, so that DCP looks for no other metadata file.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Read the metadata.
 
         Raises:
-            ForeignFileError: it holds what DCP does not write.
+            ForeignFileError: it holds data that DCP does not write.
             OSError: it cannot be read.
         """
         super().__init__(folder)
@@ -71,11 +72,12 @@ class CheckpointReader(dcp.FileSystemReader):
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
             raise ForeignFileError(
-                f"{sinfo.relative_path} holds something else than tensors"
+                f"{sinfo.relative_path} holds data that is not a tensor"
             ) from error
         if unpacked > sinfo.length:
             raise ForeignFileError(
-                f"{sinfo.relative_path} holds an entry that unpacks to more than its {sinfo.length:,} bytes"
+                f"{sinfo.relative_path} holds an entry that unpacks to more than its "
+                f"{sinfo.length:,} bytes"
             )
         return super()._slice_file(file, sinfo)
 
@@ -84,46 +86,45 @@ class CheckpointReader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
             raise ForeignFileError(
-                f"a file of {self._folder.name} holds something else than tensors and plain values"
+                f"a file of {self._folder.name} holds data other than tensors and plain values"
             ) from error
         except (IndexError, TypeError, AttributeError, KeyError, RuntimeError) as error:
             raise ForeignFileError(
-                f"a file of {self._folder.name} holds a tensor of another shape than {METADATA} says"
+                f"a file of {self._folder.name} holds a tensor whose shape differs from {METADATA}"
             ) from error
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """DCP's planner, but values that are no tensors are read without code as well."""
+    """DCP's planner, with `weights_only=True` for values that are not tensors, too."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         for item in plan.items:
             expected = self.state_dict.get(item.dest_index.fqn)
             if (item.type == LoadItemType.BYTE_IO) == isinstance(expected, torch.Tensor):
-                kinds = (
-                    ("a tensor", "no tensor")
-                    if isinstance(expected, torch.Tensor)
-                    else ("no tensor", "a tensor")
+                expects_tensor = isinstance(expected, torch.Tensor)
+                wanted, stored = (
+                    ("a tensor", "no tensor") if expects_tensor else ("no tensor", "a tensor")
                 )
                 raise ForeignFileError(
-                    f"{METADATA} says that {item.dest_index.fqn} is {kinds[1]}; expected {kinds[0]}"
+                    f"{METADATA} says that {item.dest_index.fqn} is {stored}; expected {wanted}"
                 )
         return plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, map_location="cpu", weights_only=True)
+            value_read = torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise ForeignFileError(f"{name} holds something else than plain values") from error
+            raise ForeignFileError(f"{name} holds data other than plain values") from error
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], value_read)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = value_read
 
 
 class _FileSection(io.RawIOBase):
-    """A part of an open file, as a file. DCP's own cannot seek from the end."""
+    """A section of an open file, as a file. DCP's own class cannot seek from the end."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -150,7 +151,7 @@ class _FileSection(io.RawIOBase):
 
 
 def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
-    """The tensors whose names begin with ``prefix``."""
+    """Return the tensors whose names start with `prefix`."""
     entries = metadata.state_dict_metadata.items()
     return {
         name: entry
@@ -160,32 +161,32 @@ def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetada
 
 
 def _checked(metadata: Any, folder: Path) -> Metadata:
-    """Return ``metadata`` if every part has the type that DCP writes.
+    """Return `metadata` if every part has the type that DCP writes.
 
     Raises:
-        ValueError: some part does not; one line that follows the file's name.
+        ValueError: a part does not; the message continues the file's name.
     """
     if not isinstance(metadata, Metadata) or not isinstance(
         metadata.__dict__.get("storage_data"), dict
     ):
-        raise ValueError("describes no checkpoint")
+        raise ValueError("does not describe a checkpoint")
     described: Any = metadata.__dict__.get("state_dict_metadata")
     if not isinstance(described, dict) or not all(
         isinstance(name, str) and _is_entry(entry) for name, entry in described.items()
     ):
-        raise ValueError("describes its tensors in another way than DCP does")
+        raise ValueError("describes its tensors in a format that DCP does not write")
     sizes: dict[str, int] = {}
     for index, info in metadata.storage_data.items():
         if not isinstance(index, MetadataIndex) or not _is_info(info):
-            raise ValueError("describes its files in another way than DCP does")
+            raise ValueError("describes its files in a format that DCP does not write")
         name = info.relative_path
         if not plain_name(name):
-            raise ValueError(f"names the file {name!r}, which does not lie in this folder")
+            raise ValueError(f"names the file {name!r}, which is not in this folder")
         if name not in sizes:
             path = folder / name
             sizes[name] = path.stat().st_size if path.is_file() else 0
         if info.offset + info.length > sizes[name]:
-            raise ValueError(f"says that {name} has more than its {sizes[name]:,} bytes")
+            raise ValueError(f"refers to data beyond the {sizes[name]:,} bytes of {name}")
     for name, entry in described.items():
         if isinstance(entry, TensorStorageMetadata):
             missing = [
@@ -194,7 +195,7 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
                 if MetadataIndex(name, c.offsets) not in metadata.storage_data
             ]
             if missing or not _covers(entry):
-                raise ValueError(f"does not say where all of {name} is")
+                raise ValueError(f"does not locate all parts of {name}")
     _require_stored(described, sum(sizes.values()))
     if not isinstance(metadata.__dict__.get("storage_meta"), StorageMeta):
         metadata.storage_meta = StorageMeta()
@@ -202,11 +203,11 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
 
 
 def _require_stored(described: Mapping[str, Any], stored: int) -> None:
-    """DCP writes tensors uncompressed: they have no more bytes than the files."""
+    """Refuse tensors larger than the files: DCP writes them uncompressed."""
     tensors = (entry for entry in described.values() if isinstance(entry, TensorStorageMetadata))
     claimed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
     if claimed > stored:
-        raise ValueError(f"says that the tensors have {claimed:,} bytes; the files have {stored:,}")
+        raise ValueError(f"claims {claimed:,} bytes of tensors, but the files hold {stored:,}")
 
 
 def _is_entry(entry: object) -> bool:
@@ -230,7 +231,7 @@ def _is_entry(entry: object) -> bool:
 
 
 def _covers(entry: TensorStorageMetadata) -> bool:
-    """Whether the chunks make up the whole tensor. mtrain shards dimension 0 alone."""
+    """Return whether the chunks cover the whole tensor. mtrain shards only dimension 0."""
     rows = 0
     for chunk in sorted(
         (c for c in entry.chunks if c.sizes.numel()), key=lambda c: tuple(c.offsets)
@@ -243,18 +244,18 @@ def _covers(entry: TensorStorageMetadata) -> bool:
     return rows == (entry.size[0] if entry.size else 1) or not entry.size.numel()
 
 
-def _is_part(chunk: Mapping[str, Any], of: torch.Size) -> bool:
+def _is_part(chunk: Mapping[str, Any], whole: torch.Size) -> bool:
     offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
     if (
         not isinstance(offsets, torch.Size)
         or not isinstance(sizes, torch.Size)
-        or not len(offsets) == len(sizes) == len(of)
+        or not len(offsets) == len(sizes) == len(whole)
     ):
         return False
     if min(offsets, default=0) < 0 or min(sizes, default=0) < 0:
         return False
     return all(
-        offset + size <= whole for offset, size, whole in zip(offsets, sizes, of, strict=True)
+        offset + size <= whole for offset, size, whole in zip(offsets, sizes, whole, strict=True)
     )
 
 
@@ -267,7 +268,7 @@ def _is_info(info: object) -> bool:
         return False
     fields = info.__dict__
     counts = (fields.get("offset"), fields.get("length"))
-    # mtrain writes no transforms, such as a compression.
+    # mtrain writes no transforms such as compression.
     return all(type(count) is int and count >= 0 for count in counts) and not fields.get(
         "transform_descriptors"
     )

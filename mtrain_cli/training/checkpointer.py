@@ -1,11 +1,12 @@
-"""Checkpoints: written in the background by all ranks, committed by one rename, verified before use.
+"""Checkpoints: all ranks write them in the background, one rename commits them, loading verifies.
 
-torch.distributed.checkpoint (DCP) writes and reads the tensors, so a checkpoint of any sharding loads into any other. What it does not give
-is here: a commit that a crash cannot leave half done, checksums, a bound on how many stay, and a way to go on when the disk is full.
+torch.distributed.checkpoint (DCP) writes and reads the tensors, so a checkpoint loads into any
+sharding. This module adds an atomic commit, checksums, a limit on the number of checkpoints, and
+training that goes on when the disk is full.
 
     checkpoints/step-50/            complete: DCP's files, .metadata, manifest.json
-    checkpoints/step-60.tmp-1/      being written, or left by a crash: never read, removed at the next start
-    checkpoints/step-50.replaced/   an older step-50 that is being replaced; comes back if the replacement never arrived
+    checkpoints/step-60.tmp-1/      being written, or left by a crash: never read, removed on start
+    checkpoints/step-50.replaced/   an older step-50; restored if its replacement never arrived
 """
 
 from __future__ import annotations
@@ -51,20 +52,23 @@ from mtrain_cli.training.manifest import (
 )
 
 T = TypeVar("T")
-# A rank with a slow disk keeps the others waiting in a collective.
+# A rank with a slow disk keeps the other ranks waiting in a collective.
 GROUP_TIMEOUT = timedelta(hours=1)
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be saved or loaded. The text is for the user; after a failed save training may go on."""
+    """A checkpoint could not be saved or loaded. Training may continue after a failed save."""
 
 
 class NoCheckpointError(ConfigError, CheckpointError):
-    """Nothing to load: there is no checkpoint, or none that is as it was written; one line for each."""
+    """There is no checkpoint, or none is intact; one line per damaged checkpoint."""
 
 
 class Checkpointer:
-    """Saves to and loads from the folders ``step-N`` of one directory. Every method but `latest` is called by all ranks together."""
+    """Save and load the folders `step-N` of one directory.
+
+    All ranks must call every method together, except `latest`.
+    """
 
     def __init__(
         self,
@@ -73,17 +77,18 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Remove what crashed saves left in ``directory``.
+        """Remove what crashed saves left in `directory`.
 
         Args:
-            directory: made if missing; all ranks must see the same one.
-            keep: newest checkpoints that stay, at least 1; the disk must hold one more while it is written.
-            process_group: its ranks save together, through a gloo group of their own: a save under way must not meet other collectives.
-                None for all ranks, or for this process alone where torch.distributed is not in use.
-            report: shown on rank 0 what was wrong with a checkpoint that is passed over; a logger's warning by default.
+            directory: created if missing; all ranks must see the same one.
+            keep: number of newest checkpoints to keep, at least 1; the disk must hold one more.
+            process_group: the ranks that save together; None for all ranks, or for this process
+                alone without torch.distributed. They use a gloo group of their own, so that a save
+                in progress never mixes with other collectives.
+            report: receives, on rank 0, the reason why a checkpoint is skipped; logs by default.
 
         Raises:
-            CheckpointError: the directory cannot be made or cleaned.
+            CheckpointError: the directory cannot be created or cleaned.
         """
         assert keep >= 1
         self._directory = Path(directory)
@@ -93,7 +98,7 @@ class Checkpointer:
             ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
             self._group = dist.new_group(ranks, backend="gloo", timeout=GROUP_TIMEOUT)
         else:
-            _expect_to_be_alone()
+            _silence_single_process_warning()
         self._rank = dist.get_rank(self._group) if self._group is not None else 0
         self._workers = dist.get_world_size(self._group) if self._group is not None else 1
         self._report = report or logging.getLogger(__name__).warning
@@ -101,26 +106,26 @@ class Checkpointer:
         self._saving: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         try:
-            self._everywhere(lambda: self._clean_up() if self._rank == 0 else None)
+            self._on_all_ranks(lambda: self._clean_up() if self._rank == 0 else None)
         except _Failed as failed:
             raise CheckpointError(
-                f"{self._directory}: cannot be used for checkpoints: {failed}"
+                f"{self._directory}: cannot hold checkpoints: {failed}"
             ) from failed
 
     def save(self, step: int, state: Mapping[str, Any], asynchronous: bool = True) -> None:
-        """Save ``state`` as of ``step``, replacing an earlier checkpoint of that step.
+        """Save `state` of `step`, replacing an earlier checkpoint of that step.
 
-        Tensors are copied to the CPU before this returns; writing goes on in the background unless ``asynchronous`` is false. At most one
-        save is under way: this waits for the one before.
+        Copies the tensors to the CPU before it returns, then writes in the background unless
+        `asynchronous` is false. Waits first for the previous save.
 
         Args:
-            step: optimizer steps done.
-            state: ``model`` and ``optimizer``, state dicts of DTensors or tensors; ``trainer``, a dictionary that JSON can hold, the same
-                on all ranks; ``rng``, tensors of this rank alone. Each may be missing.
+            step: number of completed optimizer steps.
+            state: any of `model` and `optimizer` (state dicts of DTensors or tensors), `trainer`
+                (JSON-serialisable, equal on all ranks) and `rng` (tensors of this rank).
 
         Raises:
-            CheckpointError: on all ranks, when the save before this one failed (this one is under way all the same) or, if not
-                asynchronous, this one. What was committed before is intact.
+            CheckpointError: on all ranks, if the previous save failed (this one still runs) or if
+                this save is synchronous and failed. Committed checkpoints stay intact.
         """
         earlier = self._finish()
         self._attempts += 1
@@ -145,21 +150,24 @@ class Checkpointer:
             raise CheckpointError("\n".join(str(error) for error in (earlier, own) if error))
 
     def wait(self) -> None:
-        """Wait for the save that is under way; call before the process group goes.
+        """Wait for the save in progress; call this before the process group is destroyed.
 
         Raises:
-            CheckpointError: on all ranks, when it failed.
+            CheckpointError: on all ranks, if the save failed.
         """
         failure = self._finish()
         if failure:
             raise failure
 
     def latest(self) -> int | None:
-        """Step of the newest committed checkpoint that this rank sees, verified or not."""
+        """Return the newest committed step that this rank sees, verified or not."""
         return next(iter(committed_steps(self._directory)), None)
 
-    def weights_alone(self) -> bool:
-        """Whether the newest checkpoint holds a model and nothing else, as an import leaves it; the same on all ranks."""
+    def holds_only_weights(self) -> bool:
+        """Return whether the newest checkpoint holds only a model, as an import writes it.
+
+        All ranks get the same answer.
+        """
 
         def found() -> bool:
             step = self.latest()
@@ -168,28 +176,28 @@ class Checkpointer:
                     step is not None and not Manifest.read(self._directory / f"step-{step}").trainer
                 )
             except (OSError, ValueError):
-                return False  # damaged: loading tells
+                return False  # damaged: loading reports why
 
-        return self._everywhere(found)[0]
+        return self._on_all_ranks(found)[0]
 
-    def what_remains(self) -> str:
-        """What a user who just lost a step has to go on from, as this rank sees it."""
-        # An older checkpoint of the same step, put aside for one that never arrived, comes back at the next start.
+    def describe_fallback(self) -> str:
+        """Say what a run that just lost a step can resume from, as this rank sees it."""
+        # At the next start, `_clean_up` restores an older checkpoint that was set aside.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
-            return "the checkpoint before it is intact"
-        return "no checkpoint was written before"
+            return "the previous checkpoint is intact"
+        return "there is no earlier checkpoint"
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load the newest checkpoint whose files are all as they were written into ``state``, and return its step.
+        """Load the newest intact checkpoint into `state` and return its step.
 
-        Tensors are filled in place, in whatever sharding they have; ``trainer`` is replaced by what was saved; ``rng`` is left as it is
-        when another number of ranks wrote the checkpoint. Ranks share the work of verifying.
+        Fills tensors in place, in any sharding; replaces `trainer`; leaves `rng` unchanged if a
+        different number of ranks wrote the checkpoint. Ranks share the verification.
 
         Raises:
-            NoCheckpointError: on all ranks, with one line for each checkpoint that could not be used.
+            NoCheckpointError: on all ranks, with one line per unusable checkpoint.
         """
         self.wait()
-        found = self._everywhere(lambda: committed_steps(self._directory))[0]
+        found = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
         lines = []
         for step in found:
             problem = self._load_step(step, state)
@@ -197,14 +205,14 @@ class Checkpointer:
                 return step
             lines.append(f"{self._directory / f'step-{step}'}: {problem}")
             if self._rank == 0 and step != found[-1]:
-                self._report(f"{lines[-1]}; the checkpoint before it is used instead")
+                self._report(f"{lines[-1]}; using the previous checkpoint instead")
         raise NoCheckpointError(*(lines or [f"{self._directory}: holds no checkpoint"]))
 
     def _load_step(self, step: int, state: dict[str, Any]) -> str | None:
-        """Load one checkpoint, or say why it cannot be used."""
+        """Load one checkpoint, or return why it cannot be used."""
         folder = self._directory / f"step-{step}"
         try:
-            parts = self._everywhere(lambda: _verify(folder, self._rank, self._workers))
+            parts = self._on_all_ranks(lambda: _verify(folder, self._rank, self._workers))
             problems = list(dict.fromkeys(problem for part in parts for problem in part))
             if problems:
                 return "; ".join(problems[:3]) + (
@@ -212,13 +220,16 @@ class Checkpointer:
                 )
             manifest = Manifest.read(folder)
             if "optimizer" in state and not manifest.trainer:
-                return "holds weights alone, no training to go on with; a new run begins with given ones by train.init_from=HF_FOLDER"
+                return (
+                    "holds only weights, so there is no training to resume; "
+                    "start a new run with train.init_from=HF_FOLDER"
+                )
             tensors = self._tensors(
                 state
                 if manifest.workers == self._workers
                 else {k: v for k, v in state.items() if k != "rng"}
             )
-            extra = self._everywhere(lambda: _read(folder, tensors))[0]
+            extra = self._on_all_ranks(lambda: _read(folder, tensors))[0]
         except _Failed as error:
             return str(error)
         if extra and "model" in state:
@@ -228,19 +239,19 @@ class Checkpointer:
         return None
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What DCP gets: the trainer's numbers go to the manifest, and what belongs to one rank is named after it."""
+        """Select what DCP saves: no trainer numbers, and per-rank tensors under the rank's name."""
         tensors = {key: value for key, value in state.items() if key not in ("trainer", "rng")}
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 
     def _finish(self) -> CheckpointError | None:
-        """Wait for the save that is under way, and say whether it failed."""
+        """Wait for the save in progress and return its failure, if any."""
         if self._saving is not None:
             self._saving.join()
         failure, self._saving, self._failure = self._failure, None, None
         return failure
 
     def _commit(self, step: int, partial: Path, written: Any, trainer: dict[str, Any]) -> None:
-        """Wait for DCP, collect checksums, and rename on rank 0; the same on every rank up to who does it. Runs in its own thread."""
+        """Wait for DCP, collect checksums, and let rank 0 rename the folder. Runs in a thread."""
 
         def own_files() -> dict[str, dict[str, int]]:
             written.result()
@@ -253,43 +264,44 @@ class Checkpointer:
         try:
             files = {
                 name: FileEntry(**entry)
-                for part in self._everywhere(own_files)
+                for part in self._on_all_ranks(own_files)
                 for name, entry in part.items()
             }
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
-            self._everywhere(lambda: self._publish(manifest, partial) if self._rank == 0 else None)
-        except (
-            Exception
-        ) as error:  # also a peer that is gone: the main thread is to learn of it, not the terminal
-            # Every rank removes what it can, since machines may not share the disk.
+            self._on_all_ranks(
+                lambda: self._publish(manifest, partial) if self._rank == 0 else None
+            )
+        except Exception as error:  # including a lost peer: the main thread must learn of it
+            # Machines may not share the disk, so every rank removes what it can.
             shutil.rmtree(partial, ignore_errors=True)
             final, reason = (
                 self._directory / f"step-{step}",
                 error if isinstance(error, _Failed) else self._reason(error),
             )
             self._failure = CheckpointError(
-                f"{final}: the checkpoint of step {step} was not saved ({reason}); {self.what_remains()}"
+                f"{final}: the checkpoint of step {step} was not saved ({reason}); "
+                f"{self.describe_fallback()}"
             )
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
-        """Give ``partial`` its manifest and its final name, then remove what is no longer kept."""
+        """Write the manifest, give `partial` its final name, and remove superseded checkpoints."""
         unseen = next((name for name in manifest.files if not (partial / name).is_file()), None)
         if unseen:
             raise OSError(
                 errno.ENOENT,
-                "rank 0 does not see another rank's file; all machines must share this disk",
+                "rank 0 cannot see a file of another rank; all machines must share this disk",
                 unseen,
             )
         manifest.write(partial)
-        _force_to_disk(partial)
+        _fsync_folder(partial)
         final = self._directory / f"step-{manifest.step}"
         replaced = final.with_name(f"{final.name}.replaced")
         if final.exists():
             final.rename(replaced)
         partial.rename(final)
-        _force_to_disk(self._directory)
+        _fsync_folder(self._directory)
         _remove(replaced)
-        # Steps after this one are from before a fall back to an earlier checkpoint; they are neither kept in its place nor lost.
+        # Later steps predate a fallback to an earlier checkpoint: neither count nor remove them.
         for step in [step for step in committed_steps(self._directory) if step <= manifest.step][
             self._keep :
         ]:
@@ -306,11 +318,11 @@ class Checkpointer:
         for partial in self._directory.glob("step-*.tmp-*"):
             shutil.rmtree(partial)
 
-    def _everywhere(self, action: Callable[[], T]) -> list[T]:
-        """Do ``action`` on every rank and return what each got, in rank order: something that JSON can hold.
+    def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return the results in rank order (JSON-serialisable).
 
         Raises:
-            _Failed: on all ranks, when it failed on any.
+            _Failed: on all ranks, if the action failed on any.
         """
         result: T | None = None
         failure = None
@@ -327,7 +339,7 @@ class Checkpointer:
         return [result for result, _ in answers]
 
     def _reason(self, error: BaseException) -> str:
-        """One line about ``error``, with the rank it came from; DCP hands every rank the errors of all."""
+        """Describe `error` and its rank in one line; DCP gives every rank the errors of all."""
         rank = self._rank
         if isinstance(error, CheckpointException) and error.failures:
             rank, (error, _) = min(error.failures.items())
@@ -335,10 +347,12 @@ class Checkpointer:
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
-    """The committed checkpoints of a checkpoints folder or of a run, the newest first; of any other folder itself, unread.
+    """Return the committed checkpoints of a checkpoints folder or a run, newest first.
+
+    Any other folder is returned itself, unread.
 
     Raises:
-        NoCheckpointError: it is a run or a checkpoints folder, and holds none.
+        NoCheckpointError: a run or a checkpoints folder that holds no checkpoint.
     """
     folder = Path(path)
     if (folder / "checkpoints").is_dir():
@@ -352,14 +366,16 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
 def load_model_state(
     path: str | os.PathLike[str], report: Callable[[str], None] | None = None
 ) -> tuple[int, dict[str, Tensor]]:
-    """Step and whole model of a checkpoint, as CPU tensors by parameter name, read by this process alone.
+    """Read the step and the whole model of a checkpoint in this process alone.
+
+    Returns CPU tensors by parameter name.
 
     Args:
-        path: a ``step-N`` folder or, for the newest usable one, a checkpoints folder or a run.
-        report: shown what was wrong with a checkpoint that is passed over; a logger's warning by default.
+        path: a `step-N` folder, or a checkpoints folder or run for its newest intact checkpoint.
+        report: receives the reason why a checkpoint is skipped; logs by default.
 
     Raises:
-        NoCheckpointError: there is none, or it is not as it was written.
+        NoCheckpointError: there is no checkpoint, or none is intact.
     """
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
@@ -373,14 +389,14 @@ def load_model_state(
             found = [str(error)]
         problems.append(f"{candidate}: {'; '.join(found)}")
         if candidate != candidates[-1]:
-            report(f"{problems[-1]}; the checkpoint before it is used instead")
+            report(f"{problems[-1]}; using the previous checkpoint instead")
     raise NoCheckpointError(*problems)
 
 
 def write_model_state(
     directory: str | os.PathLike[str], step: int, model: Mapping[str, Tensor]
 ) -> Path:
-    """Write a checkpoint that holds a model alone, from this process alone, and return its folder.
+    """Write a checkpoint that holds only a model, from this process alone; return its folder.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -390,11 +406,11 @@ def write_model_state(
 
 
 class _Failed(Exception):
-    """An action of `Checkpointer._everywhere` failed on some rank; every rank raises this with the same text."""
+    """An action of `Checkpointer._on_all_ranks` failed on some rank; all ranks raise this."""
 
 
 class _CheckpointWriter(dcp.FileSystemWriter):
-    """DCP's writer, but a full disk is an OSError: torch.save reports it as a file that ends in an unexpected place."""
+    """DCP's writer, with OSError for a full disk: torch.save reports a misplaced end of file."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -411,16 +427,16 @@ class _CheckpointWriter(dcp.FileSystemWriter):
 def _read(
     folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None
 ) -> str | None:
-    """Fill ``tensors``, or this rank's part of them, and return the first tensor of a model that they lack.
+    """Fill this rank's part of `tensors`; return the first model tensor they lack, or None.
 
-    Every rank reads its part by itself: DCP's ranks would send each other pickles.
+    Every rank reads its part by itself: in DCP's collective load, ranks exchange pickles.
 
     Raises:
-        ForeignFileError: a file holds what DCP does not write.
-        Exception: as DCP raises them, such as for a tensor of another size.
+        ForeignFileError: a file holds data that DCP does not write.
+        Exception: as raised by DCP, for example for a tensor of a different size.
     """
     reader, planner = reader or CheckpointReader(folder), CheckpointPlanner()
-    _expect_to_be_alone()
+    _silence_single_process_warning()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
@@ -434,10 +450,10 @@ def _read(
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
-    """The model of a checkpoint by name, in this process's memory.
+    """Read the model of a checkpoint into the memory of this process, by parameter name.
 
     Raises:
-        ForeignFileError: a file holds what DCP does not write.
+        ForeignFileError: a file holds data that DCP does not write.
     """
     reader = CheckpointReader(folder)
     found = tensors_of(reader.metadata, "model.").items()
@@ -469,22 +485,22 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
-def _expect_to_be_alone() -> None:
-    """Silence DCP's remark that it works without a process group, where that is meant. Its own thread makes the remark too."""
+def _silence_single_process_warning() -> None:
+    """Silence DCP's warning, also from its own thread, that it runs without a process group."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder such that a crash leaves it whole or as a leftover, not as a damaged checkpoint."""
+    """Remove a folder so that a crash never leaves a damaged checkpoint under its name."""
     leftover = folder.with_name(f"{folder.name}.tmp-removed")
-    # What cannot be removed costs space, not the checkpoint that was just committed.
+    # A folder that cannot be removed costs space, not the checkpoint that was just committed.
     with contextlib.suppress(OSError):
         if folder.exists():
             folder.rename(leftover)
         shutil.rmtree(leftover)
 
 
-def _force_to_disk(folder: Path) -> None:
+def _fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

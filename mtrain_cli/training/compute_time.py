@@ -1,8 +1,10 @@
-"""How long a worker takes for what is the same work on every worker and waits for none: the measure by which a slow one is found.
+"""Time the same compute on every worker, free of communication, to find stragglers.
 
-Whole steps are no such measure: workers wait for each other many times in one, so that all take as long as the slowest. What is timed here
-are the parts behind attention (output projection, norm, MLP) of some layers in the first forward pass of a step: every worker has as many
-tokens, and there is no communication inside. On a GPU two events a layer, read a step later; no synchronisation.
+Whole steps cannot show a straggler: workers wait for one another many times in a step, so all take
+as long as the slowest. This timer covers the part of some layers after attention (output
+projection, norm, MLP) in the first forward pass of a step: equally many tokens on every worker, no
+communication. On a GPU it records two events per layer and reads them a step later, so it never
+synchronises.
 """
 
 from __future__ import annotations
@@ -14,64 +16,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-LAYERS = 8  # that are timed, evenly spread
+LAYERS = 8  # number of layers timed, evenly spread
 
 
 class ComputeTimer:
-    """Of one worker. Layers call it by a hook after their forward pass, attention by `around`."""
+    """The compute timer of one worker."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
-        """layers: of a decoder, sharded already: the hook has to come after those that communicate."""
+        """layers: already sharded, so that this hook runs after the hooks that communicate."""
         self._cuda = device.type == "cuda"
         count = min(LAYERS, len(layers))
         self._chosen = sorted({len(layers) * n // count for n in range(count)})
-        self._marks: dict[int, Any] = {}
-        self._done: dict[int, float | tuple[Any, Any]] = {}
+        self._attention_ended: dict[int, Any] = {}
+        self._durations: dict[int, float | tuple[Any, Any]] = {}
         self._events = {n: (_event(), _event()) for n in self._chosen} if self._cuda else {}
         for index in self._chosen:
-            layers[index].register_forward_hook(self._after(index))
+            layers[index].register_forward_hook(self._layer_hook(index))
 
-    def begin(self) -> float:
-        """A step begins -> seconds of the one before, 0 where there was none. The device has done that one."""
-        done, self._done, self._marks = self._done, {}, {}
-        if len(done) < len(self._chosen):
+    def start_step(self) -> float:
+        """Start a step and return the seconds measured in the previous one, 0 if there is none.
+
+        The device must have finished the previous step.
+        """
+        durations, self._durations, self._attention_ended = self._durations, {}, {}
+        if len(durations) < len(self._chosen):
             return 0.0
         return sum(
-            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000 for t in done.values()
+            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000
+            for t in durations.values()
         )
 
-    def around(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """``attend``, with the time at which it is through."""
-        return _TimedAttention(attend, self._mark)
+    def wrap_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return `attend`, extended to mark when the attention of each timed layer ends."""
+        return _TimedAttention(attend, self._mark_attention)
 
-    def _mark(self, layer: int) -> None:
-        # A recomputed layer attends once more; only its forward pass counts.
-        if layer not in self._marks and layer in self._chosen:
+    def _mark_attention(self, layer: int) -> None:
+        # Recomputation calls attention again; time only the forward pass.
+        if layer not in self._attention_ended and layer in self._chosen:
             if self._cuda:
                 self._events[layer][0].record()
-            self._marks[layer] = time.perf_counter()
+            self._attention_ended[layer] = time.perf_counter()
 
-    def _after(self, index: int) -> Callable[..., None]:
+    def _layer_hook(self, index: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if index in self._marks and index not in self._done:
+            if index in self._attention_ended and index not in self._durations:
                 if self._cuda:
                     self._events[index][1].record()
-                    self._done[index] = self._events[index]
+                    self._durations[index] = self._events[index]
                 else:
-                    self._done[index] = time.perf_counter() - self._marks[index]
+                    self._durations[index] = time.perf_counter() - self._attention_ended[index]
 
         return hook
 
 
 class _TimedAttention:
-    """An attention that is otherwise as it was."""
+    """An attention call that marks when it ends; all other attributes pass through."""
 
     def __init__(self, attend: Callable[..., Tensor], mark: Callable[[int], None]) -> None:
-        self._attend, self._mark = attend, mark
+        self._attend, self._mark_attention = attend, mark
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
         out = self._attend(q, k, v, layer)
-        self._mark(layer)
+        self._mark_attention(layer)
         return out
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Between an mtrain checkpoint and a Hugging Face folder."""
+"""Convert between mtrain checkpoints and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ from mtrain_cli.training.manifest import Manifest, ManifestError, committed_step
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"
-TOKENIZER = (
-    "tokenizer"  # folder of an imported run: the tokenizer files of what it was imported from
-)
+TOKENIZER = "tokenizer"  # folder of an imported run that holds the source's tokenizer files
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported: the configuration of the run, the step of its checkpoint, and in words which tokenizer went with it."""
+    """Result of an export.
+
+    config: configuration of the run.
+    step: step of the exported checkpoint.
+    tokenizer: which tokenizer was exported with it, for the user.
+    """
 
     config: Config
     step: int
@@ -53,13 +56,15 @@ class Exported:
 
 
 def import_folder(source: Path, run: Path) -> Config:
-    """Make ``run`` a run whose checkpoint ``step-0`` holds the float32 weights of the Hugging Face folder ``source`` and nothing else.
+    """Create `run` with a checkpoint `step-0` of the float32 weights of a Hugging Face folder.
 
-    Needs memory for the whole model. Returns the configuration written to the run: the folder's model, and defaults.
+    Needs memory for the whole model. Returns the configuration written to the run: the folder's
+    model and defaults.
 
     Raises:
-        ConfigError: ``source`` cannot be read, ``run`` holds a run already or cannot be written. Nothing is left behind.
-        CheckpointError: the weights could not be written, such as on a full disk; nothing is left behind either.
+        ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
+        CheckpointError: the weights cannot be written, for example on a full disk.
+            Both leave nothing behind.
     """
     folder = HuggingFaceFolder(source)
     base = compose.compose()
@@ -72,7 +77,7 @@ def import_folder(source: Path, run: Path) -> Config:
     try:
         weights = {name: folder.read(name).float() for name in parameter_shapes(folder.model)}
         write_model_state(created.checkpoints, 0, weights)
-        _keep_tokenizer(source, created.path / TOKENIZER)
+        _copy_tokenizer(source, created.path / TOKENIZER)
     except BaseException:
         created.discard()
         raise
@@ -89,16 +94,19 @@ def export_checkpoint(
     tokenizer: Path | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Exported:
-    """Write the model of a run (its newest usable checkpoint) or of one ``step-N`` folder as a Hugging Face folder.
+    """Write the model of a run or a `step-N` folder as a Hugging Face folder.
 
-    ``source`` may be a path or, for a run, its name under runs/.
-    The tokenizer goes with it: of the folder ``tokenizer``, else the one that the run knows.
-    ``report`` is shown what was wrong with a checkpoint that is passed over.
-    Needs memory for the whole model in float32.
+    A run exports its newest intact checkpoint. Needs memory for the whole model in float32.
+
+    Args:
+        source: a path, or the name of a run under runs/.
+        tokenizer: folder to copy the tokenizer from; default: the tokenizer that the run knows.
+        report: receives the reason why a checkpoint is skipped.
 
     Raises:
-        ConfigError: there is no such run or usable checkpoint, the checkpoint is not of the run's model, or ``target`` cannot be written.
-        RunError: the disk of ``target`` is full or fails.
+        ConfigError: no such run, no intact checkpoint, a checkpoint of another model, or a `target`
+            that cannot be written.
+        RunError: the disk of `target` is full or fails.
     """
     require_new_folder(target)
     source = find_source(source)
@@ -107,7 +115,7 @@ def export_checkpoint(
     files, remark = (
         (of_folder(tokenizer), "") if tokenizer is not None else tokenizer_of_run(config, run)
     )
-    # Refuse a shape that the family lacks before reading weights.
+    # Refuse shapes that the family does not support before reading weights.
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
     try:
         step, weights = load_model_state(source, report)
@@ -134,47 +142,47 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """The tokenizer whose ids a run was trained on; or None, and why it is not known.
+    """Return the tokenizer that a run was trained with, or None and why it is unknown.
 
-    Data that name no tokenizer of their own are taken to have the ids of ``train.init_from``.
+    Data that name no tokenizer are assumed to use the token ids of `train.init_from`.
     """
     if (run / TOKENIZER).is_dir():
         return of_folder(run / TOKENIZER), ""
     if not _was_trained(run):
         return (
             None,
-            "no tokenizer: the folder that was imported has none; --tokenizer FOLDER copies one",
+            "no tokenizer: the imported folder has none; copy one with --tokenizer FOLDER",
         )
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):
             return _chosen_tokenizer(data.tokenizer), ""
-        if data.kind == "tokens" and (found := _tokenizer_of_stores(config, folder)):
-            return found, ""
+        if data.kind == "tokens" and (files := _tokenizer_of_stores(config, folder)):
+            return files, ""
         if folder is not None:
             return of_folder(folder), ""
     except ConfigError as error:
-        return None, f"no tokenizer: {error.problems[0]}; --tokenizer FOLDER copies one"
+        return None, f"no tokenizer: {error.problems[0]}; copy one with --tokenizer FOLDER"
     return (
         None,
-        f"no tokenizer: data.path={data.path} does not say which it has; --tokenizer FOLDER copies one",
+        f"no tokenizer: data.path={data.path} does not name one; copy one with --tokenizer FOLDER",
     )
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
-    """The tokenizer of text. Files beside a tokenizer.json, such as a chat template, go with it."""
+    """Return the tokenizer of text, with the files next to its tokenizer.json (chat template)."""
     if choice == "bytes":
         return _bytes()
     path = Path(choice)
     return (
-        of_folder(path.parent, _end(choice))
+        of_folder(path.parent, _eos_id(choice))
         if path.name == "tokenizer.json"
-        else of_file(path, _end(choice))
+        else of_file(path, _eos_id(choice))
     )
 
 
-def _end(choice: str) -> int | None:
-    """The id that ended each document of text; None too where the tokenizers package is missing, which training had."""
+def _eos_id(choice: str) -> int | None:
+    """Return the end-of-document id, or None, also if the tokenizers package is not installed."""
     try:
         return open_tokenizer(choice).eos
     except ConfigError:
@@ -182,9 +190,10 @@ def _end(choice: str) -> int | None:
 
 
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
-    """The one tokenizer of what `mtrain data prepare` wrote; None where there are several, or arrays that name none.
+    """Return the tokenizer of stores that `mtrain data prepare` wrote; None if unclear.
 
-    The folder of ``train.init_from`` takes the place of the same tokenizer.json, since it has more files.
+    It is unclear if stores differ or a store names none. If the folder of `train.init_from` has the
+    same tokenizer.json, use that folder, since it holds more files.
     """
     data = config.data
     names = parse_mix(data.mix) if data.mix is not None else {"": 1.0}
@@ -212,7 +221,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _was_trained(run: Path) -> bool:
-    """False for an import, whose one checkpoint holds weights alone."""
+    """Return False for an import, whose only checkpoint holds only weights."""
     checkpoints = run / "checkpoints"
     try:
         return any(
@@ -220,25 +229,25 @@ def _was_trained(run: Path) -> bool:
             for step in committed_steps(checkpoints)
         ) or not committed_steps(checkpoints)
     except ManifestError:
-        return True  # loading tells
+        return True  # loading reports the problem
 
 
-def _keep_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer of an imported folder, with its token ids, so that an export has it again."""
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the tokenizer files and token ids of an imported folder, so that an export has them."""
     try:
-        found = of_folder(source)
+        files = of_folder(source)
     except ConfigError:
         return
     target.mkdir()
-    found.write(target)
-    (target / "config.json").write_text(json.dumps(dict(found.ids)), encoding="utf-8")
+    files.write(target)
+    (target / "config.json").write_text(json.dumps(dict(files.ids)), encoding="utf-8")
 
 
 def find_source(source: Path) -> Path:
-    """The folder of what `export_checkpoint` is given. That a checkpoint of it is usable is not checked.
+    """Resolve the source of `export_checkpoint` to a folder, without verifying its checkpoints.
 
     Raises:
-        ConfigError: there is no such run, or no checkpoint in it.
+        ConfigError: no such run, or a run without a checkpoint.
     """
     if not source.exists() and (run_dir.RUNS / source).is_dir():
         source = run_dir.RUNS / source
@@ -251,11 +260,12 @@ def find_source(source: Path) -> Path:
 
 
 def _run_of(source: Path) -> Path:
-    """The run that ``source``, itself a run, its folder of checkpoints or one checkpoint, belongs to."""
+    """Return the run that contains `source`: a run, its checkpoints folder or one checkpoint."""
     resolved = source.resolve()
     for folder in (resolved, resolved.parent, resolved.parent.parent):
         if (folder / RESOLVED).is_file():
             return folder
     raise ConfigError(
-        f"{source}: no run and no checkpoint of one (no {RESOLVED} here or above it); give a run, such as runs/latest"
+        f"{source}: no run or checkpoint of a run (no {RESOLVED} here or above). "
+        "Give a run, such as runs/latest."
     )

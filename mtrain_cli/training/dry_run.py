@@ -1,4 +1,4 @@
-"""`mtrain train --dry-run`: the plan of a run as a person reads it, on any machine, in seconds."""
+"""`mtrain train --dry-run`: show the plan of a run, on any machine, in seconds."""
 
 from __future__ import annotations
 
@@ -30,159 +30,145 @@ from mtrain_cli.training.run_plan import (
     SHORTEST_SEQ,
     USABLE,
     RunPlan,
+    make_plan,
     needed_here,
-    plan,
     size,
 )
 
-# GiB that CUDA reports for common GPUs, smallest first; a plan for a machine that is not here is held against them.
+# GiB that CUDA reports for common GPUs, smallest first, to compare plans for absent GPUs with.
 GPU_MEMORY = (
     ("40 GB (A100)", 39.4),
     ("80 GB (A100, H100)", 79.2),
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
-USUAL_MFU = 0.4  # what a well-tuned dense run reaches; only for the time of a step in a plan
+USUAL_MFU = 0.4  # of a well-tuned dense run; used only for the step time shown in a plan
 
 
 def dry_run(config: Config) -> RenderableType:
-    """The plan of a run as a person reads it, 80 columns wide or more."""
-    return render(plan(config))
+    """Render the plan of a run, at least 80 columns wide."""
+    return render(make_plan(config))
 
 
-def render(found: RunPlan) -> RenderableType:
-    """The table of a plan, and the memory of a worker by part."""
-    config, model = found.config, found.config.model
+def render(plan: RunPlan) -> RenderableType:
+    """Render a plan: its table, the memory of a worker by part, and whether it fits."""
+    config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
-    attention = 1 - 6 * found.parameters.matmul / found.flops.model
-    recomputation = f"recomputation {describe_activations(config)}"
-    # How much a pattern leaves depends on the data.
-    less = (
+    attention = 1 - 6 * plan.parameters.matmul / plan.flops.model
+    recomputation = f"recomputation: {describe_activations(config)}"
+    # The density of a dynamic index depends on the data.
+    computes_less = (
         config.sparsity.pattern != "dense"
         and not computes_everything(config)
         and (config.sparsity.dense_steps or 0) < config.train.steps
     )
-    sparsely = f" were it dense, {config.sparsity.pattern} computes less" if less else ""
+    sparse_note = f" if dense ({config.sparsity.pattern} executes less)" if computes_less else ""
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
+    tied = " (and LM head, tied)" if model.tie_word_embeddings else ""
+    per_token = f"{flop(plan.flops.model)} model, {attention:.0%} of it attention"
     rows = [
-        ("machine", found.machine),
-        ("model", describe_model(found)),
-        (
-            "",
-            f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, vocabulary {model.vocab_size:,}",
-        ),
-        (
-            "",
-            f"{count(found.parameters.embedding)} in the embedding{' (and LM head, tied)' if model.tie_word_embeddings else ''}",
-        ),
-        ("positions", describe_rope(found)),
+        ("machine", plan.machine),
+        ("model", describe_model(plan)),
+        ("", f"{shape}, vocabulary {model.vocab_size:,}"),
+        ("", f"{count(plan.parameters.embedding)} in the embedding{tied}"),
+        ("positions", describe_rope(plan)),
         *weights_rows(config),
-        (
-            "per token",
-            f"{flop(found.flops.model)} model, {attention:.0%} of it attention (causal, whole sequence)",
-        ),
-        ("", f"{flop(found.flops.executed)} executed{sparsely}, with {recomputation}"),
-        ("step", describe_step(found)),
-        ("", describe_time(found)),
-        ("workers", describe_workers(found)),
-        ("layout", describe_layout(found)),
-        ("exchange", f"{found.exchange.label}: {found.exchange.reason}"),
-        ("sparsity", describe_sparsity(found)),
+        ("per token", f"{per_token} (causal, whole sequence)"),
+        ("", f"{flop(plan.flops.executed)} executed{sparse_note}; {recomputation}"),
+        ("step", describe_step(plan)),
+        ("", describe_time(plan)),
+        ("workers", describe_workers(plan)),
+        ("layout", describe_layout(plan)),
+        ("exchange", f"{plan.exchange.label}: {plan.exchange.reason}"),
+        ("sparsity", describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
-        *kernel_rows(found),
-        ("dtype", describe_dtype(found)),
-        ("moved", describe_moved(found)),
-        ("checkpoint", f"{size(found.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
+        *kernel_rows(plan),
+        ("dtype", describe_dtype(plan)),
+        ("traffic", describe_traffic(plan)),
+        ("checkpoint", f"{size(plan.checkpoint)} on disk, {config.train.keep_checkpoints} kept"),
     ]
     title = Text(
-        f"Dry run: {model.name}, seq {format_size(config.seq)}, nothing is trained", style="bold"
+        f"Dry run: {model.name}, seq {format_size(config.seq)}; nothing is trained", style="bold"
     )
     return Group(
-        title, facts(rows), Text(""), memory_table(found), *search_rows(found), *verdict(found)
+        title, two_columns(rows), Text(""), memory_table(plan), *search_rows(plan), *verdict(plan)
     )
 
 
-def search_rows(found: RunPlan) -> list[RenderableType]:
-    """What ``train.memory=auto`` chose, and what it rejected and why."""
-    if found.search is None or found.search.chosen is None:
+def search_rows(plan: RunPlan) -> list[RenderableType]:
+    """Show what `train.memory=auto` chose, and what it rejected and why."""
+    if plan.search is None or plan.search.chosen is None:
         return []
-    rejected = "; ".join(f"{way}: {reason}" for way, reason in found.search.rejected())
+    rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
     return [
-        Text(f"{describe_choice(found)}."),
-        Text(
-            f"Rejected, as slower by the model or as too large, the fastest setting of each way: {rejected}.",
-            style="dim",
-        ),
+        Text(f"{describe_choice(plan)}."),
+        Text(f"Rejected, fastest setting of each kind: {rejected}.", style="dim"),
     ]
 
 
-def describe_choice(found: RunPlan) -> str:
-    assert found.search is not None
-    assert found.search.chosen is not None
-    chosen = found.search.chosen
-    how = f"the fastest of {len(found.search.settings)} settings that fits"
-    return f"train.memory=auto takes {chosen.words or 'the defaults'}, {how}: {duration(chosen.seconds)} a step by the model"
+def describe_choice(plan: RunPlan) -> str:
+    """Describe the setting that `train.memory=auto` chose, in one line."""
+    assert plan.search is not None
+    assert plan.search.chosen is not None
+    chosen = plan.search.chosen
+    reason = f"the fastest of {len(plan.search.settings)} settings that fits"
+    step = f"{duration(chosen.seconds)} per step, estimated"
+    return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {step}"
 
 
-def verdict(found: RunPlan) -> list[RenderableType]:
-    """What would help where a plan does not fit, and how long a sequence may be."""
+def verdict(plan: RunPlan) -> list[RenderableType]:
+    """Say what to change if a plan does not fit, and how long a sequence may be."""
     chosen = (
-        found.search is not None
-        and found.config.train.keep_mlp
-        and found.asked is not None
-        and not found.asked.train.keep_mlp
+        plan.search is not None
+        and plan.config.train.keep_mlp
+        and plan.requested is not None
+        and not plan.requested.train.keep_mlp
     )
     kept = f"; {KEPT}" if chosen else ""
     return [
-        *_verdict(found),
+        *_verdict(plan),
         *(
             []
-            if found.environment.device == "cpu"
+            if plan.environment.device == "cpu"
             else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")]
         ),
     ]
 
 
-def fits(found: RunPlan) -> bool:
-    """Whether the machine of a plan has the memory that a worker needs; for GPUs that are not here, the machine that is assumed."""
-    if found.environment.device == "cpu":
-        return bool(found.fits)
-    return found.takes(found.memory) if found.search is None else found.search.chosen is not None
+def fits(plan: RunPlan) -> bool:
+    """Return whether the plan fits the memory of its machine, or of the GPUs it assumes."""
+    if plan.environment.device == "cpu":
+        return bool(plan.fits)
+    return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
 
 
-def _verdict(found: RunPlan) -> list[RenderableType]:
-    config = found.config
-    on_cpu = found.environment.device == "cpu"
-    if on_cpu and not fits(found):
-        return [Text(f"Does not fit this machine: {advice(found)}", style="red")]
+def _verdict(plan: RunPlan) -> list[RenderableType]:
+    config = plan.config
+    on_cpu = plan.environment.device == "cpu"
+    if on_cpu and not fits(plan):
+        return [Text(f"Does not fit this machine: {advice(plan)}", style="red")]
     if on_cpu:
         return []
-    if found.search is not None:
-        if found.search.chosen is None:
-            return [Text(f"Does not fit: {refusal(found, found.search)}.", style="red")]
-        longest = longest_seq(found)
-        return [
-            Text(
-                f"Longest sequence that fits with train.memory=auto: {'none' if longest is None else _at_least(longest)}."
-            )
-        ]
+    if plan.search is not None:
+        if plan.search.chosen is None:
+            return [Text(f"Does not fit: {refusal(plan, plan.search)}.", style="red")]
+        longest = longest_seq(plan)
+        longest_text = "none" if longest is None else _at_least(longest)
+        return [Text(f"Longest sequence that fits with train.memory=auto: {longest_text}.")]
     lines: list[RenderableType] = []
-    if not fits(found):
-        lines.append(Text(f"Does not fit: {refusal(found, search(found))}.", style="red"))
-    longest = longest_seq(found)
-    automatic = longest_seq(dataclasses.replace(found, config=with_memory(config, "auto")))
+    if not fits(plan):
+        lines.append(Text(f"Does not fit: {refusal(plan, search(plan))}.", style="red"))
+    longest = longest_seq(plan)
+    automatic = longest_seq(dataclasses.replace(plan, config=with_memory(config, "auto")))
     shown = ["none" if seq is None else _at_least(seq) for seq in (longest, automatic)]
-    on = f"on {found.gpu_name}" if found.elsewhere else "here"
-    lines.append(
-        Text(
-            f"Longest sequence that fits {on}: {shown[0]} with these settings, {shown[1]} with train.memory=auto.",
-            style="dim",
-        )
-    )
+    on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
+    lengths = f"{shown[0]} with these settings, {shown[1]} with train.memory=auto"
+    lines.append(Text(f"Longest sequence that fits {on}: {lengths}.", style="dim"))
     return lines
 
 
 def _at_least(seq: int) -> str:
-    """As it is searched for: in a few steps between powers of two."""
+    """Format a length that the search found: it tries only a few lengths per power of two."""
     return f"at least {format_size(seq)}"
 
 
@@ -190,22 +176,18 @@ def with_memory(config: Config, memory: str) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(config.train, memory=memory))
 
 
-def kernel_rows(found: RunPlan) -> list[tuple[str, str]]:
-    """The kernel, and that of dense first steps where there are some."""
-    rows = [("kernel", f"{found.kernel}: {found.kernel_reason}")]
-    if found.dense_kernel is not None:
-        name, reason = found.dense_kernel
-        rows.append(
-            (
-                "",
-                f"{name} in the first {found.config.sparsity.dense_steps} steps, which are dense: {reason}",
-            )
-        )
+def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
+    """Show the kernel, and the kernel of the first steps if they are dense."""
+    rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
+    if plan.dense_kernel is not None:
+        name, reason = plan.dense_kernel
+        dense_steps = plan.config.sparsity.dense_steps
+        rows.append(("", f"{name} for the first {dense_steps} steps, which are dense: {reason}"))
     return rows
 
 
-def facts(rows: list[tuple[str, str]]) -> Table:
-    """Two columns: a dim label and its text."""
+def two_columns(rows: list[tuple[str, str]]) -> Table:
+    """Lay out rows as two columns: a dim label and its text."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -214,9 +196,9 @@ def facts(rows: list[tuple[str, str]]) -> Table:
     return table
 
 
-def memory_table(found: RunPlan) -> RenderableType:
-    """Memory of a worker at its peak by part, and whether it fits."""
-    memory, peak = found.memory, found.memory.peak
+def memory_table(plan: RunPlan) -> RenderableType:
+    """Show the peak memory of a worker by part, and whether it fits."""
+    memory, peak = plan.memory, plan.memory.peak
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
@@ -230,39 +212,43 @@ def memory_table(found: RunPlan) -> RenderableType:
             table.add_row(
                 name, size(part), Text("█" * round(30 * part / memory.total), style="cyan")
             )
-    table.add_row(
-        Text("total", style="bold not dim"), Text(size(memory.total), style="bold"), fitting(found)
-    )
+    total = Text("total", style="bold not dim"), Text(size(memory.total), style="bold")
+    table.add_row(*total, describe_fit(plan))
     moments = [
         f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak
     ]
-    choices = [f"{name} {size(total)}" for name, total in alternatives(found).items()]
-    workers = found.environment.local_workers
-    waiting = f"Offloaded: {size(memory.host)} of pinned host memory a worker, {size(memory.host * workers)} a machine."
-    saving = f"While a checkpoint is written: {size(memory.saving)} more of host memory a worker, {size(memory.saving * workers)} a machine."
+    choices = [f"{name} {size(total)}" for name, total in totals_by_recomputation(plan).items()]
+    workers = plan.environment.local_workers
+    offloaded = _per_worker_and_machine(memory.host, workers, "pinned host memory")
+    saving = _per_worker_and_machine(memory.saving, workers, "more host memory")
     return Group(
-        Text.assemble(("Memory of a worker", "bold"), f" at its peak, the {peak.name}"),
+        Text.assemble(("Peak memory of a worker", "bold"), f", at the {peak.name}"),
         table,
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
-        *([Text(waiting)] if memory.host else []),
-        *([Text(saving)] if memory.saving else []),
+        *([Text(f"Offloaded: {offloaded}.")] if memory.host else []),
+        *([Text(f"While a checkpoint is written: {saving}.")] if memory.saving else []),
         Text(
-            f"With train.activation_checkpoint{_in_all(found)}: {', '.join(choices)}.", style="dim"
+            f"With train.activation_checkpoint{_checkpoint_note(plan)}: {', '.join(choices)}.",
+            style="dim",
         ),
     )
 
 
-def _in_all(found: RunPlan) -> str:
-    """On a CPU alternatives are told with what the host holds besides."""
+def _per_worker_and_machine(number: int, workers: int, memory: str) -> str:
+    return f"{size(number)} {memory} per worker, {size(number * workers)} per machine"
+
+
+def _checkpoint_note(plan: RunPlan) -> str:
+    """On a CPU, the totals include the copy that a checkpoint makes in host memory."""
     return (
-        " (and a checkpoint under way)"
-        if found.environment.device == "cpu" and found.memory.host_peak
+        " (while a checkpoint is written)"
+        if plan.environment.device == "cpu" and plan.memory.host_peak
         else ""
     )
 
 
 def describe_activations(config: Config) -> str:
-    """What layers keep, and where."""
+    """Describe what layers keep for the backward pass, and where."""
     train = config.train
     kept = (
         f" (last {train.checkpoint_keep:.0%} kept)"
@@ -278,281 +264,267 @@ def describe_activations(config: Config) -> str:
         if on_host
         else ""
     )
-    whole = layers_with_products(train.keep_mlp, layers)
-    products = (
-        f", MLP products of {'all' if whole == layers else f'{whole} of {layers}'} layers kept"
-        if whole
-        else ""
-    )
+    layers_kept = layers_with_products(train.keep_mlp, layers)
+    which = "all" if layers_kept == layers else f"{layers_kept} of {layers}"
+    products = f", MLP products of {which} layers kept" if layers_kept else ""
     if products and train.activation_checkpoint == "none":
-        products += " where the MLP is in tiles, all otherwise"
+        products += " where the MLP is tiled, all otherwise"
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
-def alternatives(found: RunPlan) -> dict[str, int]:
-    """Total bytes of a worker for each kind of activation checkpointing."""
+def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
+    """Return the total bytes of a worker for each kind of activation checkpointing."""
     totals = {}
     for kind in CHECKPOINTS:
-        offload = found.config.train.offload_activations if kind != "none" else False
+        offload = plan.config.train.offload_activations if kind != "none" else False
         train = dataclasses.replace(
-            found.config.train, activation_checkpoint=kind, offload_activations=offload
+            plan.config.train, activation_checkpoint=kind, offload_activations=offload
         )
         other = estimate_memory(
-            dataclasses.replace(found.config, train=train),
-            workers=found.environment.workers,
-            layout=found.layout,
-            exchange=found.exchange,
-            kernel=found.kernel,
-            dtype_bytes=getattr(torch, found.dtype).itemsize,
-            cuda=found.environment.device == "cuda",
+            dataclasses.replace(plan.config, train=train),
+            workers=plan.environment.workers,
+            layout=plan.layout,
+            exchange=plan.exchange,
+            kernel=plan.kernel,
+            dtype_bytes=getattr(torch, plan.dtype).itemsize,
+            cuda=plan.environment.device == "cuda",
         )
-        totals[kind] = found.load(other)
+        totals[kind] = plan.device_bytes(other)
     return totals
 
 
-def fitting(found: RunPlan) -> Text:
-    """Whether the peak fits, and on what."""
-    word, style = ("fits", "green") if found.fits else ("does not fit", "red")
-    if found.environment.device == "cpu":
-        workers = found.environment.local_workers
-        share = found.host_bytes / host_memory()
+def describe_fit(plan: RunPlan) -> Text:
+    """Say whether the peak fits, and in what."""
+    word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
+    if plan.environment.device == "cpu":
+        workers = plan.environment.local_workers
+        share = plan.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-        # The bytes before it are without what a checkpoint takes while it is written; 80 columns hold both.
-        saving = ", saving," if found.memory.host_peak else " of them"
-        them = (
+        # Say "saving" where the total includes a checkpoint; the text must fit 80 columns.
+        saving = ", saving," if plan.memory.host_peak else " of them"
+        workers_note = (
             f"{workers}{saving} take "
             if workers > 1
             else "saving, it takes "
-            if found.memory.host_peak
+            if plan.memory.host_peak
             else ""
         )
-        return Text(f"{word}: {them}{percent} of {size(host_memory())}", style=style)
-    if found.capacity is not None:
-        share = found.memory.total / found.capacity
+        return Text(f"{word}: {workers_note}{percent} of {size(host_memory())}", style=style)
+    if plan.capacity is not None:
+        share = plan.memory.total / plan.capacity
         return Text(
-            f"{word}: {share:.0%} of the {size(found.capacity)} of {found.gpu or 'a GPU'}",
+            f"{word}: {share:.0%} of the {size(plan.capacity)} of {plan.gpu or 'a GPU'}",
             style=style,
         )
-    if not found.takes(found.memory, float("inf")):
+    if not plan.has_room_for(plan.memory, float("inf")):
         return Text("does not fit the memory of the host", style="red")
-    large_enough = [name for name, gib in GPU_MEMORY if found.memory.total <= USABLE * gib * GIB]
+    large_enough = [name for name, gib in GPU_MEMORY if plan.memory.total <= USABLE * gib * GIB]
     return (
-        Text(f"fits GPUs of {large_enough[0]} and more", style="green")
+        Text(f"fits GPUs of {large_enough[0]} and larger", style="green")
         if large_enough
-        else Text("fits no GPU of today", style="red")
+        else Text("fits no current GPU", style="red")
     )
 
 
-def advice(found: RunPlan) -> str:
-    """What CPU workers need, and what would help, for a plan that does not fit this machine."""
-    workers = found.environment.workers
-    fewer = _fewer_workers(found)
+def advice(plan: RunPlan) -> str:
+    """Say what CPU workers need and what would help, for a plan that does not fit this machine."""
+    workers = plan.environment.workers
+    fewer = _fewer_workers(plan)
     helps = [
         f"train.activation_checkpoint={kind}"
-        for kind, total in alternatives(found).items()
-        if total * found.environment.local_workers <= host_memory()
+        for kind, total in totals_by_recomputation(plan).items()
+        if total * plan.environment.local_workers <= host_memory()
     ][:1]
-    if (seq := _longest_seq(found)) is not None:
+    if (seq := _longest_seq(plan)) is not None:
         helps.append(f"seq={format_size(seq)}")
     if fewer is not None:
         helps.append(f"topology.workers={fewer}")
     would = f"{' or '.join(helps)} would fit" if helps else "only a smaller model would fit"
-    device = "" if found.config.topology.device == "auto" else "topology.device=cuda "
+    device = "" if plan.config.topology.device == "auto" else "topology.device=cuda "
     plans = f"{device}topology.workers=8 plans for eight GPUs"
-    if isinstance(found.config.topology.workers, int) and workers > 1:
+    if isinstance(plan.config.topology.workers, int) and workers > 1:
         plans = f"topology.device=cuda plans for {workers} GPUs"
-    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(found)}"
+    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(plan)}"
     return f"{need}; {would}. {plans}."
 
 
-def _fewer_workers(found: RunPlan) -> int | None:
-    """The most workers, halved again and again, that would fit this machine."""
-    workers = found.environment.workers // 2
+def _fewer_workers(plan: RunPlan) -> int | None:
+    """Return the most workers that fit this machine, halving the planned number."""
+    workers = plan.environment.workers // 2
     while workers:
-        topology = dataclasses.replace(found.config.topology, workers=workers)
+        topology = dataclasses.replace(plan.config.topology, workers=workers)
         with contextlib.suppress(ConfigError):
-            if found.again(dataclasses.replace(found.config, topology=topology)).fits:
+            if plan.replan(dataclasses.replace(plan.config, topology=topology)).fits:
                 return workers
         workers //= 2
     return None
 
 
-def _longest_seq(found: RunPlan) -> int | None:
-    """The length that fits this machine when that of the plan is halved again and again; None where the weights alone are too much."""
-    seq = found.config.seq // 2
+def _longest_seq(plan: RunPlan) -> int | None:
+    """Return the longest sequence that fits this machine, halving the planned length, or None."""
+    seq = plan.config.seq // 2
     while seq >= SHORTEST_SEQ:
-        if found.again(dataclasses.replace(found.config, seq=seq)).fits:
+        if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:
             return seq
         seq //= 2
     return None
 
 
-def describe_model(found: RunPlan) -> str:
-    return f"{found.config.model.name} ({found.config.model.family}), {count(found.parameters.total)} parameters"
+def describe_model(plan: RunPlan) -> str:
+    name = f"{plan.config.model.name} ({plan.config.model.family})"
+    return f"{name}, {count(plan.parameters.total)} parameters"
 
 
-def describe_rope(found: RunPlan) -> str:
-    rope = found.config.model.rope
+def describe_rope(plan: RunPlan) -> str:
+    rope = plan.config.model.rope
     if rope.scaling == "none":
-        return f"rotary, theta {rope.theta:,.0f}, not stretched"
+        return f"rotary, theta {rope.theta:,.0f}, no scaling"
     reach = f"from {format_size(rope.original_max_position)} tokens"
-    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {found.rope_factor:g} {reach}"
+    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {plan.rope_factor:g} {reach}"
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:
-    """Where the weights come from, and what the run does otherwise than their folder."""
+    """Show where the weights come from, and how the run differs from their folder."""
     if config.train.init_from is None:
         return []
     return [
-        ("weights", f"of {config.train.init_from}"),
+        ("weights", f"from {config.train.init_from}"),
         *(("", line) for line in initial_weights.remarks(config)),
     ]
 
 
-def describe_step(found: RunPlan) -> str:
-    train, environment = found.config.train, found.environment
+def describe_step(plan: RunPlan) -> str:
+    train, environment = plan.config.train, plan.environment
     batch = "1 sequence" if train.global_batch == 1 else f"{train.global_batch} sequences"
     split = (
         ""
         if train.global_batch == 1
-        else f" = {environment.dp} x {train.micro_batch} x {found.micro_batches} accumulated"
+        else f" = {environment.dp} x {train.micro_batch} x {plan.micro_batches} accumulated"
     )
-    return f"{found.tokens_per_step:,} tokens, {batch}{split}"
+    return f"{plan.tokens_per_step:,} tokens, {batch}{split}"
 
 
-def describe_time(found: RunPlan) -> str:
-    """FLOP of a step and how long they take at a usual share of the peak; that of the GPU assumed where none is known."""
-    text = f"{flop(found.flops.model * found.tokens_per_step)} model"
-    if found.environment.device == "cpu":
+def describe_time(plan: RunPlan) -> str:
+    """Describe the FLOP of a step and its time at a usual MFU on the planned or assumed GPU."""
+    text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
+    if plan.environment.device == "cpu":
         return text
-    name = found.gpu or ASSUMED_GPU
+    name = plan.gpu or ASSUMED_GPU
     peak = peak_flops(name)
     if peak is None:
         return text
     seconds = (
-        found.flops.model * found.tokens_per_step / (USUAL_MFU * peak * found.environment.workers)
+        plan.flops.model * plan.tokens_per_step / (USUAL_MFU * peak * plan.environment.workers)
     )
     return f"{text}: {duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
 
 
-def describe_workers(found: RunPlan) -> str:
-    environment = found.environment
-    what = found.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
-    if environment.workers > 1 and not found.gpu:
-        what += "es" if what.endswith("s") else "s"
+def describe_workers(plan: RunPlan) -> str:
+    environment = plan.environment
+    unit = plan.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
+    if environment.workers > 1 and not plan.gpu:
+        unit += "es" if unit.endswith("s") else "s"
     nodes = (
         f", {environment.nodes} nodes of {environment.workers_per_node}"
         if environment.nodes > 1
         else ""
     )
-    taken = (
-        ", taken for topology.workers=auto: give how many there are"
-        if found.elsewhere and found.config.topology.workers == "auto"
+    assumed = (
+        ", assumed for topology.workers=auto: give the number of GPUs"
+        if plan.elsewhere and plan.config.topology.workers == "auto"
         else ""
     )
-    return f"{environment.workers} {'x ' if found.gpu else ''}{what} = {environment.dp} data x {environment.cp} context{nodes}{taken}"
+    degrees = f"{environment.dp} data x {environment.cp} context"
+    times = "x " if plan.gpu else ""
+    return f"{environment.workers} {times}{unit} = {degrees}{nodes}{assumed}"
 
 
-def describe_sparsity(found: RunPlan) -> str:
-    pattern = make_pattern(found.config.sparsity, found.config.seed)
+def describe_sparsity(plan: RunPlan) -> str:
+    pattern = make_pattern(plan.config.sparsity, plan.config.seed)
     if pattern is None:
         return "dense: every pair that the mask allows"
-    dense = found.config.sparsity.dense_steps
+    dense = plan.config.sparsity.dense_steps
     return f"{display_name(pattern)}: {pattern.describe()}" + (
         f"; the first {dense} steps dense" if dense else ""
     )
 
 
-def describe_layout(found: RunPlan) -> str:
-    layout = found.layout
+def describe_layout(plan: RunPlan) -> str:
+    layout = plan.layout
     name = (
         f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
     )
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
-    return f"{name}: {layout.tokens_per_worker:,} tokens a worker{padding}; {_layout_reason(found)}"
+    tokens = f"{layout.tokens_per_worker:,} tokens per worker{padding}"
+    return f"{name}: {tokens}; {_layout_reason(plan)}"
 
 
-def _layout_reason(found: RunPlan) -> str:
-    """Why `Config.layout` is what it is."""
-    config = found.config
+def _layout_reason(plan: RunPlan) -> str:
+    """Say why the layout was chosen (`Config.layout`)."""
+    config = plan.config
     if config.topology.layout != "auto":
         return "as configured"
-    if found.environment.cp == 1:
-        return "auto: a worker holds whole sequences, so that layouts do not differ"
-    if found.layout.name == "zigzag":
-        return "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces"
+    if plan.environment.cp == 1:
+        return "auto: each worker holds whole sequences, so layouts do not differ"
+    if plan.layout.name == "zigzag":
+        return "auto: dense attention without documents; zigzag balances it in the largest pieces"
     uneven = (
         "packed documents"
         if config.sparsity.pattern == "dense"
         else f"the index of {config.sparsity.pattern}"
     )
-    return f"auto: stripes divide the work of {uneven} evenly"
+    return f"auto: stripes balance the work of {uneven}"
 
 
-def describe_compile(found: RunPlan) -> str:
-    asked = found.config.train.compile
-    if not compiles(found.config, found.environment.device):
+def describe_compile(plan: RunPlan) -> str:
+    asked = plan.config.train.compile
+    if not compiles(plan.config, plan.environment.device):
         return "off" + (
-            "; train.compile=auto compiles on GPUs alone"
+            "; train.compile=auto compiles only on GPUs"
             if asked == "auto"
             else " (train.compile=false)"
         )
-    how = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
-    return f"on ({how}): the first step compiles before it computes, which can take minutes"
+    reason = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
+    return f"on ({reason}): the first step compiles first, which can take minutes"
 
 
-def describe_dtype(found: RunPlan) -> str:
-    train = found.config.train
+def describe_dtype(plan: RunPlan) -> str:
+    train = plan.config.train
     text = (
-        found.dtype
-        if found.dtype == "float32"
-        else f"{found.dtype} compute; float32 parameters, gradients and AdamW states"
+        plan.dtype
+        if plan.dtype == "float32"
+        else f"{plan.dtype} compute; float32 parameters, gradients and AdamW states"
     )
-    if found.config.optim.offload:
-        text = f"{found.dtype} compute and weights, float32 gradients; float32 parameters and AdamW states on the host"
-        text += ", where gradients go as they come" * found.config.optim.offload_gradients
-    return (
-        f"{text}, gradients reduced in {train.reduce_dtype}"
-        if train.reduce_dtype != "float32"
-        else text
-    )
+    if plan.config.optim.offload:
+        states = "float32 parameters and AdamW states in host memory"
+        text = f"{plan.dtype} compute and weights, float32 gradients; {states}"
+        text += "; gradients move there as they are reduced" * plan.config.optim.offload_gradients
+    if train.reduce_dtype != "float32":
+        text += f"; gradients reduced in {train.reduce_dtype}"
+    return text
 
 
-def describe_moved(found: RunPlan) -> str:
-    host = found.moved.host
-    link = (
-        f"{size(host)} between GPU and host a step"
-        if host and found.environment.device == "cuda"
-        else ""
-    )
-    if found.environment.workers == 1:
-        return link or "nothing, one worker"
-    exchange = f"{size(found.moved.forward)} forward and {size(found.moved.backward)} backward a layer and pass"
-    n = found.micro_batches
-    often = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[
-        found.config.train.shard
-    ]
-    each = (
-        ""
-        if n == 1 or found.config.train.shard == "optimizer"
-        else f" in each of {n} micro-batches"
-    )
-    how = (
-        f"gathered {often}, reduced{each}"
-        if found.config.train.shard != "full"
-        else f"gathered {often} and reduced{each}"
-    )
-    weights = f"weights and gradients {size(found.moved.weights)} a step ({how})"
-    return "; ".join(
-        part
-        for part in (exchange if found.environment.cp > 1 else "no keys or values", weights, link)
-        if part
-    )
+def describe_traffic(plan: RunPlan) -> str:
+    """Describe the bytes that reach a worker: KV, weights and gradients, and host transfers."""
+    host, n = plan.received.host, plan.micro_batches
+    on_gpu = plan.environment.device == "cuda"
+    link = f"{size(host)} between GPU and host per step" if host and on_gpu else ""
+    if plan.environment.workers == 1:
+        return link or "none, one worker"
+    forward, backward = size(plan.received.forward), size(plan.received.backward)
+    exchange = f"KV {forward} forward and {backward} backward per layer and pass"
+    shard = plan.config.train.shard
+    times = {"full": "twice", "gradients": "once a step", "optimizer": "once a step"}[shard]
+    each = "" if n == 1 or shard == "optimizer" else f" in each of {n} micro-batches"
+    schedule = f"gathered {times}{' and' if shard == 'full' else ','} reduced{each}"
+    weights = f"weights and gradients {size(plan.received.weights)} per step ({schedule})"
+    parts = (exchange if plan.environment.cp > 1 else "no KV", weights, link)
+    return "; ".join(part for part in parts if part)
 
 
 def count(number: int) -> str:
-    """3.09 B, 494 M or 874 K."""
+    """Format a count: 3.09 B, 494 M or 874 K."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -560,7 +532,7 @@ def count(number: int) -> str:
 
 
 def flop(number: float) -> str:
-    """1.34 TFLOP."""
+    """Format FLOP: 1.34 TFLOP."""
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
@@ -568,6 +540,6 @@ def flop(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """41 s, 9.2 min or 2.5 h."""
+    """Format seconds: 41 s, 9.2 min or 2.5 h."""
     unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
     return f"{seconds / scale:,.3g} {unit}"

@@ -1,6 +1,7 @@
-"""Loss on sequences that are never trained on, by how much context a token has: what long attention is for, seen in one table.
+"""Held-out loss by context length: shows whether the model uses long context.
 
-Layout and exchange do not matter: a token's context is counted from its place in the whole sequence, and sums are float64 over all workers.
+The context of a token is counted in the whole sequence and sums are float64 over all workers, so
+layout and exchange do not change the result.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
 EVALUATIONS_FILE = "evaluations.jsonl"
-FIRST_EDGE = 128  # tokens; from here on each bucket reaches twice as far as the one before
+FIRST_EDGE = 128  # tokens; each later bucket reaches twice as far as the one before
 
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """Tokens that see ``begin`` to ``end`` - 1 earlier ones: their mean loss in nats, None where there are none."""
+    """Tokens that see `begin` to `end` - 1 earlier tokens.
+
+    tokens: their number.
+    loss: their mean loss in nats; None without tokens.
+    """
 
     begin: int
     end: int
@@ -42,7 +47,12 @@ class ContextBucket:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The model after ``step`` optimizer steps. loss: mean over all tokens. attention: the pattern that was computed."""
+    """Held-out loss of the model after `step` optimizer steps.
+
+    loss: mean over all tokens, in nats.
+    seconds: wall-clock time of the evaluation.
+    attention: the attention pattern that was computed.
+    """
 
     step: int
     loss: float
@@ -53,16 +63,19 @@ class Evaluation:
     buckets: tuple[ContextBucket, ...]
 
     def line(self) -> str:
-        """One line for the person."""
-        by = ", ".join(
+        """Summarise the evaluation in one line for the user."""
+        by_context = ", ".join(
             f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
         )
         count = f"{self.sequences} sequence{'s' * (self.sequences != 1)}"
-        return f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); up to context {by}"
+        return (
+            f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); "
+            f"up to context {by_context}"
+        )
 
 
-def edges(seq: int) -> np.ndarray:
-    """Where buckets begin, and the end of the last: 0, 128, 256, ... seq."""
+def bucket_edges(seq: int) -> np.ndarray:
+    """Return the bucket boundaries 0, 128, 256, ..., seq."""
     powers = [
         FIRST_EDGE << n for n in range(max(0, math.ceil(math.log2(max(1, seq / FIRST_EDGE)))))
     ]
@@ -70,32 +83,32 @@ def edges(seq: int) -> np.ndarray:
 
 
 def evaluate(trainer: Trainer) -> Evaluation:
-    """Called on every worker, between steps. Attention is that of the step to come."""
+    """Evaluate between steps, with the attention of the next step. All workers call this."""
     started = time.perf_counter()
-    from mtrain_cli.parallel.fsdp import (
-        reshard,
-    )  # not for reports, which read evaluations: it takes a second to import
+    # Imported late: it takes a second, and reports import this module to read evaluations.
+    from mtrain_cli.parallel.fsdp import reshard
 
     e, held_out = trainer.environment, trainer.held_out
     make = trainer.next_batch_maker()
-    bounds = edges(trainer.config.seq)
-    # The last row is for tokens without a label.
+    bounds = bucket_edges(trainer.config.seq)
+    # The last column collects tokens without a label.
     sums = torch.zeros(2, len(bounds), dtype=torch.float64, device=trainer.device)
     replica = e.rank // e.cp
     with torch.no_grad():
         for first in range(0, len(held_out), e.dp):
-            # All workers gather parameters together, so one without a sequence of its own goes through another's and does not count it.
-            mine = first + replica < len(held_out)
-            host = make.on_host([held_out[first + replica if mine else first]])
+            # Workers gather parameters together, so a worker without a sequence of its own
+            # computes another one's and does not count it.
+            own = first + replica < len(held_out)
+            host = make.on_host([held_out[first + replica if own else first]])
             batch = make.to_device(host)
             losses = trainer.decoder.token_losses(
                 batch.tokens, batch.positions, batch.labels, batch.attend
             )
-            if mine:
-                places = _places(host, bounds).to(trainer.device)
+            if own:
+                places = _bucket_of_tokens(host, bounds).to(trainer.device)
                 sums[0].index_add_(0, places, losses.flatten().double())
                 sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
-    reshard(trainer.decoder)  # no backward pass follows that would do it
+    reshard(trainer.decoder)  # no backward pass follows to reshard it
     totals = sums.cpu()
     dist.all_reduce(totals, group=trainer.host_group)
     return _evaluation(
@@ -126,8 +139,8 @@ def _evaluation(
     )
 
 
-def _places(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
-    """The bucket of every token of this worker, int64 [batch * tokens]."""
+def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
+    """Return the bucket of every token of this worker, int64 [batch * tokens]."""
     positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
     begins = np.stack([mask.first[row] for mask, row in zip(host.masks, positions, strict=True)])
     places = np.searchsorted(bounds, positions - begins, side="right") - 1
@@ -135,7 +148,10 @@ def _places(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 
 
 class EvaluationWriter:
-    """Appends to ``evaluations.jsonl`` of a run; what an earlier attempt wrote behind ``start_step`` goes. kept: the rows that stay."""
+    """Append to `evaluations.jsonl` of a run, after removing rows later than `start_step`.
+
+    kept: the rows that were already in the file and stay.
+    """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         self.path = Path(run_dir) / EVALUATIONS_FILE
@@ -147,28 +163,35 @@ class EvaluationWriter:
             os.replace(draft, self.path)
 
     def write(self, evaluation: Evaluation) -> str | None:
-        """What is wrong where the line cannot be written; training goes on without it."""
+        """Append a row. Returns a warning if it cannot be written; training goes on."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(evaluation)) + "\n")
         except OSError as error:
-            return f"{self.path}: the evaluation of step {evaluation.step} was not written ({error.strerror}); training goes on"
+            return (
+                f"{self.path}: the evaluation of step {evaluation.step} was not written "
+                f"({error.strerror}); training goes on"
+            )
         return None
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """The evaluations of a run's folder, in file order; none where it has none. Raises ConfigError for a line that is none."""
+    """Read the evaluations in a run's folder, in file order; empty without a file.
+
+    Raises:
+        ConfigError: a line is not an evaluation.
+    """
     file = Path(path) / EVALUATIONS_FILE
     if not file.is_file():
         return []
     try:
         return [documents.checked(Evaluation, row) for row in _rows(file)]
     except documents.UnreadableError as error:
-        raise ConfigError(f"{file}: holds a line that is no evaluation ({error})") from None
+        raise ConfigError(f"{file}: holds a line that is not an evaluation ({error})") from None
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Whole lines; one cut short by a crash is left out."""
+    """Parse the whole lines; skip a line that a crash cut short."""
     rows = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -180,10 +203,12 @@ def _rows(file: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def side_by_side(evaluations: Sequence[Evaluation]) -> list[tuple[int, int, list[float | None]]]:
-    """(begin, end, loss of each evaluation) for every bucket that any of them has."""
+def losses_by_bucket(
+    evaluations: Sequence[Evaluation],
+) -> list[tuple[int, int, list[float | None]]]:
+    """Return (begin, end, loss of each evaluation) for every bucket that any evaluation has."""
     spans = sorted(
         {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}
     )
-    found = [{(b.begin, b.end): b.loss for b in evaluation.buckets} for evaluation in evaluations]
-    return [(begin, end, [losses.get((begin, end)) for losses in found]) for begin, end in spans]
+    by_span = [{(b.begin, b.end): b.loss for b in evaluation.buckets} for evaluation in evaluations]
+    return [(begin, end, [losses.get((begin, end)) for losses in by_span]) for begin, end in spans]

@@ -1,7 +1,7 @@
-"""Parameters and floating-point operations of a decoder from its shape alone, and what a GPU could do at most.
+"""Parameters and FLOP of a decoder, computed from its shape, and the peak FLOP/s of GPUs.
 
-One multiply-add counts as two FLOP. Element-wise work (norms, rotary embedding, softmax, SwiGLU gate) is left out of both
-conventions, as is usual.
+One multiply-add counts as two FLOP. Both conventions leave out element-wise work (norms, rotary
+embedding, softmax, SwiGLU gate), as is usual.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Shape of every parameter of one decoder layer; matrices are [out, in], dimension 0 is the one that FSDP shards."""
+    """Return the parameter shapes of a layer; matrices are [out, in], and FSDP shards dim 0."""
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes: dict[str, Shape] = {
         "attention norm": (model.hidden_size,),
@@ -40,7 +40,7 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def root_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Shape of every parameter outside the layers; a tied LM head is the embedding and appears once."""
+    """Return the parameter shapes outside the layers; a tied LM head is listed once."""
     shapes: dict[str, Shape] = {
         "embedding": (model.vocab_size, model.hidden_size),
         "norm": (model.hidden_size,),
@@ -52,14 +52,14 @@ def root_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """How many numbers a decoder holds.
+    """Number of elements in a decoder's parameters.
 
-    total: every parameter, a tied embedding once.
-    embedding: rows of the embedding table times its width.
-    matmul: parameters that a token is multiplied with: all matrices of the layers and the LM head (tied or not), without the embedding
-        look-up, norms and biases.
-    layer: every parameter of one decoder layer.
-    layer_matmul: matrices of one decoder layer.
+    total: all parameters, a tied embedding once.
+    embedding: the embedding table.
+    matmul: parameters that every token is multiplied with: all matrices of the layers and the LM
+        head (tied or not), without the embedding look-up, norms and biases.
+    layer: all parameters of one decoder layer.
+    layer_matmul: the matrices of one decoder layer.
     """
 
     total: int
@@ -70,7 +70,7 @@ class ParameterCount:
 
 
 def parameters(model: ModelConfig) -> ParameterCount:
-    """Count the parameters of a decoder of this shape, without building it."""
+    """Count the parameters of a decoder without building it."""
     layer = [prod(shape) for shape in layer_shapes(model).values()]
     matrices = [prod(shape) for shape in layer_shapes(model).values() if len(shape) == 2]
     head = model.vocab_size * model.hidden_size
@@ -85,12 +85,15 @@ def parameters(model: ModelConfig) -> ParameterCount:
 
 
 def causal_pairs(seq: int) -> int:
-    """Query-key pairs of a causal mask over ``seq`` tokens, the diagonal included."""
+    """Count the query-key pairs of a causal mask over `seq` tokens, including the diagonal."""
     return seq * (seq + 1) // 2
 
 
 def attention_kept(train: TrainConfig) -> float:
-    """The share of a worker's queries whose attention output stays for a second forward pass; without one (none), nothing need stay."""
+    """Return the share of a worker's queries whose attention output is saved for recomputation.
+
+    0 for `none`, which recomputes nothing.
+    """
     return {
         "none": 0.0,
         "selective": 1.0,
@@ -100,14 +103,15 @@ def attention_kept(train: TrainConfig) -> float:
 
 
 def recomputes_attention(train: TrainConfig) -> bool:
-    """Whether attention runs again in the backward pass, for some or all queries, and with it what workers send each other."""
+    """Return whether the backward pass recomputes attention, and so repeats its communication."""
     return train.activation_checkpoint != "none" and attention_kept(train) < 1
 
 
-def computed_again(train: TrainConfig, layout: Layout) -> float:
-    """The share of a causal sequence's query-key pairs whose attention is computed a second time: those of every worker's early tokens.
+def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
+    """Return the share of a causal sequence's query-key pairs whose attention is recomputed.
 
-    The first half of a sequence has a quarter of its pairs. Of packed documents it has up to half, which is not known beforehand.
+    They are the pairs of each worker's early tokens. The first half of a sequence has a quarter of
+    its pairs; with packed documents up to half, which depends on the data.
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
@@ -121,7 +125,7 @@ def computed_again(train: TrainConfig, layout: Layout) -> float:
 
 @lru_cache(maxsize=64)
 def _pairs_of_first(early: int, layout: Layout) -> int:
-    """Causal pairs of the first so many tokens of every worker; asked for again for every setting that is priced."""
+    """Count the causal pairs of every worker's first `early` tokens; cached for the search."""
     return sum(int((layout.positions(rank)[:early] + 1).sum()) for rank in range(layout.workers))
 
 
@@ -129,14 +133,16 @@ def _pairs_of_first(early: int, layout: Layout) -> int:
 class FlopsPerToken:
     """FLOP of one token's forward and backward pass, averaged over its sequence.
 
-    model: what the mathematics asks for, by which MFU goes (PaLM's convention, Chowdhery et al. 2022, appendix B, but attention counts
-        the pairs that the mask allows: causal and inside documents). 6 per matmul parameter (2 forward, 4 backward) plus, per layer, head
-        and pair, 12 * head_dim: two products (q k^T and p v) forward, four backward. No recomputation and no pads, so that it never
-        exceeds ``executed``.
-    executed: what the kernels are asked to compute, by which HFU goes. Pads count as tokens in the matrices; attention counts the pairs
-        that mask and sparsity allow, 4 * head_dim FLOP each forward and 10 backward (a flash backward forms q k^T again: five products);
-        activation checkpointing adds the products that run a second time (in eager mode; a compiler may drop some of them). Tiles that
-        straddle the mask's edge are not rounded up.
+    model: FLOP that the model needs, the basis of MFU (PaLM convention, Chowdhery et al. 2022,
+        appendix B, except that attention counts only pairs that the mask allows: causal and inside
+        documents). 6 per matmul parameter (2 forward, 4 backward) plus, per layer, head and pair,
+        12 * head_dim: two products (q k^T and p v) forward, four backward. Excludes recomputation
+        and padding, so it never exceeds `executed`.
+    executed: FLOP that the kernels are asked to compute, the basis of HFU. Padding counts in the
+        matrices. Attention counts the pairs that mask and sparsity allow, 4 * head_dim FLOP forward
+        and 10 backward (a flash backward recomputes q k^T: five products). Includes recomputed
+        products (eager mode; a compiler may drop some). Partial tiles at the mask's edge are not
+        rounded up.
     """
 
     model: float
@@ -155,13 +161,16 @@ def flops_per_token(
     recomputed_logits: bool = False,
     keep_mlp: bool | int = False,
 ) -> FlopsPerToken:
-    """FLOP per token of training on sequences of ``seq`` tokens, in both conventions (see `FlopsPerToken`).
+    """Compute the training FLOP per token of sequences of `seq` tokens (see `FlopsPerToken`).
 
-    recomputed: projections and MLP are computed twice, as with every activation checkpointing but none. tiled: of a model without it, the
-        MLP in tiles, which are. recomputed_logits: the LM head, too. keep_mlp: all layers, or so many, compute nothing of the MLP twice.
-    pairs_again: share of the pairs whose attention is computed twice (`computed_again`).
-    pairs: query-key pairs of one sequence and head that are allowed, a mean when it differs between heads or sequences; default causal.
-    padded_seq: tokens that really pass through the matrices, pads included; default ``seq``.
+    Args:
+        recomputed: projections and MLP run twice, as with any activation checkpointing.
+        pairs: allowed query-key pairs per sequence and head, a mean if it varies; default causal.
+        padded_seq: tokens that pass through the matrices, including padding; default `seq`.
+        pairs_again: share of the pairs recomputed (`recomputed_pair_share`).
+        tiled: the MLP runs in tiles, which recompute it even without activation checkpointing.
+        recomputed_logits: the LM head runs twice, too.
+        keep_mlp: layers, or True for all, that recompute nothing of the MLP.
     """
     count = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
@@ -180,7 +189,7 @@ def flops_per_token(
 def training_flops(
     config: Config, layout: Layout, *, dtype_bytes: int, pairs: float | None = None
 ) -> FlopsPerToken:
-    """`flops_per_token` of a run. pairs: of one sequence and head; default causal."""
+    """Compute `flops_per_token` of a run. pairs: per sequence and head; default causal."""
     model, train = config.model, config.train
     tokens = layout.tokens_per_worker * train.micro_batch
     rows = tile_rows(
@@ -192,7 +201,7 @@ def training_flops(
         recomputed=train.activation_checkpoint != "none",
         pairs=pairs,
         padded_seq=layout.padded_seq,
-        pairs_again=computed_again(train, layout),
+        pairs_again=recomputed_pair_share(train, layout),
         tiled=rows < tokens,
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,
@@ -202,10 +211,11 @@ def training_flops(
 def recomputed_matmul(
     model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False
 ) -> int:
-    """Matmul parameters of the layers whose forward product runs a second time in the backward pass.
+    """Count the matmul parameters of the layers whose forward product runs again in backward.
 
-    Of a recomputed layer that is every matrix but the MLP's last: all that backward needs of that product is its input. Of a layer that
-    is not, but computes its MLP in tiles, it is not those of q, k and v either; of one that keeps its MLP's products it is these alone.
+    A recomputed layer repeats every matrix except the MLP's last one, since backward needs only its
+    input. A layer that is not recomputed but tiled also skips q, k and v. A layer that keeps its
+    MLP products repeats only q, k and v.
     """
     shapes, layers = layer_shapes(model), model.num_layers
     attention = sum(prod(shapes[name]) for name in ("q", "k", "v")) if recomputed else 0
@@ -213,8 +223,8 @@ def recomputed_matmul(
     return attention * layers + mlp * (layers - layers_with_products(keep_mlp, layers))
 
 
-# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; where a sheet prints the sparse figure, half of it.
-# The first pattern that matches the device's name counts, so that longer names stand before the names they contain.
+# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; half the figure if
+# a sheet prints the sparse one. The first matching pattern counts, so longer names come first.
 _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"GB[23]00", 2500e12),  # GB200 NVL72 sheet: 5 PFLOPS sparse a GPU; GB300 NVL72 the same
     (r"B[23]00", 2250e12),  # HGX B200 and B300 sheets: 36 PFLOPS sparse for eight GPUs
@@ -222,10 +232,7 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"G?H200", 989e12),  # H200 sheet, SXM column: 1979 sparse; GH200 carries the same GPU
     (r"H100 NVL", 835e12),  # H100 NVL product brief: 1671 sparse
     (r"H100 PCIe", 756e12),  # H100 sheet, PCIe column: 1513 sparse
-    (
-        r"H[18]00",
-        989e12,
-    ),  # H100 sheet, SXM column: 1979 sparse; H800 differs in links and fp64 only
+    (r"H[18]00", 989e12),  # H100 sheet, SXM column: 1979 sparse; H800 differs in links, fp64 only
     (r"H20", 148e12),  # H20 sheet: 148 dense
     (r"A[18]00", 312e12),  # A100 sheet; A800 differs in links only
     (r"A40", 149.7e12),  # A40 sheet: 149.7 dense
@@ -234,17 +241,14 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"L40S", 362e12),  # L40S sheet: 362.05 dense
     (r"L40", 181e12),  # L40 sheet: 181.05 dense
     (r"L4", 121e12),  # L4 sheet: 242 sparse
-    (
-        r"RTX 5090",
-        209.5e12,
-    ),  # RTX Blackwell whitepaper, table of the RTX 5090: 209.5 dense with fp32 accumulation
+    (r"RTX 5090", 209.5e12),  # RTX Blackwell whitepaper: 209.5 dense with fp32 accumulation
     (r"RTX 4090", 165.2e12),  # Ada whitepaper, appendix A: 165.2 dense with fp32 accumulation
     (r"RTX 3090", 71e12),  # GA102 whitepaper, appendix A: 71 dense with fp32 accumulation
 )
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that CUDA gives it; None for a CPU or a GPU not in the table, and MFU is then null."""
+    """Return a GPU's dense bf16 FLOP/s by its CUDA name; None if unknown (MFU is then null)."""
     return next(
         (peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}\b", device_name)), None
     )

@@ -1,4 +1,4 @@
-"""What the dynamic indices of one optimizer step left to compute, for metrics.jsonl."""
+"""Density and size of the dynamic indices of one optimizer step, for metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from mtrain_cli.training.flops import causal_pairs
 
 @dataclass(frozen=True)
 class IndexMetrics:
-    """Means over the heads and sequences of a step. density_by_layer: computed pairs over causal pairs without document mask. slashes,
-    columns: lines a head, over all layers. seconds: time that the first worker spent estimating.
+    """Means over the heads and sequences of a step.
+
+    density_by_layer: computed pairs / causal pairs without document mask.
+    slashes, columns: chosen per head, mean over layers.
+    seconds: time that the first worker spent estimating indices.
     """
 
     density_by_layer: tuple[float, ...]
@@ -29,32 +32,36 @@ class IndexMetrics:
 
 
 def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
-    """Every estimate of the micro-batches of a step, counted."""
+    """Count and return every index estimate of a step's micro-batches."""
     indices = [attend.index for attend in batches if attend.index is not None]
     for index in indices:
         index.count()
     return [record for index in indices for record in index.records]
 
 
-def summed(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
-    """float64 [layers + 3] on the device: mean pairs of each layer (sum over sequences of means over heads), the same sums of slashes and
-    columns over all layers, and sequences. Adding these vectors of several workers gives that of all of them. records: of one pattern.
+def local_index_sums(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
+    """Sum this worker's counts; adding these vectors over workers gives the total of the step.
+
+    Returns float64 [layers + 3] on the device: computed pairs of each layer, slashes and columns
+    over all layers (each a sum over sequences of means over heads), and the number of sequences.
+
+    Args:
+        records: of one pattern.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
-    alike: dict[int, list[IndexRecord]] = {}
+    by_batch_size: dict[int, list[IndexRecord]] = {}
     for record in records:
-        alike.setdefault(len(record.counts.pairs), []).append(record)
-    sums = torch.zeros(
-        layers + 2, dtype=torch.int64, device=device
-    )  # of integers, exact in any order
-    for some in alike.values():
+        by_batch_size.setdefault(len(record.counts.pairs), []).append(record)
+    # Integer sums are exact in any order.
+    sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)
+    for group in by_batch_size.values():
         lines = [
             t
-            for record in some
+            for record in group
             for t in (record.counts.pairs, record.counts.slashes, record.counts.columns)
         ]
         places = torch.tensor(
-            [place for record in some for place in (record.layer, layers, layers + 1)]
+            [place for record in group for place in (record.layer, layers, layers + 1)]
         )
         sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
     means = sums.double() / heads
@@ -65,7 +72,7 @@ def summed(records: list[IndexRecord], layers: int, device: torch.device) -> tor
 
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:
-    """total: what `summed` gave, added over the workers."""
+    """Compute the metrics. total: `local_index_sums`, added over the workers."""
     *pairs, slashes, columns, sequences = total
     return IndexMetrics(
         density_by_layer=tuple(p / sequences / causal_pairs(seq) for p in pairs),

@@ -1,4 +1,4 @@
-"""A run that starts from a Hugging Face folder: what it does otherwise than the folder says, for the banner and the dry run."""
+"""How a run differs from the Hugging Face folder it starts from, for the banner and the dry run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_cli.model.huggingface_config import read_config
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
 
-_OF_SCALING = {
+_SCALING_FIELDS = {
     "none": (),
     "yarn": ("beta_fast", "beta_slow"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -20,7 +20,7 @@ _OF_SCALING = {
 
 
 def remarks(config: Config) -> list[str]:
-    """Lines on ``config`` and the folder of ``train.init_from``; none where there is no such folder any more."""
+    """Compare `config` with the folder of `train.init_from`; no lines if the folder is gone."""
     folder = folder_of(config.train.init_from)
     if folder is None:
         return []
@@ -33,11 +33,11 @@ def remarks(config: Config) -> list[str]:
             *config_remarks(folder),
         ]
     except ConfigError:
-        return []  # whoever loads the weights says what is wrong
+        return []  # loading the weights reports the problem
 
 
 def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
-    """One line that gives both values of each rotary setting that differs from the folder's."""
+    """Return one line with both values of each rotary setting that differs from the folder's."""
     ours = config.model.rope
     pairs = [
         ("theta", show(ours.theta), show(theirs.theta)),
@@ -59,42 +59,44 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
             ]
             pairs += [
                 (name, show(getattr(ours, name)), show(getattr(theirs, name)))
-                for name in _OF_SCALING[ours.scaling]
+                for name in _SCALING_FIELDS[ours.scaling]
             ]
-    said = [
+    differences = [
         f"model.rope.{name}={value} (the folder: {other})"
         for name, value, other in pairs
         if value != other
     ]
-    return ["other than its folder: " + ", ".join(said)] if said else []
+    return ["differs from its folder: " + ", ".join(differences)] if differences else []
 
 
 def _beyond_reach(config: Config, reach: int) -> list[str]:
-    """A line where the sequence is longer than what the folder's positions and their stretch cover."""
+    """Warn if the sequence is longer than the folder's positions and their scaling cover."""
     rope = config.model.rope
     if rope.scaling == "yarn":
         reach = round(rope_factor(rope, config.seq) * rope.original_max_position)
     if config.seq <= reach:
         return []
     remedy = (
-        "model.rope.factor=auto"
+        "Set model.rope.factor=auto"
         if rope.scaling == "yarn"
-        else "model.rope.scaling=yarn, or a larger model.rope.theta,"
+        else "Set model.rope.scaling=yarn or a larger model.rope.theta"
     )
     return [
-        f"seq={format_size(config.seq)} is beyond the {format_size(reach)} tokens that its positions reach; {remedy} stretches them"
+        f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that its rotary "
+        f"positions cover. {remedy}."
     ]
 
 
 def _tokenizer(config: Config, folder: Path) -> list[str]:
-    """Which tokenizer turns text into ids of this model, where that is the folder's or can hardly be meant."""
+    """Say which tokenizer encodes text if it is the folder's, or is hardly the intended one."""
     if config.data.kind not in ("text", "stdlib"):
         return []
     if config.data.tokenizer == str(folder / "tokenizer.json"):
-        return ["text is tokenised with its tokenizer.json"]
+        return ["its tokenizer.json encodes the text"]
     if config.data.tokenizer == "bytes":
         has = "" if (folder / "tokenizer.json").is_file() else ", since it has no tokenizer.json"
         return [
-            f"text is tokenised as bytes{has}; the weights know their own tokenizer's ids: data.tokenizer=FILE gives another"
+            f"text is encoded as bytes{has}, but the weights expect the ids of their own "
+            "tokenizer. Set data.tokenizer=FILE."
         ]
     return []

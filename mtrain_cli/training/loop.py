@@ -1,4 +1,4 @@
-"""The training loop, run by every worker: steps, metrics, checkpoints, evaluations and what is told of them."""
+"""The training loop of every worker: steps, metrics, checkpoints and evaluations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.metrics import MetricsWriter, read_metrics
-from mtrain_cli.training.out_of_memory import explained_where_memory_is_full
+from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.trainer import NonFiniteError, Trainer
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 
 def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
-    """Trains to config.train.steps, from the newest checkpoint of run_dir if resume. Called on every worker, inside a process group.
+    """Train to `config.train.steps`, from the newest checkpoint of `run_dir` if `resume`.
 
-    Returns whether it stopped before the last step, on request.
+    Every worker calls this, inside a process group. Returns whether training stopped early, on
+    request.
     """
-    with explained_where_memory_is_full(config, environment, run_dir) as about:
-        trainer = about.begin(Trainer(config, environment))
+    with explain_out_of_memory(config, environment, run_dir) as run_context:
+        trainer = run_context.begin(Trainer(config, environment))
         reports: list[str] = []
         checkpointer = Checkpointer(
             run_dir.checkpoints, config.train.keep_checkpoints, report=reports.append
@@ -76,14 +77,14 @@ def _train(
         for report in reports:
             progress.message(report, warning=True)
         if resume:
-            how = (
+            restart_note = (
                 f", restart {environment.restarts}, on {environment.workers} workers"
                 if environment.restarts
                 else ""
             )
-            progress.message(f"resumed from the checkpoint of step {trainer.step}{how}")
+            progress.message(f"resumed from the checkpoint of step {trainer.step}{restart_note}")
         if first and environment.restarts:
-            progress.went_on(read_metrics(run_dir.path))
+            progress.add_earlier_steps(read_metrics(run_dir.path))
         nothing_left = trainer.step >= config.train.steps
         try:
             ended = _loop(
@@ -94,22 +95,31 @@ def _train(
             if writer is not None:
                 writer.close()
         if nothing_left:
-            ended = f"nothing is left to train: step {trainer.step} is the last of train.steps={config.train.steps}; a larger one continues"
+            ended = (
+                f"nothing left to train: step {trainer.step} has reached "
+                f"train.steps={config.train.steps}. Set a larger train.steps to continue."
+            )
         if reporter is not None:
             reporter.end("finished" if trainer.step >= config.train.steps else "stopped")
-        progress.summary(ended, files=[str(run_dir.path)], commands=_ways_on(run_dir, config))
+        progress.summary(ended, files=[str(run_dir.path)], commands=_next_commands(run_dir, config))
     return trainer.step < config.train.steps
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
+    steps, launcher = trainer.config.train.steps, trainer.environment.launcher
+    records = progress_record.record_pattern(run_dir.logs, launcher)
     return StateReporter(
-        run_dir, launcher=trainer.environment.launcher, steps=trainer.config.train.steps, step=trainer.step, workers=trainer.places,
-        records=progress_record.record_pattern(run_dir.logs, trainer.environment.launcher),
-    )  # fmt: skip
+        run_dir,
+        launcher=launcher,
+        steps=steps,
+        step=trainer.step,
+        workers=trainer.places,
+        records=records,
+    )
 
 
-def _ways_on(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
-    """Commands that go on from the newest checkpoint, each with a word; none where there is no checkpoint."""
+def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
+    """Return labelled commands that continue from the newest checkpoint; empty without one."""
     step = run_dir.last_step()
     if step is None:
         return []
@@ -126,7 +136,7 @@ def _loop(
     stop_flag: StopFlag,
     run_dir: RunDir,
 ) -> str:
-    """Steps, metrics and checkpoints until the end or a request to stop; returns how it ended in a few words."""
+    """Run steps until the end or a stop request; return how it ended, for the user."""
     config = trainer.config
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = False
@@ -139,14 +149,15 @@ def _loop(
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
-        except NonFiniteError as found:
-            # All workers raise it together: the save that is under way may finish.
+        except NonFiniteError as non_finite:
+            # All workers raise this together, so the save in progress may finish.
             _wait(checkpointer, progress)
             remedy = "Try a lower optim.lr or more optim.warmup_steps."
-            raise NonFiniteError(f"{found}; {checkpointer.what_remains()}. {remedy}") from found
+            fallback = checkpointer.describe_fallback()
+            raise NonFiniteError(f"{non_finite}; {fallback}. {remedy}") from non_finite
         except Exception:
             if trainer.lacks_data:
-                # Of all workers at once, too.
+                # All workers raise together here, too.
                 _wait(checkpointer, progress)
             raise
         seconds = time.perf_counter() - started
@@ -161,7 +172,7 @@ def _loop(
             progress.message(warning, warning=True)
         if profile is not None:
             profile.after_step(seconds)
-            _complain(profile, progress)
+            _show_profile_warning(profile, progress)
         evaluations.after_step(trainer.step >= config.train.steps, skip=stop)
         every = config.train.checkpoint_every
         if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
@@ -170,15 +181,15 @@ def _loop(
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
     error = _wait(checkpointer, progress)
-    # After the state is safe: it may take a while.
+    # Finish the profile after the state is saved: it can take a while.
     if profile is not None:
         recorded = profile.finish()
         if recorded:
             progress.message(recorded)
-        _complain(profile, progress)
+        _show_profile_warning(profile, progress)
     if finish and error:
         raise CheckpointError(
-            f"the state of step {trainer.step} could not be saved; {checkpointer.what_remains()}"
+            f"could not save the state of step {trainer.step}; {checkpointer.describe_fallback()}"
         )
     return (
         f"trained to step {trainer.step}"
@@ -188,24 +199,29 @@ def _loop(
 
 
 class Evaluations:
-    """Held-out losses at both ends of a training and every so many steps, on all workers alike."""
+    """Measure the held-out loss at the start and end of training and every `train.eval_every`."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._trainer, self._progress = trainer, progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
         self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
-        # A run that goes on from the step of its last evaluation has that one already.
+        # A run that resumes at the step of its last evaluation has done that one.
         rows = self._writer.kept if self._writer is not None else []
         same = bool(rows) and (rows[-1]["step"], rows[-1].get("sequences")) == (
             trainer.step,
             len(trainer.held_out),
         )
-        told = torch.tensor(int(same))
-        dist.all_reduce(told, group=trainer.host_group)
-        self._done = trainer.step if told else -1
+        done = torch.tensor(int(same))
+        dist.all_reduce(done, group=trainer.host_group)
+        self._done = trainer.step if done else -1
 
     def after_step(self, at_end: bool, *, skip: bool = False) -> None:
-        """at_end: the training begins or ends here. skip: whoever asked for a stop waits for the checkpoint."""
+        """Evaluate if due.
+
+        Args:
+            at_end: training starts or ends here.
+            skip: a stop was requested, and the user waits for the checkpoint.
+        """
         trainer, every = self._trainer, self._trainer.config.train.eval_every
         if (
             skip
@@ -215,15 +231,15 @@ class Evaluations:
         ):
             return
         progress_record.note("evaluation", progress_record.SEVERAL)
-        found = evaluate(trainer)
-        self._progress.message(found.line())
-        problem = self._writer.write(found) if self._writer is not None else None
+        evaluation = evaluate(trainer)
+        self._progress.message(evaluation.line())
+        problem = self._writer.write(evaluation) if self._writer is not None else None
         if problem:
             self._progress.message(problem, warning=True)
 
 
 def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
-    """None where no step is to be recorded."""
+    """Return the periodic profile, or None if no step is recorded."""
     if not trainer.config.profile.every:
         return None
     from mtrain_cli.profiling.periodic_profile import TrainingProfile
@@ -231,14 +247,17 @@ def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
     return TrainingProfile(trainer, run_dir)
 
 
-def _complain(profile: TrainingProfile, progress: TrainingProgress) -> None:
+def _show_profile_warning(profile: TrainingProfile, progress: TrainingProgress) -> None:
     problem = profile.take_problem()
     if problem:
         progress.message(problem, warning=True)
 
 
 def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress) -> int:
-    """Starts a checkpoint of the step at hand, which it returns. If the one before failed, that is shown and training goes on."""
+    """Start a checkpoint of the current step and return that step.
+
+    If the previous save failed, warn and go on.
+    """
     try:
         checkpointer.save(trainer.step, trainer.state())
     except CheckpointError as error:

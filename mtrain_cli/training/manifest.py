@@ -1,6 +1,7 @@
-"""What makes a folder a complete checkpoint: a manifest with the size and checksum of every file, itself checksummed.
+"""The manifest that makes a folder a complete checkpoint: size and checksum of every file.
 
-`manifest.json` is written last, into a folder that gets its final name `step-N` only afterwards. No torch here.
+`manifest.json` is written last; only then does the folder get its final name `step-N`. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class ManifestError(ValueError):
-    """A folder is no complete checkpoint; the text says why, without the folder's name."""
+    """A folder is not a complete checkpoint; the message omits the folder's name."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of one checkpoint. ``trainer`` is the trainer's own small state; ``workers`` how many ranks wrote it."""
+    """Contents of one checkpoint.
+
+    step: completed optimizer steps.
+    workers: number of ranks that wrote it.
+    torch: version of PyTorch that wrote it.
+    files: by name.
+    trainer: the trainer's own small state; empty for an import, which holds only weights.
+    """
 
     step: int
     workers: int
@@ -45,10 +53,10 @@ class Manifest:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write into ``folder`` and force to disk.
+        """Write the manifest into `folder` and fsync it.
 
         Raises:
-            OSError: the disk is full or gone.
+            OSError: the disk is full or fails.
         """
         body = {"schema": SCHEMA, **asdict(self)}
         text = json.dumps({**body, "crc32": _crc_of(body)}, indent=2)
@@ -59,10 +67,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of ``folder``.
+        """Read and check the manifest of `folder`.
 
         Raises:
-            ManifestError: missing, unreadable, altered, or of another schema.
+            ManifestError: it is missing, unreadable, altered, or has another schema.
         """
         try:
             body = read_json(folder / NAME)
@@ -76,25 +84,23 @@ class Manifest:
             raise ManifestError(f"{NAME} cannot be read ({reason(error)})") from error
         if schema != SCHEMA:
             raise ManifestError(
-                f"{NAME} has schema {schema}, this version of mtrain reads {SCHEMA}"
+                f"{NAME} has schema {schema}; this version of mtrain reads {SCHEMA}"
             )
         if crc32 != _crc_of({"schema": schema, **asdict(manifest)}):
             raise ManifestError(f"{NAME} was altered (its checksum differs)")
         if outside := next((name for name in manifest.files if not plain_name(name)), None):
-            raise ManifestError(
-                f"{NAME} names the file {outside!r}, which does not lie in this folder"
-            )
+            raise ManifestError(f"{NAME} names the file {outside!r}, which is not in this folder")
         return manifest
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-        """What is wrong with the files that fall to reader ``part`` of ``parts``: each reads its share of them, largest first."""
+        """Check the files of reader `part` of `parts` (each takes a share, largest files first)."""
         names = sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
-        found = (_problem(folder / name, self.files[name]) for name in names[part::parts])
-        return [problem for problem in found if problem]
+        checked = (_problem(folder / name, self.files[name]) for name in names[part::parts])
+        return [problem for problem in checked if problem]
 
 
 def checksum(path: Path) -> FileEntry:
-    """Size and crc32 of the file as it can be read now."""
+    """Compute the size and crc32 of a file as it reads now."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -104,12 +110,12 @@ def checksum(path: Path) -> FileEntry:
 
 
 def plain_name(name: object) -> bool:
-    """Whether ``name`` is that of a file in the same folder."""
+    """Return whether `name` is a plain file name, without a folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints in ``directory``, newest first; a folder without a manifest is none."""
+    """List the steps of the checkpoints in `directory`, newest first."""
     if not directory.is_dir():
         return []
     steps = ((_STEP.fullmatch(folder.name), folder) for folder in directory.iterdir())
@@ -120,7 +126,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def manifest_file(directory: Path, step: int) -> Path:
-    """The file that is written last, before a checkpoint is committed."""
+    """Return the file that is written last, just before a checkpoint is committed."""
     return directory / f"step-{step}" / NAME
 
 

@@ -1,9 +1,11 @@
-"""GPU memory of one worker, in closed form: what each part of a training step holds, at the moments when a step can be at its largest.
+"""GPU memory of one worker in closed form: the parts of a step at each moment that can be the peak.
 
-Symbols: T tokens of a worker and micro-batch (pads included), C hidden, A = heads * head_dim, K = kv_heads * head_dim, I intermediate,
-V vocabulary, L layers, W workers, e bytes of the compute dtype, P_l weights of a layer, P_r weights outside the layers (embedding, norm,
-LM head). The order of events is FSDP2's (torch/distributed/fsdp/_fully_shard) and that of `Decoder`, `AllGather`, `Ring` and
-`fused_linear_cross_entropy`; norms are counted as CUDA's fused ones. Under train.compile the layer in backward takes less.
+Symbols: T tokens of a worker and micro-batch (including padding), C hidden, A = heads * head_dim,
+K = kv_heads * head_dim, I intermediate, V vocabulary, L layers, W workers, e bytes of the compute
+dtype, P_l weights of a layer, P_r weights outside the layers (embedding, norm, LM head). The order
+of events is that of FSDP2 (torch/distributed/fsdp/_fully_shard), `Decoder`, the exchanges and the
+fused LM head and loss; norms are counted as CUDA's fused ones. With train.compile, the backward
+pass of a layer takes less.
 """
 
 from __future__ import annotations
@@ -23,44 +25,52 @@ from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30
-# Outside the allocator's count, and rough: seen to differ by some hundred MiB between drivers and NCCL versions.
+# Outside the allocator and rough: observed to vary by some hundred MiB between drivers and NCCLs.
 CONTEXT_BYTES = 600 * MIB  # CUDA context, kernels, cuBLAS
-COMMUNICATOR_BYTES = 400 * MIB  # NCCL channels and buffers, for each communicator
-# Of the gradient of columns, as in kernels/triton/sparse/key_gradient.py, which needs Triton to be read.
+COMMUNICATOR_BYTES = 400 * MIB  # NCCL channels and buffers, per communicator
+# From kernels/triton/sparse/key_gradient.py, which cannot be imported without Triton.
 _MOST_PARTS, _PROGRAMS_WANTED = 16, 1024
 _MOST_OF_16_BITS = 32767
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryMoment:
-    """What a worker's allocator holds at one moment of a step, bytes by part.
+    """Bytes that a worker's allocator holds at one moment of a step, by part.
 
-    parameters: 4 * (P_l L + P_r) / W, the float32 shards; each dimension 0 is rounded up to a multiple of W. e in place of 4 with offload.
-    optimizer: 8 * (P_l L + P_r) / W, both AdamW states in float32; on the host with offload.
-    gradients: 4 * P / W for the layers (and root) that were reduced so far; all of them while gradients accumulate over micro-batches, and
-        4 P then with train.shard=optimizer. None with optim.offload_gradients where they do not accumulate.
-    working_weights: unsharded weights e (P_r + P_l), the next layer's gathered ones e P_l (all layers' unless train.shard=full), gradients
-        e (P_l + V C), and the input r P_l of the reduce-scatter that is under way, in train.reduce_dtype (see `state_memory`).
-    activations: what the layers keep for backward; for each token of a layer, with activation checkpointing
-        none: e (4 C + 2 A + 2 K + 4 I) + 4 heads, and in tiles e (2 C + 2 A + 2 K) + 4 heads; selective: e (C + A) + 4 heads, in a ring
-        also the 2 e K that came from another worker; sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C. lse is
-        the 4 heads. Of all layers, or of those that are not offloaded, and of at least two. Of the layers of train.keep_mlp also
-        e (C + 2 I).
-    layer: the layer in backward, what it recomputes and the gradients of its activations: at the gate of the MLP e (6 I + 2 C) for each
-        token of a tile (e (4 I + C) where gate and up were kept), of one tile less the gradients of its weights, which come behind, or
-        attention, whichever is more together with `exchange` (see `layer_in_backward`).
-    index: the dynamic indices of the layers between their forward and backward pass: bitmaps take heads * (T / block) * (S / block) bytes
-        a layer and sequence of S tokens (all of their rows where queries circulate), choices of queries a bit for each chunk,
-        diagonals and columns heads * (S / block + 4 columns),
-        which stay until those of all layers are counted, and what kernels keep of them about as much (`IndexShape.derived`); columns that a
-        ring gathers once, 2 e heads * columns * head_dim of each layer whose activations are on the device; and the pairs of each pair of
-        blocks, which bitmaps are counted by, 2 bytes for every micro-batch of the step.
-    exchange: keys, values and their gradients on the way to and from other workers, and the kernel's own buffers; with N = cp T keys,
-        all_gather holds 2 e N K of keys and values, as much of gradients, and 8 N K while these are packed, or of one part of the heads
-        that, and the keys and values of the next; one worker the gradients of all, and what the kernel has for a part; a ring holds a few
-        shards of keys and of float32 gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
-    loss: float32 logits of one chunk and, in another dtype, their gradient, float32 gradient 4 V C of
-        the LM head, and 3 e C T: final hidden states before and after their norm, and their gradient.
+    parameters: float32 shards, 4 (P_l L + P_r) / W, with each dimension 0 rounded up to a multiple
+        of W; e instead of 4 with optim.offload.
+    optimizer: both AdamW states in float32, 8 (P_l L + P_r) / W; 0 with optim.offload.
+    gradients: 4 P / W of the layers (and root) reduced so far. With accumulation over micro-batches
+        those of all layers, and 4 P unsharded with train.shard=optimizer. 0 with
+        optim.offload_gradients and no accumulation.
+    working_weights: unsharded weights e (P_r + P_l), the next layer's gathered weights e P_l (all
+        layers' unless train.shard=full), gradients e (P_l + V C), and the input r P_l of the
+        current reduce-scatter, in train.reduce_dtype (see `state_memory`).
+    activations: what layers keep for backward, on the device. Per token and layer:
+        no checkpointing: e (4 C + 2 A + 2 K + 4 I) + 4 heads; tiled: e (2 C + 2 A + 2 K) + 4 heads;
+        selective: e (C + A) + 4 heads, in a ring plus the 2 e K received from another worker;
+        sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C.
+        The 4 heads are lse. Counts all layers that are not offloaded, but at least two. Layers of
+        train.keep_mlp keep e (C + 2 I) more.
+    layer: the layer in backward: what it recomputes and the gradients of its activations. Either at
+        the MLP's gate, e (6 I + 2 C) per token of a tile (e (4 I + C) if gate and up were kept),
+        less the gradients of its weights if there is one tile, since they come later; or in
+        attention. The larger together with `exchange` counts (see `layer_in_backward`).
+    index: dynamic indices of the layers between forward and backward. Bitmaps take
+        heads * (T / block) * (S / block) bytes per layer and sequence of S tokens (all rows if
+        queries circulate), and per-query choices one bit per chunk. Slashes and columns take
+        heads * (S / block + 4 columns) until all layers are counted, and what kernels derive from
+        them about as much (`IndexShape.derived`). A ring that gathers columns once holds
+        2 e heads * columns * head_dim for each layer whose activations are on the device. Bitmaps
+        also hold the pairs of each pair of blocks, 2 bytes, for every micro-batch of the step.
+    exchange: KV and its gradients in transit, and the kernel's own buffers. With N = cp T keys,
+        all_gather holds 2 e N K of KV, as much of gradients, and 8 N K while it packs them; in
+        parts of the heads, that of one part plus the KV of the next. One worker holds the gradients
+        of all heads and one part's kernel buffers. A ring holds a few shards of KV and of float32
+        gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
+    loss: float32 logits of one chunk and, in another dtype, their gradient; the float32 gradient
+        4 V C of the LM head; 3 e C T for the final hidden states before and after their norm, and
+        their gradient.
     inputs: tokens, positions, labels (int64), cosine and sine (float32).
     """
 
@@ -78,22 +88,25 @@ class MemoryMoment:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by part, in the order above."""
+        """Bytes by part, in the order of the fields."""
         return {
             field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"
         }
 
     @property
     def allocated(self) -> int:
-        """Sum of the parts: what torch.cuda.max_memory_allocated would report if this moment were the peak."""
+        """Total bytes, as torch.cuda.max_memory_allocated reports if this moment is the peak."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """moments: the candidates for the peak. reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU. host: bytes of host memory
-    beside all that, in which offloaded activations wait, and the weights and states of an offloaded optimizer; saving: those that a
-    checkpoint takes on top of it until it is written.
+    """Memory of one worker, in bytes.
+
+    moments: candidates for the peak.
+    reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU.
+    host: host memory for offloaded activations and an offloaded optimizer.
+    saving: host memory for the copy that a checkpoint makes until it is written.
     """
 
     moments: tuple[MemoryMoment, ...]
@@ -103,22 +116,22 @@ class MemoryEstimate:
 
     @property
     def host_peak(self) -> int:
-        """Most bytes of host memory beside the device's: with a checkpoint under way."""
+        """Peak host memory in addition to the device's: while a checkpoint is written."""
         return self.host + self.saving
 
     @property
     def peak(self) -> MemoryMoment:
-        """The moment with the most memory."""
+        """The moment with the most allocated memory."""
         return max(self.moments, key=lambda moment: moment.allocated)
 
     @property
     def allocated(self) -> int:
-        """Bytes at the peak, as torch.cuda.max_memory_allocated counts; compare with ``peak_memory_gib`` of metrics.jsonl."""
+        """Bytes at the peak; compare with `peak_memory_gib` of metrics.jsonl."""
         return self.peak.allocated
 
     @property
     def total(self) -> int:
-        """allocated + reserve: what the GPU must have, before fragmentation."""
+        """Bytes that the GPU needs before fragmentation: allocated + reserve."""
         return self.allocated + self.reserve
 
 
@@ -132,9 +145,14 @@ def estimate_memory(
     dtype_bytes: int,
     cuda: bool,
 ) -> MemoryEstimate:
-    """Memory of one worker (context rank 0, which holds the largest shards) in a steady step, that is from the second on.
+    """Estimate the memory of one worker in a steady step, from the second step on.
 
-    layout: of a context group, ``layout.workers`` = cp. kernel: a name, not ``auto``. dtype_bytes: of the compute dtype.
+    The worker is context rank 0, which holds the largest shards.
+
+    Args:
+        layout: of a context group; `layout.workers` = cp.
+        kernel: a kernel's name, not `auto`.
+        dtype_bytes: bytes of the compute dtype.
     """
     step = _StepMemory(config, workers, layout, exchange, kernel, dtype_bytes)
     communicators = 0 if workers == 1 else 1 + (exchange.communicators if layout.workers > 1 else 0)
@@ -149,7 +167,7 @@ def estimate_memory(
 
 
 class _StepMemory:
-    """The sizes of one training step, and its moments."""
+    """Tensor sizes of one training step, and the memory at its moments."""
 
     def __init__(
         self,
@@ -161,20 +179,12 @@ class _StepMemory:
         e: int,
     ) -> None:
         model = config.model
-        self.model, self.train, self.layout, self.exchange, self.kernel, self.e = (
-            model,
-            config.train,
-            layout,
-            exchange,
-            kernel,
-            e,
-        )
+        self.model, self.train, self.layout = model, config.train, layout
+        self.exchange, self.kernel, self.e = exchange, kernel, e
         self.workers = workers
         self.tokens = layout.tokens_per_worker * config.train.micro_batch
-        self.width, self.kv_width = (
-            model.num_heads * model.head_dim,
-            model.num_kv_heads * model.head_dim,
-        )
+        self.width = model.num_heads * model.head_dim
+        self.kv_width = model.num_kv_heads * model.head_dim
         self.hidden = e * self.tokens * model.hidden_size
         self.head = model.vocab_size * model.hidden_size
         self.heads = 4 * self.tokens * model.num_heads
@@ -183,12 +193,12 @@ class _StepMemory:
         self.rows = tile_rows(
             self.tokens, model.hidden_size, model.intermediate_size, e, config.train.tile_mib * MIB
         )
-        # The layers from here on keep what their MLP's products gave.
+        # Layers from this one on keep the products of their MLP.
         keeping = layers_with_products(config.train.keep_mlp, model.num_layers)
         if not self.recomputes and self.rows == self.tokens:
             keeping = 0  # autograd keeps these and more
         self.first_with_products = model.num_layers - keeping
-        # Of how many queries, among which, attention is computed again.
+        # Queries of a worker, and how many of them recompute attention.
         self.queries = layout.tokens_per_worker * exchange.heads
         self.early = (
             early_queries(self.queries, attention_kept(config.train), config.sparsity.block)
@@ -201,16 +211,16 @@ class _StepMemory:
             config.train.micro_batch * (workers // layout.workers)
         )
         self.states = StateMemory(config, workers, self.micro_batches, e)
-        self.ahead = (
-            2 if workers > 1 else 1
-        )  # layers that are whole at once: the one at work, and the next one if it is gathered
+        # Layers whose weights are whole at once: the current one, and the next if it is gathered.
+        self.ahead = 2 if workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
         layers, states = self.model.num_layers, self.states
         kept = self.kept(layers)
         scatter = states.scatter(states.layer_shard)
-        # All that grows or shrinks does so evenly, but for what is kept, of which no less is there from the offloaded layers on.
-        # At the second layer, too, the weights of another one are gathered ahead, and more gradients are there than at later ones.
+        # Memory changes evenly over the layers, except activations, which stop shrinking at the
+        # offloaded layers. The second layer is a candidate, too: it still has another layer's
+        # weights gathered ahead and more gradients than later ones.
         places = {
             layers,
             max(1, layers - 1),
@@ -221,7 +231,7 @@ class _StepMemory:
             self.moment(
                 f"backward of layer {index}",
                 gradients=states.gradients(layers - index),
-                # Whole weights, and the gradients of the LM head and of the layer at work.
+                # Whole weights, and gradients of the LM head and the current layer.
                 working_weights=self.e * (states.root_weights + self.head + states.layer_weights)
                 + states.weights(index, self.ahead)
                 + (scatter if index < layers else 0),
@@ -249,8 +259,8 @@ class _StepMemory:
         at: int = 0,
         loss: int = 0,
     ) -> MemoryMoment:
-        """indices: of how many layers the index is there. at: the layer in backward, counted from 1; 0: none is."""
-        layer, exchange, gone = (
+        """Build a moment. indices: layers with an index. at: layer in backward from 1, or 0."""
+        layer, exchange, freed = (
             self.layer_in_backward(products=at > self.first_with_products)
             if at
             else (0, self.ring_buffers(), 0)
@@ -261,7 +271,7 @@ class _StepMemory:
             optimizer=self.states.optimizer,
             gradients=gradients,
             working_weights=working_weights,
-            activations=activations - gone,
+            activations=activations - freed,
             layer=layer,
             index=self.kept_index(indices),
             exchange=exchange,
@@ -270,13 +280,12 @@ class _StepMemory:
         )
 
     def at_loss(self, kept: int) -> MemoryMoment:
-        """Every layer's activations, the last gathered buffer, and the loss: a chunk, or the LM head's gradient in both dtypes."""
+        """Loss: all activations, the last gathered weights, a chunk or the LM head's gradient."""
         rows = max(
             1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size))
         )
-        second = (
-            0 if self.e == 4 else self.e
-        )  # in float32 the gradient of the logits takes their place
+        # In float32 the gradient of the logits overwrites them.
+        second = 0 if self.e == 4 else self.e
         chunk, converted = (4 + second) * rows * self.model.vocab_size, second * self.head
         return self.moment(
             "loss",
@@ -285,12 +294,12 @@ class _StepMemory:
             + self.states.weights(self.model.num_layers, self.ahead - 1),
             activations=kept,
             indices=self.model.num_layers,
-            # Last layer's output (kept by the final norm), the normalised hidden states and their gradient.
+            # The last layer's output (kept by the final norm), its norm, and the gradient of that.
             loss=3 * self.hidden + 4 * self.head + max(chunk, converted),
         )
 
     def at_the_end(self) -> MemoryMoment:
-        """First layer in backward, or the reduction of the embedding and LM head: all other gradients are there, activations are gone."""
+        """End of backward: the first layer, or the reduction of the embedding and the LM head."""
         layers, states = self.model.num_layers, self.states
         first_layer = self.moment(
             "backward of layer 1",
@@ -302,7 +311,7 @@ class _StepMemory:
             indices=1,
             at=1,
         )
-        # Embedding and LM head each have a gradient (a tied weight's are added up); then they move to the float32 input of reduce-scatter.
+        # Embedding and LM head each have a gradient (summed if tied), then copied to float32.
         scatter = states.scatter(states.root_shard)
         whole = self.e * states.root_weights
         gradients = whole + 2 * self.e * self.head, whole + scatter, scatter + 4 * states.root_shard
@@ -323,26 +332,26 @@ class _StepMemory:
         )
 
     def kept(self, layers: int) -> int:
-        """Bytes on the device of what the first so many layers keep for backward: those that are not offloaded, and at least two; and the
-        results of the MLP's products.
-        """
+        """Bytes on the device that the first `layers` layers keep for backward."""
         products = self.hidden + 2 * self.e * self.tokens * self.model.intermediate_size
         return self.kept_by_layer() * self.on_device(layers) + products * max(
             0, layers - self.first_with_products
         )
 
     def on_device(self, layers: int) -> int:
-        """Of how many of the first so many layers what is kept is on the device."""
+        """Count the layers, of the first `layers`, whose activations are on the device."""
         return max(layers - self.on_host, min(layers, 2))
 
     def host(self) -> int:
-        """Bytes of host memory for what is offloaded, in the blocks of `ActivationOffload`; columns that a ring gathers once leave with
-        the rest."""
+        """Bytes of host memory for offloaded activations, in the blocks of `ActivationOffload`.
+
+        Columns that a ring gathers once are offloaded, too.
+        """
         late = self.queries - self.early
         out, lse = (
             size * late // self.queries for size in (self.e * self.tokens * self.width, self.heads)
         )
-        others = [] if self.early else [self.travelled(), self.gathered_columns()]
+        others = [] if self.early else [self.received_kv(), self.gathered_columns()]
         tensors = [self.hidden, out, lse, *others]
         return self.on_host * sum(sum(block_sizes(size)) for size in tensors)
 
@@ -354,39 +363,34 @@ class _StepMemory:
             return (
                 self.hidden
                 + out * (self.queries - self.early) // self.queries
-                + (0 if self.early else self.travelled())
+                + (0 if self.early else self.received_kv())
             )
         attention = out + e * tokens * (self.width + 2 * self.kv_width) + self.norms()
         if self.rows < tokens:
             return 2 * self.hidden + attention
         return 4 * self.hidden + attention + 4 * e * tokens * self.model.intermediate_size
 
-    def travelled(self) -> int:
-        """Keys and values of the shard that a ring ends with, which another worker made."""
-        how = self.exchange
-        if how.name not in ("ring", "hierarchical_ring") or self.layout.workers == how.heads:
+    def received_kv(self) -> int:
+        """Bytes of the KV shard that a ring ends with, which it received from another worker."""
+        heads, model = self.exchange.heads, self.model
+        rings = self.exchange.name in ("ring", "hierarchical_ring")
+        if not rings or self.layout.workers == heads:
             return 0
-        return (
-            2
-            * self.e
-            * self.tokens
-            * how.heads
-            * max(self.model.num_kv_heads // how.heads, 1)
-            * self.model.head_dim
-        )
+        kv_heads = max(model.num_kv_heads // heads, 1)
+        return 2 * self.e * self.tokens * heads * kv_heads * model.head_dim
 
     def kept_index(self, layers: int) -> int:
-        """Bytes of the indices of so many layers, and of what they are counted by."""
+        """Bytes of the indices of `layers` layers, and of what counts them."""
         if self.index is None:
             return 0
         gathered = 0 if self.early else self.gathered_columns()
-        # Lines stay until those of all layers are counted, after backward (`DynamicIndex.count`).
+        # Slashes and columns stay until all layers are counted (`DynamicIndex.count`).
         there = layers if self.index.bitmap else self.model.num_layers
         kept = there * self.index.kept + layers * self.index.derived(self.kernel)
         return kept + self.on_device(layers) * gathered + self.micro_batches * self.index.counted
 
     def gathered_columns(self) -> int:
-        """Bytes of the columns of one layer that a ring gathers once."""
+        """Bytes of one layer's columns if a ring gathers them once."""
         return (
             2 * self.e * self.index.columns * self.model.head_dim
             if self.index is not None and self.index.gathered
@@ -394,128 +398,149 @@ class _StepMemory:
         )
 
     def norms(self) -> int:
-        """q and k before their norms (Qwen3), which only `none` keeps and the others make again."""
+        """Bytes of q and k before their norms (Qwen3), kept only without checkpointing."""
         return self.e * self.tokens * (self.width + self.kv_width) if self.model.qk_norm else 0
 
     def layer_in_backward(self, *, products: bool) -> tuple[int, int, int]:
-        """(layer, exchange, gone) at the larger of two points: the MLP's gate, where six tensors of its width exist, or attention. gone: of
-        what was kept, what has been freed there.
+        """Bytes at the larger of two points: the MLP's gate, or attention.
 
-        A recomputed layer has first made the normalised input, q, k, v, and what of output and lse was not kept. Its MLP, and any in
-        tiles, then holds the gradients of its output, of x and of attention's output; for a tile x + attention, its norm, gate, up,
-        silu(gate), their product, and the gradients of product and gate; and over several tiles float32 gradients of the weights. `none`
-        in one tile has kept all of that, and makes the gradients of product, silu and up. products: x + attention, gate and up were kept.
+        Returns (layer, exchange, freed); freed: bytes of kept activations already freed there.
+
+        A recomputed layer first recomputes its normalised input, q, k, v and the output and lse
+        that it did not keep. Its MLP, like any tiled one, then holds the gradients of its output,
+        of x and of attention's output. Each tile holds x + attention, its norm, gate, up,
+        silu(gate), their product, and the gradients of product and gate; several tiles also hold
+        float32 gradients of the weights. Without checkpointing and tiles, all of that was kept and
+        backward adds the gradients of product, silu and up. products: x + attention, gate and up
+        were kept.
         """
         e, tokens, model = self.e, self.tokens, self.model
         wide, out = e * tokens * model.intermediate_size, e * tokens * self.width
-        several = self.rows < tokens
-        mlp, attention, gone = self.hidden + 2 * wide, self.hidden + out, 0
-        if self.recomputes or several:
-            # Or, where the MLP is narrow, at its norm: x + attention, gradient of the norm, both and their product in float32.
+        tiled = self.rows < tokens
+        mlp, attention, freed = self.hidden + 2 * wide, self.hidden + out, 0
+        if self.recomputes or tiled:
+            # A narrow MLP peaks at its norm: x + attention, the norm's gradient, and both and
+            # their product in float32.
             norm = (12 if e < 4 else 4) * model.hidden_size
-            made = (4, 1) if products else (6, 2)
+            wide_tensors, narrow_tensors = (4, 1) if products else (6, 2)
             mlp = 2 * self.hidden + out
             gate = self.rows * (
-                max(made[0] * e * model.intermediate_size, norm) + made[1] * e * model.hidden_size
+                max(wide_tensors * e * model.intermediate_size, norm)
+                + narrow_tensors * e * model.hidden_size
             )
-            if several:
+            if tiled:
                 weights = model.hidden_size * (3 * model.intermediate_size + self.width)
                 mlp += gate + max(0, 4 * weights - e * self.states.layer_weights)
             else:
-                # In one tile no weight has a gradient at the gate, and behind it two tensors of the MLP's width are left.
+                # In one tile, the weights have no gradient at the gate yet; after it, two tensors
+                # of the MLP's width remain.
                 behind = self.rows * max(
                     2 * e * model.intermediate_size + 3 * e * model.hidden_size, norm
                 )
                 mlp += max(gate - e * self.states.layer_weights, behind)
             if products:
-                gone = self.hidden + 2 * wide  # with the MLP
+                freed = self.hidden + 2 * wide  # with the MLP
         if self.recomputes:
-            again = (
+            recomputed = (
                 self.hidden
                 + out
                 + self.norms()
                 + (out + self.heads + self.gathered_columns() if self.early else 0)
             )
-            # Of a ring nothing but the shard that travelled is used in backward.
-            again += 0 if self.travelled() and not self.early else 2 * e * tokens * self.kv_width
-            mlp, attention = mlp + again, attention + again
-        elif not several:
-            # Of the stored tensors of the layer at hand, MLP's have been freed when attention is reached.
-            gone = 4 * wide + 2 * self.hidden
+            # In a ring, backward uses only the shard that was received.
+            received = self.received_kv() and not self.early
+            recomputed += 0 if received else 2 * e * tokens * self.kv_width
+            mlp, attention = mlp + recomputed, attention + recomputed
+        elif not tiled:
+            # Of the layer's kept tensors, those of the MLP are freed before attention.
+            freed = 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
         buffers = self.ring_buffers()
         return (
             (mlp, buffers, 0)
-            if mlp + buffers >= attention + exchange - gone
-            else (attention, exchange, gone)
+            if mlp + buffers >= attention + exchange - freed
+            else (attention, exchange, freed)
         )
 
     def ring_buffers(self) -> int:
-        """Messages of a ring, which stay allocated from layer to layer: shards on the way, and gradients at hand, arriving and leaving."""
-        how, cp = self.exchange, self.layout.workers
-        if how.name not in ("ring", "hierarchical_ring") or cp == how.heads:
+        """Bytes of a ring's messages, which stay allocated: shards in transit, and gradients."""
+        exchange, cp = self.exchange, self.layout.workers
+        if exchange.name not in ("ring", "hierarchical_ring") or cp == exchange.heads:
             return 0
-        e, tokens = self.e, self.tokens * how.heads
-        shard = 2 * tokens * max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
-        across = 1 if how.name == "hierarchical_ring" else 0
-        if how.circulates == "queries":
+        e, tokens = self.e, self.tokens * exchange.heads
+        shard = 2 * tokens * max(self.model.num_kv_heads // exchange.heads, 1) * self.model.head_dim
+        across = 1 if exchange.name == "hierarchical_ring" else 0
+        if exchange.circulates == "queries":
             queries = self.tokens * self.width
             return (
                 (1 + across) * self.message_of_queries()
                 + (3 + across) * 4 * queries
                 + (e + 4) * shard
             )
-        return (how.prefetch + across) * e * shard + (3 + across) * 4 * shard
+        return (exchange.prefetch + across) * e * shard + (3 + across) * 4 * shard
 
     def message_of_queries(self) -> int:
-        """q, dout, lse and delta (`circulation.QueryMessage`)."""
+        """Bytes of q, dout, lse and delta (`circulation.QueryMessage`)."""
         return 2 * self.e * self.tokens * self.width + 2 * self.heads
 
     def exchange_in_backward(self) -> int:
-        """Most bytes of attention's backward beyond its stored inputs: gradients of q, k, v, KV of others, and the kernel's buffers."""
-        e, cp, how = self.e, self.layout.workers, self.exchange
+        """Peak bytes of attention's backward in addition to its saved inputs.
+
+        They are the gradients of q, k and v, KV of other workers, and the kernel's buffers.
+        """
+        e, cp, exchange = self.e, self.layout.workers, self.exchange
         queries, shard = self.tokens * self.width, 2 * self.tokens * self.kv_width
-        if how.heads > 1:
-            # The tokens of all ranks that share heads, for a part of them; traded tensors stand beside what is sent.
-            kv_width = max(self.model.num_kv_heads // how.heads, 1) * self.model.head_dim
-            shard = 2 * self.tokens * how.heads * kv_width
+        if exchange.heads > 1:
+            # Tokens of all ranks that share heads, for some heads, plus the buffers that are sent.
+            kv_width = max(self.model.num_kv_heads // exchange.heads, 1) * self.model.head_dim
+            shard = 2 * self.tokens * exchange.heads * kv_width
             trading = 2 * e * (queries + shard)
             return trading + self._keys_in_backward(
-                queries, cp // how.heads, self.tokens * how.heads, kv_width
+                queries, cp // exchange.heads, self.tokens * exchange.heads, kv_width
             )
         return self._keys_in_backward(queries, cp, self.tokens, self.kv_width)
 
     def _keys_in_backward(self, queries: int, ranks: int, tokens: int, kv_width: int) -> int:
-        """queries: numbers of a rank's queries. ranks: between which keys move. tokens: of a rank."""
-        e, how = self.e, self.exchange
-        rings = how.name in ("ring", "hierarchical_ring")
+        """Peak bytes of the KV exchange in backward.
+
+        Args:
+            queries: elements of a rank's queries.
+            ranks: number of ranks that exchange keys.
+            tokens: tokens of a rank.
+        """
+        e, exchange = self.e, self.exchange
+        rings = exchange.name in ("ring", "hierarchical_ring")
         seen = tokens if rings else tokens * ranks
-        # FlashAttention-4 takes the two rectangles of a zigzag worker one after the other and adds their dk and dv in float32.
+        # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
+        # dk and dv in float32.
         pieces = ranks > 1 and self.layout.name == "zigzag" and self.index is None
         grad, buffers = kernel_backward(
             self.kernel, self.model, self.tokens, seen, e, pieces, self.index
         )
         keys = 2 * seen * kv_width
         if rings and ranks > 1:
-            # dq so far and dq of this step; delta; the message at hand. Of keys that is the shard that forward kept.
+            # dq so far and of this step; delta; the current message. A message of keys is the
+            # shard that forward kept.
             sums = (4 + e) * queries + self.heads
-            at_hand = self.message_of_queries() if how.circulates == "queries" else 0
-            if how.circulates == "queries" and self.kernel == "sdpa":
-                at_hand += e * queries  # its stand-in for out
-            return sums + at_hand + self.ring_buffers() + grad * keys + buffers
-        n = how.chunks
+            message = self.message_of_queries() if exchange.circulates == "queries" else 0
+            if exchange.circulates == "queries" and self.kernel == "sdpa":
+                message += e * queries  # its placeholder for out
+            return sums + message + self.ring_buffers() + grad * keys + buffers
+        n = exchange.chunks
         copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
         if ranks == 1 and n > 1:
-            # Of a part its keys and values, and all that is made, beside the gradients of all.
+            # KV and gradients of one part, and the gradients of all parts.
             return e * (queries + keys) + (e * queries + (e + grad) * keys + buffers) // n + copied
         if ranks == 1:
             return e * queries + grad * keys + max(buffers, e * keys)
-        # A part of the heads at a time. In its kernel: its keys and values, those of the next one on their way, and the float32 message of
-        # dk and dv of the part before, with what returned of all; PyTorch's kernels copy out, dout and lse of the part. Then keys, values
-        # and that message are gone, and dk and dv become the next one, of zigzag put in the order of ranks before, and between nodes put in
-        # the order of nodes behind. At the end what returned is rounded, and dq is joined.
-        inner = min(ranks, max(1, how.per_node // how.heads))
-        nodes = how.name == "hierarchical_all_gather" and 1 < inner < ranks
+        # One part of the heads at a time. During its kernel: its KV, the next part's KV in transit,
+        # the float32 message of dk and dv of the previous part, and all gradients returned so far;
+        # PyTorch's kernels copy out, dout and lse of the part. Then KV and that message are freed,
+        # and dk and dv become the next message; zigzag first puts them in rank order, between nodes
+        # they are put in node order afterwards. At the end the returned gradients are rounded and
+        # the parts of dq are concatenated.
+        inner = min(ranks, max(1, exchange.per_node // exchange.heads))
+        nodes = exchange.name == "hierarchical_all_gather" and 1 < inner < ranks
         counterparts = keys // inner if nodes else 0
         ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
         most = (
@@ -524,7 +549,7 @@ class _StepMemory:
             else 0
         )
         for part in range(n):
-            # With what this rank sends for it.
+            # The KV of the next part, including what this rank sends of it.
             coming = e * (keys + keys // ranks + counterparts) // n if part < n - 1 else 0
             before = 4 * (keys + counterparts) // n if part else 0
             returned = 4 * keys * part // (n * ranks)
@@ -544,13 +569,18 @@ class _StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexShape:
-    """Sizes of the dynamic index of one layer, as one worker holds it for its micro-batch.
+    """Sizes of one layer's dynamic index, as one worker holds it for its micro-batch.
 
-    sequences, heads, block, blocks: of the index, all query heads and the blocks of a whole sequence. bitmap: listed blocks instead of
-    diagonals. kept: bytes. counted: bytes that a micro-batch holds to count bitmaps by. columns: numbers of packed columns, over heads and
-    sequences, filled up to tiles; without a bound in the configuration every token may be one. ways: the heads of a call are divided among
-    so many ranks, each with the tokens of all of them. rings: keys circulate. gathered: columns are gathered once and kept from forward to
-    backward. diagonals: that a head has at most, 0 = any number.
+    sequences, heads, block, blocks: of the index: all query heads, blocks of a whole sequence.
+    bitmap: the index lists blocks instead of slashes.
+    kept: bytes of the index.
+    counted: bytes per micro-batch for counting a bitmap's pairs.
+    columns: packed columns over heads and sequences, padded to tiles; every token may be one if the
+        configuration sets no bound.
+    ways: ranks that share the heads of a call; each holds the tokens of all of them.
+    rings: KV or queries circulate.
+    gathered: columns are gathered once and kept from forward to backward.
+    diagonals: most slashes per head; 0 = no bound.
     """
 
     sequences: int
@@ -570,12 +600,9 @@ class IndexShape:
     def make(
         config: Config, pattern: Pattern, layout: Layout, exchange: ExchangeChoice
     ) -> IndexShape:
-        """Of what the pattern may choose at most."""
-        sparsity, heads, sequences = (
-            config.sparsity,
-            config.model.num_heads,
-            config.train.micro_batch,
-        )
+        """Compute the sizes for the largest index that the pattern may choose."""
+        sparsity, sequences = config.sparsity, config.train.micro_batch
+        heads = config.model.num_heads
         request = pattern.request()
         blocks = -(-layout.padded_seq // request.block)
         own = -(-blocks // layout.workers)
@@ -586,15 +613,12 @@ class IndexShape:
                 if exchange.heads > 1 or (rings and exchange.circulates == "queries")
                 else own
             )
-            each = 2 if request.block**2 < 1 << 15 else 4
-            kept, counted, width = (
-                sequences * heads * held * blocks,
-                each * sequences * own * blocks,
-                0,
-            )
+            bytes_each = 2 if request.block**2 < 1 << 15 else 4
+            kept = sequences * heads * held * blocks
+            counted, width = bytes_each * sequences * own * blocks, 0
             if request.chunk:
-                words = -(-blocks * request.block // (32 * request.chunk))
-                kept += 4 * sequences * heads * held * request.block * words
+                chunk_words = -(-blocks * request.block // (32 * request.chunk))
+                kept += 4 * sequences * heads * held * request.block * chunk_words
                 counted += 8 * sequences * blocks * request.block
         else:
             most = (
@@ -621,8 +645,10 @@ class IndexShape:
         )
 
     def derived(self, kernel: str) -> int:
-        """Bytes of what a kernel makes of diagonals and columns and keeps until backward (`Tiles.index_cache`): key slots of columns, how many
-        are below each block, and the list of diagonals. Where columns are gathered once, slots among a rank's own keys, too.
+        """Bytes that a kernel derives from slashes and columns and keeps until backward.
+
+        See `Tiles.index_cache`: key slots of the columns, their counts below each block, and the list
+        of slashes. If columns are gathered once, also their slots among the rank's own keys.
         """
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
             return 0
@@ -636,12 +662,18 @@ class IndexShape:
         )
 
     def pairs_of_blocks(self, queries: int, keys: int) -> int:
-        """Of a call, over heads and sequences. queries, keys: tokens of the call, times sequences."""
+        """Count pairs of blocks in a call, over heads and sequences.
+
+        queries, keys: tokens of the call times sequences.
+        """
         rows, others = (-(-tokens // (self.block * self.sequences)) for tokens in (queries, keys))
         return self.sequences * self.heads * rows * others
 
     def listed(self, queries: int, keys: int) -> int:
-        """Numbers in the lists of blocks of a call, one for each block of keys (`attention.block_lists`), of packed documents."""
+        """Count entries in a call's lists of blocks per key block, with packed documents.
+
+        See `attention.block_lists`.
+        """
         rows, others = (
             -(-tokens // (self.block * self.sequences)) for tokens in (keys, queries * self.ways)
         )
@@ -653,8 +685,10 @@ class IndexShape:
         )
 
     def columns_in_backward(self, queries: int, head_dim: int, e: int) -> int:
-        """Bytes of the packed columns of a call, of what a query block has of them on its diagonals (a bit each), of their key slots and
-        places (8 bytes each), and of their float32 gradients, in the parts that `backward_columns` makes.
+        """Bytes of a call's packed columns in backward.
+
+        Includes one bit per query block and column that its slashes cover, key slots and positions
+        (8 bytes per column), and float32 gradients in the parts that `backward_columns` makes.
         """
         if not self.columns:
             return 0
@@ -667,10 +701,10 @@ class IndexShape:
 
 
 def _most_diagonals(sparsity: SparsityConfig, blocks: int) -> int:
-    """Of a head; 0 where the configuration sets no bound."""
+    """Return the most slashes per head; 0 if the configuration sets no bound."""
     if sparsity.pattern != "fixed":
         return sparsity.max_slashes or 0
-    # Those drawn are longer than the mean diagonal, since they crowd near the first one.
+    # Drawn slashes crowd near the main diagonal, so they are longer than the mean one.
     return sparsity.slashes or min(blocks, int((sparsity.density or 0.0) * blocks) + 2)
 
 
@@ -683,19 +717,21 @@ def kernel_backward(
     pieces: bool,
     index: IndexShape | None = None,
 ) -> tuple[int, int]:
-    """(bytes of one number of the dk and dv that a kernel returns, bytes of its own buffers in backward).
+    """Return (bytes per element of the dk and dv a kernel returns, bytes of its backward buffers).
 
-    queries, keys: tokens of one call, times micro-batch. pieces: flash4 is called for more than one rectangle. index: narrows the call.
-    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta; under an index also its lists of blocks,
-    and after them the columns, which are added to another dq. sdpa (FlashAttention-2): float32 accumulator of dq, dk and dv for every query
-    head, and dq, dk, dv of the rectangle at hand. triton: lse and delta; the lists of a bitmap, 2 bytes for each pair of blocks and
-    direction (4 beyond 32767 blocks), or the columns. reference: three float64 matrices of scores, and more.
+    flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta. With an
+    index also its lists of blocks, then the columns, which use another dq. sdpa (FlashAttention-2):
+    float32 accumulator of dq, dk and dv for every query head, and dq, dk, dv of the current
+    rectangle. triton: lse and delta, and the columns or the lists of a bitmap, 2 bytes per pair of
+    blocks and direction (4 beyond 32767 blocks). reference: three float64 score matrices and more.
+
+    Args:
+        queries, keys: tokens of one call times micro-batch.
+        pieces: flash4 is called for more than one rectangle.
+        index: narrows the call.
     """
-    heads, width, kv_width = (
-        model.num_heads,
-        model.num_heads * model.head_dim,
-        model.num_kv_heads * model.head_dim,
-    )
+    heads, width = model.num_heads, model.num_heads * model.head_dim
+    kv_width = model.num_kv_heads * model.head_dim
     grouped = model.num_heads != model.num_kv_heads
     columns = 0 if index is None else index.columns_in_backward(queries, model.head_dim, e)
     if kernel == "flash4":
@@ -715,9 +751,8 @@ def kernel_backward(
             4 + e
         ) * queries * width + 8 * queries * heads + expanded + 2 * e * keys * kv_width
     if kernel == "triton":
-        each = 4 if index is not None and index.blocks <= _MOST_OF_16_BITS else 8
-        lists = (
-            each * index.pairs_of_blocks(queries, keys) if index is not None and index.bitmap else 0
-        )
+        bytes_each = 4 if index is not None and index.blocks <= _MOST_OF_16_BITS else 8
+        pairs = 0 if index is None or not index.bitmap else index.pairs_of_blocks(queries, keys)
+        lists = bytes_each * pairs
         return 4, 8 * queries * heads + lists + columns
     return e, 3 * 8 * queries * keys * heads

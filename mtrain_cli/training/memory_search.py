@@ -1,13 +1,16 @@
-"""`train.memory=auto`: the fastest way of using memory that fits, by closed forms of both; and what would help where nothing fits.
+"""`train.memory=auto`: the fastest memory setting that fits, and remedies if none fits.
 
-The time of a step is reckoned from counts alone, so every rank of every run finds the same:
+Step time is estimated from counts alone, so every rank of every run chooses the same setting:
 
-    compute     executed FLOP / (0.56 x peak), pairs of a sparse pattern at its density, or 10 % of the causal ones where data decide
-    weights     bytes of `StateMemory.sent` / link; beside computation, of which a tenth is lost, and what is longer than it
-    activations bytes offloaded / host link, down beside the forward pass (a quarter of compute) of these layers, up beside their
-                backward pass, counted likewise
-    optimizer   28 bytes a weight of a shard through the GPU's memory, or through that of the host, which its workers share
-    tiles       20 us for each tile of a layer and micro-batch
+    compute     executed FLOP / (0.56 x peak); a sparse pattern's pairs at its density, or 10 % of
+                the causal pairs if the data decide
+    weights     bytes of `StateMemory.sent` / link, overlapping with compute: a tenth of the
+                transfer is lost, plus the part that is longer than compute
+    activations bytes offloaded / host link: down during the forward pass (a quarter of compute) of
+                the offloaded layers, up during their backward pass, counted like weights
+    optimizer   28 bytes per weight of a shard through GPU memory, or through the host's memory,
+                which its workers share
+    tiles       0.5 ms per tile of a layer and pass, and per chunk of the loss
 """
 
 from __future__ import annotations
@@ -30,23 +33,22 @@ from mtrain_cli.training.state_memory import BYTES, StateMemory
 if TYPE_CHECKING:
     from mtrain_cli.training.run_plan import RunPlan
 
-USED_OF_PEAK = 0.56  # of whole steps as measured on one and four H200s, 128K to 2M tokens: products 0.6, attention 0.4 to 0.6
-NODE_LINK, NETWORK = (
-    250e9,
-    40e9,
-)  # bytes a second that reach one GPU: gathers over NVLink as measured; 400 Gbit/s a GPU
-HOST_LINK = 50e9  # PCIe 5 x16, pinned, one direction
-HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes a second; of a whole machine, of one GPU
+# Whole steps measured on one and four H200s, 128K to 2M tokens: matrices 0.6, attention 0.4-0.6.
+USED_OF_PEAK = 0.56
+NODE_LINK = 250e9  # bytes/s into one GPU: gathers over NVLink, measured
+NETWORK = 40e9  # bytes/s into one GPU: 400 Gbit/s each
+HOST_LINK = 50e9  # bytes/s, PCIe 5 x16, pinned, one direction
+HOST_MEMORY, GPU_MEMORY = 150e9, 3.5e12  # bytes/s; of a whole machine, of one GPU
 GPUS_OF_A_HOST = 8
-ADAMW_BYTES = 28  # a weight: reads weight, gradient and two states, writes all but the gradient
-HIDDEN_COST = 0.1  # of a transfer beside computation
+ADAMW_BYTES = 28  # per weight: reads weight, gradient and two states, writes all but the gradient
+HIDDEN_COST = 0.1  # share of an overlapped transfer that still costs time
 ASSUMED_DENSITY = 0.1
-TILE_SECONDS = 0.5e-3  # of a tile of the MLP and pass, beyond its products; of a chunk of the loss, which adds to the gradient of the head
-ROOMY = 0.9  # of a GPU: what may stay but need not leaves more to the gaps between the allocator's blocks, 5 to 6 GiB as measured
+TILE_SECONDS = 0.5e-3  # per MLP tile and pass in addition to its products; per chunk of the loss
+ROOMY = 0.9  # of a GPU; optional tensors must leave room for gaps, measured as 5 to 6 GiB
 
-# What `auto` may change: the default, and what else is tried. A key with another value than the default was given, and stays. Of the
-# activations that may be offloaded, those of as few layers leave as will do; products of the MLP stay in as many layers as there is room
-# for.
+# Keys that `auto` may change: the default first, then the alternatives. A key that the user set to
+# another value stays. `auto` offloads the activations of as few layers as necessary, and keeps the
+# MLP products of as many layers as there is room for.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "train.activation_checkpoint": ("selective", "none", "sequence_selective", "full"),
     "train.checkpoint_keep": (0.5, 0.75, 0.25),
@@ -63,7 +65,13 @@ NO_CHECKPOINTS = {"train.checkpoint_every": 0, "train.checkpoint_at_end": False}
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """A configuration with what it takes. changes: of the keys of `CHOICES`, those that differ from the configuration asked about."""
+    """A configuration with its estimated memory and step time.
+
+    changes: keys of `CHOICES` that differ from the configuration of the search.
+    memory: per worker.
+    seconds: estimated time of a step.
+    fits: whether the memory fits.
+    """
 
     config: Config
     changes: dict[str, Any]
@@ -72,26 +80,27 @@ class MemorySetting:
     fits: bool
 
     @property
-    def words(self) -> str:
-        return " ".join(f"{key}={show(value)}" for key, value in self.changes.items())
+    def overrides(self) -> str:
+        """The changes as command-line overrides."""
+        return " ".join(f"{key}={format_value(value)}" for key, value in self.changes.items())
 
 
 @dataclass(frozen=True)
 class MemorySearch:
-    """All settings, fastest first; chosen: the first that fits, None where none does."""
+    """All settings, fastest first, and the first one that fits (None if none does)."""
 
     settings: tuple[MemorySetting, ...]
     chosen: MemorySetting | None
 
     def rejected(self) -> list[tuple[str, str]]:
-        """For each way of keeping activations its fastest other setting: (words, reason)."""
+        """Return (label, reason) of the fastest other setting of each kind of checkpointing."""
         assert self.chosen is not None
         rows: dict[str, tuple[str, str]] = {}
         for setting in self.settings:
             kind = setting.config.train.activation_checkpoint
             if setting is self.chosen or kind in rows:
                 continue
-            reason = f"{_seconds(setting.seconds)} a step"
+            reason = f"{_seconds(setting.seconds)} per step"
             if not setting.fits:
                 host = (
                     f" and {_gib(setting.memory.host_peak)} of host memory"
@@ -99,17 +108,17 @@ class MemorySearch:
                     else ""
                 )
                 reason += f", but needs {_gib(setting.memory.total)}{host}"
-            rows[kind] = (_way(setting.config, self.chosen.config), reason)
+            rows[kind] = (_label(setting.config, self.chosen.config), reason)
         return list(rows.values())
 
 
 def search(plan: RunPlan) -> MemorySearch:
-    """Every setting that ``train.memory=auto`` may take for a run that is planned otherwise, priced."""
+    """Price every setting that `train.memory=auto` may choose for the run of `plan`."""
     settings = [
-        _priced(plan, *_most_kept(plan, *_least_offloaded(plan, *variant)))
+        _priced(plan, *_with_most_products(plan, *_with_fewest_offloaded(plan, *variant)))
         for variant in _variants(plan)
     ]
-    # The fewer changes, the better, where the time is the same; and then the order of CHOICES.
+    # Ties go to fewer changes, then to the order of CHOICES.
     settings.sort(key=lambda setting: (round(setting.seconds, 6), len(setting.changes)))
     return MemorySearch(
         tuple(settings), next((setting for setting in settings if setting.fits), None)
@@ -118,11 +127,11 @@ def search(plan: RunPlan) -> MemorySearch:
 
 def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
     config = plan.config
-    given = {key: read(config, key) for key in CHOICES}
-    free = {key: values for key, values in CHOICES.items() if given[key] == values[0]}
+    current = {key: get_setting(config, key) for key in CHOICES}
+    free = {key: values for key, values in CHOICES.items() if current[key] == values[0]}
     usual_share = CHOICES["train.checkpoint_keep"][0]
     for values in itertools.product(*free.values()):
-        setting = given | dict(zip(free, values, strict=True))
+        setting = current | dict(zip(free, values, strict=True))
         kind = setting["train.activation_checkpoint"]
         if (
             kind != "sequence_selective"
@@ -135,37 +144,41 @@ def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
         if (
             "train.keep_mlp" in free
             and setting["train.keep_mlp"]
-            and _saves(kind, setting["train.offload_activations"])
+            and _short_of_memory(kind, setting["train.offload_activations"])
         ):
             continue
         if setting["train.shard"] == "optimizer" and config.train.reduce_dtype != "float32":
             continue
-        leave = setting["optim.offload_gradients"] and "optim.offload_gradients" in free
-        if leave and not (setting["optim.offload"] and plan.micro_batches == 1):
+        offload_gradients = setting["optim.offload_gradients"] and "optim.offload_gradients" in free
+        if offload_gradients and not (setting["optim.offload"] and plan.micro_batches == 1):
             continue
-        changes = {key: value for key, value in setting.items() if value != given[key]}
+        changes = {key: value for key, value in setting.items() if value != current[key]}
         yield _with(config, changes), changes
 
 
-def _saves(kind: str, offload: bool | int) -> bool:
-    """Whoever has to save there, or computes attention twice, has no room for what is ten times as large as its output."""
+def _short_of_memory(kind: str, offload: bool | int) -> bool:
+    """Return whether a setting saves memory elsewhere, so MLP products would not fit, either.
+
+    They are ten times as large as attention's output.
+    """
     return bool(offload) or kind in ("sequence_selective", "full")
 
 
-def _least_offloaded(
+def _with_fewest_offloaded(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
-    """A variant with the fewest layers on the host with which the device holds the rest; with all of them where it never does. The host
-    holds more the more layers leave, so no other number could do where this one does not.
+    """Offload the fewest layers with which the device fits, or all if it never does.
+
+    Host memory grows with the offloaded layers, so no other number can fit if this one does not.
     """
     key, layers = "train.offload_activations", config.model.num_layers
 
     def holds(config: Config) -> bool:
-        return plan.takes(replace(_memory(plan, config), host=0, saving=0))
+        return plan.has_room_for(replace(_memory(plan, config), host=0, saving=0))
 
     if key not in changes or plan.environment.device == "cpu" or not holds(config):
         return config, changes
-    # 0 is another variant.
+    # 0 layers is a variant of its own.
     fewest = 1 + bisect_left(
         range(1, layers - 1), True, key=lambda n: holds(_with(config, {key: n}))
     )
@@ -176,17 +189,17 @@ def _least_offloaded(
     )
 
 
-def _most_kept(
+def _with_most_products(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
-    """A variant with the products of as many layers' MLPs as there is ample room for; of none where there is none for any."""
+    """Keep the MLP products of as many layers as there is ample room for, possibly none."""
     key, layers = "train.keep_mlp", config.model.num_layers
-    if key not in changes or plan.takes(_memory(plan, config), ROOMY):
+    if key not in changes or plan.has_room_for(_memory(plan, config), ROOMY):
         return config, changes
     most = bisect_left(
         range(1, layers),
         True,
-        key=lambda n: not plan.takes(_memory(plan, _with(config, {key: n})), ROOMY),
+        key=lambda n: not plan.has_room_for(_memory(plan, _with(config, {key: n})), ROOMY),
     )
     if most == 0:
         return _with(config, {key: False}), {
@@ -196,21 +209,22 @@ def _most_kept(
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
-    """The same run with the products of as many layers' MLPs kept as there is ample room for. None where that changes nothing: there is
-    room for none, all are kept anyway, or what is saved elsewhere says that there is none.
+    """Return the same run with as many layers' MLP products as there is ample room for.
+
+    Returns None if that changes nothing: no room, all kept already, or memory is saved elsewhere.
     """
     train = plan.config.train
-    if train.keep_mlp or _saves(train.activation_checkpoint, train.offload_activations):
+    if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
         return None
     change = {"train.keep_mlp": True}
-    found = _priced(plan, *_most_kept(plan, _with(plan.config, change), change))
-    return found if found.memory != plan.memory else None
+    setting = _priced(plan, *_with_most_products(plan, _with(plan.config, change), change))
+    return setting if setting.memory != plan.memory else None
 
 
 def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySetting:
     memory = _memory(plan, config)
     return MemorySetting(
-        config, changes, memory, step_seconds(plan, config, memory), plan.takes(memory)
+        config, changes, memory, step_seconds(plan, config, memory), plan.has_room_for(memory)
     )
 
 
@@ -227,26 +241,25 @@ def _memory(plan: RunPlan, config: Config) -> MemoryEstimate:
 
 
 def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float:
-    """Of an optimizer step, by the counts at the head of this file: for comparing settings, not a promise."""
+    """Estimate the seconds of an optimizer step, to compare settings; see the module docstring."""
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     peak = peak_flops(plan.gpu_name) or 100e12
     pairs = density(config) * causal_pairs(config.seq)
     flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
     n = plan.micro_batches
-    compute = (
-        flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)
-    )  # of a micro-batch
+    # Of one micro-batch.
+    compute = flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)
     states = StateMemory(config, environment.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:
         down = (memory.host - states.host) / HOST_LINK
-        beside = (
+        overlapping = (
             compute
             * layers_on_host(train.offload_activations, config.model.num_layers)
             / config.model.num_layers
         )
-        seconds += n * (_exposed(down, beside / 4) + _exposed(down, 3 * beside / 4))
+        seconds += n * (_exposed(down, overlapping / 4) + _exposed(down, 3 * overlapping / 4))
     shard = ADAMW_BYTES * states.shard
     if config.optim.offload:
         seconds += (
@@ -264,7 +277,7 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 
 
 def density(config: Config) -> float:
-    """Share of the causal pairs that attention computes, as far as the configuration says."""
+    """Return the share of causal pairs that attention computes, or an assumption."""
     if config.sparsity.pattern == "dense":
         return 1.0
     if config.sparsity.pattern == "fixed" and config.sparsity.density:
@@ -272,27 +285,30 @@ def density(config: Config) -> float:
     return ASSUMED_DENSITY
 
 
-def _exposed(transfer: float, beside: float) -> float:
-    return HIDDEN_COST * transfer + max(0.0, transfer - beside)
+def _exposed(transfer: float, overlapping: float) -> float:
+    """Return the exposed seconds of a transfer that overlaps with `overlapping` seconds of work."""
+    return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 
-def least(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
-    """Of settings that do not fit, the one that lacks least: on GPUs with the fewest bytes of one, or, where these suffice, of the host."""
+def nearest_to_fitting(plan: RunPlan, settings: Sequence[MemorySetting]) -> MemorySetting:
+    """Return the setting closest to fitting: on GPUs by device memory, then by host memory."""
 
-    def lacks(setting: MemorySetting) -> tuple[bool, int]:
+    def shortfall(setting: MemorySetting) -> tuple[bool, int]:
         memory = setting.memory
-        holds = plan.environment.device == "cuda" and plan.takes(replace(memory, host=0, saving=0))
-        return not holds, memory.host_peak if holds else plan.load(memory)
+        holds = plan.environment.device == "cuda" and plan.has_room_for(
+            replace(memory, host=0, saving=0)
+        )
+        return not holds, memory.host_peak if holds else plan.device_bytes(memory)
 
-    return min(settings, key=lacks)
+    return min(settings, key=shortfall)
 
 
-def refusal(plan: RunPlan, found: MemorySearch) -> str:
-    """One line on a run that does not fit: what it needs, and the shortest lists of changes that would do."""
+def refusal(plan: RunPlan, result: MemorySearch) -> str:
+    """Explain in one line why a run does not fit, and what would make it fit."""
     auto = plan.config.train.memory == "auto"
-    needed = least(plan, found.settings).memory if auto else plan.memory
-    about = "at least " if auto else "about "
-    by = (
+    needed = nearest_to_fitting(plan, result.settings).memory if auto else plan.memory
+    qualifier = "at least " if auto else "about "
+    exchange_note = (
         f" with topology.exchange={plan.exchange.name}"
         if plan.environment.cp > 1 and plan.environment.device == "cuda"
         else ""
@@ -303,79 +319,87 @@ def refusal(plan: RunPlan, found: MemorySearch) -> str:
             f" ({_gib(needed.saving)} of it while a checkpoint is written)" if needed.saving else ""
         )
         host = f" and {_gib(needed.host_peak)} of host memory{saving}"
-    helps = remedies(plan, found)
+    changes = remedies(plan, result)
     nothing = (
         "only a smaller model or more workers would fit"
         if plan.environment.device == "cuda"
         else "only a smaller model would fit"
     )
-    would = f"fits with {', or '.join(helps)}" if helps else nothing
-    return f"seq={format_size(plan.config.seq)}: a worker needs {about}{_gib(plan.load(needed))}{host}{by}, of {plan.has}; {would}"
+    would = f"fits with {', or '.join(changes)}" if changes else nothing
+    needs = f"{qualifier}{_gib(plan.device_bytes(needed))}{host}{exchange_note}"
+    seq = format_size(plan.config.seq)
+    return f"seq={seq}: a worker needs {needs}, but has {plan.available_memory}; {would}"
 
 
-def remedies(plan: RunPlan, found: MemorySearch) -> list[str]:
-    """Changes of which each would make a run fit: of the ways of using memory with the fewest keys, of the exchange, of what is
-    saved, of the length, of the workers.
+def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
+    """Return changes that each make a run fit, shortest first.
+
+    Tries memory settings, the exchange, no checkpoints, a shorter sequence, more workers.
     """
-    helps = []
-    fitting = [setting for setting in found.settings if setting.fits]
+    changes = []
+    fitting = [setting for setting in result.settings if setting.fits]
     if fitting:
         fewest = min(len(setting.changes) for setting in fitting)
-        helps.append(next(setting.words for setting in fitting if len(setting.changes) == fewest))
-    exchange = _another_exchange(plan)
+        changes.append(
+            next(setting.overrides for setting in fitting if len(setting.changes) == fewest)
+        )
+    exchange = _other_exchange(plan)
     if exchange:
-        helps.append(exchange)
-    if plan.memory.saving and _possible(
-        plan.again(_with(plan.asked or plan.config, NO_CHECKPOINTS))
+        changes.append(exchange)
+    if plan.memory.saving and _can_fit(
+        plan.replan(_with(plan.requested or plan.config, NO_CHECKPOINTS))
     ):
-        helps.append(" ".join(f"{key}={show(value)}" for key, value in NO_CHECKPOINTS.items()))
+        changes.append(
+            " ".join(f"{key}={format_value(value)}" for key, value in NO_CHECKPOINTS.items())
+        )
     seq = longest_seq(plan)
     if seq:
-        helps.append(f"seq={format_size(seq)}")
-    workers = _enough_workers(plan)
+        changes.append(f"seq={format_size(seq)}")
+    workers = _fewest_workers(plan)
     if workers:
-        helps.append(f"{workers} GPUs (topology.workers={workers})")
-    return helps
+        changes.append(f"{workers} GPUs (topology.workers={workers})")
+    return changes
 
 
-def _another_exchange(plan: RunPlan) -> str | None:
-    """The change of the exchange that would do: fewer heads at once, or of gathered keys a ring; in place of a ring gathered keys."""
-    config, environment, how = plan.asked or plan.config, plan.environment, plan.exchange
+def _other_exchange(plan: RunPlan) -> str | None:
+    """Find an exchange that fits: fewer heads at once, a ring, or gathered keys."""
+    config, environment, exchange = plan.requested or plan.config, plan.environment, plan.exchange
     if environment.device == "cpu":
         return None
-    form = "hierarchical_" if how.name.startswith("hierarchical") else ""
+    form = "hierarchical_" if exchange.name.startswith("hierarchical") else ""
     gather, ring = ({"exchange": f"{form}{name}"} for name in ("all_gather", "ring"))
-    kv_heads = max(1, config.model.num_kv_heads // how.heads)
-    ways: list[dict[str, Any]] = [gather, ring]
-    if ("all_gather" in how.name and environment.cp > how.heads) or environment.cp == 1:
-        ways = [
-            *({"chunks": n} for n in range(how.chunks + 1, kv_heads + 1) if kv_heads % n == 0),
+    kv_heads = max(1, config.model.num_kv_heads // exchange.heads)
+    candidates: list[dict[str, Any]] = [gather, ring]
+    if ("all_gather" in exchange.name and environment.cp > exchange.heads) or environment.cp == 1:
+        candidates = [
+            *({"chunks": n} for n in range(exchange.chunks + 1, kv_heads + 1) if kv_heads % n == 0),
             *([ring] if environment.cp > 1 else []),
         ]
     elif config.topology.circulates != "auto":
-        ways.append({"circulates": "auto"})
-    for way in ways:
-        # What was given for the other kind goes with it.
+        candidates.append({"circulates": "auto"})
+    for change in candidates:
+        # Reset a setting that only the previous exchange uses.
         for key, only in (("circulates", "ring"), ("chunks", "all_gather")):
-            if only not in way.get("exchange", only) and getattr(config.topology, key) != "auto":
-                way[key] = "auto"
+            if only not in change.get("exchange", only) and getattr(config.topology, key) != "auto":
+                change[key] = "auto"
         with contextlib.suppress(ConfigError):
-            if _possible(plan.again(replace(config, topology=replace(config.topology, **way)))):
-                return " ".join(f"topology.{key}={value}" for key, value in way.items())
+            if _can_fit(plan.replan(replace(config, topology=replace(config.topology, **change)))):
+                return " ".join(f"topology.{key}={value}" for key, value in change.items())
     return None
 
 
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """The longest sequence that fits with the settings of a plan, or under ``train.memory=auto`` with any, to an eighth below; None where
-    the shortest does not.
+    """Return the longest sequence that fits a plan's settings, or any under `train.memory=auto`.
+
+    Tries eighths of powers of two. Returns None if the shortest length does not fit.
     """
 
     def fits(seq: int) -> bool:
         try:
-            other = plan.again(replace(plan.asked or plan.config, seq=seq))
+            other = plan.replan(replace(plan.requested or plan.config, seq=seq))
         except ConfigError:
             return False
-        return _possible(other)
+        return _can_fit(other)
 
     if not fits(shortest):
         return None
@@ -393,50 +417,50 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
     )
 
 
-def _enough_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """The fewest workers, doubled from what is planned, that would do."""
-    config, environment = plan.asked or plan.config, plan.environment
+def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
+    """Return the fewest workers that fit, doubling the planned number."""
+    config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None
     workers = 2 * environment.workers
     while workers <= most:
         topology = replace(config.topology, workers=workers)
         try:
-            other = plan.again(replace(config, topology=topology))
+            other = plan.replan(replace(config, topology=topology))
         except ConfigError:
             return None
-        if _possible(other):
+        if _can_fit(other):
             return workers
         workers *= 2
     return None
 
 
-def _possible(plan: RunPlan) -> bool:
-    """Whether a run fits as it is configured, which may be with whatever fits."""
-    if plan.takes(plan.memory):
+def _can_fit(plan: RunPlan) -> bool:
+    """Return whether a run fits as configured; under `train.memory=auto`, with any setting."""
+    if plan.has_room_for(plan.memory):
         return True
     return plan.config.train.memory == "auto" and any(
-        plan.takes(_memory(plan, _least_offloaded(plan, *variant)[0]))
+        plan.has_room_for(_memory(plan, _with_fewest_offloaded(plan, *variant)[0]))
         for variant in _variants(plan)
     )
 
 
-def _way(config: Config, chosen: Config) -> str:
-    """How activations are kept, and what else differs from the chosen setting."""
-    kept = ("train.activation_checkpoint", "train.checkpoint_keep")
+def _label(config: Config, chosen: Config) -> str:
+    """Describe how a setting keeps activations, and how else it differs from the chosen one."""
+    activation_keys = ("train.activation_checkpoint", "train.checkpoint_keep")
     train = config.train
-    keep = (
+    share = (
         f" {train.checkpoint_keep:g}" if train.activation_checkpoint == "sequence_selective" else ""
     )
     others = [
-        f"{key}={show(read(config, key))}"
+        f"{key}={format_value(get_setting(config, key))}"
         for key in CHOICES
-        if key not in kept and read(config, key) != read(chosen, key)
+        if key not in activation_keys and get_setting(config, key) != get_setting(chosen, key)
     ]
-    return f"{train.activation_checkpoint}{keep}{' with ' if others else ''}{' '.join(others)}"
+    return f"{train.activation_checkpoint}{share}{' with ' if others else ''}{' '.join(others)}"
 
 
-def read(config: Config, key: str) -> Any:
+def get_setting(config: Config, key: str) -> Any:
     group, _, name = key.partition(".")
     return getattr(getattr(config, group), name)
 
@@ -453,7 +477,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     return config
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object per optimizer step, written by the first worker and read by every tool that draws a curve."""
+"""`metrics.jsonl`: one JSON object per optimizer step, written by the first worker."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one optimizer step leaves behind. Numbers hold for the whole job unless they say otherwise.
+    """Metrics of one optimizer step, of the whole job unless stated otherwise.
 
-    step: optimizer steps done, this one included; the first is 1.
-    loss: mean over the valid tokens of the step, in nats; None where no token has a label.
-    grad_norm: global L2 norm before clipping; None when the run does not compute it.
-    lr: learning rate that this step used.
-    tokens: tokens trained on since step 0, this step included (pads are not tokens).
+    step: completed optimizer steps, including this one; the first is 1.
+    loss: mean over the valid tokens of the step, in nats; None if no token has a label.
+    grad_norm: global L2 norm before clipping; None if the run does not compute it.
+    lr: learning rate of this step.
+    tokens: tokens trained on since step 0, including this step, without padding.
     tokens_per_second_per_gpu: tokens of this step / seconds / workers.
-    mfu_model, mfu_executed: MFU and HFU, shares of the GPU's peak in the two conventions of `flops.FlopsPerToken`; None on a CPU or an
-        unknown GPU. A sparse step has no MFU: it leaves out pairs that the mask allows.
-    density: computed pairs / causal pairs of the whole sequence, for dense and sparse steps alike. A dense step has 1.0 without
-        documents, and with packed documents the share of the causal pairs that lies inside them.
-    peak_memory_gib: most memory that the allocator of the first worker held during the step; None on a CPU.
-    seconds: wall time of the step, data loading included.
+    mfu_model, mfu_executed: MFU and HFU, shares of the GPU's peak by `flops.FlopsPerToken`; None on
+        a CPU or an unknown GPU. A sparse step has no MFU: it skips pairs that the mask allows.
+    density: computed pairs / causal pairs of the whole sequence, for dense and sparse steps. A
+        dense step has 1.0 without documents; with packed documents, their share of these pairs.
+    peak_memory_gib: peak allocated memory of the first worker in the step; None on a CPU.
+    seconds: wall-clock time of the step, including data loading.
     epoch: passes over the data, with a fraction.
     consumed: sequences read since step 0.
-    data_seconds: what of `seconds` the worker that waited longest stood still for its data: to be read, and to be brought to the device.
-    slashes, columns: block diagonals and single columns of a head, means over heads and layers; None for a dense step.
+    data_seconds: time that the longest-waiting worker waited for data, to be read and copied to the
+        device; part of `seconds`.
+    slashes, columns: per head, means over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
-    density_by_layer: the same ratio for each layer; None for a dense step.
-    skipped: whether the update was left out: that of a spike (optim.skip_spikes), or of a step without labels, which is true whatever
-        that key says. None for other steps without optim.skip_spikes.
+    density_by_layer: density of each layer; None for a dense step.
+    skipped: whether the update was skipped, for a spike (optim.skip_spikes) or a step without
+        labels. Without optim.skip_spikes it is true for a step without labels and else None.
     """
 
     step: int
@@ -65,7 +66,7 @@ class StepMetrics:
     skipped: bool | None = None
 
     def to_json(self) -> str:
-        """One line of strict JSON; NaN and infinities, which JSON has no word for, become null."""
+        """Return one line of strict JSON; NaN and infinities become null."""
         values = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()
@@ -74,27 +75,29 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Appends steps to ``metrics.jsonl`` of a run, each on disk as soon as it is written, and to TensorBoard when asked.
+    """Append steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
 
-    ``start_step`` is the step that the run continues from (0 for a new one): lines of later steps, left by an attempt that went on
-    after its last checkpoint, are dropped first, and a line cut short by a crash with them. The file is replaced in one move.
+    Each line is flushed at once. `start_step` is the step that the run continues from, 0 for a new
+    one. Lines of later steps, from an attempt that ran past its last checkpoint, are removed first,
+    as is a line that a crash cut short; the file is replaced atomically.
 
     Raises:
-        ConfigError: TensorBoard is asked for and not installed.
+        ConfigError: TensorBoard is requested but not installed.
     """
 
     def __init__(self, run_dir: Path, *, tensorboard: bool, start_step: int) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self._events = _summary_writer(Path(run_dir), start_step) if tensorboard else None
         if self.path.exists():
-            _keep_steps(self.path, start_step)
+            _drop_later_steps(self.path, start_step)
         self._file = self.path.open("ab", buffering=0)
-        self.lost = 0  # lines in a row that could not be written
+        self.lost = 0  # consecutive lines that could not be written
 
     def write(self, metrics: StepMetrics) -> str | None:
-        """Append one step and flush it to the operating system, so that it outlives this process.
+        """Append one step and flush it to the operating system.
 
-        Returns what is wrong the first time that a line cannot be written, such as a full disk; training goes on without that line.
+        Returns a warning for the first of consecutive lines that cannot be written, for example on
+        a full disk; training goes on.
         """
         problem = None
         before = os.fstat(self._file.fileno()).st_size
@@ -105,11 +108,14 @@ class MetricsWriter:
             self.lost = 0
         except OSError as error:
             with contextlib.suppress(OSError):
-                # Half a line would spoil the next one.
+                # Half a line would corrupt the next one.
                 os.ftruncate(self._file.fileno(), before)
             self.lost += 1
             if self.lost == 1:
-                problem = f"{self.path}: step {metrics.step} was not written ({error.strerror}); training goes on"
+                problem = (
+                    f"{self.path}: step {metrics.step} was not written ({error.strerror}); "
+                    "training goes on"
+                )
         if self._events is not None:
             for field in fields(metrics):
                 value = getattr(metrics, field.name)
@@ -119,7 +125,7 @@ class MetricsWriter:
         return problem
 
     def close(self) -> None:
-        """Close the files; writing afterwards is an error."""
+        """Close the files. Do not write afterwards."""
         self._file.close()
         if self._events is not None:
             self._events.close()
@@ -132,12 +138,13 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """The steps of a ``metrics.jsonl`` (or of the run folder that holds one), in file order; a last line cut short is left out.
+    """Read the steps of a `metrics.jsonl`, or of the run folder that holds it, in file order.
 
-    Keys that this version does not know are ignored and missing ones read as null, so that older and newer files open.
+    Skips a last line that was cut short. Ignores unknown keys and reads missing ones as null, so
+    that files of other versions open.
 
     Raises:
-        ConfigError: there is no such file, or a line before the last is no step.
+        ConfigError: no such file, or a line before the last is not a step.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -146,7 +153,7 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     try:
         return [_from_row(row) for _, row in _rows(path)]
     except documents.UnreadableError as error:
-        raise ConfigError(f"{path}: holds a line that is no step ({error})") from None
+        raise ConfigError(f"{path}: holds a line that is not a step ({error})") from None
 
 
 def _from_row(row: dict[str, Any]) -> StepMetrics:
@@ -155,12 +162,12 @@ def _from_row(row: dict[str, Any]) -> StepMetrics:
 
 
 def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
-    """An MFU as it stands in a file; None where it exceeds HFU, as it did where earlier versions counted pairs that nobody computes."""
+    """Return `mfu`, or None if it exceeds HFU: earlier versions counted pairs never computed."""
     return None if mfu is not None and hfu is not None and mfu > hfu else mfu
 
 
 def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(line, parsed line) of every step in the file."""
+    """Return (line, parsed line) of every step in the file."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -177,8 +184,8 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def _keep_steps(path: Path, last: int) -> None:
-    """Rewrite the file with the steps up to ``last`` only, by way of a second file that takes its place."""
+def _drop_later_steps(path: Path, last: int) -> None:
+    """Rewrite the file with the steps up to `last`, replacing it atomically."""
     kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
     draft = path.with_suffix(".jsonl.new")
     with draft.open("w", encoding="utf-8") as file:
@@ -189,7 +196,7 @@ def _keep_steps(path: Path, last: int) -> None:
 
 
 def _summary_writer(run_dir: Path, start_step: int) -> Any:
-    """TensorBoard's writer into ``run_dir/tensorboard``; events after ``start_step`` of an earlier attempt are hidden."""
+    """Open TensorBoard in `run_dir/tensorboard`; hide earlier events after `start_step`."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

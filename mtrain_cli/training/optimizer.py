@@ -1,4 +1,4 @@
-"""AdamW with float32 states, its schedule, and the global gradient norm."""
+"""AdamW with float32 states, the learning-rate schedule, and the global gradient norm."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ GIVEN_WEIGHTS_LR = 2e-5
 
 
 def peak_learning_rate(config: Config) -> float:
-    """optim.lr, or for ``auto`` a rate that suits the width: 2e-3 at width 128 falling as 1 / width, as hidden matrices want under Adam
-    (Tensor Programs V, table 3); 2e-5 for the continued training of a given model (what the released scripts of MTraining use).
+    """Return optim.lr, or for `auto` a rate that suits the model.
+
+    From random weights 2e-3 at width 128, falling as 1 / width, as hidden matrices need under Adam
+    (Tensor Programs V, table 3). For given weights 2e-5, as in MTraining's released scripts.
     """
     if isinstance(config.optim.lr, float):
         return config.optim.lr
@@ -26,15 +28,16 @@ def peak_learning_rate(config: Config) -> float:
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """Fused AdamW whose steps see plain tensors: the part of each parameter that this worker holds.
+    """Fused AdamW that steps plain tensors: this worker's shard of each parameter.
 
-    PyTorch's own asks for every `DTensor` of five lists how its operation is to be spread, 20 ms a step of Qwen2.5-3B on a host in which
-    four H200s stood still. States are made, saved and loaded by PyTorch, as DTensors.
+    PyTorch's AdamW computes the sharding of an operation for every `DTensor` of five lists: 20 ms
+    of host time per step of Qwen2.5-3B, while four H200s idled. PyTorch still creates, saves and
+    loads the states, as DTensors.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        assert closure is None, "a step is computed once"
+        assert closure is None, "closures are not supported"
         known = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p not in self.state for p in known):
             super().step()
@@ -68,7 +71,7 @@ def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
-    """Matrices and the rest in groups of their own; see `set_hyperparameters`."""
+    """Create the optimizer, with matrices and vectors in groups of their own."""
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
     optimizer = ShardedAdamW(
@@ -79,7 +82,7 @@ def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
 
 
 def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> None:
-    """All but the learning rate. Weight decay acts on matrices only; norms and biases keep their scale."""
+    """Set all but the learning rate. Only matrices decay, so norms and biases keep their scale."""
     for group in optimizer.param_groups:
         decays = group["params"][0].ndim >= 2
         group.update(
@@ -87,15 +90,22 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) ->
         )
 
 
-WSD_DECAY = 0.2  # share of the steps behind the warm-up, where optim.decay_steps=auto
+WSD_DECAY = 0.2  # share of the steps after warm-up that decay if optim.decay_steps=auto
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule:
-    """Learning rate as a pure function of the step: linear warm-up, then as ``kind`` says. See `optim.schedule` and its neighbours.
+    """Learning rate as a function of the step: linear warm-up, then as `kind` says.
 
-    begin: the step, from 0, at which it begins. steps: that it spans; behind them the rate stays where it ended. decay: steps over which
-    the rate falls from the peak to ``ratio`` of it, which for wsd are the last ones; 0 for constant.
+    See `optim.schedule` and related keys.
+
+    kind: cosine, linear, wsd or constant.
+    peak: learning rate after warm-up.
+    ratio: final rate / peak.
+    warmup: steps of warm-up.
+    begin: first step of the schedule, from 0.
+    steps: number of steps it spans; afterwards the rate stays constant.
+    decay: steps over which the rate falls, for wsd the last ones; 0 for constant.
     """
 
     kind: str
@@ -133,7 +143,7 @@ class LearningRateSchedule:
         )
 
     def rate(self, step: int) -> float:
-        """That of step ``step``, 0 = the first of the run."""
+        """Return the learning rate of step `step`, from 0."""
         at = max(0, step - self.begin)
         if at < self.warmup:
             return self.peak * (at + 1) / self.warmup
@@ -145,44 +155,44 @@ class LearningRateSchedule:
 
     @property
     def end(self) -> float:
-        """The rate that stays when it has fallen."""
+        """The learning rate after the decay."""
         return self.peak * self.ratio
 
     @property
     def _falls_from(self) -> int:
-        """The last of its own steps, from 0, at the peak."""
+        """The schedule's last step, from 0, at the peak."""
         return max(self.warmup, self.steps - 1 - self.decay) if self.kind == "wsd" else self.warmup
 
     def describe(self, steps: int) -> str:
-        """One line. steps: of the whole run; numbers of steps count from 1, as in what a run prints."""
+        """Describe the schedule, counting steps from 1. steps: number of steps of the run."""
         warm = (
-            f"warm-up over {self.warmup} steps to a peak of {self.peak:.2e}"
+            f"warm up over {self.warmup} steps to a peak of {self.peak:.2e}"
             if self.warmup
-            else f"a peak of {self.peak:.2e} at once"
+            else f"start at a peak of {self.peak:.2e}"
         )
         first = f", from step {self.begin + 1}" if self.begin else ""
         if not self.decay:
-            return f"{self.kind}{first}: {warm}, which stays"
+            return f"{self.kind}{first}: {warm}, then constant"
         low, high = (
             self.begin + at + 1 for at in (self._falls_from, self._falls_from + self.decay)
         )
-        fall = f"down to {self.end:.2e} from step {low} to step {high}"
+        fall = f"decay to {self.end:.2e} from step {low} to step {high}"
+        text = f"{self.kind}{first}: {warm}, {fall}"
         if high < steps:
-            return f"{self.kind}{first}: {warm}, {fall}; the last {steps - high} of {steps} steps stay there"
-        ended = (
-            f"; train.steps={steps} ends it at {self.rate(steps - 1):.2e}" if high > steps else ""
-        )
-        return f"{self.kind}{first}: {warm}, {fall}{ended}"
+            return f"{text}; the last {steps - high} of {steps} steps stay there"
+        if high > steps:
+            return f"{text}; train.steps={steps} ends it at {self.rate(steps - 1):.2e}"
+        return text
 
 
-@torch.no_grad()  # or every one would become a node of autograd
+@torch.no_grad()  # otherwise autograd records every shard
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The parts of the gradients that this worker holds."""
+    """Return this worker's shards of the gradients."""
     return _local(p.grad for p in parameters if p.grad is not None)
 
 
 def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of squares, a float32 scalar on the device; summed over workers it is the square of the global norm."""
+    """Return the sum of squares, a float32 scalar; its sum over workers is the squared norm."""
     filled = [g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device)

@@ -1,10 +1,13 @@
-"""Float32 weights and AdamW states in host memory, stepped there by the CPU; the device keeps shards in the compute dtype.
+"""Float32 weights and AdamW states in host memory, stepped by the CPU.
 
-Of the 16 bytes that training holds for each weight of a shard, 6 stay on the device: 2 of weights in bfloat16, 4 of gradients, which come
-one by one in backward. In a step the device sends 4 and gets 2. With ``optim.offload_gradients`` they leave as they come, and where a
-step is one micro-batch 2 bytes stay. PyTorch's own CPUOffloadPolicy keeps nothing on the device, but
-reads the float32 weights from the host for every gather, so twice a micro-batch, sends down the gradients of each, and waits for every
-gradient that is added to one before: 12 bytes a micro-batch, 768 a step of 64, instead of 6.
+The device keeps shards in the compute dtype. Of the 16 bytes that training needs per sharded
+weight, 6 stay on the device: 2 of bfloat16 weights and 4 of gradients, which arrive one by one in
+backward. A step sends 4 bytes down and 2 up. With `optim.offload_gradients`, gradients move to the
+host as they are reduced, and 2 bytes stay if a step has one micro-batch.
+
+PyTorch's CPUOffloadPolicy keeps nothing on the device. It reads the float32 weights from the host
+for every gather (twice per micro-batch), sends down the gradients of each micro-batch, and waits
+for every gradient that it accumulates: 12 bytes per micro-batch, 768 per step of 64, not 6.
 """
 
 from __future__ import annotations
@@ -27,8 +30,12 @@ from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 @dataclass(frozen=True)
 class _ParameterUnit:
-    """The shards of a layer, or of what is outside the layers. device, host: shards on the device and their float32 masters. masters: the
-    parameters of the latter. offsets: where in its packed gradients each begins.
+    """The shards of a layer, or of the parameters outside the layers.
+
+    device, host: shards on the device, and their float32 masters.
+    masters: the parameters of the masters.
+    offsets: start of each shard in the unit's packed gradients.
+    packed: elements of the packed gradients.
     """
 
     device: list[Tensor]
@@ -38,7 +45,7 @@ class _ParameterUnit:
     packed: int
 
     def of(self, packed: Tensor) -> list[Tensor]:
-        """The gradients in a packed tensor."""
+        """Return the gradients in a packed tensor as views, in the shape of the shards."""
         return [
             packed[at : at + h.numel()].view(h.shape)
             for at, h in zip(self.offsets, self.host, strict=True)
@@ -46,9 +53,10 @@ class _ParameterUnit:
 
 
 class OffloadedOptimizer:
-    """Masters and optimizer of a decoder that `shard_parameters` has sharded and `to_empty` has put on its device.
+    """Masters and optimizer of a sharded decoder on its device.
 
-    masters: a decoder of the same names on the host, to be initialised or loaded and then sent by `send`.
+    masters: a decoder with the same parameter names on the host. Initialise or load it, then call
+        `send`.
     """
 
     def __init__(self, decoder: nn.Module, masters: Decoder, optim: OptimConfig) -> None:
@@ -62,17 +70,17 @@ class OffloadedOptimizer:
             for mine, theirs in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
         ]
         self._reduced: list[Tensor | None] = [None] * len(self._units)
-        self.last_micro_batch = (
-            True  # whether the backward pass at hand ends a step: then gradients are complete
-        )
-        self._squares: list[Tensor] = []  # of the norm of each unit's gradients that have left
-        self._left: list[torch.cuda.Event | None] = [None] * len(self._units)
-        self._leaving: list[int] = []  # units whose gradients left in this step, in that order
+        # Whether the current backward pass ends a step, which completes the gradients.
+        self.last_micro_batch = True
+        self._squares: list[Tensor] = []  # squared gradient norm of each offloaded unit
+        self._offload_events: list[torch.cuda.Event | None] = [None] * len(self._units)
+        self._offloaded_units: list[int] = []  # units offloaded in this step, in order
         self._link = _HostLink(self.device)
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
         memory = PinnedMemory(self.device)
-        # Gradients that left, for each master; or as many as two units have, so that one unit travels while another one is stepped.
+        # Offloaded gradients of each master, or buffers for two units: one is copied while the
+        # other one is stepped.
         self._gradients: list[list[Tensor]] | None = None
         self._down: list[Tensor] = []
         if optim.offload_gradients:
@@ -85,26 +93,29 @@ class OffloadedOptimizer:
         on_reduced_gradients(decoder, self._add)
 
     def _add(self, number: int, packed: Tensor) -> None:
-        """Gradients of micro-batches add up in float32, whatever they were reduced in."""
-        # FSDP2 lets go of them behind this hook, and would write the next ones there without waiting for the stream that reads them here.
-        self._link.is_read_here(packed)
+        """Accumulate a unit's reduced gradients over micro-batches, in float32."""
+        # FSDP2 frees them after this hook and would overwrite them without waiting for the stream
+        # that reads them here.
+        self._link.record_use(packed)
         held = self._reduced[number]
         if held is None:
-            held = packed.float()  # the tensor itself where it is float32 already
+            held = packed.float()  # the same tensor if it is float32 already
         else:
             held += packed
         self._reduced[number] = held
         if self._gradients is not None and self.last_micro_batch:
-            self._leave(number, held)
+            self._offload_gradients(number, held)
 
-    def _leave(self, number: int, packed: Tensor) -> None:
-        """Sends a unit's gradients to the host, behind what the current stream has been given: that of FSDP2's reductions. No more than two
-        units are on the way: the host, which may queue many layers ahead, waits for the one before them, or their memory would pile up.
+    def _offload_gradients(self, number: int, packed: Tensor) -> None:
+        """Send a unit's gradients to the host, after the work queued on the current stream.
+
+        At most two units are in transit: the host may queue many layers ahead, and their memory
+        would pile up, so it waits for the unit before them.
         """
         assert self._gradients is not None
-        if len(self._leaving) >= 2:
-            _wait(self._left[self._leaving[-2]])
-        self._leaving.append(number)
+        if len(self._offloaded_units) >= 2:
+            _wait(self._offload_events[self._offloaded_units[-2]])
+        self._offloaded_units.append(number)
         self._squares.append(squared_norm([packed], self.device))
         self._link.begin()
         with self._link.down():
@@ -112,40 +123,42 @@ class OffloadedOptimizer:
                 self._gradients[number], self._units[number].of(packed), strict=True
             ):
                 gradient.copy_(part, non_blocking=True)
-            self._left[number] = self._link.event()
-        self._link.outlives_its_stream(packed)
+            self._offload_events[number] = self._link.event()
+        self._link.keep_until_copied(packed)
         self._reduced[number] = None
 
     def gradients(self) -> list[Tensor]:
-        """All that a worker holds on the device, float32; padding, which is 0, included."""
+        """Return this worker's gradients on the device, float32, including padding, which is 0."""
         return [packed for packed in self._reduced if packed is not None]
 
     def squared_norm(self) -> Tensor:
-        """Of the gradients of a step, a float32 scalar on the device."""
+        """Return the squared norm of the step's gradients, a float32 scalar on the device."""
         return torch.stack([squared_norm(self.gradients(), self.device), *self._squares]).sum()
 
     def drop_gradients(self) -> None:
         for packed in self.gradients():
-            self._link.outlives_its_stream(packed)
+            self._link.keep_until_copied(packed)
         self._reduced = [None] * len(self._units)
         self._squares.clear()
-        self._leaving.clear()
+        self._offloaded_units.clear()
 
     def step(self, scale: float = 1.0) -> None:
-        """AdamW on the host with ``scale`` times the gradients, unit by unit; while one is stepped the next one's gradients come and the
-        weights of the one before leave.
+        """Run AdamW on the host, unit by unit, with `scale` times the gradients.
+
+        While one unit is stepped, the next one's gradients arrive and the previous one's weights
+        return.
         """
         link, units = self._link, self._units
         if self._gradients is None and scale != 1.0:
             torch._foreach_mul_(self.gradients(), scale)
         link.begin()
-        arrived = [self._arriving(0)]
-        left: list[torch.cuda.Event | None] = []
+        fetched = [self._fetch_gradients(0)]
+        sent: list[torch.cuda.Event | None] = []
         for number, unit in enumerate(units):
             if number + 1 < len(units):
-                # Its buffer was read by the step of the unit before, which is over.
-                arrived.append(self._arriving(number + 1))
-            _wait(arrived[number])
+                # This buffer's previous unit has been stepped.
+                fetched.append(self._fetch_gradients(number + 1))
+            _wait(fetched[number])
             if self._gradients is None:
                 gradients = unit.of(self._down[number % 2])
             else:
@@ -153,27 +166,27 @@ class OffloadedOptimizer:
                 if scale != 1.0:
                     torch._foreach_mul_(gradients, scale)
             for master, gradient in zip(unit.masters, gradients, strict=True):
-                master.grad = _like(master, gradient)
+                master.grad = _as_dtensor(master, gradient)
             self.optimizer.step()
             for master in unit.masters:
                 master.grad = None
             if number >= 2:
-                _wait(left[number - 2])
-            left.append(self._send(number))
+                _wait(sent[number - 2])
+            sent.append(self._send(number))
         link.end()
         self.drop_gradients()
 
     def send(self) -> None:
-        """All masters to the device, after they were filled."""
+        """Send all masters to the device, after they were filled."""
         self._link.begin()
         for number in range(len(self._units)):
             _wait(self._send(number))
         self._link.end()
 
-    def _arriving(self, number: int) -> torch.cuda.Event | None:
-        """The event behind which a unit's gradients are on the host; they begin to travel unless they have left already."""
+    def _fetch_gradients(self, number: int) -> torch.cuda.Event | None:
+        """Return the event after which a unit's gradients are on the host; copy them if needed."""
         if self._gradients is not None:
-            return self._left[number]
+            return self._offload_events[number]
         packed = self._reduced[number]
         assert packed is not None, "a unit without gradients"
         with self._link.down():
@@ -192,7 +205,7 @@ class OffloadedOptimizer:
 
 
 class _HostLink:
-    """Streams to and from a device, which do not wait for one another; on a CPU everything happens at once, in order."""
+    """Independent streams to and from a device; on a CPU, copies run at once and in order."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -203,12 +216,12 @@ class _HostLink:
         )
 
     def begin(self) -> None:
-        """Transfers that follow see what the device has been told so far."""
+        """Let the following transfers see the work queued on the device so far."""
         for stream in self._streams or ():
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """What the device is told from now on sees the transfers; the host does not wait."""
+        """Let work queued from now on see the transfers, without blocking the host."""
         for stream in self._streams or ():
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
@@ -227,23 +240,23 @@ class _HostLink:
         return self._on(1)
 
     def event(self) -> torch.cuda.Event | None:
-        """Of all transfers so far on the stream at hand."""
+        """Record an event after all transfers so far on the current stream."""
         if self._streams is None:
             return None
         event = torch.cuda.Event()
         event.record()
         return event
 
-    def is_read_here(self, tensor: Tensor) -> None:
-        """The memory of another stream's tensor is used again when the current one has done with it, too."""
+    def record_use(self, tensor: Tensor) -> None:
+        """Keep another stream's tensor until the current stream has read it."""
         if self._streams is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def outlives_its_stream(self, tensor: Tensor) -> None:
-        """A tensor of another stream's memory, which is about to be let go, may still be read here and on its way to the host."""
+    def keep_until_copied(self, tensor: Tensor) -> None:
+        """Keep a tensor that is about to be freed until its copy to the host is done."""
         if self._streams is not None:
             tensor.record_stream(self._streams[0])
-        self.is_read_here(tensor)
+        self.record_use(tensor)
 
 
 def _wait(event: torch.cuda.Event | None) -> None:
@@ -252,13 +265,13 @@ def _wait(event: torch.cuda.Event | None) -> None:
 
 
 def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
-    """Gives masters float32 host tensors, sharded as decoder's parameters are."""
+    """Give the masters float32 host tensors, sharded like the decoder's parameters."""
     sharded = dict(decoder.named_parameters())
     mesh = None
     for name, _ in list(masters.named_parameters()):
         parameter = sharded[name]
         assert isinstance(parameter, DTensor)
-        # Host tensors of a mesh of devices would be moved there.
+        # On the device mesh, PyTorch would move host tensors to the device.
         mesh = mesh or init_device_mesh(
             "cpu", (parameter.device_mesh.size(),), mesh_dim_names=("shard",)
         )
@@ -275,7 +288,7 @@ def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
         setattr(masters.get_submodule(module), last, nn.Parameter(held))
 
 
-def _like(master: Tensor, local: Tensor) -> DTensor:
+def _as_dtensor(master: Tensor, local: Tensor) -> DTensor:
     assert isinstance(master, DTensor)
     return DTensor.from_local(
         local,

@@ -1,8 +1,9 @@
-"""What fills the memory of a worker at the moment when there is no more: by name and shape, in the error and in `oom-rank-N.json`.
+"""Explain an out-of-memory error: which tensors fill the memory, in the error and oom-rank-N.json.
 
-Parameters, gradients, optimizer states and gathered weights are known by name. Other tensors are described by their shape in the sizes of
-the run (tokens, hidden, ...), and named after the variable that holds them where a function on the stack does. What autograd alone holds
-cannot be seen from Python; on a GPU the allocator knows its sizes, and these are matched with those of a layer's activations.
+Parameters, gradients, optimizer states and gathered weights are listed by name. Other tensors are
+described by their shape in the sizes of the run (tokens, hidden, ...) and by a variable on the
+stack that holds them. Python cannot see tensors that only autograd holds; on a GPU the allocator
+knows their sizes, which are matched with those of a layer's activations.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from mtrain_cli.training.run_plan import size
 if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
-SHOWN = 10  # groups of tensors in the error
-_FULL = re.compile(
+SHOWN = 10  # groups of tensors listed in the error
+_OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
 )
-_OTHERS = 0.05  # of a GPU, held by other processes: worth a word
-_GAPS = 0.1  # of a GPU, held by the allocator and not in use: worth a word
+_OTHER_PROCESSES = 0.05  # of a GPU: report memory of other processes from this share on
+_GAPS = 0.1  # of a GPU: report unused memory held by the allocator from this share on
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
     "parameters",
     "gradients",
@@ -52,12 +53,17 @@ ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
 
 
 class MemoryFullError(RunError):
-    """A worker's memory is full; the text says with what, and what would help."""
+    """A worker ran out of memory; the message lists what fills it and what would help."""
 
 
 @dataclass(frozen=True)
 class HeldTensors:
-    """Tensors of one kind, shape and dtype. name: of the first of them; shape: None for memory that only the allocator knows."""
+    """A group of tensors of one kind, shape and dtype.
+
+    name: of the first tensor.
+    shape: None for memory that only the allocator knows.
+    bytes: of all tensors in the group.
+    """
 
     kind: str
     name: str
@@ -69,14 +75,17 @@ class HeldTensors:
     @property
     def text(self) -> str:
         more = f" and {self.count - 1} more" if self.count > 1 else ""
-        what = f"{list(self.shape)} {self.dtype}, " if self.shape is not None else ""
-        return f"{self.kind}: {what}{self.name}{more}"
+        shape = f"{list(self.shape)} {self.dtype}, " if self.shape is not None else ""
+        return f"{self.kind}: {shape}{self.name}{more}"
 
 
 @dataclass
 class RunContext:
-    """What is known of the run by the time that its memory is full. trainer: None while it is being made. names: of its parameters by their
-    `id`: while a layer computes, the model has the gathered ones in their place.
+    """What is known of the run when it runs out of memory.
+
+    trainer: None while it is being created.
+    names: parameter names by `id`: while a layer computes, the model holds gathered parameters
+        instead.
     """
 
     config: Config
@@ -91,63 +100,60 @@ class RunContext:
 
 
 @contextlib.contextmanager
-def explained_where_memory_is_full(
+def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
-    """Everything inside; gives the place to leave the trainer.
+    """Explain out-of-memory errors raised in this context; yields where to put the trainer.
 
     Raises:
-        MemoryFullError: in the place of whatever says that memory is full.
+        MemoryFullError: replaces any error that reports a failed allocation.
     """
-    about = RunContext(config, environment)
+    context = RunContext(config, environment)
     try:
-        yield about
+        yield context
     except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RunError) or not is_memory_full(error):
+        if isinstance(error, RunError) or not is_out_of_memory(error):
             raise
-        raise MemoryFullError(_explain(error, about, run)) from error
+        raise MemoryFullError(_explain(error, context, run)) from error
 
 
-def is_memory_full(error: BaseException) -> bool:
-    """Whether this error says that an allocation failed."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error reports a failed allocation."""
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or _FULL.search(str(error)) is not None
+        or _OUT_OF_MEMORY.search(str(error)) is not None
     )
 
 
-def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
-    cuda = about.environment.device == "cuda"
-    found = held(about, error)
+def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
+    cuda = context.environment.device == "cuda"
+    found = held_tensors(context, error)
     counted = torch.cuda.memory_allocated() if cuda else sum(group.bytes for group in found)
-    where = place(error)
+    where = failure_location(error)
     tried = re.search(r"[Tt]ried to allocate ([\d.]+ \w+)", str(error))
-    more = (
-        ""
-        if tried is None
-        else size(int(tried[1].split()[0]))
-        if tried[1].endswith("bytes")
-        else tried[1]
-    )
-    first = f"rank {about.environment.rank} ran out of {'GPU ' * cuda}memory {where}"
+    amount = ""
+    if tried is not None:
+        number, unit = tried[1].split()
+        amount = size(int(number)) if unit.endswith("bytes") else tried[1]
+    gpu = "GPU " if cuda else ""
+    first = f"rank {context.environment.rank} ran out of {gpu}memory {where}"
     lines = [
-        first + (f": it tried to allocate {more} more" if more else ""),
-        _room(counted, cuda),
-        _estimate(about),
+        first + (f": it tried to allocate {amount} more" if amount else ""),
+        _describe_room(counted, cuda),
+        _estimate(context),
     ]
     lines += [f"{size(group.bytes):>12}  {group.text}" for group in found[:SHOWN]]
     if len(found) > SHOWN:
-        lines.append(
-            f"{size(sum(group.bytes for group in found[SHOWN:])):>12}  in {len(found) - SHOWN} more kinds of tensors"
-        )
-    advice = _advice(about, found, cuda)
-    lines.append(f"What would help: {'; '.join(advice)}")
-    file = run.path / f"oom-rank-{about.environment.rank}.json"
+        rest = size(sum(group.bytes for group in found[SHOWN:]))
+        lines.append(f"{rest:>12}  in {len(found) - SHOWN} more groups of tensors")
+    advice = _advice(context, found, cuda)
+    lines.append(f"To fit, try: {'; '.join(advice)}")
+    file = run.path / f"oom-rank-{context.environment.rank}.json"
     report = {
         "error": str(error).splitlines()[0],
         "where": where,
         "allocated": counted,
-        "estimate": _parts(about),
+        "estimate": _parts(context),
         "advice": advice,
     }
     with contextlib.suppress(OSError):
@@ -158,41 +164,46 @@ def _explain(error: BaseException, about: RunContext, run: RunDir) -> str:
     if cuda:
         with contextlib.suppress(OSError, RuntimeError):
             torch.cuda.memory._dump_snapshot(str(file.with_suffix(".pickle")))
-            lines.append(
-                f"Blocks of the allocator, for https://pytorch.org/memory_viz: {file.with_suffix('.pickle')}"
-            )
+            snapshot = file.with_suffix(".pickle")
+            lines.append(f"Allocator snapshot, for https://pytorch.org/memory_viz: {snapshot}")
     return "\n".join(filter(None, lines))
 
 
-def _room(counted: int, cuda: bool) -> str:
+def _describe_room(counted: int, cuda: bool) -> str:
     if not cuda:
-        return f"tensors seen: {size(counted)}, of {size(host_memory())} of this machine"
+        return f"tensors found: {size(counted)}, of {size(host_memory())} of this machine"
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     gaps = reserved - counted
     others = total - free - reserved
     line = f"allocated {size(counted)} of {size(total)}"
     if gaps > _GAPS * total:
-        line += f"; {size(gaps)} more are held by the allocator in blocks that do not fit: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    if others > _OTHERS * total:
-        line += f"; {size(others)} are the CUDA context's, NCCL's and other processes'"
+        line += (
+            f"; the allocator holds {size(gaps)} more in fragments. "
+            "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    if others > _OTHER_PROCESSES * total:
+        line += f"; CUDA context, NCCL and other processes hold {size(others)}"
     return line
 
 
-def _estimate(about: RunContext) -> str:
-    if about.trainer is None:
+def _estimate(context: RunContext) -> str:
+    if context.trainer is None:
         return ""
-    memory = about.trainer.plan.memory
+    memory = context.trainer.plan.memory
     largest = sorted(memory.peak.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {size(number)}" for name, number in largest)
-    beside = f", and {size(memory.reserve)} beside tensors" if memory.reserve else ""
-    return f"--dry-run estimates {size(memory.allocated)} at the peak ({memory.peak.name}: {parts}){beside}"
+    reserve = f", plus {size(memory.reserve)} outside tensors" if memory.reserve else ""
+    return (
+        f"--dry-run estimates {size(memory.allocated)} at the peak "
+        f"({memory.peak.name}: {parts}){reserve}"
+    )
 
 
-def _parts(about: RunContext) -> dict[str, Any] | None:
-    if about.trainer is None:
+def _parts(context: RunContext) -> dict[str, Any] | None:
+    if context.trainer is None:
         return None
-    memory = about.trainer.plan.memory
+    memory = context.trainer.plan.memory
     return {
         "moment": memory.peak.name,
         "allocated": memory.allocated,
@@ -201,29 +212,29 @@ def _parts(about: RunContext) -> dict[str, Any] | None:
     }
 
 
-def _advice(about: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
-    """What to change, the largest kind of tensors first."""
-    config = about.config
+def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
+    """Suggest changes, for the largest kind of tensors first."""
+    config = context.config
     by_kind: dict[str, int] = defaultdict(int)
     for group in found:
         by_kind[group.kind] += group.bytes
     total = max(1, sum(by_kind.values()))
-    said: dict[str, list[str]] = defaultdict(list)
+    kinds_by_change: dict[str, list[str]] = defaultdict(list)
     for kind, number in sorted(by_kind.items(), key=lambda item: -item[1]):
         if number >= total / 10 and (change := _change(kind, config)):
-            said[change].append(f"{kind} are {number / total:.0%}")
-    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in said.items()]
+            kinds_by_change[change].append(f"{kind} are {number / total:.0%}")
+    changes = [f"{change} ({', '.join(kinds)})" for change, kinds in kinds_by_change.items()]
     return [*changes, f"more {'GPUs' if cuda else 'memory'} or a shorter seq (now {config.seq:,})"]
 
 
 def _change(kind: str, config: Config) -> str:
-    """What would make tensors of this kind fewer."""
+    """Suggest a change that shrinks tensors of this kind; empty if there is none."""
     if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
         return "train.shard=full"
     if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload:
         return "optim.offload=true"
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
-        return "more workers, which share parameters and optimizer"
+        return "more workers, to share parameters and optimizer states"
     if kind == LOGITS:
         return (
             f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}"
@@ -242,18 +253,20 @@ def _change(kind: str, config: Config) -> str:
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
 
-def place(error: BaseException) -> str:
-    """In which part of which step, from the stack; from the worker's record where the stack does not tell."""
+def failure_location(error: BaseException) -> str:
+    """Locate the failure in the step, from the stack or else from the worker's progress record."""
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         backward = backward or name in ("backward", "_engine_run_backward")
-        found = next(
+        module = next(
             (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
         )
-        # A backward pass has no layer at hand but what `feed_forward` keeps.
+        # In backward only the context of `feed_forward` knows the layer.
         layer = (
-            found.index if found is not None else getattr(frame.f_locals.get("ctx"), "layer", layer)
+            module.index
+            if module is not None
+            else getattr(frame.f_locals.get("ctx"), "layer", layer)
         )
         part = _part(file, name) or part
     here = progress_record.own_activity()
@@ -262,18 +275,17 @@ def place(error: BaseException) -> str:
         if here is not None and here.training_step
         else "before the first training step"
     )
-    words = [step]
+    parts = [step]
     if layer is not None:
-        words.append(
-            f"{'backward' if backward else 'forward'} of layer {layer}{f' ({part})' if part else ''}"
-        )
+        direction = "backward" if backward else "forward"
+        parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
     elif part:
-        words.append(f"{'backward, ' if backward else ''}{part}")
+        parts.append(f"{'backward, ' if backward else ''}{part}")
     elif backward:
-        words.append("backward")
+        parts.append("backward")
     if here is not None and here.doing and layer is None:
-        words.append(f"last noted: {here.doing}")
-    return ", ".join(words)
+        parts.append(f"last noted: {here.doing}")
+    return ", ".join(parts)
 
 
 def _part(file: str, function: str) -> str:
@@ -298,29 +310,29 @@ _PARTS = (
 )
 
 
-def held(about: RunContext, error: BaseException) -> list[HeldTensors]:
-    """All tensors on the device of the run, largest group first."""
-    named = _named(about.trainer, about.names) if about.trainer is not None else {}
+def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
+    """Group all tensors on the run's device by kind, shape and dtype, largest group first."""
+    named = _named(context.trainer, context.names) if context.trainer is not None else {}
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
     seen: set[int] = set()
-    words = _ShapeNames(about)
-    for tensor in _tensors(about.environment.device):
+    names = _ShapeNames(context)
+    for tensor in _tensors(context.environment.device):
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if not address or address in seen:
             continue
         seen.add(address)
         kind, name = named.get(address) or (
-            words.kind(tensor),
-            variables.get(address) or words.describe(tensor),
+            names.kind(tensor),
+            variables.get(address) or names.describe(tensor),
         )
         groups[kind, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")].append(
             (name, storage.nbytes())
         )
-    if about.environment.device == "cuda":
+    if context.environment.device == "cuda":
         for number in _unseen_blocks(seen):
-            kind, name = words.guess(number)
+            kind, name = names.guess(number)
             groups[kind, None, name].append((name, number))
     found = [
         HeldTensors(
@@ -332,7 +344,7 @@ def held(about: RunContext, error: BaseException) -> list[HeldTensors]:
 
 
 def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """What parameters, their gradients and optimizer states, and gathered weights are, by the address of their storage."""
+    """Map storage addresses to (kind, name) of parameters, gradients, optimizer states, gathers."""
     found: dict[int, tuple[str, str]] = {}
 
     def add(tensor: Any, kind: str, name: str) -> None:
@@ -364,7 +376,7 @@ def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]
 
 
 def _fsdp_parameters(module: Any) -> list[Any]:
-    """FSDP2's own view of its parameters, which is private: where a version has another there is one name less."""
+    """Return FSDP2's private list of a module's parameters; empty if this version lacks it."""
     with contextlib.suppress(AttributeError):
         group = module._get_fsdp_state()._fsdp_param_group
         return list(group.fsdp_params) if group is not None else []
@@ -372,7 +384,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 
 def _tensors(device: str) -> Iterator[Tensor]:
-    """Tensors with memory of their own that Python knows."""
+    """Iterate over the tensors with storage that Python's garbage collector knows."""
     garbage_collection.unfreeze_garbage()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
@@ -383,7 +395,7 @@ def _tensors(device: str) -> Iterator[Tensor]:
 
 
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
-    """(address, name) of the tensors in the functions on the stack, the innermost function last, which wins."""
+    """Iterate over (address, name) of tensors in stack variables, outermost frame first."""
     frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = sys._getframe()
     for frame in frames:
@@ -413,16 +425,16 @@ def _members(value: Any) -> Iterable[Tensor]:
 
 
 class _ShapeNames:
-    """Shapes in the sizes of the run."""
+    """Describe shapes by the sizes of the run."""
 
-    def __init__(self, about: RunContext) -> None:
-        model, train = about.config.model, about.config.train
+    def __init__(self, context: RunContext) -> None:
+        model, train = context.config.model, context.config.train
         tokens = (
-            about.trainer.choices.layout.tokens_per_worker
-            if about.trainer is not None
-            else about.config.seq
+            context.trainer.choices.layout.tokens_per_worker
+            if context.trainer is not None
+            else context.config.seq
         )
-        e = about.trainer.choices.dtype.itemsize if about.trainer is not None else 4
+        e = context.trainer.choices.dtype.itemsize if context.trainer is not None else 4
         rows = tokens * train.micro_batch
         self._tokens = {tokens, rows}
         self._vocabulary = model.vocab_size
@@ -456,21 +468,21 @@ class _ShapeNames:
         return ACTIVATIONS if dims & self._tokens and tensor.is_floating_point() else REST
 
     def describe(self, tensor: Tensor) -> str:
-        words = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
-        return " x ".join(words) if set(tensor.shape) & set(self._sizes) else "not named"
+        names = [self._sizes.get(dim, str(dim)) for dim in tensor.shape if dim != 1]
+        return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
 
     def guess(self, number: int) -> tuple[str, str]:
-        """Kind and name of memory that only the allocator knows, by its bytes."""
+        """Guess kind and name of memory that only the allocator knows, from its bytes."""
         name = self._activations.get(number)
         return (
             (ACTIVATIONS, f"kept for backward, {name}")
             if name
-            else (REST, "known to the allocator alone")
+            else (REST, "known only to the allocator")
         )
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:
-    """Bytes of the blocks in use that no tensor of Python lies in."""
+    """Iterate over the bytes of allocated blocks that hold no tensor known to Python."""
     for segment in torch.cuda.memory_snapshot():
         if segment.get("device") != torch.cuda.current_device():
             continue

@@ -1,4 +1,4 @@
-"""What a person watches while a run trains: a live display in a terminal, plain lines elsewhere and always in log.txt."""
+"""Progress of a training for the user: a live display in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from mtrain_cli.console import Console
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.training.metrics import StepMetrics
 
-WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: not the pace of the run
+WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: excluded from rates
 PACE_STEPS = 20
 LOG_WIDTH = 100
-SHOWN_WAIT = 0.05  # share of a step's time that is worth a word when it is spent waiting for data
-LONG_S = 600.0  # of a run that is worth a look from elsewhere
+SHOWN_WAIT = 0.05  # share of a step spent waiting for data from which it is reported
+LONG_S = 600.0  # remaining time from which the user is pointed to `mtrain status`
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 class TrainingProgress:
-    """Shows steps as they finish. Made on every worker; only the first has ``enabled``, on the others every call does nothing.
+    """Show steps as they finish. Every worker creates one; it acts only with `enabled` (rank 0).
 
-    In a terminal a two-line display stays at the bottom and messages scroll above it; otherwise a line is printed every
-    ``log_every`` steps. The same line goes to ``log`` (appended, flushed), which never holds a control sequence.
+    In a terminal, a two-line display stays at the bottom and messages scroll above it; elsewhere a
+    line is printed every `log_every` steps. The same lines go to `log`, without control sequences.
 
-    ``reporter`` is told the same, for `mtrain status`. ``console`` and ``clock`` (seconds) are there for tests.
+    reporter: receives the same facts for `mtrain status`.
+    console, clock (seconds): replaceable for tests.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class TrainingProgress:
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
         self._steady: list[StepMetrics] = []
-        self._seen = 0  # steps of this start
+        self._seen = 0  # steps since this start
         self._restarted = False
-        self._first_step = self._last_loss = start_step + 1  # with a loss, for the summary
+        self._first_step = self._last_loss = start_step + 1  # first and last step with a loss
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
         self._live: Live | None = None
 
     def __enter__(self) -> TrainingProgress:
         self._started = self._finished = self._clock()
         if self.enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            # The bar vanishes at the end or on an error: what remains on the screen is the summary or the error, not a stale bar.
+            # Transient: a finished or failed run leaves a summary or an error, not a stale bar.
             self._live = Live(
                 _LiveDisplay(self), console=self._console, refresh_per_second=4, transient=True
             )
@@ -84,7 +85,7 @@ class TrainingProgress:
         self.close()
 
     def close(self) -> None:
-        """Take the display down and close the log. May be called twice."""
+        """Remove the display and close the log. Safe to call twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -93,8 +94,8 @@ class TrainingProgress:
                 self._log.close()
             self._log = None
 
-    def went_on(self, earlier: Sequence[StepMetrics]) -> None:
-        """Count the steps before a restart, too, in the summary: the run went on by itself, and is one to whoever started it."""
+    def add_earlier_steps(self, earlier: Sequence[StepMetrics]) -> None:
+        """Include the steps before an automatic restart in the summary: users see one run."""
         labelled = [metrics for metrics in earlier if metrics.loss is not None]
         self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
         self._steady = list(earlier[WARM_UP_STEPS:])
@@ -141,11 +142,12 @@ class TrainingProgress:
         if not self._hinted and left is not None and left > LONG_S:
             self._hinted = True
             self.message(
-                f"about {format_duration(left)} to go; from another terminal: mtrain status {reporter.name} --watch"
+                f"about {format_duration(left)} left; "
+                f"watch from another terminal: mtrain status {reporter.name} --watch"
             )
 
     def message(self, text: str, *, warning: bool = False) -> None:
-        """One line for the person (`checkpoint saved`, a warning), above the display and into the log."""
+        """Show one line, for example a warning, above the display and in the log."""
         if not self.enabled:
             return
         line = f"warning: {text}" if warning else text
@@ -158,7 +160,7 @@ class TrainingProgress:
             self._console.print(Text(line, style="yellow" if warning else ""), soft_wrap=True)
 
     def show(self, renderable: RenderableType) -> None:
-        """Print a renderable (the banner) and put its plain text into the log."""
+        """Print a renderable (the banner) and write its plain text to the log."""
         if not self.enabled:
             return
         self._console.print(renderable, soft_wrap=isinstance(renderable, Text))
@@ -172,10 +174,12 @@ class TrainingProgress:
     def summary(
         self, headline: str, *, files: Sequence[str] = (), commands: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """The last words of a run; the live display is taken down first.
+        """Show how the run ended, after removing the live display.
 
-        headline: how it ended, e.g. "trained 100 steps". files: where its files are. commands: (one word, command) to go on with; a
-        command is never broken into lines, so that it can be copied.
+        Args:
+            headline: how it ended, for example "trained to step 100".
+            files: where its files are.
+            commands: (label, command) to continue with; commands never wrap, so they can be copied.
         """
         if not self.enabled:
             return
@@ -192,14 +196,10 @@ class TrainingProgress:
         if self.last is not None:
             if self.losses:
                 first = f"{self.losses[0]:.4f} at step {self._first_step}"
-                rows.append(
-                    (
-                        "loss",
-                        f"{first}, {self.losses[-1]:.4f} at step {self._last_loss}  {self.sparkline(24)}",
-                    )
-                )
+                last = f"{self.losses[-1]:.4f} at step {self._last_loss}"
+                rows.append(("loss", f"{first}, {last}  {self.sparkline(24)}"))
             else:
-                rows.append(("loss", "n.a.: no step had a label"))
+                rows.append(("loss", "n/a: no step had a label"))
             steady = self._steady or [self.last]
             rate = _rate(
                 statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady),
@@ -207,14 +207,15 @@ class TrainingProgress:
             )
             name, share = _utilization(self.last)
             if share is not None:
-                alike = [
-                    found
-                    for named, found in map(_utilization, steady)
-                    if named == name and found is not None
+                shares = [
+                    share_of_step
+                    for named, share_of_step in map(_utilization, steady)
+                    if named == name and share_of_step is not None
                 ]
-                rate += f", {name} {statistics.median(alike or [share]):.1%}"
-            of = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
-            rows.append(("throughput", f"{rate}, {of}; {self.last.tokens:,} tokens in all"))
+                rate += f", {name} {statistics.median(shares or [share]):.1%}"
+            basis = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
+            total = f"{self.last.tokens:,} tokens in total"
+            rows.append(("throughput", f"{rate}, {basis}; {total}"))
             waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(
                 1e-9, sum(metrics.seconds for metrics in steady)
             )
@@ -222,16 +223,13 @@ class TrainingProgress:
                 rows.append(
                     (
                         "data",
-                        f"{waiting:.0%} of the time went by in waiting for data; `mtrain data prepare` makes reading cheap",
+                        f"{waiting:.0%} of the time was spent waiting for data; "
+                        "`mtrain data prepare` makes reading cheap",
                     )
                 )
             if self.last.peak_memory_gib is not None:
-                rows.append(
-                    (
-                        "memory",
-                        f"{max(metrics.peak_memory_gib or 0.0 for metrics in steady):.2f} GiB at most",
-                    )
-                )
+                peak = max(metrics.peak_memory_gib or 0.0 for metrics in steady)
+                rows.append(("memory", f"peak {peak:.2f} GiB"))
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]
         text = Text(headline, style="bold")
         for label, value in [*rows, *commands]:
@@ -241,7 +239,7 @@ class TrainingProgress:
         self.show(text)
 
     def line(self, metrics: StepMetrics) -> str:
-        """A step as one plain line."""
+        """Format a step as one plain line."""
         width = len(str(self.total_steps))
         parts = [f"step {metrics.step:>{width}}/{self.total_steps}", f"loss {_loss(metrics)}"]
         if metrics.grad_norm is not None:
@@ -259,17 +257,17 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """Seconds to the last step at the pace of the latest ones, pauses included; None while only warm-up steps are known."""
+        """Estimate the seconds left from the latest steps, including pauses; None in warm-up."""
         if self.last is None or not self._durations:
             return None
         return statistics.fmean(self._durations) * (self.total_steps - self.last.step)
 
     def sparkline(self, width: int) -> str:
-        """The losses as at most ``width`` bars, each the mean of its share of the steps; empty below two points."""
+        """Draw the losses as at most `width` bars; empty for fewer than two losses."""
         return "" if self._console.options.ascii_only else sparkline(self.losses, width)
 
     def display(self, width: int) -> RenderableType:
-        """The live display for a terminal of ``width`` columns."""
+        """Render the live display for a terminal of `width` columns."""
         done = self.last.step if self.last is not None else self.start_step
         left = self.seconds_left()
         top = Table.grid(padding=(0, 1), expand=True)
@@ -308,7 +306,7 @@ class TrainingProgress:
 
     def _write_log(self, line: str) -> None:
         if self._log is not None:
-            # On a full disk lines wait in the buffer for room. Their loss is no reason to end a training; that of a checkpoint is told.
+            # On a full disk, lines stay in the buffer. Losing them must not end the training.
             with contextlib.suppress(OSError):
                 self._log.write(line + "\n")
                 self._log.flush()
@@ -319,7 +317,7 @@ class TrainingProgress:
 
 
 class _LiveDisplay:
-    """Asks the progress for its present picture at each refresh."""
+    """Render the current state of the progress at each refresh."""
 
     def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
@@ -331,7 +329,7 @@ class _LiveDisplay:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """``values`` as at most ``width`` bars between their lowest and highest mean."""
+    """Draw `values` as at most `width` bars, each the mean of its share of the values."""
     count = min(width, len(values))
     if count < 2:
         return ""
@@ -344,7 +342,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """1:05 for 65 seconds, 2:03:04 for hours, 3d 04:05 for days; dashes when not known."""
+    """Format 65 seconds as 1:05, hours as 2:03:04, days as 3d 04:05, and None as dashes."""
     if seconds is None:
         return "-:--"
     minutes, second = divmod(round(max(0.0, seconds)), 60)
@@ -356,7 +354,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 def _loss(metrics: StepMetrics) -> str:
-    return "n.a." if metrics.loss is None else f"{metrics.loss:.4f}"
+    return "n/a" if metrics.loss is None else f"{metrics.loss:.4f}"
 
 
 def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
@@ -365,14 +363,14 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
-    """Share of the GPU's peak, and its name: MFU, or HFU where a step has no MFU, as under a dynamic index."""
+    """Return MFU, or HFU for a step without MFU (dynamic index), as (name, share of the peak)."""
     return (
         ("HFU", metrics.mfu_executed) if metrics.mfu_model is None else ("MFU", metrics.mfu_model)
     )
 
 
 def _gpu_parts(metrics: StepMetrics) -> list[str]:
-    """What only GPUs have: utilization and memory."""
+    """Return the parts of a line that only GPUs have: utilization and memory."""
     name, share = _utilization(metrics)
     parts = [] if share is None else [f"{name} {share:.1%}"]
     return parts + (
@@ -381,11 +379,11 @@ def _gpu_parts(metrics: StepMetrics) -> list[str]:
 
 
 def _index_parts(metrics: StepMetrics) -> list[str]:
-    """What only steps under a dynamic index have."""
+    """Return the part of a line that only sparse steps have."""
     return [] if metrics.index_seconds is None else [f"density {metrics.density:.1%}"]
 
 
 def _data_parts(metrics: StepMetrics) -> list[str]:
-    """What only steps that waited for data have."""
+    """Return the part of a line about a notable wait for data."""
     share = (metrics.data_seconds or 0.0) / metrics.seconds if metrics.seconds else 0.0
     return [f"data {share:.0%}"] if share >= SHOWN_WAIT else []

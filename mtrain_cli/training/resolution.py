@@ -1,4 +1,4 @@
-"""What a run resolves to on the machine it runs on: kernel, exchange, layout and arithmetic, each with its reason."""
+"""Resolve a run on its machine: kernel, exchange, layout and arithmetic, each with its reason."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """Facts behind the word `auto`. pattern: None for dense attention; dense_kernel, with its reason, computes the first steps if those are
-    to be dense.
+    """What each `auto` setting resolved to.
+
+    pattern: None for dense attention.
+    dense_kernel: kernel of the dense first steps of a sparse run, with its reason; else None.
     """
 
     layout: Layout
@@ -35,7 +37,7 @@ class ResolvedRun:
 
 
 def compute_dtype(config: Config, device: str) -> torch.dtype:
-    """auto = bfloat16 on a GPU, float32 on a CPU."""
+    """Return the compute dtype; `auto` is bfloat16 on a GPU and float32 on a CPU."""
     name = config.train.dtype
     if name == "auto":
         name = "bfloat16" if device == "cuda" else "float32"
@@ -43,12 +45,12 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
 
 
 def compiles(config: Config, device: str) -> bool:
-    """auto = on a GPU."""
+    """Return whether to compile; `auto` compiles on a GPU."""
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
 def run_layout(config: Config, cp: int) -> Layout:
-    """The layout of a context group; under a dynamic index a worker holds whole blocks of it."""
+    """Return the layout of a context group; with a dynamic index, workers hold whole blocks."""
     return make_layout(
         config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
     )
@@ -62,7 +64,7 @@ def exchange_needs(
     kernel: Kernel,
     device_memory: int | None,
 ) -> ExchangeNeeds:
-    """What the choice of an exchange depends on."""
+    """Collect the facts that the choice of an exchange depends on."""
     model, sparsity = config.model, config.sparsity
     pattern = make_pattern(sparsity, config.seed)
     most = sparsity.max_columns if sparsity.pattern == "vertical_slash" else sparsity.columns
@@ -83,13 +85,13 @@ def exchange_needs(
 
 
 def given_memory(config: Config) -> int | None:
-    """``topology.gpu_memory_gib`` in bytes; None for auto."""
+    """Return `topology.gpu_memory_gib` in bytes; None for auto."""
     gib = config.topology.gpu_memory_gib
     return None if isinstance(gib, str) else round(gib * 2**30)
 
 
 def given_host_memory(config: Config) -> int | None:
-    """``topology.host_memory_gib`` in bytes; None for auto."""
+    """Return `topology.host_memory_gib` in bytes; None for auto."""
     gib = config.topology.host_memory_gib
     return None if isinstance(gib, str) else round(gib * 2**30)
 
@@ -97,7 +99,7 @@ def given_host_memory(config: Config) -> int | None:
 def kernel_request(
     config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> KernelRequest:
-    """What a run asks of a kernel, for dense attention. capability: of the GPU."""
+    """Return what a run needs from a kernel for dense attention. capability: of the GPU."""
     model = config.model
     return KernelRequest(
         device=device,
@@ -111,16 +113,18 @@ def kernel_request(
 
 
 def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
-    """Raises ConfigError if the configured kernel or exchange cannot serve the run."""
+    """Resolve the `auto` settings of a run.
+
+    Raises:
+        ConfigError: the configured kernel or exchange does not support the run.
+    """
     layout = run_layout(config, environment.cp)
     dtype = compute_dtype(config, environment.device)
     memory = capability = None
     if environment.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        memory, capability = (
-            given_memory(config) or properties.total_memory,
-            (properties.major, properties.minor),
-        )
+        memory = given_memory(config) or properties.total_memory
+        capability = (properties.major, properties.minor)
     request = kernel_request(config, environment.device, dtype, capability)
     pattern = make_pattern(config.sparsity, config.seed)
     dense_kernel = None
@@ -144,11 +148,13 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
-    """What computes the first, dense steps of a sparse run, and why; None where it has none. request: for dense attention.
+    """Choose the kernel of the dense first steps of a sparse run, with its reason.
 
-    A kernel that computes under an index only leaves them to what `auto` takes.
+    Returns None if the run has no such steps. If `train.kernel` only computes with an index, `auto`
+    chooses. request: for dense attention.
 
-    Raises ConfigError if none can.
+    Raises:
+        ConfigError: no kernel supports these steps.
     """
     if not config.sparsity.dense_steps:
         return None
@@ -159,21 +165,22 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
         kernel,
         reason
         if named == config.train.kernel
-        else f"{reason}; {config.train.kernel} computes under an index only",
+        else f"{reason}; {config.train.kernel} needs an index",
     )
 
 
 def dense_kernel_asked(config: Config) -> str:
-    """`train.kernel` as it holds for dense steps."""
+    """Return `train.kernel` as it applies to dense steps."""
     return "auto" if config.train.kernel == "triton" else config.train.kernel
 
 
 @contextmanager
 def dense_steps_named(config: Config) -> Iterator[None]:
-    """A kernel that is missing for dense steps is told as a matter of these."""
+    """Report an unsupported kernel as an error of `sparsity.dense_steps`."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(
-            f"sparsity.dense_steps={config.sparsity.dense_steps}: nothing computes these steps: {error}"
+            f"sparsity.dense_steps={config.sparsity.dense_steps}: no kernel computes these steps: "
+            f"{error}"
         ) from None

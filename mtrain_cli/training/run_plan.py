@@ -1,4 +1,4 @@
-"""The plan of a run: everything that it would be, from its configuration, on this machine or on GPUs that are not here."""
+"""The plan of a run, derived from its configuration, for this machine or for absent GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from mtrain_cli.training.memory_search import (
     ROOMY,
     MemorySearch,
     MemorySetting,
-    least,
+    nearest_to_fitting,
     refusal,
     search,
 )
@@ -56,23 +56,30 @@ from mtrain_cli.training.state_memory import StateMemory
 if TYPE_CHECKING:
     from mtrain_cli.training.resolution import ResolvedRun
 
-# The one GPU that a plan reckons with where none is here to ask: that of today's clusters.
+# Plans for absent GPUs assume this one.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
-ASSUMED_HOST_BYTES = 128 * GIB  # of host memory for each such GPU
+ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
-CERTAIN = 1.05  # a run is refused where the estimate is so much above all the memory of a GPU: it has been off by less
-SHORTEST_SEQ = 1024  # that is worth a proposal
-USABLE = 0.95  # of a GPU's memory: the allocator's blocks are never packed without gaps
+CERTAIN = 1.05  # refuse a run if its estimate exceeds a GPU by more than it was ever wrong
+SHORTEST_SEQ = 1024  # shortest sequence to propose
+USABLE = 0.95  # of a GPU's memory: the allocator always leaves gaps
 
 
-FITS = f"fits: in {USABLE:.0%} of the memory of a GPU and {USABLE_HOST:.0%} of the host's, since gaps and other processes take the rest"
-KEPT = f"train.keep_mlp keeps as much as leaves {1 - ROOMY:.0%} of a GPU free"  # as `train.memory=auto` chooses it
+FITS = (
+    f'to "fit" means to use at most {USABLE:.0%} of a GPU\'s memory and {USABLE_HOST:.0%} of the '
+    "host's; gaps and other processes take the rest"
+)
+# As `train.memory=auto` chooses it.
+KEPT = f"train.keep_mlp leaves {1 - ROOMY:.0%} of a GPU free"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReceivedBytes:
-    """Bytes that reach one worker: keys, values and their gradients of one layer and micro-batch, forward and backward; weights and their
-    gradients of one optimizer step; host: both between its device and the host in such a step, where the optimizer is offloaded.
+    """Bytes that reach one worker.
+
+    forward, backward: KV and its gradients, per layer and micro-batch.
+    weights: weights and their gradients, per optimizer step.
+    host: both between device and host, per optimizer step with an offloaded optimizer.
     """
 
     forward: int
@@ -83,13 +90,20 @@ class ReceivedBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """Everything that `--dry-run` and the start-up banner show.
+    """All facts that `--dry-run` and the start-up banner show.
 
-    machine: which machine the plan is for, and why. gpu: name of its GPUs, None on a CPU or when they are assumed; capacity: memory of one
-    in bytes.
-    micro_batches: forward and backward passes of one worker in an optimizer step. checkpoint: bytes of one checkpoint on disk.
-    dense_kernel: name and reason for the dense first steps of a sparse run. elsewhere: for GPUs that are not here. host_share: bytes of
-    host memory that each worker may fill. search: what ``train.memory=auto`` found, for what was asked.
+    kernel, kernel_reason: name of the kernel and why it was chosen.
+    gpu: name of the GPUs; None on a CPU or if they are assumed.
+    capacity: memory of one GPU in bytes, if known.
+    micro_batches: forward and backward passes per worker and optimizer step.
+    received: bytes that reach one worker.
+    checkpoint: bytes of one checkpoint on disk.
+    dense_kernel: name and reason of the kernel for the dense first steps of a sparse run.
+    machine: which machine the plan is for, and why.
+    elsewhere: the plan is for absent GPUs.
+    host_share: bytes of host memory that each worker may use.
+    search: what `train.memory=auto` found.
+    requested: the configuration before `train.memory=auto` changed it.
     """
 
     config: Config
@@ -107,14 +121,14 @@ class RunPlan:
     tokens_per_step: int
     micro_batches: int
     memory: MemoryEstimate
-    moved: ReceivedBytes
+    received: ReceivedBytes
     checkpoint: int
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
     search: MemorySearch | None = None
-    asked: Config | None = None
+    requested: Config | None = None
 
     @property
     def gpu_name(self) -> str:
@@ -122,37 +136,37 @@ class RunPlan:
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of a GPU, assumed where it is not known."""
+        """Memory of a GPU; assumed if unknown."""
         return self.capacity or ASSUMED_GPU_BYTES
 
     @property
-    def has(self) -> str:
-        """What there is of memory, for messages."""
+    def available_memory(self) -> str:
+        """Describe the available memory, for messages."""
         if self.environment.device == "cpu":
-            return f"the {size(host_memory())} that {self.environment.local_workers} CPU workers of this machine share"
+            workers = self.environment.local_workers
+            return f"{size(host_memory())}, shared by {workers} CPU workers of this machine"
         topology = self.config.topology
         gpu = self.gpu_name if topology.gpu_memory_gib == "auto" else "topology.gpu_memory_gib"
         host = f"{size(self.host_share)} of host memory"
         if topology.host_memory_gib != "auto":
             host += f" ({USABLE_HOST:.0%} of topology.host_memory_gib)"
         elif self.elsewhere:
-            host += f" ({USABLE_HOST:.0%} of {ASSUMED_HOST_BYTES // GIB} GiB a GPU, assumed; topology.host_memory_gib says otherwise)"
-        return (
-            f"the {size(self.gpu_bytes)} of {gpu}, {USABLE:.0%} of which can be used, with {host}"
-        )
+            assumed = f"{USABLE_HOST:.0%} of an assumed {ASSUMED_HOST_BYTES // GIB} GiB per GPU"
+            host += f" ({assumed}; set topology.host_memory_gib)"
+        return f"{size(self.gpu_bytes)} ({gpu}, {USABLE:.0%} of it usable) and {host}"
 
-    def load(self, memory: MemoryEstimate) -> int:
+    def device_bytes(self, memory: MemoryEstimate) -> int:
         """Bytes of a worker on its device, which on a CPU is the host."""
         return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
 
-    def takes(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
-        """Whether a worker of this plan has so much memory, on its device and on the host."""
+    def has_room_for(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
+        """Return whether a worker's device and host hold this much memory."""
         if self.environment.device == "cpu":
-            return self.load(memory) * self.environment.local_workers <= host_memory()
+            return self.device_bytes(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
-    def again(self, config: Config) -> RunPlan:
-        """The plan of another configuration on the same kind of machine; as many workers, unless it names their number."""
+    def replan(self, config: Config) -> RunPlan:
+        """Plan another configuration on this machine, with as many workers unless it sets them."""
         workers = (
             config.topology.workers
             if isinstance(config.topology.workers, int)
@@ -162,125 +176,127 @@ class RunPlan:
             config.topology, device=self.environment.device, workers=workers
         )
         config = dataclasses.replace(config, topology=topology)
-        return _elsewhere(config, "") if self.elsewhere else _here(config)
+        return _plan_elsewhere(config, "") if self.elsewhere else _plan_here(config)
 
     @property
     def host_bytes(self) -> int:
-        """What the CPU workers of one machine need together."""
-        return self.load(self.memory) * self.environment.local_workers
+        """Bytes that the CPU workers of one machine need together."""
+        return self.device_bytes(self.memory) * self.environment.local_workers
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory of a worker, or on a CPU that of this machine, suffices; None when the GPU is not known."""
+        """Whether the memory of a GPU, or of a CPU machine, suffices; None for an unknown GPU."""
         if self.environment.device == "cpu":
             return self.host_bytes <= host_memory()
-        return None if self.capacity is None else self.takes(self.memory)
+        return None if self.capacity is None else self.has_room_for(self.memory)
 
 
-def plan(config: Config) -> RunPlan:
-    """The plan of a run on a machine that need not be this one; where this one has GPUs, it reckons with GPUs like them.
+def make_plan(config: Config) -> RunPlan:
+    """Plan a run, on this machine or on absent GPUs.
 
-    With ``topology.device=auto`` and no GPU here it is what the same line would do here, on the CPU, unless this machine would refuse that
-    and ``topology.workers`` is a number: then it is a plan for so many GPUs. ``topology.device`` = cpu or cuda leaves no choice.
+    With GPUs in this machine, plans for GPUs like them. Without, `topology.device=auto` plans for
+    this machine's CPU. If the CPU cannot run it and `topology.workers` is a number, plans for that
+    many GPUs. `topology.device` = cpu or cuda decides explicitly.
 
     Raises:
-        ConfigError: sizes do not fit each other, or the configured kernel cannot serve the run.
+        ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
     """
-    found = _plan(config)
-    return found if config.train.memory == "manual" else decided(found)
+    plan = _manual_plan(config)
+    return plan if config.train.memory == "manual" else with_auto_memory(plan)
 
 
-def decided(found: RunPlan) -> RunPlan:
-    """A plan with what ``train.memory=auto`` decides, or the least that it could take where nothing fits; ``search`` tells."""
-    result = search(found)
-    setting = result.chosen or least(found, result.settings)
-    return dataclasses.replace(taking(found, setting), search=result, asked=found.config)
+def with_auto_memory(plan: RunPlan) -> RunPlan:
+    """Apply `train.memory=auto`: the chosen setting, or the one closest to fitting."""
+    result = search(plan)
+    setting = result.chosen or nearest_to_fitting(plan, result.settings)
+    return dataclasses.replace(with_setting(plan, setting), search=result, requested=plan.config)
 
 
-def taking(found: RunPlan, setting: MemorySetting) -> RunPlan:
-    """A plan with another way of using memory."""
+def with_setting(plan: RunPlan, setting: MemorySetting) -> RunPlan:
+    """Replace the memory setting of a plan."""
     train = setting.config.train
-    dtype_bytes = getattr(torch, found.dtype).itemsize
+    dtype_bytes = getattr(torch, plan.dtype).itemsize
     return dataclasses.replace(
-        found,
+        plan,
         config=setting.config,
         memory=setting.memory,
-        flops=training_flops(setting.config, found.layout, dtype_bytes=dtype_bytes),
-        moved=moved(
+        flops=training_flops(setting.config, plan.layout, dtype_bytes=dtype_bytes),
+        received=received_bytes(
             setting.config,
-            found.environment.workers,
-            found.layout,
-            found.exchange,
+            plan.environment.workers,
+            plan.layout,
+            plan.exchange,
             dtype_bytes,
-            needs_out=make_kernel(found.kernel).needs_out,
+            needs_out=make_kernel(plan.kernel).needs_out,
         ),
-        micro_batches=train.global_batch // (train.micro_batch * found.environment.dp),
+        micro_batches=train.global_batch // (train.micro_batch * plan.environment.dp),
     )
 
 
-def _plan(config: Config) -> RunPlan:
+def _manual_plan(config: Config) -> RunPlan:
     device = config.topology.device
     if torch.cuda.is_available() or device == "cpu":
-        return _here(config)
+        return _plan_here(config)
     if device == "cuda":
-        return _elsewhere(config, "topology.device=cuda, and no GPU is here")
+        return _plan_elsewhere(config, "topology.device=cuda, but this machine has no GPU")
     refusal = _refusal_here(config) if config.topology.workers != "auto" else None
-    return _elsewhere(config, refusal) if refusal else _here(config)
+    return _plan_elsewhere(config, refusal) if refusal else _plan_here(config)
 
 
-def _here(config: Config) -> RunPlan:
-    """A plan for this machine, or for more GPUs like its own."""
+def _plan_here(config: Config) -> RunPlan:
+    """Plan for this machine, or for more GPUs like its own."""
     environment = resolve_environment(config, planning=True)
-    # The plan is for the first GPU here, whichever worker this process would be.
-    found = planned(
+    # Plan for the first GPU here, whichever worker this process would be.
+    plan = plan_resolved(
         config,
         environment,
         resolve_run(config, dataclasses.replace(environment, rank=0, local_rank=0)),
     )
-    return dataclasses.replace(found, machine=_machine_here(found))
+    return dataclasses.replace(plan, machine=_machine_here(plan))
 
 
-def _machine_here(found: RunPlan) -> str:
-    if found.gpu is None:
-        asked = found.config.topology.device == "cpu"
+def _machine_here(plan: RunPlan) -> str:
+    if plan.gpu is None:
+        requested = plan.config.topology.device == "cpu"
         return "the CPU of this machine" + (
             ""
-            if asked
-            else ", since no GPU is here; topology.device=cuda topology.workers=N plans for N GPUs"
+            if requested
+            else ", which has no GPU; plan for N GPUs with topology.device=cuda topology.workers=N"
         )
     gpus = torch.cuda.device_count()
     return (
-        f"GPUs like the {gpus} x {found.gpu} of this machine"
-        if found.environment.workers > gpus
+        f"GPUs like the {gpus} x {plan.gpu} of this machine"
+        if plan.environment.workers > gpus
         else "the GPUs of this machine"
     )
 
 
 def _refusal_here(config: Config) -> str | None:
-    """Why this machine's CPU would not take a run; None if it would."""
+    """Say why this machine's CPU cannot run this configuration; None if it can."""
     try:
-        found = _here(config)
+        plan = _plan_here(config)
     except ConfigError as error:
-        return f"no GPU is here, and the CPU refuses {error.problems[0]}"
-    if found.fits:
+        return f"this machine has no GPU, and its CPU refuses {error.problems[0]}"
+    if plan.fits:
         return None
-    workers = found.environment.workers
-    return f"no GPU is here, and {workers} CPU worker{'s' * (workers > 1)} would need {needed_here(found)}"
+    workers = plan.environment.workers
+    needs = f"{workers} CPU worker{'s' * (workers > 1)} would need {needed_here(plan)}"
+    return f"this machine has no GPU, and {needs}"
 
 
-def needed_here(found: RunPlan) -> str:
-    """Memory of CPU workers against that of this machine, in whole GiB as the run itself says it."""
-    return f"about {found.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
+def needed_here(plan: RunPlan) -> str:
+    """Compare the memory of CPU workers with this machine's, in whole GiB."""
+    return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
 
 
-def planned(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """The plan of a run whose choices are made, on this machine."""
+def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
+    """Plan a resolved run on this machine."""
     properties = (
         torch.cuda.get_device_properties(gpu_index(environment))
         if environment.device == "cuda"
         else None
     )
-    found = _complete(
+    plan = _complete(
         config,
         environment,
         choices.layout,
@@ -291,27 +307,29 @@ def planned(config: Config, environment: Environment, choices: ResolvedRun) -> R
         capacity=given_memory(config) or properties.total_memory if properties else None,
     )
     if environment.device == "cuda":
-        host = given_host_memory(config) or host_memory() / sharing_the_host(
+        host = given_host_memory(config) or host_memory() / workers_sharing_host(
             environment, torch.cuda.device_count()
         )
-        found = dataclasses.replace(found, host_share=round(USABLE_HOST * host))
+        plan = dataclasses.replace(plan, host_share=round(USABLE_HOST * host))
     if choices.dense_kernel is None:
-        return found
+        return plan
     kernel, reason = choices.dense_kernel
-    return dataclasses.replace(found, dense_kernel=(kernel.name, reason))
+    return dataclasses.replace(plan, dense_kernel=(kernel.name, reason))
 
 
-def sharing_the_host(environment: Environment, gpus: int) -> int:
-    """Workers that share this machine's memory. gpus: that this process sees; SLURM may show each of several tasks one, and a dry run may
-    ask about more workers than there are.
+def workers_sharing_host(environment: Environment, gpus: int) -> int:
+    """Count the workers that share this machine's memory.
+
+    gpus: GPUs that this process sees. SLURM may show each task only one, and a dry run may plan for
+    more workers than there are GPUs.
     """
     if environment.launcher == "slurm":
         return environment.local_workers
     return max(1, min(environment.local_workers, gpus))
 
 
-def _elsewhere(config: Config, why: str) -> RunPlan:
-    """A plan for GPUs that are not here: what cannot be asked of them is assumed, and says so."""
+def _plan_elsewhere(config: Config, why: str) -> RunPlan:
+    """Plan for absent GPUs, and say what is assumed about them."""
     config = dataclasses.replace(
         config, topology=dataclasses.replace(config.topology, device="cuda")
     )
@@ -337,7 +355,7 @@ def _elsewhere(config: Config, why: str) -> RunPlan:
             given_memory(config) or ASSUMED_GPU_BYTES,
         ),
     )
-    found = _complete(
+    plan = _complete(
         config,
         environment,
         layout,
@@ -348,9 +366,9 @@ def _elsewhere(config: Config, why: str) -> RunPlan:
         capacity=given_memory(config),
     )
     host_share = round(USABLE_HOST * (given_host_memory(config) or ASSUMED_HOST_BYTES))
-    machine = f"GPUs elsewhere, taken to be {ASSUMED_GPU}: {why}"
+    machine = f"assumed {ASSUMED_GPU} GPUs: {why}"
     return dataclasses.replace(
-        found, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share
+        plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share
     )
 
 
@@ -363,13 +381,19 @@ def plan_for(
     host: int = ASSUMED_HOST_BYTES,
     kernel: str | None = None,
 ) -> RunPlan:
-    """The plan of a run on described GPUs; ``config.topology`` says how many, in nodes of how many. kernel: instead of ``train.kernel``.
-    host: bytes of host memory for each GPU.
+    """Plan a run on described GPUs; `config.topology` says how many, and how many per node.
 
-    Its memory is that of a `plan` of the same configuration, with the same kernel and exchange.
+    Its memory equals that of `make_plan` with the same configuration, kernel and exchange.
+
+    Args:
+        gpu: name of the GPU.
+        capability: CUDA compute capability.
+        capacity: bytes of GPU memory.
+        host: bytes of host memory per GPU.
+        kernel: replaces `train.kernel`.
 
     Raises:
-        ConfigError: sizes do not fit each other, or no kernel serves the run.
+        ConfigError: sizes are inconsistent, or no kernel supports the run.
     """
     config = dataclasses.replace(
         config, topology=dataclasses.replace(config.topology, device="cuda")
@@ -378,49 +402,47 @@ def plan_for(
     layout, dtype = run_layout(config, environment.cp), compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
-    found = _kernel_elsewhere(config, dtype, kernel or config.train.kernel, index, capability, gpu)
+    kernel_choice = _kernel_elsewhere(
+        config, dtype, kernel or config.train.kernel, index, capability, gpu
+    )
     exchange = choose_exchange(
         config.topology,
-        exchange_needs(config, environment, layout, dtype, make_kernel(found[0]), capacity),
+        exchange_needs(config, environment, layout, dtype, make_kernel(kernel_choice[0]), capacity),
     )
-    made = _complete(
-        config, environment, layout, exchange, found, dtype, gpu=gpu, capacity=capacity
+    plan = _complete(
+        config, environment, layout, exchange, kernel_choice, dtype, gpu=gpu, capacity=capacity
     )
-    made = dataclasses.replace(
-        made, host_share=round(USABLE_HOST * (given_host_memory(config) or host))
+    plan = dataclasses.replace(
+        plan, host_share=round(USABLE_HOST * (given_host_memory(config) or host))
     )
-    return made if config.train.memory == "manual" else decided(made)
+    return plan if config.train.memory == "manual" else with_auto_memory(plan)
 
 
 def _kernel_elsewhere(
     config: Config,
     dtype: torch.dtype,
-    asked: str,
+    requested: str,
     index: IndexRequest | None,
     capability: tuple[int, int] = (9, 0),
     gpu: str = ASSUMED_GPU,
 ) -> tuple[str, str]:
-    """The kernel of a run with every package installed, which is what can be assumed of a machine that is not here; on Hopper, if nothing
-    else is said.
-    """
+    """Choose a kernel for absent GPUs (by default Hopper) with every package installed."""
     request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
     possible = [
         name for name, reason in survey(request) if reason is None or "not installed" in reason
     ]
-    if asked in possible:
-        return asked, "as configured; no GPU here to ask whether it serves"
-    if asked != "auto" and (reason := dict(survey(request)).get(asked)) is not None:
-        raise ConfigError(
-            f"train.kernel={asked}: {reason}; allowed on {gpu}: {', '.join(['auto', *possible])}"
-        )
-    if asked != "auto" or possible[0] == "reference":
-        kernel, reason = choose(asked, request)
+    if requested in possible:
+        return requested, "as configured; no GPU here to check that it is supported"
+    if requested != "auto" and (reason := dict(survey(request)).get(requested)) is not None:
+        allowed = ", ".join(["auto", *possible])
+        raise ConfigError(f"train.kernel={requested}: {reason}; allowed on {gpu}: {allowed}")
+    if requested != "auto" or possible[0] == "reference":
+        kernel, reason = choose(requested, request)
         return kernel.name, reason
     others = f", else {possible[1]}" if possible[1] != "reference" else ""
     on = "Hopper" if gpu == ASSUMED_GPU else gpu
-    return possible[
-        0
-    ], f"assumed, no GPU here to ask: what auto takes on {on} with every package installed{others}"
+    reason = f"assumed without a GPU: auto takes it on {on} with all packages installed{others}"
+    return possible[0], reason
 
 
 def _complete(
@@ -461,7 +483,7 @@ def _complete(
         tokens_per_step=train.global_batch * config.seq,
         micro_batches=micro_batches,
         memory=memory,
-        moved=moved(
+        received=received_bytes(
             config,
             environment.workers,
             layout,
@@ -473,7 +495,7 @@ def _complete(
     )
 
 
-def moved(
+def received_bytes(
     config: Config,
     workers: int,
     layout: Layout,
@@ -482,10 +504,11 @@ def moved(
     *,
     needs_out: bool,
 ) -> ReceivedBytes:
-    """Traffic of one worker, from the schedule of its exchange; columns of an index that are gathered once come on top.
+    """Compute the traffic of one worker from the schedule of its exchange.
 
-    Where attention is computed again, in part or in full, the forward exchange runs twice. Weights are gathered in the compute dtype and
-    their gradients reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
+    Excludes columns that a ring gathers once. Recomputing attention, in part or in full, repeats
+    the forward exchange. Weights are gathered in the compute dtype and gradients reduced in
+    train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
     """
     model, train = config.model, config.train
     sizes = ShardSizes(
@@ -508,18 +531,18 @@ def moved(
     )
 
 
-def require_fit(found: RunPlan) -> None:
-    """At the start of a run, where it can be told that memory will not do.
+def require_fit(plan: RunPlan) -> None:
+    """Refuse a run at its start if its memory certainly does not suffice.
 
     Raises:
-        ConfigError: one line with what would.
+        ConfigError: one line that says what would fit.
     """
-    if found.search is not None and found.search.chosen is None:
-        raise ConfigError(refusal(found, found.search))
-    if found.environment.device == "cuda" and not found.takes(found.memory, CERTAIN):
-        raise ConfigError(refusal(found, search(found)))
+    if plan.search is not None and plan.search.chosen is None:
+        raise ConfigError(refusal(plan, plan.search))
+    if plan.environment.device == "cuda" and not plan.has_room_for(plan.memory, CERTAIN):
+        raise ConfigError(refusal(plan, search(plan)))
 
 
 def size(number: int) -> str:
-    """Bytes as GiB, or MiB below a tenth of that."""
+    """Format bytes as GiB, or as MiB below 0.1 GiB."""
     return f"{number / GIB:,.2f} GiB" if number >= GIB / 10 else f"{number / 2**20:,.1f} MiB"

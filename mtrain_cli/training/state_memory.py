@@ -1,7 +1,8 @@
-"""Bytes of weights, gradients and optimizer states in a worker's memory, by `train.shard`, `train.reduce_dtype` and `optim.offload`.
+"""Bytes of weights, gradients and optimizer states, by sharding, reduce dtype and offload.
 
-P_l weights of a layer, P_r weights outside the layers, L layers, P = L P_l + P_r, W workers, e bytes of the compute dtype, r of the dtype
-in which gradients are reduced, n micro-batches a step of a worker.
+Symbols: P_l weights of a layer, P_r weights outside the layers, L layers, P = L P_l + P_r,
+W workers, e bytes of the compute dtype, r bytes of the dtype that gradients are reduced in,
+n micro-batches per step and worker.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
-    """Numbers of one worker's shard: FSDP2 cuts dimension 0 of each parameter into equal parts, the last ones padded."""
+    """Count the elements of one worker's shards; FSDP2 shards dimension 0 and pads."""
     return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
 
 
 class StateMemory:
-    """shards and wholes in numbers, all else in bytes."""
+    """Memory of weights, gradients and states: shards and weights in elements, rest in bytes."""
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
         model, train = config.model, config.train
@@ -40,7 +41,7 @@ class StateMemory:
 
     @property
     def parameters(self) -> int:
-        """What lasts: 4 P / W, or e P / W where the float32 weights are on the host."""
+        """Permanent shards: 4 P / W, or e P / W if the float32 weights are on the host."""
         return (self.e if self.offload else 4) * self.shard
 
     @property
@@ -49,8 +50,11 @@ class StateMemory:
 
     @property
     def host(self) -> int:
-        """Of a worker in host memory: float32 weights and both states; pinned: rounded weights of two units, and gradients of two units,
-        or of all if they leave. Rests of arenas (`PinnedMemory`, at most 0.5 GiB) are not counted.
+        """Host memory of a worker with an offloaded optimizer.
+
+        Float32 weights and both states; pinned: rounded weights of two units, and gradients of two
+        units, or of all with optim.offload_gradients. Excludes unused ends of arenas
+        (`PinnedMemory`, at most 0.5 GiB).
         """
         if not self.offload:
             return 0
@@ -63,15 +67,17 @@ class StateMemory:
 
     @property
     def saving(self) -> int:
-        """Of a worker in host memory while a checkpoint is written: a copy of weights and both states, also of those that are there
-        already; 0 where the configuration asks for none (a run that is told to stop saves all the same).
+        """Host memory of a worker while a checkpoint is written: a copy of weights and states.
+
+        0 if the configuration asks for no checkpoint; a run that is asked to stop still saves one.
         """
         return 12 * self.shard if self.saves else 0
 
     def gradients(self, reduced: int) -> int:
-        """In a backward pass that has reduced those of so many layers; all of them while micro-batches add up, whole ones under
-        ``optimizer``, since the largest moment is that of a micro-batch in the middle. Those that leave are gone when the next
-        layer is at its largest.
+        """Gradients in a backward pass that has reduced those of `reduced` layers.
+
+        While micro-batches accumulate, gradients of all layers, unsharded for `optimizer`, since
+        the peak is in a middle micro-batch. Offloaded gradients are gone by the next layer's peak.
         """
         if self.accumulates and self.shard_kind == "optimizer":
             return 4 * (self.layers * self.layer_weights + self.root_weights)
@@ -81,30 +87,33 @@ class StateMemory:
 
     @property
     def at_the_optimizer(self) -> int:
-        """Gradients that the device holds when it steps."""
+        """Gradients on the device when the optimizer steps."""
         return 0 if self.gradients_leave else 4 * self.shard
 
     def weights(self, left: int, at_once: int) -> int:
-        """Of layers, whole, in the compute dtype. left: layers whose backward pass is not over, or, in forward, all that have begun.
-        at_once: layers that ``full`` holds: the one at work, and the one that is gathered ahead where there are several workers.
+        """Unsharded weights of layers in the compute dtype.
+
+        Args:
+            left: layers whose backward pass is not over; in forward, layers that have begun.
+            at_once: layers that `full` holds: the current one, and the next if it is gathered.
         """
         if self.shard_kind == "full":
             return self.e * self.layer_weights * min(left, at_once)
         return self.e * self.layer_weights * (self.layers if self.accumulates else left)
 
     def scatter(self, shard: int) -> int:
-        """Input of the reduce-scatter of gradients of so large a shard: r times their number, filled up."""
+        """Input of the reduce-scatter for shards of `shard` elements: r bytes each, padded."""
         if self.accumulates and self.shard_kind == "optimizer":
             return 0
         return self.r * shard * self.workers
 
     def sent(self) -> int:
-        """Bytes of weights and gradients that reach one worker in an optimizer step."""
+        """Bytes of weights and gradients that reach one worker per optimizer step."""
         n, layers = self.micro_batches, self.layers * self.layer_shard
         gathered = {"full": n * (2 * layers + self.root_shard)}.get(self.shard_kind, self.shard)
         reduced = self.shard * (1 if self.shard_kind == "optimizer" else n)
         return (self.workers - 1) * (self.e * gathered + self.r * reduced)
 
     def over_host_link(self) -> int:
-        """Bytes between device and host in an optimizer step, of one worker: float32 gradients down, weights up."""
+        """Bytes between device and host per optimizer step: float32 gradients down, weights up."""
         return (4 + self.e) * self.shard if self.offload else 0

@@ -1,4 +1,4 @@
-"""What one worker of a training holds, and one step of it."""
+"""One worker of a training, and one optimizer step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,12 @@ from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
-from mtrain_cli.training.index_metrics import IndexMetrics, index_metrics, index_records, summed
+from mtrain_cli.training.index_metrics import (
+    IndexMetrics,
+    index_metrics,
+    index_records,
+    local_index_sums,
+)
 from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.optimizer import (
     LearningRateSchedule,
@@ -54,19 +59,25 @@ from mtrain_cli.training.optimizer import (
 )
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
-from mtrain_cli.training.run_plan import RunPlan, decided, planned, require_fit
+from mtrain_cli.training.run_plan import RunPlan, plan_resolved, require_fit, with_auto_memory
 from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
 
 
 class NonFiniteError(RunError):
-    """A step gave a loss or gradient that is not a number. Nothing of that step is kept."""
+    """The loss or a gradient is not finite. Nothing of that step is kept."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, the same on all workers. loss: mean over valid tokens; None without any. pairs: computed query-key pairs, the
-    mean over heads and layers, over all sequences. index: None for a dense step. data_seconds: how long the worker that waited longest
-    waited for data. skipped: whether the update was left out. warnings: lines, on the first worker.
+    """One optimizer step, equal on all workers except `warnings`.
+
+    loss: mean over valid tokens, in nats; None without any.
+    pairs: computed query-key pairs, mean over heads and layers, sum over all sequences.
+    stop: whether any worker requested a stop.
+    index: None for a dense step.
+    data_seconds: time that the longest-waiting worker waited for data.
+    skipped: whether the update was skipped.
+    warnings: lines for the user, on the first worker.
     """
 
     loss: float | None
@@ -82,48 +93,49 @@ class StepResult:
 
 
 def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
-    """CPU workers that need more memory than there is make the whole machine crawl before they are killed: refused at the start.
+    """Refuse CPU workers that need more memory than there is, before they stall the machine.
 
-    A GPU that is too small says so itself, at once.
+    A GPU that is too small raises its own error at once.
     """
     if environment.device != "cpu" or config.train.memory == "auto":
         return
-    found = planned(config, environment, choices)
-    needed = found.host_bytes
-    if not found.fits:
+    plan = plan_resolved(config, environment, choices)
+    if not plan.fits:
         raise ConfigError(
-            f"seq={config.seq}: {environment.local_workers} CPU workers would need about {needed / 2**30:.0f} GiB "
-            f"for model={config.model.name}, this machine {describe_host_memory()}; give a shorter seq, a smaller model, "
-            "or GPUs (mtrain train --dry-run shows where memory goes)"
+            f"seq={config.seq}: {environment.local_workers} CPU workers would need about "
+            f"{plan.host_bytes / 2**30:.0f} GiB for model={config.model.name}, but this machine "
+            f"{describe_host_memory()}. Give a shorter seq, a smaller model, or GPUs "
+            "(mtrain train --dry-run shows where memory goes)."
         )
 
 
 def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """The plan of a run, with what ``train.memory=auto`` decides, the same on all ranks; called by all of them.
+    """Plan a run, including `train.memory=auto`, equally on all ranks; all of them call this.
 
     Raises:
-        ConfigError: it cannot fit the GPUs; one line with what would.
+        ConfigError: it cannot fit the GPUs; one line that says what would.
     """
-    found = planned(config, environment, choices)
+    plan = plan_resolved(config, environment, choices)
     if environment.device == "cuda" and environment.workers > 1:
-        # GPUs of one job may differ by some MiB, and so would decisions; the smallest counts.
-        everyone: list[list[int]] = share((found.gpu_bytes, found.host_share))
-        found = replace(
-            found,
+        # GPUs of one job may differ by some MiB, and so would decisions: use the smallest.
+        everyone: list[list[int]] = share((plan.gpu_bytes, plan.host_share))
+        plan = replace(
+            plan,
             capacity=min(gpu for gpu, _ in everyone),
             host_share=min(host for _, host in everyone),
         )
     if config.train.memory == "auto":
-        found = decided(found)
-    require_fit(found)
-    return found
+        plan = with_auto_memory(plan)
+    require_fit(plan)
+    return plan
 
 
 class Trainer:
-    """What one worker holds: its shard of the model and optimizer, its slice of the data, and the step it has reached.
+    """One worker of a training: its shards of model and optimizer, its data, its current step.
 
-    observe: gives the attention of a batch instead of the batch's own, for measurements. rehearse: called with the samples of a step, by
-    micro-batch, before they are trained on; has to leave no gradients, and needs keeps_samples from before the first step.
+    observe: replaces the attention of a batch, for measurements.
+    rehearse: receives the samples of a step by micro-batch before training on them. It must leave
+        no gradients, and needs `keeps_samples` set before the first step.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -136,25 +148,37 @@ class Trainer:
         )
         torch.manual_seed(config.seed)
         if config.train.deterministic:
-            # cuBLAS is repeatable with a workspace of its own per stream only, and asks for it by this variable before its first product.
+            # cuBLAS is repeatable only with a workspace per stream, requested by this variable
+            # before its first matrix product.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self.choices: ResolvedRun = resolve_run(config, environment)
         _check_host_memory(config, environment, self.choices)
         self.plan = _checked_plan(config, environment, self.choices)
         self.config = config = self.plan.config
-        # A new group does not take over the default group's.
+        # A new group does not inherit the default group's timeout.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
-        how = self.choices.exchange
+        choice = self.choices.exchange
         group = make_context_group(
-            environment.rank, environment.workers, environment.cp, self.device, timeout,
-            per_node=how.per_node, heads=how.heads, channels=how.channels,
-        )  # fmt: skip
+            environment.rank,
+            environment.workers,
+            environment.cp,
+            self.device,
+            timeout,
+            per_node=choice.per_node,
+            heads=choice.heads,
+            channels=choice.channels,
+        )
         exchange = make_exchange(
-            how.name, self.choices.layout, group,
-            chunks=how.chunks, prefetch=how.prefetch, circulates=how.circulates, shared_columns=how.shared_columns,
-        )  # fmt: skip
+            choice.name,
+            self.choices.layout,
+            group,
+            chunks=choice.chunks,
+            prefetch=choice.prefetch,
+            circulates=choice.circulates,
+            shared_columns=choice.shared_columns,
+        )
         self.exchange = exchange
         mask = config.data.document_mask
         offloaded = config.train.offload_activations
@@ -201,10 +225,10 @@ class Trainer:
         self.keeps_samples = False
         self.recorder: Recorder | None = None
         self._batches: Any = None
-        self.lacks_data = False  # a worker could not read the step at hand; all know, and end
-        self._own_time = ComputeTimer(list(self.decoder.layers), self.device)
+        self.lacks_data = False  # a worker could not read this step's data; all know, and end
+        self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
-        self._seen: set[bool] = set()  # whether steps under an index, and without one, have been
+        self._frozen_after: set[bool] = set()  # step kinds already seen: with an index, without
         share = config.run.straggler
         share = (0.1 if environment.device == "cuda" else 0.5) if isinstance(share, str) else share
         self._slow_devices = StragglerWatch(share, self.places, "the same part of a layer")
@@ -217,19 +241,23 @@ class Trainer:
         )
 
     def _check_same_data(self) -> list[str]:
-        """Host and device of each rank. Machines with other files, or for data=stdlib another Python, would train on different tokens
-        without anyone noticing.
+        """Return host and device of each rank, after checking that all read the same corpus.
+
+        Machines with different files, or for data=stdlib another Python, would silently train on
+        different tokens.
         """
-        told = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
-        other = next((rank for rank, (found, _) in enumerate(told) if found != told[0][0]), None)
+        answers = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
+        expected = answers[0][0]
+        other = next((rank for rank, (data, _) in enumerate(answers) if data != expected), None)
         if other is not None:
             raise ConfigError(
-                f"data.kind={self.config.data.kind}: rank {other} reads another corpus than rank 0; give all machines the same data"
+                f"data.kind={self.config.data.kind}: rank {other} reads a different corpus than "
+                "rank 0. Give all machines the same data."
             )
-        return [place for _, place in told]
+        return [place for _, place in answers]
 
     def _make_decoder(self) -> Decoder:
-        """Built on the meta device, sharded, then filled: no worker ever holds the whole model."""
+        """Build on the meta device, shard, then fill, so no worker ever holds the whole model."""
         config, dtype = self.config, self.choices.dtype
         decoder = self._empty_decoder()
         if config.optim.offload:
@@ -242,9 +270,8 @@ class Trainer:
             shard=config.train.shard,
             reduce_dtype=getattr(torch, config.train.reduce_dtype),
         )
-        register_fsdp_forward_method(
-            decoder, "token_losses"
-        )  # evaluation enters here and needs the root's parameters gathered too
+        # Evaluation enters here, and needs FSDP to gather the root's parameters, too.
+        register_fsdp_forward_method(decoder, "token_losses")
         decoder.to_empty(device=self.device)
         filled = decoder
         if config.optim.offload:
@@ -275,13 +302,15 @@ class Trainer:
             )
 
     def train_step(self, stop: bool) -> StepResult:
-        """One optimizer step over config.train.global_batch sequences.
+        """Run one optimizer step over `train.global_batch` sequences.
 
-        Raises NonFiniteError, before anything is changed, if the loss or a gradient of any worker is not finite. Where a worker cannot read
-        its data that raises the reason (ConfigError, RunError), the others PeerLostError, all before the step.
+        Raises:
+            NonFiniteError: the loss or a gradient of any worker is not finite; nothing changed.
+            ConfigError, RunError: this worker cannot read its data; raised before the step.
+            PeerLostError: another worker cannot read its data; raised before the step.
         """
         progress_record.begin_step(self.step + 1)
-        began, own_seconds = time.perf_counter(), self._own_time.begin()
+        began, compute_seconds = time.perf_counter(), self._compute_timer.start_step()
         last_seconds, self._step_began = began - self._step_began, began
         if self._batches is None:
             self._batches = iter(self.loader)
@@ -294,35 +323,37 @@ class Trainer:
         make = self.next_batch_maker()
         if self.rehearse is not None:
             self.rehearse([host.samples for host in on_host])
-        asked = time.perf_counter()
+        wait_started = time.perf_counter()
         batches = [make.to_device(host) for host in on_host]
-        waited += time.perf_counter() - asked
+        waited += time.perf_counter() - wait_started
         valid, pairs = self.totals(batches)
         attends: list[Attend] = [
             batch.attend if self.observe is None else self.observe(batch) for batch in batches
         ]
         loss = self.forward_backward(
-            batches, [self._own_time.around(attends[0]), *attends[1:]], valid
+            batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
         )
         with profiler_labels.labelled(profiler_labels.OPTIMIZER):
-            found = torch.stack([loss.double(), self._squared_norm().double()])
-        told = torch.tensor(
-            [float(stop), own_seconds, waited], dtype=torch.float64, device=self.device
+            finite_check = torch.stack([loss.double(), self._squared_norm().double()])
+        timing = torch.tensor(
+            [float(stop), compute_seconds, waited], dtype=torch.float64, device=self.device
         )
-        mine = torch.cat([found, told])
+        local = torch.cat([finite_check, timing])
         records = index_records(batch.attend for batch in batches)
         if records:
-            mine = torch.cat([mine, summed(records, self.config.model.num_layers, self.device)])
+            local = torch.cat(
+                [local, local_index_sums(records, self.config.model.num_layers, self.device)]
+            )
         progress_record.note(
-            "waits for loss and gradient norm of all ranks", progress_record.SEVERAL
+            "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
         )
-        rows = all_gather(mine, self.environment.workers).tolist()
+        rows = all_gather(local, self.environment.workers).tolist()
         progress_record.note("optimizer")
         self._check_finite(rows)
         grad_norm = math.sqrt(sum(row[1] for row in rows))
         mean_loss = sum(row[0] for row in rows) if valid else None
-        # Of the same numbers on all workers, which therefore all leave the update out, or none.
-        skipped, warning = self._leaves_out(mean_loss, grad_norm)
+        # All workers decide from the same numbers, so all skip the update or none does.
+        skipped, warning = self._skips_update(mean_loss, grad_norm)
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
@@ -353,12 +384,12 @@ class Trainer:
         waits = [row[4] for row in rows]
         warnings = [warning] if warning else []
         if self.environment.rank == 0:
-            warnings += self._slow_devices.see([row[3] for row in rows])
-            warnings += self._slow_loaders.see(waits, last_seconds)
+            warnings += self._slow_devices.check([row[3] for row in rows])
+            warnings += self._slow_loaders.check(waits, last_seconds)
         stopping = any(row[2] for row in rows)
-        if bool(records) not in self._seen:
-            # The first dense step, or the first under an index: what both leave behind, compiled code above all, stays.
-            self._seen.add(bool(records))
+        if bool(records) not in self._frozen_after:
+            # Objects created by the first dense or sparse step, above all compiled code, stay.
+            self._frozen_after.add(bool(records))
             garbage_collection.freeze_garbage()
         return StepResult(
             mean_loss,
@@ -373,30 +404,28 @@ class Trainer:
             tuple(warnings),
         )
 
-    def _leaves_out(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
-        """Whether the step at hand is not applied, and a line on it.
+    def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
+        """Return whether to skip the update, and a warning.
 
-        AdamW would decay weights, and move them by its moments, under the zero gradients of a step without labels.
+        In a step without labels, AdamW would decay the weights and move them by its moments.
         """
         if loss is None:
-            return (
-                True,
-                f"step {self.step + 1}: no token has a label, so there is no loss and the weights stay as they are",
-            )
-        spike, line = self._spikes.see(self.step + 1, loss, grad_norm)
+            line = f"step {self.step + 1}: no token has a label; the update is skipped"
+            return True, line
+        spike, line = self._spikes.check(self.step + 1, loss, grad_norm)
         skipped = spike and self.config.optim.skip_spikes
-        return skipped, line + "; its update is left out" * skipped if line else ""
+        return skipped, line + "; its update is skipped" * skipped if line else ""
 
     def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
-        """The data of the step at hand, and for how many seconds this worker waited for them."""
-        asked = time.perf_counter()
+        """Return the data of this step, and the seconds that this worker waited for them."""
+        wait_started = time.perf_counter()
         on_host: Sequence[HostBatch] = ()
         error = None
         try:
             on_host = next(self._batches)
-        except Exception as found:  # raised below, when all know of it
-            error = found
-        waited = time.perf_counter() - asked
+        except Exception as failure:  # raised below, once all workers know
+            error = failure
+        waited = time.perf_counter() - wait_started
         first_without = self._first_rank_with(error is not None)
         if first_without is not None:
             self.lacks_data = True
@@ -405,23 +434,26 @@ class Trainer:
             )
         return on_host, waited
 
-    def _first_rank_with(self, mine: bool) -> int | None:
-        """The first rank that says so; None: none does."""
+    def _first_rank_with(self, flag: bool) -> int | None:
+        """Return the first rank whose `flag` is true, or None."""
         ranks = self.environment.workers
-        told = torch.tensor(self.environment.rank if mine else ranks)
+        first = torch.tensor(self.environment.rank if flag else ranks)
         if ranks > 1:
             progress_record.note("waits for the data of all ranks", progress_record.SEVERAL)
-            dist.all_reduce(told, dist.ReduceOp.MIN, group=self.host_group)
+            dist.all_reduce(first, dist.ReduceOp.MIN, group=self.host_group)
             progress_record.note("")
-        return int(told) if int(told) < ranks else None
+        return int(first) if int(first) < ranks else None
 
     def _on_host(self, samples: list[Sample]) -> HostBatch:
-        """Called in the loader's thread. Whole sequences stay only for those who asked for them: a step may have gigabytes of them."""
+        """Prepare a micro-batch on the loader's thread.
+
+        Drops whole sequences, which may take gigabytes, unless `keeps_samples`.
+        """
         host = self.batch_maker.on_host(samples)
         return host if self.keeps_samples else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
-        """For the step to come: the first ones of a sparse run may be dense."""
+        """Return the batch maker of the next step; the first steps of a sparse run may be dense."""
         if self.dense_batch_maker is not None and self.step < (
             self.config.sparsity.dense_steps or 0
         ):
@@ -429,16 +461,18 @@ class Trainer:
         return self.batch_maker
 
     def close(self) -> None:
-        """Ends what runs in the background."""
+        """Stop the loader's background thread."""
         self.loader.close()
         garbage_collection.unfreeze_garbage()
 
     def forward_backward(
         self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
     ) -> torch.Tensor:
-        """Adds the gradients of a step -> this worker's part of the loss.
+        """Accumulate the gradients of a step and return this worker's part of the loss.
 
-        attends: the attention of each batch. valid: labels that count, of all workers.
+        Args:
+            attends: the attention of each batch.
+            valid: labels that count, summed over all workers.
         """
         loss = torch.zeros((), device=self.device)
         with nullcontext() if self.recorder is None else self.recorder.iteration():
@@ -449,7 +483,8 @@ class Trainer:
                 begin_micro_batch(self.decoder, self.config.train.shard, last=last)
                 if self.host_states:
                     self.host_states.last_micro_batch = last
-                # The sum over all workers of local sums over the number of valid tokens of the whole step: equal to one worker's mean.
+                # Local sums over the step's global number of valid tokens: summed over workers,
+                # this equals one worker's mean.
                 part = self.decoder(
                     batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid)
                 )
@@ -460,7 +495,7 @@ class Trainer:
         return loss
 
     def gradients(self) -> list[torch.Tensor]:
-        """What this worker holds of the reduced gradients, on the device."""
+        """Return this worker's shards of the reduced gradients, on the device."""
         return (
             self.host_states.gradients()
             if self.host_states
@@ -481,17 +516,17 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """Labels that count and query-key pairs per head that the masks allow, of all workers in a step."""
+        """Return labels that count and allowed query-key pairs per head, over all workers."""
         valid, pairs = self._summed([sum(b.valid for b in batches), sum(b.pairs for b in batches)])
         return valid, pairs
 
     def record(self, recorder: Recorder | None) -> None:
-        """Has what later steps do recorded, until it is called with None."""
+        """Record later steps with `recorder`; stop recording with None."""
         self.recorder = recorder
         self.exchange.record(recorder)
 
     def _summed(self, numbers: list[int]) -> list[int]:
-        """Sums over data-parallel replicas; the workers of a context group count the same whole sequences."""
+        """Sum over data-parallel replicas; a context group counts the same whole sequences."""
         if self.environment.dp == 1:
             return numbers
         totals = torch.tensor(numbers, dtype=torch.int64)
@@ -499,16 +534,17 @@ class Trainer:
         return [int(n) // self.environment.cp for n in totals]
 
     def _check_finite(self, rows: list[list[float]]) -> None:
-        for column, what in ((0, "loss"), (1, "gradient")):
+        for column, quantity in ((0, "loss"), (1, "gradient")):
             ranks = [rank for rank, row in enumerate(rows) if not math.isfinite(row[column])]
             if ranks:
+                several, names = "s" * (len(ranks) > 1), ", ".join(map(str, ranks))
                 raise NonFiniteError(
-                    f"step {self.step + 1}: the {what} is not finite on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
+                    f"step {self.step + 1}: the {quantity} is not finite on rank{several} {names}; "
                     "the step was not applied"
                 )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
-        """The line of metrics.jsonl for a finished step."""
+        """Build the line of metrics.jsonl for a finished step."""
         config, workers = self.config, self.environment.workers
         pairs = result.pairs / config.train.global_batch
         flops = training_flops(
@@ -540,8 +576,8 @@ class Trainer:
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
         )
 
-    def _float32(self) -> Decoder:
-        """Where the parameters of the optimizer are: the decoder itself, or its masters on the host."""
+    def _master_decoder(self) -> Decoder:
+        """Return the decoder with the optimizer's parameters: this one, or the host's masters."""
         return self.host_states.masters if self.host_states else self.decoder
 
     def _send_weights(self) -> None:
@@ -549,11 +585,12 @@ class Trainer:
             self.host_states.send()
 
     def state(self) -> dict[str, Any]:
-        """Everything a checkpoint holds; parameters and optimizer states as shards."""
+        """Return everything that a checkpoint holds; parameters and optimizer states as shards."""
         fresh = not self.optimizer.state
-        model, optimizer = get_state_dict(self._float32(), self.optimizer)
+        model, optimizer = get_state_dict(self._master_decoder(), self.optimizer)
         if fresh:
-            # PyTorch makes the states by a step without gradients, which would count in the first real one's bias correction.
+            # PyTorch creates the states by a step without gradients, which would count in the
+            # bias correction of the first real step.
             for state in self.optimizer.state.values():
                 state["step"].zero_()
         trainer = {
@@ -565,27 +602,30 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "trainer": trainer}
 
     def resume(self, checkpointer: Checkpointer) -> None:
-        """Goes on from the newest valid checkpoint, on any number of workers; from step 0 where that holds imported weights alone."""
-        if checkpointer.weights_alone():
+        """Resume from the newest intact checkpoint, on any number of workers.
+
+        Starts at step 0 if that checkpoint is an import, which holds only weights.
+        """
+        if checkpointer.holds_only_weights():
             weights = {"model": self.state()["model"]}
             checkpointer.load(weights)
-            set_model_state_dict(self._float32(), weights["model"])
+            set_model_state_dict(self._master_decoder(), weights["model"])
             self._send_weights()
             return
         state = self.state()
         checkpointer.load(state)
         set_state_dict(
-            self._float32(),
+            self._master_decoder(),
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
         self._send_weights()
-        # They came with the optimizer's state, and the configuration of the resume may have others.
+        # The optimizer's state restores hyperparameters, but the resume may configure others.
         set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])
         self.loader.load_state(saved)
-        if "spikes" in saved:  # checkpoints of earlier versions have none
+        if "spikes" in saved:  # older checkpoints have none
             self._spikes.load_state(saved["spikes"])
         self._batches = None

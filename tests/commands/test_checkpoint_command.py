@@ -165,7 +165,7 @@ def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     assert "truncated or corrupt safetensors" in mtrain(
         "checkpoint", "import", hf_folder, run, code=2
     )
-    assert "no run and no checkpoint" in mtrain(
+    assert "no run or checkpoint of a run" in mtrain(
         "checkpoint", "export", run, tmp_path / "out", code=2
     )
     assert "already exists" in mtrain("checkpoint", "export", run, hf_folder, code=2)
@@ -185,7 +185,7 @@ def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
 def test_a_missing_source_is_refused(tmp_path):
     pytest.importorskip("transformers")
     message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run and no checkpoint of one")
+    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run or checkpoint of a run")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
@@ -214,8 +214,8 @@ def test_a_skipped_checkpoint_is_reported_with_the_step_used_instead(tmp_path):
     next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
     message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert (
-        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; the checkpoint before "
-        "it is used instead" in message
+        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; using the previous checkpoint instead"
+        in message
     )
     assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in message
     pytest.importorskip("transformers")
@@ -235,7 +235,7 @@ def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert exported.startswith(f"error: {tmp_path / 'out'}: could not be written (")
     assert (
-        "the checkpoint of step 0 was not saved (File too large); no checkpoint was written before"
+        "the checkpoint of step 0 was not saved (File too large); there is no earlier checkpoint"
         in imported
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
@@ -337,8 +337,7 @@ def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
     message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert message.endswith(
-        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not say which it has; --tokenizer "
-        "FOLDER copies one"
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; copy one with --tokenizer FOLDER"
     )
     assert ids_in(tmp_path / "out") == (None, None, None), (
         "transformers would take 1 and 2 for some families"
@@ -348,7 +347,7 @@ def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
 
 def test_export_keeps_the_tokenizer_of_an_imported_folder(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "none")
-    assert "no tokenizer: the folder that was imported has none" in mtrain(
+    assert "no tokenizer: the imported folder has none" in mtrain(
         "checkpoint", "export", tmp_path / "none", tmp_path / "out-none"
     )
     (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')

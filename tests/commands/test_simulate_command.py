@@ -333,7 +333,7 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
         == 1
     )
     assert flat.count("note which pairs are computed is drawn (clustered)") == 1
-    assert "fits: in 95% of the memory of a GPU and 90% of the host's" in flat
+    assert "means to use at most 95% of a GPU's memory and 90% of the host's" in flat
     summary = json.loads((tmp_path / "swept/summary.json").read_text())
     assert len(summary["sweep"]) == 12
     assert all(f"note {brief_remark(remark)}" in flat for remark in summary["remarks"])

@@ -70,7 +70,7 @@ def test_rewarm_restarts_the_schedule_once_at_the_checkpoint(tmp_path: Path) -> 
     assert resumed(config, "train.steps=250", "optim.rewarm=true", step=130, again=True) == config
     assert resumed(config, "train.steps=250", "optim.rewarm=true", step=130).optim.rewarm == 130
     assert rates(resumed(config, "train.steps=300", step=250))[:250] == rates(config)
-    assert "from step 101: warm-up over 10 steps" in LearningRateSchedule.of(config).describe(250)
+    assert "from step 101: warm up over 10 steps" in LearningRateSchedule.of(config).describe(250)
 
 
 def test_runs_of_earlier_versions_keep_their_schedule(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""Golden traces: what mtrain computed when these files were recorded, to check a change against.
+"""Golden traces: recorded results of mtrain, to show that a change computes the same numbers.
 
 From tests/:
 
     python -m golden check                  # every case, with tolerances: CPUs round differently
     python -m golden check --exact          # every case, every bit, on the machine that recorded
-    python -m golden check --only losses    # a group, the start of "GROUP/NAME", a part of a name
-    python -m golden record --only TEXT     # replace what was recorded
-    python -m golden record --files         # also make the checkpoint and the profile anew
+    python -m golden check --only losses    # a group, the start of "GROUP/NAME", part of a name
+    python -m golden record --only TEXT     # replace recorded results
+    python -m golden record --files         # also recreate the old checkpoint and profile
 
 Groups:
 
@@ -18,13 +18,13 @@ Groups:
 
 `python -m pytest tests/golden` checks a part of each group, `-m slow` the rest.
 
-Only `reach` knows how the product names things. After a rename, change `reach` and record nothing:
-the check must pass as it is.
+Only `reach` knows the names in mtrain. After a rename, change `reach` and record nothing: the check
+must pass unchanged.
 
-Record again only where a change shall compute something else, and say in the commit which numbers
-move and why. Record new cases alone, with --only. The checkpoint and the profile in files/ stay as
+Record again only if a change intends to compute something else, and say in the commit which numbers
+move and why. Record only new cases, with --only. The checkpoint and the profile in files/ stay as
 long as mtrain promises to read them; a new format gets new files.
 
-Losses depend on torch's version as well as on the CPU. `--exact` holds for recorded/versions.json,
-and says which versions differ.
+Losses depend on the version of torch and on the CPU. `--exact` is valid with the versions in
+recorded/versions.json, and prints those that differ.
 """

@@ -1,4 +1,4 @@
-"""`python -m golden record|check`: see the package."""
+"""`python -m golden record|check`; see the package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib import metadata
 from golden import files
 from golden.groups import RECORDED, chosen
 
-_SHOWN = 8  # differences of a case
+_SHOWN = 8  # differences printed per case
 _PACKAGES = ("torch", "numpy", "pandas", "pyarrow")
 
 
@@ -21,22 +21,22 @@ def main() -> int:
         prog="python -m golden", description="Record or check what mtrain computes."
     )
     parser.add_argument("what", choices=("record", "check"))
-    parser.add_argument("--only", help='a group, the beginning of "GROUP/NAME", or a part of names')
+    parser.add_argument("--only", help='a group, the start of "GROUP/NAME", or part of a name')
     parser.add_argument("--exact", action="store_true", help="check every bit")
     parser.add_argument(
         "--files",
         action="store_true",
-        help="with record: make the checkpoint and the profile anew, too",
+        help="with record: recreate the old checkpoint and profile, too",
     )
-    asked = parser.parse_args()
-    if not list(chosen(asked.only)):
-        parser.error(f"--only {asked.only}: no such case")
-    if asked.what == "check" and asked.exact and (changed := _changed()):
-        print(f"recorded under other versions: {changed}", file=sys.stderr)
+    arguments = parser.parse_args()
+    if not list(chosen(arguments.only)):
+        parser.error(f"--only {arguments.only}: no such case")
+    if arguments.what == "check" and arguments.exact and (changed := _changed()):
+        print(f"recorded with other versions: {changed}", file=sys.stderr)
     return (
-        _record(asked.only, asked.files)
-        if asked.what == "record"
-        else _check(asked.only, asked.exact)
+        _record(arguments.only, arguments.files)
+        if arguments.what == "record"
+        else _check(arguments.only, arguments.exact)
     )
 
 
@@ -58,12 +58,15 @@ def _check(only: str | None, exact: bool) -> int:
     failed = 0
     for group, names in chosen(only):
         began, bad = time.monotonic(), 0
-        for name, found in group.check(names, exact):
-            if found:
+        for name, differences in group.check(names, exact):
+            if differences:
                 bad += 1
-                more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+                more = (
+                    [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+                )
                 print(
-                    f"{group.name}/{name}\n  " + "\n  ".join([*found[:_SHOWN], *more]), flush=True
+                    f"{group.name}/{name}\n  " + "\n  ".join([*differences[:_SHOWN], *more]),
+                    flush=True,
                 )
         print(
             f"{group.name}: {len(names) - bad} of {len(names)} as recorded, "

@@ -1,4 +1,4 @@
-"""A small corpus that is the same on every machine and under every Python."""
+"""A small corpus that is the same on every machine and with every Python."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SYLLABLES = ("ka", "lo", "mi", "ter", "un", "des", "or", "vel", "sa", "ph", "in
 
 
 def write(folder: Path) -> Path:
-    """Write ``folder``/text.jsonl: short documents, so that a sequence packs several."""
+    """Write `folder`/text.jsonl with short documents, so that a sequence packs several."""
     folder.mkdir(parents=True, exist_ok=True)
     path, draw = folder / "text.jsonl", _numbers(2026)
     with path.open("w") as file:
@@ -22,9 +22,9 @@ def write(folder: Path) -> Path:
 
 def _word(number: int) -> str:
     # Squared, so that some words are frequent and there is something to learn.
-    found = (number % 101) ** 2 % 57
+    square = (number % 101) ** 2 % 57
     return "".join(
-        _SYLLABLES[(found * (place + 3)) % len(_SYLLABLES)] for place in range(1 + found % 3)
+        _SYLLABLES[(square * (place + 3)) % len(_SYLLABLES)] for place in range(1 + square % 3)
     )
 
 

@@ -1,4 +1,4 @@
-"""Files of an earlier mtrain: a checkpoint that resumes, profiles that read as they did."""
+"""Files of an earlier mtrain: a checkpoint that resumes, and profiles that read as before."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _KEPT = (
     "index.npz",
 )
 _VALIDATE = "simulate --json --no-files --validate"
-# name -> a command that prints JSON. The profile of this package is in the working directory,
-# those that ship are in PROFILES.
+# Name -> a command that prints JSON. This package's profile is in the working directory, the ones
+# that ship with mtrain are in PROFILES.
 _READ: dict[str, str] = {
     "report of a profile": "report profile --json",
     "what-if of a profile": "profile what-if profile --json --exchange ring,all_gather "
@@ -54,7 +54,7 @@ _READ: dict[str, str] = {
     "validation against 4 H200": f"{_VALIDATE} PROFILES/predicted-4xh200 --prediction "
     "PROFILES/predicted-4xh200/predictions",
 }
-# The same profile on clusters that are not here; its sequences pack several documents.
+# The same profile on other clusters; its sequences pack several documents.
 _ELSEWHERE: dict[str, str] = {
     "profile of documents on H100s": "--cluster h100_4x8 --nodes 1 --workers 4 --layout "
     "zigzag,striped --exchange ring,all_gather,ulysses",
@@ -66,9 +66,9 @@ NAMES = (_RESUMED, _CONTINUED, *_READ, *_ELSEWHERE)
 
 
 def make() -> None:
-    """Make the checkpoint and the profile anew.
+    """Recreate the checkpoint and the profile.
 
-    Do so only where their format changes on purpose: that they are old is their point.
+    Do so only if their format changes on purpose: being old is their purpose.
     """
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
@@ -87,8 +87,8 @@ def make() -> None:
         _pack(folder / "profile", PROFILE)
 
 
-def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What today's mtrain makes of the old files."""
+def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the old files with the current mtrain."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _unpack(PROFILE, folder)
@@ -105,13 +105,13 @@ def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _printed(words: str, folder: Path) -> dict[str, Any]:
-    said = reach.run(words.replace("PROFILES", str(reach.PROFILES)).split(), folder)
-    return reach.numbers(json.loads(said.replace(str(reach.PROFILES), "PROFILES")))
+    output = reach.run(words.replace("PROFILES", str(reach.PROFILES)).split(), folder)
+    return reach.numbers(json.loads(output.replace(str(reach.PROFILES), "PROFILES")))
 
 
 def _elsewhere(words: str, folder: Path, name: str) -> dict[str, Any]:
     out = folder / name.replace(" ", "-")
-    said = reach.run(
+    output = reach.run(
         ["simulate", "--index", "profile", *words.split(), "--json", "--out", str(out)], folder
     )
     rows = reach.records(out)
@@ -122,7 +122,7 @@ def _elsewhere(words: str, folder: Path, name: str) -> dict[str, Any]:
             "counts": reach.work(rows, number),
             "bytes": reach.traffic(rows, number),
         }
-        for number, row in enumerate(reach.predicted(json.loads(said)))
+        for number, row in enumerate(reach.predicted(json.loads(output)))
     }
 
 
@@ -135,7 +135,7 @@ def _resumed(folder: Path, count: int) -> dict[str, Any]:
 
 
 def _pack(folder: Path, archive: Path) -> None:
-    """Keep what is read again, without the paths and the name of this machine."""
+    """Archive a folder without paths and the name of this machine."""
     with tarfile.open(archive, "w:xz") as file:
         for path in sorted(
             path

@@ -16,14 +16,15 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are made alike.
+    """Cases that are computed in the same way.
 
-    found: computes cases by name. tolerance: see `compare.differences`.
+    compute: yields the results of the named cases.
+    tolerance: see `compare.differences`.
     """
 
     name: str
     names: tuple[str, ...]
-    found: Callable[[Collection[str]], Iterator[tuple[str, dict[str, Any]]]]
+    compute: Callable[[Collection[str]], Iterator[tuple[str, dict[str, Any]]]]
     tolerance: Mapping[str, float]
 
     @property
@@ -31,13 +32,13 @@ class Group:
         return RECORDED / f"{self.name}.jsonl"
 
     def recorded(self) -> dict[str, Any]:
-        """By name."""
+        """Return the recorded results by name."""
         rows = map(json.loads, self.path.read_text().splitlines()) if self.path.exists() else ()
         return {row["name"]: row["found"] for row in rows}
 
     def record(self, names: Collection[str]) -> None:
-        """Replace what was recorded of these names; cases that are gone go."""
-        known = self.recorded() | dict(self.found(names))
+        """Replace the recorded results of these names, and remove cases that no longer exist."""
+        known = self.recorded() | dict(self.compute(names))
         lines = [
             json.dumps({"name": name, "found": known[name]}, separators=(",", ":"))
             for name in self.names
@@ -47,9 +48,9 @@ class Group:
         self.path.write_text("".join(f"{line}\n" for line in lines))
 
     def check(self, names: Collection[str], exact: bool = False) -> Iterator[tuple[str, list[str]]]:
-        """-> name and what differs, of each."""
+        """Yield each name with its differences."""
         recorded = self.recorded()
-        for name, found in self.found(names):
+        for name, computed in self.compute(names):
             if name not in recorded:
                 yield name, ["was never recorded"]
             else:
@@ -58,37 +59,37 @@ class Group:
                     sorted(
                         differences(
                             recorded[name],
-                            json.loads(json.dumps(found)),
+                            json.loads(json.dumps(computed)),
                             {"": 0.0} if exact else self.tolerance,
                         )
                     ),
                 )
 
 
-# Losses of other CPUs differ in the last bits, which sums and a few steps of training make more of.
+# Other CPUs differ in the last bits of a loss, which sums and training steps amplify.
 GROUPS = (
-    Group("losses", tuple(losses.CASES), losses.found, {"": 1e-5, "grad_norm": 1e-4}),
-    Group("memory", tuple(memory.CASES), memory.found, {"": 1e-3}),
+    Group("losses", tuple(losses.CASES), losses.compute, {"": 1e-5, "grad_norm": 1e-4}),
+    Group("memory", tuple(memory.CASES), memory.compute, {"": 1e-3}),
     Group(
         "predictions",
         tuple(predictions.NAMES),
-        predictions.found,
+        predictions.compute,
         {"": 1e-3, "counts": 0.0, "bytes": 0.0},
     ),
-    Group("profiles", tuple(profiles.NAMES), profiles.found, {"": 1e-6}),
+    Group("profiles", tuple(profiles.NAMES), profiles.compute, {"": 1e-6}),
     Group(
         "files",
         files.NAMES,
-        files.found,
+        files.compute,
         {"": 1e-3, "loss": 1e-5, "grad_norm": 1e-4, "counts": 0.0, "bytes": 0.0},
     ),
 )
 
 
 def chosen(only: str | None) -> Iterator[tuple[Group, list[str]]]:
-    """Groups with the names that ``only`` means; all without it.
+    """Select groups and names; all of them without `only`.
 
-    only: a group, else the beginning of "GROUP/NAME" or a part of names.
+    only: a group, or else the start of "GROUP/NAME" or part of a name.
     """
     groups = [group for group in GROUPS if group.name == only]
     for group in groups or GROUPS:

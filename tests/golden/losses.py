@@ -15,7 +15,7 @@ _COMMON = (
     "model.num_layers=2 "
     "train.steps=3 optim.warmup_steps=1 train.checkpoint_at_end=false train.checkpoint_every=0"
 )
-_WHOLE = "data.document_mask=false"  # one document a sequence, else several are packed
+_WHOLE = "data.document_mask=false"  # one document per sequence; otherwise several are packed
 _VERTICAL_SLASH = (
     "sparsity=vertical_slash sparsity.block=32 sparsity.last_q=32 "
     "sparsity.p_v=0.6 sparsity.p_s=0.6 sparsity.min_columns=8 sparsity.max_columns=64"
@@ -27,7 +27,12 @@ _FIXED = "sparsity=fixed sparsity.block=32 sparsity.slashes=4 sparsity.columns=2
 
 @dataclass(frozen=True)
 class Case:
-    """A training. then: settings of a second command that resumes it, where there is one."""
+    """A training.
+
+    workers: number of CPU workers.
+    words: its settings.
+    then: settings of a second command that resumes it, if there is one.
+    """
 
     workers: int
     words: str
@@ -125,7 +130,7 @@ CASES: dict[str, Case] = {
     ),
     "fixed": Case(1, _FIXED),
     "fixed ring 4": Case(4, f"{_FIXED} topology.exchange=ring {_WHOLE}"),
-    # What is kept, recomputed, sharded and offloaded.
+    # Recomputation, sharding and offload.
     "recompute nothing": Case(1, "train.activation_checkpoint=none"),
     "recompute all": Case(
         2, f"train.activation_checkpoint=full topology.exchange=ring {_VERTICAL_SLASH}"
@@ -188,8 +193,8 @@ QUICK = (
 )
 
 
-def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The losses of the cases of these names."""
+def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Train the named cases."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         corpus.write(folder / "corpus")

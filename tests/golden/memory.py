@@ -8,7 +8,7 @@ from typing import Any
 
 from golden import reach
 
-# Auto settings that look at the machine are given, so that every machine plans alike.
+# Settings that `auto` would take from the machine are fixed, so that every machine plans alike.
 _GPUS = "topology.device=cuda topology.gpu_memory_gib=79.2 topology.host_memory_gib=128"
 _MODELS = ("qwen0.5b", "qwen3b", "llama8b", "qwen3_14b", "mistral7b", "qwen32b")
 _EXCHANGES = {
@@ -59,40 +59,40 @@ _MEMORY = {
 
 
 def _cases() -> dict[str, str]:
-    found: dict[str, str] = {}
+    cases: dict[str, str] = {}
     for model, seq, workers in product(_MODELS, ("32k", "512k"), (1, 8)):
-        found[f"{model} {seq} {workers}"] = (
+        cases[f"{model} {seq} {workers}"] = (
             f"model={model} seq={seq} topology.workers={workers} {_GPUS}"
         )
     base = f"model=qwen3b seq=256k topology.workers=8 {_GPUS}"
     for (exchange, words), (pattern, more) in product(_EXCHANGES.items(), _PATTERNS.items()):
-        found[f"{exchange}; {pattern}"] = f"{base} {words} {more}"
+        cases[f"{exchange}; {pattern}"] = f"{base} {words} {more}"
     for (memory, words), (pattern, more) in product(_MEMORY.items(), list(_PATTERNS.items())[:2]):
-        found[f"memory {memory}; {pattern}"] = f"{base} {words} {more}"
-        found[f"memory {memory}; {pattern}, llama8b on 32"] = (
+        cases[f"memory {memory}; {pattern}"] = f"{base} {words} {more}"
+        cases[f"memory {memory}; {pattern}, llama8b on 32"] = (
             f"{base} {words} {more} model=llama8b seq=1m topology.workers=32"
         )
     for layout, documents, exchange in product(
         ("contiguous", "zigzag", "striped"), ("true", "false"), ("all_gather", "ring", "ulysses")
     ):
         name = f"{layout} {exchange}, documents {documents}"
-        found[name] = (
+        cases[name] = (
             f"{base} topology.layout={layout} topology.exchange={exchange} "
             f"data.document_mask={documents}"
         )
-        found[f"{name}, sparse"] = f"{found[name]} sparsity=vertical_slash sparsity.windows=4"
+        cases[f"{name}, sparse"] = f"{cases[name]} sparsity=vertical_slash sparsity.windows=4"
     for kernel, pattern in product(
         ("triton", "sdpa", "flash4", "reference"), ("dense", "vertical_slash", "xattention")
     ):
         if (kernel, pattern == "dense") in (("triton", True), ("sdpa", False)):
-            continue  # triton computes sparse attention alone, sdpa dense attention alone
-        found[f"kernel {kernel}; {pattern}"] = (
+            continue  # triton computes only sparse attention, sdpa only dense attention
+        cases[f"kernel {kernel}; {pattern}"] = (
             f"{base} seq=32k train.kernel={kernel} sparsity={pattern} topology.exchange=ring"
         )
     for workers, context in ((16, 4), (16, 16), (64, 8), (64, 64), (6, 3)):
         for exchange in ("ring", "all_gather"):
             batch = workers // context
-            found[f"{workers} workers, {context} share; {exchange}"] = (
+            cases[f"{workers} workers, {context} share; {exchange}"] = (
                 f"model=llama8b seq=300000 topology.workers={workers} "
                 f"topology.context_parallel={context} train.global_batch={batch} "
                 f"{_GPUS} topology.exchange={exchange}"
@@ -111,7 +111,7 @@ def _cases() -> dict[str, str]:
             if recipe == "stdlib_8k"
             else f"{_GPUS} topology.workers=32 topology.gpus_per_node=8"
         )
-        found[f"recipe {recipe}"] = f"recipe={recipe} {where} {more}"
+        cases[f"recipe {recipe}"] = f"recipe={recipe} {where} {more}"
     for workers, more in product(
         (1, 2, 4),
         (
@@ -120,16 +120,16 @@ def _cases() -> dict[str, str]:
             "sparsity=vertical_slash topology.exchange=ring",
         ),
     ):
-        found[f"cpu {workers} {more}".strip()] = (
+        cases[f"cpu {workers} {more}".strip()] = (
             f"topology.device=cpu train.kernel=sdpa topology.workers={workers} {more}"
         )
-    return found
+    return cases
 
 
 CASES = _cases()
 
 
-def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The estimates of the cases of these names."""
+def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Estimate the named cases."""
     for name in only:
         yield name, reach.memory(CASES[name].split())

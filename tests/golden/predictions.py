@@ -25,7 +25,7 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """Of its predictions, in their order."""
+        """Names of its predictions, in order."""
         return [
             f"{layout} {exchange}"
             for layout, exchange in product(self.layouts.split(","), self.exchanges.split(","))
@@ -34,7 +34,7 @@ class Case:
 
 _FAMILIES = ("local", "clustered", "uniform", "drifting")
 CASES: dict[str, Case] = {
-    # Attention alone, under each family and pattern.
+    # Attention alone, with each index family and pattern.
     **{
         f"{family} on 8": Case(
             f"model=qwen3b seq=64k --attention-only --index {family} --density 8% --columns 512"
@@ -194,7 +194,7 @@ CASES: dict[str, Case] = {
         )
         for n in (2, 3, 4)
     },
-    # Attention that was recorded on GPUs, elsewhere.
+    # Attention recorded on GPUs, predicted on other machines.
     **{
         f"recorded {name} on {workers}": Case(
             f"--index PROFILES/{name} --cluster h100_4x8 --workers {workers}",
@@ -230,8 +230,8 @@ NAMES: dict[str, str] = {
 } | {name: name for name in TABLES}
 
 
-def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The predictions of these names; those of one case come together."""
+def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Predict the named cases; the predictions of one simulation are computed together."""
     wanted = set(only)
     with tempfile.TemporaryDirectory() as name:
         for number, case in enumerate(dict.fromkeys(NAMES[name] for name in only)):
@@ -266,7 +266,7 @@ def _table(case: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _predicted(case: str, folder: Path, out: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     asked = CASES[case]
     words = asked.words.replace("PROFILES", str(reach.PROFILES)).split()
-    said = reach.run(
+    output = reach.run(
         [
             "simulate",
             *words,
@@ -282,7 +282,7 @@ def _predicted(case: str, folder: Path, out: Path) -> Iterator[tuple[str, dict[s
     )
     rows = reach.records(out)
     for number, (name, row) in enumerate(
-        zip(asked.names, reach.predicted(json.loads(said)), strict=True)
+        zip(asked.names, reach.predicted(json.loads(output)), strict=True)
     ):
         row |= {
             "spent": reach.spent(rows, number),

@@ -1,4 +1,4 @@
-"""Which rows a profile of CPU workers has, with their work and bytes; not their times."""
+"""The rows of profiles of CPU workers, with their work and bytes, without their times."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Case:
 
     @property
     def names(self) -> list[str]:
-        """Of what is compared, in the order of the files."""
+        """Names of the compared results, in the order of the files."""
         return [
-            " ".join(found)
-            for found in product(
+            " ".join(computed)
+            for computed in product(
                 *(text.split(",") for text in (self.patterns, self.layouts, self.exchanges))
             )
         ]
@@ -81,8 +81,8 @@ NAMES: dict[str, str] = {
 }
 
 
-def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of the cases of these names, and their work replayed elsewhere."""
+def compute(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Profile the named cases, and replay their work on another cluster."""
     wanted = set(only)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -93,7 +93,7 @@ def found(only: Collection[str]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def make(asked: Case, folder: Path, there: Path) -> None:
-    """Profile a case into the folder ``there``."""
+    """Profile a case into the folder `there`."""
     compared = [
         "--pattern",
         asked.patterns,

@@ -1,7 +1,7 @@
-"""All that the golden traces know of mtrain: its command line, a few imports, names in its files.
+"""All that the golden traces know of mtrain: its command line, some imports, names in its files.
 
-Names of modules, columns and keys are here and nowhere else in this package. After a rename in the
-product, change the left-hand sides below; the recorded files keep the names on the right.
+Only this module knows names of mtrain's modules, columns and keys. After a rename in mtrain, change
+the left-hand sides below; the recorded files keep the names on the right.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-# Words that the product has renamed since the files were recorded (now -> then): phases, passes,
-# links, payloads, parts of a step, keys of JSON documents.
+# Strings that mtrain has renamed since the files were recorded (new -> old): phases, passes, links,
+# payloads, parts of a step, keys of JSON documents.
 _RENAMED: dict[str, str] = {}
 # Names in metrics.jsonl and evaluations.jsonl -> names in the recorded files.
 _STEP = {
@@ -75,7 +75,7 @@ PROFILES = Path(__file__).parents[2] / "profiles"
 
 
 class CommandError(RuntimeError):
-    """A command ended with another exit code than expected."""
+    """A command ended with an unexpected exit code."""
 
 
 def has_gpu() -> bool:
@@ -85,13 +85,14 @@ def has_gpu() -> bool:
 
 
 def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
-    """`mtrain WORDS` in this process, with ``folder`` as its working directory -> what it prints.
+    """Run `mtrain WORDS` in this process, in `folder`, and return what it prints.
 
     Raises:
-        CommandError: it ends with another exit code than ``code``.
+        CommandError: its exit code is not `code`.
     """
-    from mtrain_cli.commands.app import app
     from typer.testing import CliRunner
+
+    from mtrain_cli.commands.app import app
 
     argv, errors = sys.argv, io.StringIO()
     sys.argv = ["mtrain", *words]
@@ -101,22 +102,22 @@ def run(words: Sequence[str], folder: Path, code: int = 0) -> str:
     finally:
         sys.argv = argv
     if result.exit_code != code:
-        said = (result.stderr + errors.getvalue() + (result.stdout if not result.stderr else ""))[
-            -2000:
-        ]
-        raise CommandError(
-            f"mtrain {' '.join(words)}: exit code {result.exit_code}: {said or result.exception!r}"
-        )
+        message = (
+            result.stderr + errors.getvalue() + (result.stdout if not result.stderr else "")
+        )[-2000:]
+        reason = message or repr(result.exception)
+        raise CommandError(f"mtrain {' '.join(words)}: exit code {result.exit_code}: {reason}")
     return result.stdout
 
 
 def warm_up() -> None:
     """Import what a training imports, so that processes forked from this one start fast."""
-    import mtrain_cli.commands.app
-    import mtrain_cli.training.loop
     import torch
     import torch._dynamo
     import torch.distributed.fsdp
+
+    import mtrain_cli.commands.app
+    import mtrain_cli.training.loop
 
     torch.set_num_threads(1)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -124,7 +125,7 @@ def warm_up() -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """`mtrain WORDS` as the process that this one is; ends it."""
+    """Run `mtrain WORDS` as this process, and exit."""
     from mtrain_cli.__main__ import main as product
 
     sys.argv = ["mtrain", *words]
@@ -133,17 +134,17 @@ def main(words: Sequence[str]) -> None:
 
 
 def steps(run_dir: Path) -> dict[str, list[Any]]:
-    """What metrics.jsonl of a run says of each step, by name."""
+    """Return the metrics of each step of a run, by name."""
     rows = _lines(run_dir / "metrics.jsonl")
     return {ours: [row[theirs] for row in rows] for theirs, ours in _STEP.items()}
 
 
 def evaluations(run_dir: Path) -> list[Any]:
-    """Held-out losses, whole and by position."""
-    found = _lines(run_dir / "evaluations.jsonl")
+    """Return held-out losses, total and by context."""
+    result = _lines(run_dir / "evaluations.jsonl")
     return [
         [row["step"], row["loss"], row["tokens"], *(bucket["loss"] for bucket in row["buckets"])]
-        for row in found
+        for row in result
     ]
 
 
@@ -152,12 +153,12 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def memory(words: Sequence[str]) -> dict[str, Any]:
-    """Return the bytes that `mtrain train WORDS --dry-run` prints rounded."""
+    """Return the exact bytes that `mtrain train WORDS --dry-run` prints rounded."""
     from mtrain_cli.config.compose import compose
-    from mtrain_cli.training.run_plan import plan
+    from mtrain_cli.training.run_plan import make_plan
 
-    found = plan(compose(list(words), plan=True))
-    estimate, exchange = found.memory, found.exchange
+    result = make_plan(compose(list(words), plan=True))
+    estimate, exchange = result.memory, result.exchange
     return {
         "peak": estimate.allocated,
         # Of each moment, in the order of _PARTS.
@@ -173,18 +174,23 @@ def memory(words: Sequence[str]) -> dict[str, Any]:
             exchange.circulates,
             exchange.shared_columns,
         ],
-        "kernel": found.kernel,
-        "layout": [found.layout.name, found.layout.padded_seq],
-        "moved": [found.moved.forward, found.moved.backward, found.moved.weights, found.moved.host],
-        "checkpoint": found.checkpoint,
-        "model_flop": found.flops.model,
-        "executed_flop": found.flops.executed,
-        "settings": _memory_settings(found.config),
+        "kernel": result.kernel,
+        "layout": [result.layout.name, result.layout.padded_seq],
+        "moved": [
+            result.received.forward,
+            result.received.backward,
+            result.received.weights,
+            result.received.host,
+        ],
+        "checkpoint": result.checkpoint,
+        "model_flop": result.flops.model,
+        "executed_flop": result.flops.executed,
+        "settings": _memory_settings(result.config),
     }
 
 
 def _memory_settings(config: Any) -> list[Any]:
-    """Those that train.memory=auto may choose."""
+    """Return the settings that train.memory=auto may choose."""
     train, optim = config.train, config.optim
     return [
         train.activation_checkpoint,
@@ -200,17 +206,17 @@ def _memory_settings(config: Any) -> list[Any]:
 
 
 def records(folder: Path) -> dict[str, np.ndarray]:
-    """Rows of a profile or simulation as arrays, words as text."""
+    """Return the rows of a profile or simulation as arrays, strings as text."""
     import pyarrow.parquet as pq
 
     table = pq.read_table(folder / "records.parquet", columns=list(_COLUMNS))
-    found = {
+    result = {
         ours: table.column(theirs).to_numpy(zero_copy_only=False)
         for theirs, ours in _COLUMNS.items()
     }
     return {
         name: np.array([_ours(word) for word in values]) if values.dtype == object else values
-        for name, values in found.items()
+        for name, values in result.items()
     }
 
 
@@ -219,12 +225,12 @@ def _ours(word: str) -> str:
 
 
 def numbers(document: Any) -> Any:
-    """A JSON document without its text: numbers and what holds them."""
+    """Return a JSON document without its strings."""
     if isinstance(document, dict):
         kept = {_ours(name): numbers(value) for name, value in document.items()}
         return {name: value for name, value in kept.items() if value is not None}
     if isinstance(document, list):
-        kept_list = [found for value in document if (found := numbers(value)) is not None]
+        kept_list = [result for value in document if (result := numbers(value)) is not None]
         return kept_list or None
     return document if isinstance(document, int | float) else None
 
@@ -234,7 +240,7 @@ def summary(folder: Path) -> dict[str, Any]:
 
 
 def work(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
-    """Exact work of a case: totals by pass, and a digest of every (pass, layer, step, rank)."""
+    """Return the exact work of a case: totals by pass, and a digest by pass, layer, step, rank."""
     return _counted(
         rows,
         case,
@@ -246,7 +252,7 @@ def work(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
 
 
 def traffic(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
-    """Exact bytes of a case: totals by (pass, queue, payload, phase), a digest of all."""
+    """Return the exact bytes of a case: totals by (pass, queue, payload, phase), and a digest."""
     key = ("direction", "link", "payload", "phase", "layer", "step", "rank", "shard", "peer")
     return _counted(
         rows, case, _MESSAGES, key, ("bytes",), ("direction", "link", "payload", "phase")
@@ -254,20 +260,20 @@ def traffic(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
 
 
 def spent(rows: Mapping[str, np.ndarray], case: int) -> dict[str, float]:
-    """Milliseconds of a case by pass and phase, summed over ranks, steps and layers."""
-    mine = rows["case"] == case
-    found: dict[str, float] = {}
+    """Return the milliseconds of a case by pass and phase, over ranks, steps and layers."""
+    selected = rows["case"] == case
+    result: dict[str, float] = {}
     for direction, phase, us in zip(
-        *(rows[name][mine].tolist() for name in ("direction", "phase", "dur_us")), strict=True
+        *(rows[name][selected].tolist() for name in ("direction", "phase", "dur_us")), strict=True
     ):
         name = f"{direction} {phase}".strip()
-        found[name] = found.get(name, 0.0) + us / 1e3
-    return dict(sorted(found.items()))
+        result[name] = result.get(name, 0.0) + us / 1e3
+    return dict(sorted(result.items()))
 
 
 def predicted(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What `simulate --json` says of each configuration, in the order that they were asked for."""
-    found = []
+    """Return the prediction of `simulate --json` for each configuration, in order."""
+    result = []
     for entry, facts in zip(document["predicted"], document["cases"], strict=True):
         row: dict[str, Any] = {
             "ms": _bounds(entry["ms"]),
@@ -286,12 +292,12 @@ def predicted(document: Mapping[str, Any]) -> list[dict[str, Any]]:
             }
         if "step" in entry:
             row["step"] = step_row(entry["step"])
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 def swept(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of `simulate --sweep`, those that cannot be as such."""
+    """Return the rows of `simulate --sweep`, including configurations that are impossible."""
     return [
         {"point": row["point"], **({"cannot": True} if "cannot" in row else step_row(row))}
         for row in document["sweep"]
@@ -299,14 +305,14 @@ def swept(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recommended(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The configurations of `simulate --recommend`, best first."""
+    """Return the configurations of `simulate --recommend`, best first."""
     return [step_row(row) for row in document["recommended"]["ranked"]] + [
         {"rejected": len(document["recommended"]["rejected"])}
     ]
 
 
 def step_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A predicted step."""
+    """Return a predicted step."""
     return {
         "layout": row["layout"],
         "kernel": row["kernel"],
@@ -333,18 +339,18 @@ def step_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _bounds(found: Mapping[str, float]) -> list[float]:
-    return [found["low"], found["value"], found["high"]]
+def _bounds(result: Mapping[str, float]) -> list[float]:
+    return [result["low"], result["value"], result["high"]]
 
 
-def _degrees(found: Mapping[str, float]) -> list[float]:
-    return [found[name] for name in ("worker", "step", "total", "critical")]
+def _degrees(result: Mapping[str, float]) -> list[float]:
+    return [result[name] for name in ("worker", "step", "total", "critical")]
 
 
 def structure(rows: Mapping[str, np.ndarray], case: int) -> dict[str, Any]:
-    """Rows of a profile without their times: how many by (pass, phase), a digest of all.
+    """Return the rows of a profile without times: their number by (pass, phase), and a digest.
 
-    Left out is what depends on times: gaps, and for whom a collective waited.
+    Leaves out rows that depend on times: gaps, and whom a collective waited for.
     """
     key = (
         "direction",
@@ -379,10 +385,12 @@ def _counted(
     numbers: Sequence[str],
     by: Sequence[str],
 ) -> dict[str, Any]:
-    mine = (rows["case"] == case) & np.isin(rows["phase"].astype(str), list(phases))
-    columns = [rows[name][mine].tolist() for name in key]
+    selected = (rows["case"] == case) & np.isin(rows["phase"].astype(str), list(phases))
+    columns = [rows[name][selected].tolist() for name in key]
     values = [
-        ([1] * int(mine.sum())) if name == "rows" else rows[name][mine].astype(np.int64).tolist()
+        ([1] * int(selected.sum()))
+        if name == "rows"
+        else rows[name][selected].astype(np.int64).tolist()
         for name in numbers
     ]
     sums: dict[tuple, list[int]] = {}
@@ -390,7 +398,7 @@ def _counted(
         known = sums.setdefault(place, [0] * len(numbers))
         for number, count in enumerate(counts):
             known[number] += count
-    if len(numbers) > 1:  # steps without work are told in one way or another
+    if len(numbers) > 1:  # a step without work may or may not have a row
         sums = {place: counts for place, counts in sums.items() if any(counts)}
     totals: dict[str, list[int]] = {}
     for place, counts in sums.items():

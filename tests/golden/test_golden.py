@@ -1,4 +1,4 @@
-"""What a run computes is what was recorded. Quick tests check a part, slow ones the rest."""
+"""Runs compute the recorded results. Quick tests check a part, slow ones the rest."""
 
 from __future__ import annotations
 
@@ -48,40 +48,42 @@ by_group = pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.name
 
 def check(group: Group, quick: bool) -> None:
     if group.name == "memory" and reach.has_gpu():
-        pytest.skip("plans for GPUs that are not here; on a machine with GPUs they are for its own")
+        pytest.skip("plans for absent GPUs; on a machine with GPUs, plans are for its own")
     names = [name for name in group.names if QUICK[group.name](name) is quick]
-    different = {name: found for name, found in group.check(names) if found}
-    assert not different, "\n".join(f"{name}: {found[:3]}" for name, found in different.items())
+    different = {name: computed for name, computed in group.check(names) if computed}
+    assert not different, "\n".join(
+        f"{name}: {computed[:3]}" for name, computed in different.items()
+    )
 
 
 @by_group
-def test_a_part_is_as_recorded(group: Group) -> None:
+def test_a_part_equals_the_recorded_results(group: Group) -> None:
     check(group, quick=True)
 
 
 @pytest.mark.slow
 @by_group
-def test_the_rest_is_as_recorded(group: Group) -> None:
+def test_the_rest_equals_the_recorded_results(group: Group) -> None:
     check(group, quick=False)
 
 
 @by_group
-def test_every_case_is_recorded_and_no_other(group: Group) -> None:
+def test_exactly_the_existing_cases_are_recorded(group: Group) -> None:
     assert list(group.recorded()) == list(group.names)
 
 
-def test_a_resumed_training_is_the_unbroken_one() -> None:
+def test_a_resumed_training_equals_the_uninterrupted_one() -> None:
     recorded = GROUPS[0].recorded()
     assert recorded["resumed"] == recorded["unbroken"]
 
 
-def test_files_are_small() -> None:
+def test_recorded_files_are_small() -> None:
     kept = [*RECORDED.iterdir(), *files.FOLDER.iterdir()]
     assert sum(path.stat().st_size for path in kept) < _MOST_BYTES
 
 
-def test_names_are_chosen_by_group_and_by_part() -> None:
-    assert [group.name for group, _ in chosen("memory")] == ["memory"]  # whatever others are called
+def test_cases_are_selected_by_group_and_by_part_of_a_name() -> None:
+    assert [group.name for group, _ in chosen("memory")] == ["memory"]  # and no case with that word
     assert [group.name for group, _ in chosen("automatic memory")] == ["predictions"]
     assert [names for _, names in chosen("losses/uly")] == [
         ["ulysses 2", "ulysses 2 in a ring", "ulysses 2 in an all-gather"]
@@ -90,22 +92,22 @@ def test_names_are_chosen_by_group_and_by_part() -> None:
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3])
-def test_every_number_that_changes_is_told(tolerance: float) -> None:
-    """One number after the other is changed, in a case of each group."""
+def test_every_changed_number_is_reported(tolerance: float) -> None:
+    """Change one number after the other, in one case of each group."""
     for group in GROUPS:
         recorded = json.loads(group.path.read_text().splitlines()[0])["found"]
         allowed = {"": tolerance, "counts": 0.0}
         assert not list(differences(recorded, copy.deepcopy(recorded), allowed))
         for place in _places(recorded):
-            found = copy.deepcopy(recorded)
-            holder = found
+            computed = copy.deepcopy(recorded)
+            holder = computed
             for key in place[:-1]:
                 holder = holder[key]
             holder[place[-1]] = _changed(holder[place[-1]])
-            assert len(list(differences(recorded, found, allowed))) == 1, (group.name, place)
+            assert len(list(differences(recorded, computed, allowed))) == 1, (group.name, place)
 
 
-def test_rounding_is_allowed_where_it_is_and_nowhere_else() -> None:
+def test_rounding_is_tolerated_only_where_allowed() -> None:
     recorded = {"seconds": [1.0, 2.0], "counts": {"flop": 1.0, "pairs": 7}}
     near = {"seconds": [1.0001, 2.0], "counts": {"flop": 1.0001, "pairs": 7}}
     assert list(differences(recorded, near, {"": 1e-3, "counts": 0.0})) == [

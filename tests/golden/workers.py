@@ -1,6 +1,6 @@
-"""Runs mtrain on several CPU workers, forked from a process that has imported all they need.
+"""Run mtrain on several CPU workers, forked from a process that has imported everything.
 
-A start then takes a second, not five.
+A start then takes one second instead of five.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TESTS = Path(__file__).parents[1]
 
 
 class Server:
-    """A process from which workers are forked."""
+    """A process that workers are forked from."""
 
     def __init__(self) -> None:
         environment = {
@@ -32,7 +32,7 @@ class Server:
         }
         environment.pop(
             "TRITON_INTERPRET", None
-        )  # with it mtrain would take the interpreter for a kernel
+        )  # otherwise mtrain would take the interpreter for a kernel
         self._process = subprocess.Popen(
             [sys.executable, "-m", "golden.workers"],
             cwd=_TESTS,
@@ -43,7 +43,7 @@ class Server:
         )
 
     def run(self, words: Sequence[str], workers: int, folder: Path) -> None:
-        """Run `mtrain WORDS` as ``workers`` processes in ``folder``, as torchrun starts them.
+        """Run `mtrain WORDS` in `folder` as `workers` processes, like torchrun.
 
         Raises:
             reach.CommandError: a worker fails.
@@ -53,11 +53,11 @@ class Server:
         print(json.dumps([list(words), workers, str(folder)]), file=self._process.stdin, flush=True)
         codes = json.loads(self._process.stdout.readline() or "[-1]")
         if any(codes):
-            said = "".join(
-                path.read_text()[-1500:] for path in sorted(folder.glob("said-*/output"))
+            logs = "".join(
+                path.read_text()[-1500:] for path in sorted(folder.glob("logs-*/output"))
             )
             raise reach.CommandError(
-                f"mtrain {' '.join(words)}: exit codes {codes} of {workers} workers: {said}"
+                f"mtrain {' '.join(words)}: exit codes {codes} of {workers} workers: {logs}"
             )
 
     def close(self) -> None:
@@ -66,10 +66,10 @@ class Server:
 
 @functools.cache
 def server() -> Server:
-    """The one server of this process, which ends with it."""
-    found = Server()
-    atexit.register(found.close)
-    return found
+    """Return this process's server, which ends with it."""
+    server_process = Server()
+    atexit.register(server_process.close)
+    return server_process
 
 
 def _serve() -> None:
@@ -93,8 +93,8 @@ def _fork(rank: int, workers: int, port: int, words: list[str], folder: Path) ->
     code: object = 1
     try:
         os.chdir(folder)
-        said = folder / f"said-{rank}"
-        said.mkdir(exist_ok=True)
+        logs = folder / f"logs-{rank}"
+        logs.mkdir(exist_ok=True)
         os.environ |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(workers),
@@ -104,9 +104,9 @@ def _fork(rank: int, workers: int, port: int, words: list[str], folder: Path) ->
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": f"golden-{port}",
         }
-        # Ranks that start together may take the temporary folder of another for abandoned.
-        tempfile.tempdir = str(said)
-        output = os.open(said / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        # Ranks that start together may take each other's temporary folder for abandoned.
+        tempfile.tempdir = str(logs)
+        output = os.open(logs / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(output, stream)
         reach.main(words)

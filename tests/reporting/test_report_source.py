@@ -150,7 +150,7 @@ def test_folders_without_anything_to_report_are_skipped():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is no step"),
+        ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is not a step"),
         ("{\n{}\n", "not a step; each line must be a JSON object"),
         ('{"step": "a", "loss": []}\n', "no steps"),
     ],

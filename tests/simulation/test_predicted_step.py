@@ -24,8 +24,8 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.timeline import Disturbances
-from mtrain_cli.training.flops import causal_pairs, computed_again, training_flops
-from mtrain_cli.training.run_plan import plan
+from mtrain_cli.training.flops import causal_pairs, recomputed_pair_share, training_flops
+from mtrain_cli.training.run_plan import make_plan
 from mtrain_cli.training.state_memory import StateMemory
 
 H200 = load_cluster("h200_1x8")
@@ -88,7 +88,7 @@ def step(
 )
 def test_memory_is_that_of_the_dry_run(words):
     config = compose(words)
-    dry = plan(compose([*words, "topology.workers=8", "topology.device=cuda"]))
+    dry = make_plan(compose([*words, "topology.workers=8", "topology.device=cuda"]))
     mine = plan_on(H200, config, workers=8)
     assert mine.kernel == dry.kernel == ("triton" if "sparsity=moba" in words else "flash4")
     assert mine.memory == dry.memory
@@ -192,7 +192,7 @@ def test_what_is_saved_costs_what_it_costs():
     half = made("train.activation_checkpoint=sequence_selective")
     again = attention.passes["recompute"].spent["attention"] / 1e3 * 36 * 4
     assert half.parts["attention"] - made().parts["attention"] == pytest.approx(
-        again * computed_again(half.plan.config.train, half.plan.layout), rel=1e-6
+        again * recomputed_pair_share(half.plan.config.train, half.plan.layout), rel=1e-6
     )
     assert seconds("train.loss_gradients=recompute") > plain
     assert seconds("train.tile_mib=64") > plain

@@ -10,7 +10,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
-from mtrain_cli.training.run_plan import plan
+from mtrain_cli.training.run_plan import make_plan
 
 MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
 WINDOW = (
@@ -55,18 +55,18 @@ def test_banner_and_dry_run_show_remarks():
     config = compose(
         ["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"]
     )
-    run_plan = plan(config)
+    run_plan = make_plan(config)
     for page in (render(run_plan), banner(run_plan, Path("runs/x"), "data")):
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(page)
         printed = console.file.getvalue()
         assert MOBA in printed
         assert "no step is sparse" in printed
-        assert "computes less" not in printed
+        assert "executes less" not in printed
 
 
 def test_synthetic_patterns_are_marked_wherever_their_name_shows():
     config = compose(["sparsity=fixed", "topology.workers=1", "topology.device=cpu"])
     console = Console(file=io.StringIO(), width=200, color_system=None)
-    console.print(render(plan(config)))
+    console.print(render(make_plan(config)))
     assert "fixed (SYNTHETIC): diagonals of 5.0%" in console.file.getvalue()

@@ -1,4 +1,4 @@
-"""Live bytes of a training step on real processes, to hold the closed form of `training/memory.py` against."""
+"""Live bytes of training steps on real processes, to check the closed form of memory.py against."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from mtrain_cli.training.state_memory import StateMemory
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sums the storages that operators have touched and somebody still holds, after every operator. peak: the largest sum. elsewhere:
-    tensors that do not count.
+    """Track the bytes of live storages after every operator.
+
+    peak: the largest sum.
+    elsewhere: tensors that do not count.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def now(self) -> int:
-        """The sum at this moment."""
+        """Return the current sum."""
         alive = [
             (key, storage) for key, ref in self._storages.items() if (storage := ref()) is not None
         ]
@@ -70,7 +72,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class StandIn:
-    """Allocates what a GPU kernel allocates and computes nothing."""
+    """A kernel that allocates what a GPU kernel allocates, and computes nothing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,7 +100,7 @@ class StandIn:
 
 
 class FusedNorm(torch.autograd.Function):
-    """Keeps what the CUDA norm keeps: its input and one float32 number a row. The CPU's is made of parts that keep more."""
+    """Norm that saves what CUDA's saves: its input and a float32 per row. The CPU's saves more."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -114,9 +116,10 @@ class FusedNorm(torch.autograd.Function):
 def step_peak(
     rank: int, world: int, overrides: list[str], exchange: str, kernel: str, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """(peak bytes of the second step, closed form) of one worker in a process group of ``world``; all of them share a sequence.
+    """Return (peak bytes of the second step, closed form) of one worker of a context group.
 
-    With optimizer offload the step on the host is left out of both, since host and device are one here.
+    With an offloaded optimizer, both leave out its step on the host, since host and device are one
+    here.
     """
     config = compose(overrides)
     layout = make_layout(config.layout, world, config.seq, config.topology.block_size)
@@ -156,7 +159,8 @@ def step_peak(
     batch, tokens = config.train.micro_batch, layout.tokens_per_worker
     masks = [SequenceMask.causal(config.seq, layout.padded_seq)] * batch
     attend = ContextAttention.make(
-        make_exchange(exchange, layout, group, circulates=circulates), StandIn(kernel), masks, "cpu",
+        make_exchange(exchange, layout, group, circulates=circulates), StandIn(kernel), masks,
+        "cpu",
         keep=attention_kept(config.train), offload=offload,
     )  # fmt: skip
     functional = SimpleNamespace(
@@ -178,7 +182,7 @@ def step_peak(
             patch.setattr(module, "functional", functional)
         gradients()
         step()
-        # Host buffers of what was offloaded, which stay from step to step.
+        # Host buffers of offloaded activations, which persist from step to step.
         waiting = [] if offload is None else [t for free in offload._free.values() for t in free]
         states = (
             []
@@ -206,13 +210,14 @@ def step_peak(
 
 
 def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, MemoryEstimate]:
-    """(bytes that a forward pass on one worker leaves behind, beyond parameters and inputs, closed form)."""
+    """Return (bytes that a forward pass leaves beyond parameters and inputs, closed form)."""
     config = compose([*overrides, f"model.num_layers={layers}"])
     layout = make_layout(config.layout, 1, config.seq, config.topology.block_size)
     offloaded = config.train.offload_activations
     offload = ActivationOffload(layers, torch.device("cpu"), offloaded) if offloaded else None
     decoder = Decoder(
-        config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20, activation_checkpoint=config.train.activation_checkpoint, compile=False,
+        config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20,
+        activation_checkpoint=config.train.activation_checkpoint, compile=False,
         tile_bytes=config.train.tile_mib << 20, offload=offload, keep_mlp=config.train.keep_mlp,
     ).to(dtype)  # fmt: skip
     masks = [SequenceMask.causal(config.seq, config.seq)]
@@ -235,12 +240,12 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
             loss = decoder(*inputs, attend, 1.0)
             left = live.now() - before
     assert loss.requires_grad
-    how = ExchangeChoice("all_gather", "", per_node=1)
+    exchange_choice = ExchangeChoice("all_gather", "", per_node=1)
     estimate = estimate_memory(
         config,
         workers=1,
         layout=layout,
-        exchange=how,
+        exchange=exchange_choice,
         kernel="flash4",
         dtype_bytes=dtype.itemsize,
         cuda=False,
@@ -251,5 +256,5 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
 def step_peaks(
     rank: int, world: int, cases: list[tuple[list[str], str, str, torch.dtype]]
 ) -> list[tuple[int, int]]:
-    """`step_peak` of several cases in one process group."""
+    """Return `step_peak` of several cases in one process group."""
     return [step_peak(rank, world, *case) for case in cases]

@@ -1,9 +1,10 @@
-"""Prints how far gradients with each memory option are from those with none:
-`PYTHONPATH=tests python -m training.memory_options [WORKERS ...]`.
+"""Print how far gradients with each memory option deviate from those without.
 
-One row per option and number of workers: the largest difference of any gradient element and of the loss, over exchanges, dense and
-vertical_slash attention and packed documents, relative to the largest element of that gradient; float32, two micro-batches of two
-sequences, parameters sharded by FSDP.
+Usage: `PYTHONPATH=tests python -m training.memory_options [WORKERS ...]`
+
+One row per option and number of workers: the largest difference of any gradient element and of the
+loss, over exchanges, dense and vertical_slash attention and packed documents, relative to the
+largest element of that gradient. Float32, two micro-batches of two sequences, FSDP.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ from mtrain_cli.training.batch import BatchMaker
 
 SEQ, BLOCK, VOCAB = 250, 16, 50
 ROPE = RopeConfig(
-    theta=1e4, scaling="none", factor=1.0, original_max_position=32, beta_fast=32.0, beta_slow=1.0, low_freq_factor=1.0,
+    theta=1e4, scaling="none", factor=1.0, original_max_position=32, beta_fast=32.0, beta_slow=1.0,
+    low_freq_factor=1.0,
     high_freq_factor=4.0,
 )  # fmt: skip
 MODEL = ModelConfig(
-    name="test", family="qwen3", vocab_size=VOCAB, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8,
-    intermediate_size=48, qkv_bias=True, qk_norm=True, tie_word_embeddings=True, rms_norm_eps=1e-6, init_std=0.1, rope=ROPE,
+    name="test", family="qwen3", vocab_size=VOCAB, hidden_size=32, num_layers=3, num_heads=4,
+    num_kv_heads=2, head_dim=8,
+    intermediate_size=48, qkv_bias=True, qk_norm=True, tie_word_embeddings=True, rms_norm_eps=1e-6,
+    init_std=0.1, rope=ROPE,
 )  # fmt: skip
 LAYERS = MODEL.num_layers
 
 
 @dataclass(frozen=True)
 class Option:
-    """One way of saving memory: what the decoder and its attention take."""
+    """One way to save memory: settings of the decoder and its attention."""
 
     checkpoint: str = "none"
     keep: float = 0.0
@@ -111,7 +115,7 @@ def sample(seed: int) -> Sample:
 
 @dataclass
 class CountingKernel(SdpaKernel):
-    """Query-key pairs of the mask and calls, forward and backward."""
+    """Count the query-key pairs of the mask and the calls, forward and backward."""
 
     pairs: int = 0
     backward_pairs: int = 0
@@ -136,14 +140,15 @@ class CountingPattern(VerticalSlashPattern):
 
 def pattern() -> CountingPattern:
     return CountingPattern(
-        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_columns=2, max_columns=20,
+        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2,
+        min_columns=2, max_columns=20,
         min_slashes=1, max_slashes=0, per_group=False,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step: loss, gradients of this worker's shards by name, and what was done for them."""
+    """One step: loss, gradients of this worker's shards by name, and the work done for them."""
 
     loss: float
     gradients: dict[str, torch.Tensor]
@@ -154,13 +159,15 @@ class Outcome:
 
 
 def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
-    """Two micro-batches of two sequences, gradients accumulated."""
+    """Run two micro-batches of two sequences, accumulating gradients."""
     device = torch.device("cpu")
     offload = ActivationOffload(LAYERS, device, option.offload) if option.offload else None
     with torch.device("meta"):
         decoder = Decoder(
-            MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37, activation_checkpoint=option.checkpoint, compile=False,
-            tile_bytes=option.tile_bytes, offload=offload, loss_gradients=option.loss_gradients, z_loss=1e-3, keep_mlp=option.keep_mlp,
+            MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37,
+            activation_checkpoint=option.checkpoint, compile=False,
+            tile_bytes=option.tile_bytes, offload=offload, loss_gradients=option.loss_gradients,
+            z_loss=1e-3, keep_mlp=option.keep_mlp,
         )  # fmt: skip
     shard_parameters(decoder, make_parameter_mesh(world, "cpu"), torch.float32)
     decoder.to_empty(device="cpu")
@@ -181,12 +188,12 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
         part = decoder(batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid)
         part.backward()
         loss += part.detach()
-        assert not batch.attend.kept, "what was kept is gone after backward"
+        assert not batch.attend.kept, "backward must free everything that was kept"
     gradients = {
         name: parameter.grad.to_local().clone() for name, parameter in decoder.named_parameters()
     }
     if offload is not None:
-        assert not offload.waiting, "everything that left came back"
+        assert not offload.waiting, "everything offloaded must have come back"
     estimates = 0 if chosen is None else len(chosen.estimates)
     return Outcome(
         loss.item(),
@@ -201,41 +208,42 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
 def outcomes(
     rank: int, world: int, names: list[str], ways: tuple[Way, ...], layout_name: str = "striped"
 ) -> list[dict]:
-    """For each way of exchanging, dense and sparse, the outcome with no option and those with ``names``, compared."""
-    found = []
-    for way in ways:
+    """Compare the plain outcome with each option's, for each exchange, dense and sparse."""
+    comparisons = []
+    for exchange_case in ways:
         layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
         group = make_context_group(
             rank,
             world,
             world,
             torch.device("cpu"),
-            per_node=min(way.per_node, world),
-            heads=way.heads,
+            per_node=min(exchange_case.per_node, world),
+            heads=exchange_case.heads,
         )
         for sparse in (False, True):
             exchange = make_exchange(
-                way.exchange, layout, group, chunks=way.chunks, prefetch=way.prefetch, circulates=way.circulates,
-                shared_columns=way.shared_columns,
+                exchange_case.exchange, layout, group, chunks=exchange_case.chunks, prefetch=exchange_case.prefetch,
+                circulates=exchange_case.circulates,
+                shared_columns=exchange_case.shared_columns,
             )  # fmt: skip
             plain = step(Option(), world, exchange, sparse)
             for name in names:
                 one = step(OPTIONS[name], world, exchange, sparse)
                 early = early_share(exchange, OPTIONS[name], sparse)
-                found.append(
+                comparisons.append(
                     {
-                        "way": str(way),
+                        "way": str(exchange_case),
                         "sparse": sparse,
                         "option": name,
                         "early": early,
                         **compared(plain, one),
                     }
                 )
-    return found
+    return comparisons
 
 
 def early_share(exchange, option: Option, sparse: bool) -> float:
-    """The share of the pairs that the masks leave to queries which are computed again, over all workers."""
+    """Return the share of allowed pairs whose queries are recomputed, over all workers."""
     layout = getattr(exchange, "inner", exchange).layout
     early = early_queries(layout.tokens_per_worker, option.keep, BLOCK if sparse else None)
     every, again = 0, 0
@@ -250,8 +258,12 @@ def early_share(exchange, option: Option, sparse: bool) -> float:
 
 
 def compared(plain: Outcome, one: Outcome) -> dict:
-    """gradient: largest difference, relative to the largest element of the same parameter. pairs: of the masks, in a forward pass, and
-    repeated: those of them that are computed more than once. estimates: of an index, beyond those without the option."""
+    """Compare two outcomes.
+
+    gradient: largest difference, relative to the largest element of the same parameter.
+    pairs: of the masks, in a forward pass; repeated: those computed more than once.
+    estimates: index estimates in addition to those without the option.
+    """
     differences = [
         (one.gradients[name] - gradient).abs().max().item() / gradient.abs().max().item()
         for name, gradient in plain.gradients.items()

@@ -1,4 +1,4 @@
-"""A causal mask is made once, and what was estimated under it belongs to its batch alone."""
+"""Batches share one causal mask, but every batch has its own index."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sample:
     documents: np.ndarray
 
 
-def test_batches_share_a_causal_mask_and_no_index():
+def test_batches_share_the_causal_mask_but_not_the_index():
     layout = make_layout("striped", 1, SEQ, 1)
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)

@@ -1,4 +1,4 @@
-"""What is made once for all micro-batches, and what for each."""
+"""Which tensors micro-batches share, and which each one builds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample(*lengths):
     )
 
 
-def test_documents_that_fill_their_sequences_share_what_is_made_of_the_mask():
+def test_documents_that_fill_their_sequences_share_the_causal_mask():
     exchange = make_exchange(
         "all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup.alone()
     )

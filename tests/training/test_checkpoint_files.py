@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else made, with checksums that fit: nothing in them runs, and one line says what is wrong."""
+"""Foreign checkpoints with matching checksums: nothing in them runs, and one line says why."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ WEIGHT = "model.weight"
 
 
 class Bomb:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -72,7 +72,7 @@ def marker(tmp_path: Path) -> Path:
 
 
 def sealed(folder: Path) -> None:
-    """Checksums that fit what lies in the folder now."""
+    """Recompute the manifest's checksums of the files in the folder."""
     old = Manifest.read(folder)
     replace(old, files={name: checksum(folder / name) for name in old.files}).write(folder)
 
@@ -85,7 +85,7 @@ def change_metadata(folder: Path, change: Callable[[Metadata], object]) -> None:
 
 
 def put(folder: Path, name: str, content: bytes) -> None:
-    """``content`` as what is stored of ``name``, at the end of the file."""
+    """Append `content` to a file and make it the stored value of `name`."""
 
     def change(metadata: Metadata) -> None:
         file = folder / PAYLOAD
@@ -113,7 +113,7 @@ def refused(folder: Path) -> str:
     return problem
 
 
-def test_metadata_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
+def test_metadata_that_names_a_function_is_refused_and_runs_nothing(folder, marker):
     change_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Bomb(marker)))
     assert (
         refused(folder)
@@ -124,16 +124,16 @@ def test_metadata_that_names_a_function_is_refused_and_nothing_runs(folder, mark
     assert not marker.exists()
 
 
-def test_a_value_that_names_a_function_is_refused_and_nothing_runs(folder, marker):
+def test_a_value_that_names_a_function_is_refused_and_runs_nothing(folder, marker):
     put(folder, "optimizer.param_groups.0.lr", saved_bytes(Bomb(marker)))
     assert refused(folder).endswith(
-        "optimizer.param_groups.0.lr holds something else than plain values"
+        "optimizer.param_groups.0.lr holds data other than plain values"
     )
     assert not marker.exists()
 
 
 @pytest.mark.parametrize("declared", ["tensor", "value"])
-def test_a_tensor_that_names_a_function_is_refused_and_nothing_runs(folder, marker, declared):
+def test_a_tensor_that_names_a_function_is_refused_and_runs_nothing(folder, marker, declared):
     put(folder, WEIGHT, saved_bytes(Bomb(marker)))
     if declared == "value":
         change_metadata(
@@ -147,7 +147,7 @@ def test_a_tensor_that_names_a_function_is_refused_and_nothing_runs(folder, mark
     assert not marker.exists()
 
 
-def test_metadata_by_rank_is_never_read(folder, marker):
+def test_per_rank_metadata_is_never_read(folder, marker):
     (folder / "__0.metadata").write_bytes(pickle.dumps(Bomb(marker)))
     (folder / ".metadata").write_bytes(b"no pickle")
     sealed(folder)
@@ -163,19 +163,19 @@ def test_files_outside_the_folder_are_refused(folder, name):
 
     change_metadata(folder, change)
     assert refused(folder).endswith(
-        f".metadata names the file {name!r}, which does not lie in this folder"
+        f".metadata names the file {name!r}, which is not in this folder"
     )
 
 
-def test_a_manifest_that_names_files_elsewhere_is_refused(folder):
+def test_a_manifest_that_names_files_outside_the_folder_is_refused(folder):
     old = Manifest.read(folder)
     replace(old, files={**old.files, "../../outside": checksum(folder / PAYLOAD)}).write(folder)
     assert refused(folder).endswith(
-        "manifest.json names the file '../../outside', which does not lie in this folder"
+        "manifest.json names the file '../../outside', which is not in this folder"
     )
 
 
-def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder):
+def test_tensors_larger_than_the_files_are_refused_before_allocation(folder):
     def change(metadata: Metadata) -> None:
         (index,) = (index for index in metadata.storage_data if index.fqn == WEIGHT)
         info = metadata.storage_data.pop(index)
@@ -188,14 +188,14 @@ def test_tensors_larger_than_the_files_are_refused_before_memory_is_taken(folder
     change_metadata(folder, change)
     with pytest.raises(
         NoCheckpointError,
-        match="says that the tensors have 4,398,046,511,104 bytes; the files have",
+        match="claims 4,398,046,511,104 bytes of tensors, but the files hold",
     ):
         load_model_state(folder)
 
 
 @pytest.mark.parametrize("chunks", ["none", "half", "elsewhere"])
-def test_a_tensor_of_which_parts_are_missing_is_refused(folder, chunks):
-    """What nobody stored would be what memory held before."""
+def test_a_tensor_with_missing_parts_is_refused(folder, chunks):
+    """Otherwise the missing parts would hold uninitialised memory."""
 
     def change(metadata: Metadata) -> None:
         entry = metadata.state_dict_metadata[WEIGHT]
@@ -210,7 +210,7 @@ def test_a_tensor_of_which_parts_are_missing_is_refused(folder, chunks):
             }
 
     change_metadata(folder, change)
-    with pytest.raises(NoCheckpointError, match=f"does not say where all of {WEIGHT} is"):
+    with pytest.raises(NoCheckpointError, match=f"does not locate all parts of {WEIGHT}$"):
         load_model_state(folder)
 
 
@@ -225,7 +225,7 @@ def test_a_tensor_of_which_parts_are_missing_is_refused(folder, chunks):
         (b"", "cannot be read"),
     ],
 )
-def test_metadata_of_few_bytes_takes_little_memory(folder, content, reason):
+def test_small_metadata_cannot_allocate_much_memory(folder, content, reason):
     (folder / ".metadata").write_bytes(content)
     sealed(folder)
     assert f".metadata {reason}" in refused(folder)
@@ -257,7 +257,7 @@ def test_a_tensor_that_unpacks_to_more_than_its_file_is_refused(folder):
         lambda metadata: metadata.__dict__.clear(),
     ],
 )
-def test_metadata_of_another_form_is_refused_in_one_line(folder, change):
+def test_malformed_metadata_is_refused_in_one_line(folder, change):
     change_metadata(folder, change)
     refused(folder)
     with pytest.raises(NoCheckpointError):
@@ -266,7 +266,7 @@ def test_metadata_of_another_form_is_refused_in_one_line(folder, change):
 
 @pytest.fixture
 def foreign_run(tmp_path: Path, marker: Path) -> Path:
-    """A run whose only checkpoint has metadata with a bomb."""
+    """Create a run whose only checkpoint has malicious metadata."""
     run = tmp_path / "foreign"
     run.mkdir()
     words = [
@@ -299,7 +299,7 @@ def test_a_foreign_checkpoint_is_neither_exported_nor_verified(
     assert not marker.exists()
 
 
-def test_a_run_does_not_go_on_from_a_foreign_checkpoint(foreign_run, marker, tmp_path):
+def test_a_run_does_not_resume_from_a_foreign_checkpoint(foreign_run, marker, tmp_path):
     result = command.mtrain(tmp_path, "train", "--resume", str(foreign_run))
     assert not marker.exists()
     assert result.returncode == 2, result.stderr

@@ -1,4 +1,4 @@
-"""Checkpoints of FSDP-sharded states on real gloo processes: other world sizes, shared verification, one rank that fails."""
+"""Checkpoints of FSDP shards on gloo processes: resharding, shared verification, a failing rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError, load
 
 
 def sharded_training(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State dicts of a model and AdamW after one step; 5 rows over 2 or 3 ranks are uneven shards."""
+    """Return state dicts after one step; 5 rows on 2 or 3 ranks make uneven shards."""
     torch.manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.ReLU(), torch.nn.Linear(5, 3))
     fully_shard(model)
@@ -30,7 +30,7 @@ def sharded_training(seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def whole(state: Any) -> Any:
-    """``state`` with every shard gathered, for comparison, and words as their bytes."""
+    """Gather every shard of `state`, and encode strings as bytes, for comparison."""
     if isinstance(state, dict):
         return {name: whole(value) for name, value in state.items()}
     if isinstance(state, list):
@@ -47,7 +47,7 @@ def whole(state: Any) -> Any:
 
 
 def save_two_steps(rank: int, world: int, directory: Path) -> dict[str, Any]:
-    """Saves steps 1 and 2, spoils the tensors while they are written, and loads them back; the whole state of step 2."""
+    """Save steps 1 and 2, overwriting the tensors meanwhile; load and return step 2."""
     del world
     checkpointer = Checkpointer(directory, keep=2, process_group=dist.group.WORLD)
     model, optimizer = sharded_training(seed=1)
@@ -83,7 +83,7 @@ def load(rank: int, world: int, directory: Path) -> tuple[int, list[str], dict[s
     return step, reports, whole(state)
 
 
-def test_saved_by_three_is_loaded_by_two_and_by_one_with_the_optimizer(tmp_path):
+def test_a_checkpoint_of_three_ranks_loads_on_two_and_one_with_its_optimizer(tmp_path):
     first, *_ = gloo.run(3, save_two_steps, tmp_path)
     assert {path.name for path in (tmp_path / "step-2").iterdir()} == {
         *(f"__{rank}_0.distcp" for rank in range(3)),
@@ -97,11 +97,15 @@ def test_saved_by_three_is_loaded_by_two_and_by_one_with_the_optimizer(tmp_path)
         file.write(bytes([byte[0] ^ 255]))
     for rank, (step, reports, state) in enumerate(gloo.run(2, load, tmp_path)):
         assert step == 1
-        line = f"{tmp_path / 'step-2'}: __1_0.distcp was altered (its checksum differs); the checkpoint before it is used instead"
+        name = tmp_path / "step-2"
+        line = (
+            f"{name}: __1_0.distcp was altered (its checksum differs); "
+            "using the previous checkpoint instead"
+        )
         assert reports == ([line] if rank == 0 else [])
         assert (
             state["rng"]["cpu"].item() == 77 + rank
-        )  # written by another number of ranks: left alone
+        )  # written by a different number of ranks: unchanged
         for part in ("model", "optimizer", "trainer"):
             torch.testing.assert_close(state[part], first[part], rtol=0, atol=0)
     alone = {part: _zeros_like(first[part]) for part in ("model", "optimizer")}
@@ -119,9 +123,9 @@ def _zeros_like(state: Any) -> Any:
 
 
 def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str]:
-    """Rank 1 cannot write large files for two saves, in the background and not, and then it can; what each rank was told."""
+    """Rank 1 fails two saves (asynchronous, synchronous), then succeeds; return all errors."""
     del world
-    told = []
+    errors = []
     checkpointer = Checkpointer(directory, keep=1)
     model, optimizer = sharded_training(seed=1)
     state = {"model": model, "optimizer": optimizer, "trainer": {"step": 1}}
@@ -135,28 +139,31 @@ def save_with_a_failing_rank(rank: int, world: int, directory: Path) -> list[str
             dist.barrier()  # training goes on meanwhile
             checkpointer.wait()
         except CheckpointError as error:
-            told.append(str(error))
-        told.append(",".join(sorted(os.listdir(directory))))
+            errors.append(str(error))
+        errors.append(",".join(sorted(os.listdir(directory))))
         dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     checkpointer.save(3, state)
     checkpointer.wait()
-    return [*told, ",".join(sorted(os.listdir(directory)))]
+    return [*errors, ",".join(sorted(os.listdir(directory)))]
 
 
-def test_when_one_rank_cannot_write_all_ranks_learn_it_and_go_on(tmp_path):
-    line = f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); the checkpoint before it is intact"
-    for told in gloo.run(2, save_with_a_failing_rank, tmp_path):
-        assert told == [line, "step-1", line, "step-1", "step-3"]
+def test_all_ranks_learn_that_one_cannot_write_and_go_on(tmp_path):
+    line = (
+        f"{tmp_path / 'step-2'}: the checkpoint of step 2 was not saved (rank 1: File too large); "
+        "the previous checkpoint is intact"
+    )
+    for errors in gloo.run(2, save_with_a_failing_rank, tmp_path):
+        assert errors == [line, "step-1", line, "step-1", "step-3"]
 
 
 def make_a_checkpointer_where_none_can_be(rank: int, world: int, path: Path) -> None:
     del rank, world
-    with pytest.raises(CheckpointError, match=r"cannot be used for checkpoints: rank 0: .*: "):
+    with pytest.raises(CheckpointError, match=r"cannot hold checkpoints: rank 0: .*: "):
         Checkpointer(path, keep=1)
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_made_is_an_error_on_all_ranks(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error_on_all_ranks(tmp_path):
     (tmp_path / "file").write_text("")
     gloo.run(2, make_a_checkpointer_where_none_can_be, tmp_path / "file" / "checkpoints")

@@ -1,4 +1,4 @@
-"""Checkpoints of one process: what is kept, what is noticed to be damaged, and what a crash or a full disk leaves."""
+"""Checkpoints of one process: retention, damage, crashes and full disks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mtrain_cli.training.checkpointer import (
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """A state whose every number tells its step."""
+    """Return a state whose every number is derived from its step."""
     return {
         "model": {
             "weight": torch.full((300, 7), float(step)),
@@ -48,7 +48,7 @@ def assert_is_of(step: int, state: dict[str, Any]) -> None:
 
 
 def loaded(directory: Path) -> tuple[int, list[str]]:
-    """Load into a state of zeros with a fresh object; the step, which must be of one piece, and what was reported."""
+    """Load into zeros with a fresh checkpointer; return the step, all consistent, and reports."""
     reports: list[str] = []
     state = state_of(0)
     step = Checkpointer(directory, keep=2, report=reports.append).load(state)
@@ -74,20 +74,20 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def test_what_was_saved_comes_back_bitwise(saved):
+def test_a_loaded_state_is_bitwise_the_saved_one(saved):
     assert loaded(saved) == (2, [])
     assert Checkpointer(saved, keep=1).latest() == 2
 
 
-def test_only_the_newest_stay_and_only_once_their_successor_is_complete(tmp_path):
+def test_old_checkpoints_go_only_after_their_successor_is_complete(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=2)
     for step in (1, 2, 10, 11):
         save(checkpointer, step, asynchronous=False)
     assert names(tmp_path) == ["step-10", "step-11"]
 
 
-def test_a_checkpoint_that_was_just_saved_stays_when_later_steps_exist(tmp_path):
-    # After a fall back to an earlier step the run passes the same steps again.
+def test_a_new_checkpoint_stays_although_later_steps_exist(tmp_path):
+    # After falling back to an earlier step, the run repeats the same steps.
     checkpointer = Checkpointer(tmp_path, keep=1)
     save(checkpointer, 9, asynchronous=False)
     save(checkpointer, 4, asynchronous=False)
@@ -101,7 +101,7 @@ def test_saving_a_step_again_replaces_it(saved):
     assert names(saved) == ["step-1", "step-2"]
 
 
-def test_a_save_in_the_background_does_not_see_later_changes(tmp_path):
+def test_a_background_save_does_not_see_later_changes(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=1)
     state = state_of(1)
     checkpointer.save(1, state)
@@ -124,7 +124,7 @@ def flip_a_byte(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "damage", "told"),
+    ("file", "damage", "problem"),
     [
         ("__0_0.distcp", flip_a_byte, "__0_0.distcp was altered (its checksum differs)"),
         (
@@ -143,18 +143,18 @@ def flip_a_byte(file: Path) -> None:
         ),
     ],
 )
-def test_a_damaged_checkpoint_is_told_in_one_line_and_the_one_before_is_used(
-    saved, file, damage: Callable[[Path], object], told
+def test_a_damaged_checkpoint_is_reported_in_one_line_and_the_previous_one_loads(
+    saved, file, damage: Callable[[Path], object], problem
 ):
     damage(saved / "step-2" / file)
     step, reports = loaded(saved)
     assert step == 1
     assert len(reports) == 1
-    assert reports[0].startswith(f"{saved / 'step-2'}: {told}")
-    assert reports[0].endswith("; the checkpoint before it is used instead")
+    assert reports[0].startswith(f"{saved / 'step-2'}: {problem}")
+    assert reports[0].endswith("; using the previous checkpoint instead")
 
 
-def test_when_none_is_usable_each_is_told_as_the_users_problem(saved):
+def test_without_an_intact_checkpoint_each_problem_is_reported(saved):
     (saved / "step-1" / "__0_0.distcp").unlink()
     flip_a_byte(saved / "step-2" / ".metadata")
     with pytest.raises(NoCheckpointError) as caught:
@@ -168,13 +168,13 @@ def test_when_none_is_usable_each_is_told_as_the_users_problem(saved):
         loaded(saved.parent / "elsewhere")
 
 
-def test_another_model_is_not_loaded(saved):
-    for change, told in (
+def test_a_checkpoint_of_a_different_model_is_refused(saved):
+    for change, problem in (
         ({"weight": torch.zeros(300, 8)}, "Size mismatch"),
         ({"more": torch.zeros(3)}, "Missing key"),
     ):
         state = {"model": {**state_of(0)["model"], **change}}
-        with pytest.raises(NoCheckpointError, match=told):
+        with pytest.raises(NoCheckpointError, match=problem):
             Checkpointer(saved, keep=1).load(state)
     state = {"model": {"weight": torch.zeros(300, 7)}}
     with pytest.raises(
@@ -183,10 +183,10 @@ def test_another_model_is_not_loaded(saved):
         Checkpointer(saved, keep=1).load(state)
 
 
-def test_weights_alone_are_no_training_to_go_on_with(tmp_path):
+def test_a_checkpoint_of_only_weights_cannot_be_resumed(tmp_path):
     write_model_state(tmp_path, 0, state_of(0)["model"])
     with pytest.raises(
-        ConfigError, match=r"step-0: holds weights alone, .* train\.init_from=HF_FOLDER$"
+        ConfigError, match=r"step-0: holds only weights, .* train\.init_from=HF_FOLDER$"
     ):
         Checkpointer(tmp_path, keep=1).load(state_of(0))
     state = {"model": state_of(1)["model"]}
@@ -198,7 +198,7 @@ def test_a_state_that_json_cannot_hold_is_refused_at_once(tmp_path):
         Checkpointer(tmp_path, keep=1).save(1, {**state_of(1), "trainer": {"loss": torch.ones(1)}})
 
 
-def test_the_model_alone_can_be_read_and_written_without_a_process_group(saved, tmp_path):
+def test_a_model_is_read_and_written_without_a_process_group(saved, tmp_path):
     for path in (saved, saved.parent, saved / "step-2"):
         model = load_model_state(path)[1]
         assert model.keys() == {"weight", "bias"}
@@ -239,7 +239,8 @@ def test_a_full_disk_fails_the_save_in_one_line_and_the_next_save_may_succeed(sm
     with pytest.raises(CheckpointError) as caught:
         checkpointer.wait()
     assert str(caught.value) == (
-        f"{small_disk / 'step-2'}: the checkpoint of step 2 was not saved (No space left on device); the checkpoint before it is intact"
+        f"{small_disk / 'step-2'}: the checkpoint of step 2 was not saved "
+        "(No space left on device); the previous checkpoint is intact"
     )
     assert names(small_disk) == ["filler", "step-1"]
     assert loaded(small_disk) == (1, [])
@@ -248,14 +249,14 @@ def test_a_full_disk_fails_the_save_in_one_line_and_the_next_save_may_succeed(sm
     assert loaded(small_disk) == (3, [])
 
 
-def test_a_failed_first_save_does_not_speak_of_one_before_it(small_disk):
+def test_a_failed_first_save_mentions_no_earlier_checkpoint(small_disk):
     (small_disk / "filler").write_bytes(b"x" * 110_000)
     with pytest.raises(CheckpointError, match="No space left on device") as caught:
         save(Checkpointer(small_disk, keep=1), 1, asynchronous=False)
-    assert str(caught.value).endswith("; no checkpoint was written before")
+    assert str(caught.value).endswith("; there is no earlier checkpoint")
 
 
-def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(tmp_path):
+def test_the_next_save_reports_an_earlier_failure_and_still_saves(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=1)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -263,7 +264,7 @@ def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(
         save(checkpointer, 1)
         with pytest.raises(
             CheckpointError,
-            match=r"step 1 was not saved \(File too large\); no checkpoint was written before",
+            match=r"step 1 was not saved \(File too large\); there is no earlier checkpoint",
         ):
             save(checkpointer, 2)
         with pytest.raises(CheckpointError, match=r"step 2 was not saved \(File too large\)"):
@@ -278,7 +279,10 @@ def test_an_earlier_failure_is_told_by_the_next_save_which_is_made_all_the_same(
 
 
 def killed_at(moment: int, directory: Path, step: int) -> bool:
-    """Save ``step`` in a process that SIGKILL ends at its ``moment``-th look at ``directory``; False when it got through."""
+    """Save `step` in a process, killed at its `moment`-th access to `directory`.
+
+    Returns False if it finished first.
+    """
     child = os.fork()
     if child:
         _, status = os.waitpid(child, 0)
@@ -317,22 +321,22 @@ def killed_at(moment: int, directory: Path, step: int) -> bool:
 def test_sigkill_at_any_moment_of_a_save_leaves_a_usable_checkpoint(tmp_path, step):
     directory = tmp_path / "checkpoints"
     save(Checkpointer(directory, keep=1), 1, asynchronous=False)
-    found = set()
+    loaded_steps = set()
     for moment in range(1, 200):
         if not killed_at(moment, directory, step):
             break
         newest, reports = loaded(directory)
         assert reports == []
         assert set(names(directory)) <= {"step-1", f"step-{newest}"}
-        found.add(newest)
+        loaded_steps.add(newest)
         if newest != 1:
             shutil.rmtree(directory)
             save(Checkpointer(directory, keep=1), 1, asynchronous=False)
     assert 10 < moment < 199
-    assert found == {1, step}
+    assert loaded_steps == {1, step}
 
 
-def test_the_manifest_names_every_file_with_its_size(saved):
+def test_the_manifest_lists_every_file_with_its_size(saved):
     manifest = json.loads((saved / "step-2" / "manifest.json").read_text())
     assert (manifest["schema"], manifest["step"], manifest["workers"]) == (1, 2, 1)
     sizes = {name: entry["bytes"] for name, entry in manifest["files"].items()}

@@ -1,4 +1,4 @@
-"""Loss and every gradient of a sharded decoder equal plain autograd on one process: layouts, exchanges, numbers of workers, GQA."""
+"""Loss and gradients of a sharded decoder equal those of one process, for every way to shard."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_decoder(kv_heads: int, tied: bool) -> Decoder:
 
 
 def alone(documents: bool, kv_heads: int, tied: bool) -> tuple[float, dict[str, torch.Tensor]]:
-    """One process, no sharding, the mask by its definition, PyTorch's cross entropy."""
+    """Compute the reference: one process, no sharding, the mask by definition, PyTorch's loss."""
     decoder = make_decoder(kv_heads, tied)
     decoder.to_empty(device="cpu")
     initialize(decoder, 0)
@@ -108,7 +108,7 @@ def alone(documents: bool, kv_heads: int, tied: bool) -> tuple[float, dict[str, 
 
 
 def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str, float]:
-    """The largest difference of loss and of any gradient element from one process, for every cell."""
+    """Return the largest difference of loss and gradients from one process, for every case."""
     device = torch.device("cpu")
     group = make_context_group(rank, world, world, device)
     mesh = make_parameter_mesh(world, "cpu")
@@ -122,8 +122,10 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
             initialize(decoder, 0)
             for layout in LAYOUTS:
                 for exchange in EXCHANGES:
-                    made = make_exchange(exchange, make_layout(layout, world, SEQ, BLOCK), group)
-                    batch = BatchMaker(made, SdpaKernel(), device, document_mask=True)(
+                    exchange_ = make_exchange(
+                        exchange, make_layout(layout, world, SEQ, BLOCK), group
+                    )
+                    batch = BatchMaker(exchange_, SdpaKernel(), device, document_mask=True)(
                         [sample(documents)]
                     )
                     loss = decoder(
@@ -138,7 +140,7 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
                             (parameter.grad.full_tensor() - expected[name]).abs().max().item()
                         )
                         assert expected[name].abs().max() > 1e-4, (
-                            "a gradient that is nearly nothing would prove nothing"
+                            "a gradient of almost zero would prove nothing"
                         )
                         parameter.grad = None
                     result[
@@ -148,7 +150,7 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_loss_and_gradients_equal_one_process(world):
+def test_loss_and_gradients_equal_those_of_one_process(world):
     for rank, differences in enumerate(gloo.run(world, cells, HEADS)):
         assert len(differences) == len(HEADS) * 2 * len(LAYOUTS) * len(EXCHANGES)
         bad = {cell: value for cell, value in differences.items() if not value < 5e-6}

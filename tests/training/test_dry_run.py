@@ -1,4 +1,4 @@
-"""The dry run: every number of a plan, on a machine that is not the one it plans for."""
+"""The dry run: every number of a plan, also on a machine other than the planned one."""
 
 import dataclasses
 import io
@@ -26,12 +26,12 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, duration, flop
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.resolution import resolve_run
-from mtrain_cli.training.run_plan import plan, size
+from mtrain_cli.training.run_plan import make_plan, size
 
 LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
 
 without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="plans for a machine with GPUs from one without"
+    torch.cuda.is_available(), reason="plans for GPUs on a machine without"
 )
 
 
@@ -41,48 +41,48 @@ def text(renderable, width=80):
     return console.file.getvalue()
 
 
-def test_the_default_run_is_planned_as_it_would_start_here():
-    found = plan(compose(["topology.device=cpu"]))
-    assert (found.environment.device, found.environment.workers, found.dtype, found.gpu) == (
+def test_the_default_plan_is_for_this_machine():
+    plan = make_plan(compose(["topology.device=cpu"]))
+    assert (plan.environment.device, plan.environment.workers, plan.dtype, plan.gpu) == (
         "cpu",
         2,
         "float32",
         None,
     )
     assert (
-        found.layout.name,
-        found.layout.tokens_per_worker,
-        found.exchange.name,
-        found.kernel,
+        plan.layout.name,
+        plan.layout.tokens_per_worker,
+        plan.exchange.name,
+        plan.kernel,
     ) == ("striped", 2048, "all_gather", "sdpa")
-    assert found.tokens_per_step == 4096
-    assert found.checkpoint == 12 * found.parameters.total
+    assert plan.tokens_per_step == 4096
+    assert plan.checkpoint == 12 * plan.parameters.total
 
 
 @without_gpu
-def test_gpus_need_not_be_here_and_what_is_assumed_is_said():
-    found = plan(compose(LARGE))
+def test_a_plan_for_absent_gpus_says_what_it_assumes():
+    plan = make_plan(compose(LARGE))
     assert (
-        found.environment.workers,
-        found.environment.cp,
-        found.dtype,
-        found.layout.tokens_per_worker,
+        plan.environment.workers,
+        plan.environment.cp,
+        plan.dtype,
+        plan.layout.tokens_per_worker,
     ) == (64, 64, "bfloat16", 65536)
-    assert found.kernel == "flash4"
-    assert "assumed, no GPU here" in found.kernel_reason
-    assert (found.exchange.name, found.exchange.chunks) == ("all_gather", 8)
-    assert "gathered KV and dKV take 10.0 GiB at once" in found.exchange.reason
-    longer = plan(compose([*LARGE, "seq=16m"])).exchange
+    assert plan.kernel == "flash4"
+    assert "assumed without a GPU" in plan.kernel_reason
+    assert (plan.exchange.name, plan.exchange.chunks) == ("all_gather", 8)
+    assert "gathered KV and dKV take 10.0 GiB at once" in plan.exchange.reason
+    longer = make_plan(compose([*LARGE, "seq=16m"])).exchange
     assert longer.name == "ring"
     assert "gathered KV and dKV would take 40.0 GiB at once, over 10% of " in longer.reason
-    assert found.rope_factor == 8.0
-    assert found.parameters.total == 8_030_261_248
-    assert found.fits is None
+    assert plan.rope_factor == 8.0
+    assert plan.parameters.total == 8_030_261_248
+    assert plan.fits is None
 
 
 @pytest.fixture
 def with_24_gib(monkeypatch):
-    """A machine of 24 GiB, in the eyes of the plan and of the trainer."""
+    """Pretend to the plan and the trainer that this machine has 24 GiB."""
     for place in (module, run_plan, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
 
@@ -90,36 +90,36 @@ def with_24_gib(monkeypatch):
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 @pytest.mark.parametrize("workers", [1, 3, 16])
-def test_what_would_run_here_is_planned_for_here_however_many_workers(workers):
-    found = plan(compose([f"topology.workers={workers}"]))
-    assert (found.environment.device, found.environment.workers, found.dtype, found.fits) == (
+def test_a_run_that_fits_here_is_planned_for_here(workers):
+    plan = make_plan(compose([f"topology.workers={workers}"]))
+    assert (plan.environment.device, plan.environment.workers, plan.dtype, plan.fits) == (
         "cpu",
         workers,
         "float32",
         True,
     )
-    assert found.machine.startswith("the CPU of this machine, since no GPU is here")
+    assert plan.machine.startswith("the CPU of this machine, which has no GPU")
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
-def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say_why():
-    found = plan(compose(LARGE[:3]))
-    assert (found.environment.device, found.environment.workers, found.dtype) == (
+def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
+    plan = make_plan(compose(LARGE[:3]))
+    assert (plan.environment.device, plan.environment.workers, plan.dtype) == (
         "cuda",
         64,
         "bfloat16",
     )
     assert re.fullmatch(
-        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, "
+        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
         r"and 64 CPU workers would need about [\d,]+ GiB where this machine has 24 GiB",
-        found.machine,
+        plan.machine,
     )
     assert (
-        " ".join(text(module.render(found), 1000).splitlines()[1].split())
-        == f"machine {found.machine}"
+        " ".join(text(module.render(plan), 1000).splitlines()[1].split())
+        == f"machine {plan.machine}"
     )
-    kernel = plan(
+    kernel = make_plan(
         compose(
             [
                 "model=qwen3b",
@@ -131,20 +131,21 @@ def test_workers_that_this_machine_would_refuse_are_gpus_and_the_first_lines_say
         )
     )
     assert kernel.machine.startswith(
-        "GPUs elsewhere, taken to be NVIDIA H200: no GPU is here, and the CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
+        "and its CPU refuses train.kernel=flash4: "
     )
-    assert plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
+    assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
-def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
+def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
     last = " ".join(
         text(dry_run(compose(["model=qwen3b", "seq=256k"])), 1000).splitlines()[-1].split()
     )
     assert last == (
-        "Does not fit this machine: 2 workers need about 241 GiB where this machine has 24 GiB; only a smaller model would fit. "
-        "topology.workers=8 plans for eight GPUs."
+        "Does not fit this machine: 2 workers need about 241 GiB where this machine has 24 GiB; "
+        "only a smaller model would fit. topology.workers=8 plans for eight GPUs."
     )
     words = [
         "seq=1m",
@@ -160,23 +161,23 @@ def test_a_plan_that_does_not_fit_this_machine_says_so_and_what_would_help():
         (proposed, True),
         (f"seq={2 * compose([proposed]).seq}", False),
     ):
-        assert plan(compose([proposal, *words[1:]])).fits is fits
-    assert plan(
+        assert make_plan(compose([proposal, *words[1:]])).fits is fits
+    assert make_plan(
         compose([words[0], words[1], words[3], "train.activation_checkpoint=selective"])
     ).fits
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
 
 
-def test_workers_of_imagined_nodes_share_the_memory_of_this_machine():
+def test_workers_of_virtual_nodes_share_this_machines_memory():
     words = ["topology.device=cpu", "topology.workers=4"]
-    one, imagined = (plan(compose([*words, f"topology.gpus_per_node={size}"])) for size in (4, 1))
-    assert imagined.environment.nodes == 4
-    assert imagined.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
+    one, virtual = (make_plan(compose([*words, f"topology.gpus_per_node={n}"])) for n in (4, 1))
+    assert virtual.environment.nodes == 4
+    assert virtual.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
 
 
-def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
+def test_a_task_that_sees_only_its_own_gpu_plans_for_that_gpu(monkeypatch):
     config = compose(["topology.device=cpu"])
-    here = plan(config).environment
+    here = make_plan(config).environment
     choices = resolve_run(config, here)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked = []
@@ -185,12 +186,12 @@ def test_a_task_that_sees_only_its_own_gpu_is_planned_for_that_one(monkeypatch):
         torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1]
     )
     task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
-    assert run_plan.planned(config, task, choices).capacity == 140 * GIB
+    assert run_plan.plan_resolved(config, task, choices).capacity == 140 * GIB
     assert asked == [0]
 
 
 @without_gpu
-def test_the_sparse_kernel_needs_no_matrix_of_scores():
+def test_the_sparse_kernel_needs_no_score_matrix():
     words = [
         "model=qwen3b",
         "seq=64k",
@@ -198,8 +199,8 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
         "topology.workers=1",
         "topology.device=cuda",
     ]
-    triton = plan(compose([*words, "train.kernel=triton"]))
-    dense = plan(
+    triton = make_plan(compose([*words, "train.kernel=triton"]))
+    dense = make_plan(
         compose(
             [
                 "model=qwen3b",
@@ -212,37 +213,37 @@ def test_the_sparse_kernel_needs_no_matrix_of_scores():
     )
     assert triton.kernel == "triton"
     assert triton.memory.total == pytest.approx(dense.memory.total, rel=0.05)
-    longer = plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
+    longer = make_plan(compose([*words, "seq=128k", "train.kernel=triton"])).memory.peak
     assert longer.exchange <= 2 * triton.memory.peak.exchange
     printed = " ".join(text(dry_run(compose([*words, "train.kernel=triton"])), 1000).split())
-    assert "fits no GPU of today" not in printed
+    assert "fits no current GPU" not in printed
 
 
 @without_gpu
-def test_one_gpu_is_assumed_throughout():
-    # What is gathered at once is over 10 % of 80 GiB, and under 10 % of an H200.
-    found = plan(
+def test_the_same_gpu_is_assumed_everywhere():
+    # Gathered KV takes over 10 % of 80 GiB, but under 10 % of an H200.
+    plan = make_plan(
         compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"])
     )
     assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
-    assert found.exchange.name == "all_gather"
-    printed = " ".join(text(module.render(found), 1000).split())
-    assert "taken to be NVIDIA H200" in printed
+    assert plan.exchange.name == "all_gather"
+    printed = " ".join(text(module.render(plan), 1000).split())
+    assert "assumed NVIDIA H200 GPUs" in printed
     assert "of the 989 TFLOP/s of NVIDIA H200" in printed
 
 
 @without_gpu
-def test_a_kernel_that_no_gpu_could_run_is_refused():
+def test_a_kernel_that_no_gpu_supports_is_refused():
     with pytest.raises(ConfigError, match=r"train\.kernel=flash4"):
-        plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
-    assert plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
-    assert "no GPU here to ask" in plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
+        make_plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
+    assert make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
+    assert "no GPU here to check" in make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
 
 
 @without_gpu
-def test_kernels_that_could_serve_elsewhere_are_not_called_usable_here():
+def test_kernels_of_other_gpus_are_not_listed_as_available_here():
     with pytest.raises(ConfigError) as caught:
-        plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
+        make_plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
     (line,) = caught.value.problems
     assert line.startswith(
         "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto, "
@@ -258,19 +259,19 @@ def test_the_largest_plan_takes_seconds():
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize(("workers", "cp"), [(1, 1), (3, 3), (8, 2), (4, 4)])
-def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
+def test_traffic_equals_that_of_the_schedule(workers, cp, exchange):
     sizes = [
         f"topology.workers={workers}",
         f"topology.context_parallel={cp}",
         f"train.global_batch={workers // cp}",
     ]
-    found = plan(compose(["topology.device=cpu", *sizes]))
-    shard = 2 * found.layout.tokens_per_worker * 2 * 32
+    plan = make_plan(compose(["topology.device=cpu", *sizes]))
+    shard = 2 * plan.layout.tokens_per_worker * 2 * 32
     schedule = make_schedule(exchange, ScheduleOptions(cp, cp))
     for rank in range(cp):
         for steps, moved in (
-            (schedule.forward[rank], found.moved.forward),
-            (schedule.backward[rank], found.moved.backward),
+            (schedule.forward[rank], plan.received.forward),
+            (schedule.backward[rank], plan.received.backward),
         ):
             transfers = [transfer for step in steps for transfer in step.transfers]
             keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
@@ -279,43 +280,44 @@ def test_bytes_moved_are_those_of_the_schedule(workers, cp, exchange):
             )
             assert moved == (keys * 4 + gradients * 4) * shard
     # The embedding and the last norm are gathered once.
-    layers = found.config.model.num_layers * found.parameters.layer
-    sharded = (2 * 4 + 4) * layers + (4 + 4) * (found.parameters.total - layers)
-    assert found.moved.weights == pytest.approx(
+    layers = plan.config.model.num_layers * plan.parameters.layer
+    sharded = (2 * 4 + 4) * layers + (4 + 4) * (plan.parameters.total - layers)
+    assert plan.received.weights == pytest.approx(
         sharded * (workers - 1) / workers, rel=1e-2
     )  # 3 divides few rows
 
 
-def test_what_weights_and_gradients_move_depends_on_what_is_sharded_and_is_said():
+def test_traffic_of_weights_and_gradients_depends_on_sharding_and_is_shown():
     words = ["topology.device=cpu", "topology.workers=2", "train.global_batch=64", "train.shard="]
     full, gradients, optimizer = (
-        plan(compose([*words[:3], words[3] + kind])) for kind in ("full", "gradients", "optimizer")
+        make_plan(compose([*words[:3], words[3] + kind]))
+        for kind in ("full", "gradients", "optimizer")
     )
-    one = plan(compose([*words[:2], "train.shard=optimizer"]))
-    assert full.moved.weights > 2 * gradients.moved.weights > 60 * optimizer.moved.weights
-    assert optimizer.moved.weights == one.moved.weights == 8 * optimizer.parameters.total // 2
+    one = make_plan(compose([*words[:2], "train.shard=optimizer"]))
+    assert full.received.weights > 2 * gradients.received.weights > 60 * optimizer.received.weights
+    assert optimizer.received.weights == one.received.weights == 8 * optimizer.parameters.total // 2
     printed = [
-        " ".join(text(module.render(found), 1000).split()) for found in (full, gradients, optimizer)
+        " ".join(text(module.render(plan), 1000).split()) for plan in (full, gradients, optimizer)
     ]
     assert "(gathered twice and reduced in each of 64 micro-batches)" in printed[0]
     assert "(gathered once a step, reduced in each of 64 micro-batches)" in printed[1]
     assert "(gathered once a step, reduced) checkpoint" in printed[2]
     assert one.memory.host == 0
-    offloaded = plan(compose([*words[:2], "optim.offload=true"]))
+    offloaded = make_plan(compose([*words[:2], "optim.offload=true"]))
     assert offloaded.memory.host > 12 * offloaded.parameters.total // 2
-    assert offloaded.moved.host == 8 * offloaded.parameters.total // 2
+    assert offloaded.received.host == 8 * offloaded.parameters.total // 2
 
 
-def test_full_recomputation_moves_the_keys_once_more():
+def test_full_recomputation_sends_the_keys_again():
     selective, full = (
-        plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).moved
+        make_plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).received
         for kind in ("selective", "full")
     )
     assert full.backward == selective.backward + selective.forward
 
 
-def test_accumulation_and_data_parallel_groups_share_the_global_batch():
-    found = plan(
+def test_accumulation_and_data_parallel_groups_split_the_global_batch():
+    plan = make_plan(
         compose(
             [
                 "topology.device=cpu",
@@ -326,17 +328,17 @@ def test_accumulation_and_data_parallel_groups_share_the_global_batch():
             ]
         )
     )
-    assert (found.environment.dp, found.micro_batches, found.tokens_per_step) == (2, 3, 12 * 4096)
-    assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(found))
+    assert (plan.environment.dp, plan.micro_batches, plan.tokens_per_step) == (2, 3, 12 * 4096)
+    assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(plan))
 
 
 def test_padding_is_shown():
     printed = text(dry_run(compose(["topology.device=cpu", "seq=1000", "topology.workers=3"])), 120)
-    assert "384 tokens a worker, 152 of 1,152 are padding" in printed
+    assert "384 tokens per worker, 152 of 1,152 are padding" in printed
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_page_fits_the_terminal_and_names_every_part(width):
+def test_the_output_fits_the_terminal_and_names_every_part(width):
     printed = text(dry_run(compose(LARGE)), width)
     assert max(len(line.rstrip()) for line in printed.splitlines()) <= width
     for word in (
@@ -357,29 +359,29 @@ def test_the_page_fits_the_terminal_and_names_every_part(width):
 
 def test_the_verdict_follows_the_total():
     if torch.cuda.is_available():
-        pytest.skip("holds the total against common GPUs only where none is here")
+        pytest.skip("compares the total with common GPUs only on a machine without GPUs")
     verdicts = []
     for workers in (8, 64, 1024):
-        found = plan(
+        plan = make_plan(
             compose(
                 ["model=llama8b", "seq=4m", f"topology.workers={workers}", "topology.device=cuda"]
             )
         )
         smallest = next(
-            (name for name, gib in GPU_MEMORY if found.memory.total <= 0.95 * gib * GIB), None
+            (name for name, gib in GPU_MEMORY if plan.memory.total <= 0.95 * gib * GIB), None
         )
-        verdict = str(module.fitting(found))
-        assert (smallest or "no GPU of today") in verdict
+        verdict = str(module.describe_fit(plan))
+        assert (smallest or "no current GPU") in verdict
         verdicts.append(verdict)
     assert len(set(verdicts)) == 3
 
 
-def test_the_banner_names_what_runs_and_why_in_80_columns():
+def test_the_banner_says_what_runs_and_why_in_80_columns():
     config = compose(["topology.device=cpu"])
-    environment = plan(config).environment
+    environment = make_plan(config).environment
     printed = text(
         banner(
-            run_plan.planned(config, environment, resolve_run(config, environment)),
+            run_plan.plan_resolved(config, environment, resolve_run(config, environment)),
             Path("runs/tiny-4k"),
             "stdlib: 212 documents",
         )
@@ -400,17 +402,17 @@ def test_the_banner_names_what_runs_and_why_in_80_columns():
 
 def banner_of(*words: str, resumed: int | None = None) -> str:
     config = compose(["topology.device=cpu", *words])
-    found = run_plan.planned(
-        config, plan(config).environment, resolve_run(config, plan(config).environment)
+    plan = run_plan.plan_resolved(
+        config, make_plan(config).environment, resolve_run(config, make_plan(config).environment)
     )
     return " ".join(
-        text(banner(found, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
+        text(banner(plan, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
     )
 
 
-def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp_path):
+def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tmp_path):
     assert "weights random, seed 7" in banner_of("seed=7")
-    assert "212 documents; order by seed 7" in banner_of("seed=7")
+    assert "212 documents; order from seed 7" in banner_of("seed=7")
     shape = {
         "hidden_size": 128,
         "num_hidden_layers": 4,
@@ -423,36 +425,37 @@ def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp
     )
     begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
     assert f"weights{tmp_path}(train.init_from)" in begun
-    assert "weights of the checkpoint of step 40; the run began with random, seed 0" in banner_of(
-        resumed=40
+    assert (
+        "weights from the checkpoint of step 40; the run started from random, seed 0"
+        in banner_of(resumed=40)
     )
     plain = banner_of("train.steps=100", "optim.lr=1e-3")
     assert (
-        "schedule cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
-        in plain
+        "schedule cosine: warm up over 10 steps to a peak of 1.00e-03, "
+        "decay to 1.00e-04 from step 11 to step 100" in plain
     )
     kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
     assert (
-        "the last 150 of 250 steps stay there; kept by the resume, optim.rewarm=true begins a new one"
+        "the last 150 of 250 steps stay there; kept on resume, optim.rewarm=true starts a new one"
         in kept
     )
-    assert "compile off; train.compile=auto compiles on GPUs alone" in plain
+    assert "compile off; train.compile=auto compiles only on GPUs" in plain
     assert (
-        "compile on (train.compile=true): the first step compiles before it computes, which can take minutes"
+        "compile on (train.compile=true): the first step compiles first, which can take minutes"
         in banner_of("train.compile=true")
     )
     reasons = {
-        (): "auto: stripes divide the work of packed documents evenly",
+        (): "auto: stripes balance the work of packed documents",
         (
             "data.document_mask=false",
-        ): "auto: dense attention without documents, whose work zigzag divides evenly in the largest pieces",
+        ): "auto: dense attention without documents; zigzag balances it in the largest pieces",
         (
             "sparsity=vertical_slash",
-        ): "auto: stripes divide the work of the index of vertical_slash evenly",
-        ("topology.layout=contiguous",): "tokens a worker; as configured",
+        ): "auto: stripes balance the work of the index of vertical_slash",
+        ("topology.layout=contiguous",): "tokens per worker; as configured",
         (
             "topology.workers=1",
-        ): "auto: a worker holds whole sequences, so that layouts do not differ",
+        ): "auto: each worker holds whole sequences, so layouts do not differ",
     }
     for words, reason in reasons.items():
         assert reason in banner_of(*words), words
@@ -469,7 +472,7 @@ def test_the_banner_has_weights_schedule_seed_compilation_and_why_the_layout(tmp
 )
 def test_every_topology_has_a_plan(topology, words):
     if torch.cuda.is_available():
-        pytest.skip("plans for the GPUs that are here")
+        pytest.skip("plans for this machine's GPUs")
     printed = " ".join(text(dry_run(compose([f"topology={topology}"]))).split())
     for word in words:
         assert word in printed, word
@@ -508,7 +511,7 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (
             ["model=qwen3b", "seq=512k", "topology.workers=2"],
@@ -524,27 +527,28 @@ def test_the_command_prints_a_plan_and_writes_nothing(tmp_path):
         ),
     ],
 )
-def test_the_total_of_cpu_workers_stays_whole_on_80_columns(words, said):
-    assert re.search(said, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
+def test_the_total_of_cpu_workers_stays_on_one_line_of_80_columns(words, expected):
+    assert re.search(expected, text(dry_run(compose([*words, "topology.device=cpu"])), 80))
 
 
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
-def test_fewer_workers_are_proposed_where_so_many_are_too_much_for_a_cpu():
+def test_fewer_workers_are_proposed_if_they_exceed_this_machines_memory():
     words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
     helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
     proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
     assert helps.endswith("topology.device=cuda plans for 33 GPUs.")
-    assert plan(compose([*words, f"topology.workers={proposed}"])).fits
-    assert not plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
+    assert make_plan(compose([*words, f"topology.workers={proposed}"])).fits
+    assert not make_plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
 
 
 @without_gpu
-def test_what_fits_means_is_said_where_it_is_said():
+def test_the_output_defines_what_fits_means():
     words = ["model=qwen0.5b", "seq=32k", "topology.workers=2", "topology.device=cuda"]
     page = " ".join(text(dry_run(compose(words))).split())
     assert page.endswith(
-        "Fits: in 95% of the memory of a GPU and 90% of the host's, since gaps and other processes take the rest."
+        "To \"fit\" means to use at most 95% of a GPU's memory and 90% of the host's; "
+        "gaps and other processes take the rest."
     )
     roomy = [
         "train.activation_checkpoint=selective",
@@ -554,12 +558,12 @@ def test_what_fits_means_is_said_where_it_is_said():
     ]
     kept = " ".join(text(dry_run(compose([*words, *roomy]))).split())
     assert re.search(r"train\.memory=auto takes [^,]*train\.keep_mlp=", kept)
-    assert kept.endswith("; train.keep_mlp keeps as much as leaves 10% of a GPU free.")
-    # Memory of the host is one of the two, for GPUs that are not here, too.
-    found = plan(compose([*words, "optim.offload=true"]))
-    assert module.fitting(found).plain.startswith("fits GPUs of ")
+    assert kept.endswith("; train.keep_mlp leaves 10% of a GPU free.")
+    # For absent GPUs, host memory must suffice, too.
+    plan = make_plan(compose([*words, "optim.offload=true"]))
+    assert module.describe_fit(plan).plain.startswith("fits GPUs of ")
     assert (
-        module.fitting(dataclasses.replace(found, host_share=1 << 30)).plain
+        module.describe_fit(dataclasses.replace(plan, host_share=1 << 30)).plain
         == "does not fit the memory of the host"
     )
 
@@ -570,17 +574,17 @@ def test_what_fits_means_is_said_where_it_is_said():
 )
 def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
     place = SimpleNamespace(launcher=launcher, local_workers=workers)
-    assert run_plan.sharing_the_host(place, gpus) == expected
+    assert run_plan.workers_sharing_host(place, gpus) == expected
 
 
 @without_gpu
-def test_a_number_of_gpus_that_was_not_given_is_said_to_be_taken():
+def test_an_assumed_number_of_gpus_is_marked_as_such():
     auto, given = (
-        plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
+        make_plan(compose(["model=qwen3b", "topology.device=cuda", *more]))
         for more in ((), ("topology.workers=2",))
     )
     assert (
         module.describe_workers(auto)
-        == "2 GPUs = 1 data x 2 context, taken for topology.workers=auto: give how many there are"
+        == "2 GPUs = 1 data x 2 context, assumed for topology.workers=auto: give the number of GPUs"
     )
     assert module.describe_workers(given) == "2 GPUs = 1 data x 2 context"

@@ -1,4 +1,4 @@
-"""Held-out losses by context: the same numbers for every layout, exchange and number of workers, of sequences that are never trained on."""
+"""Held-out losses by context length are equal for every layout, exchange and number of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtrain_cli.reporting.tables import positions_table
 from mtrain_cli.training.evaluation import (
     Evaluation,
     EvaluationWriter,
-    edges,
+    bucket_edges,
     evaluate,
     read_evaluations,
 )
@@ -28,28 +28,30 @@ from mtrain_cli.training.loop import train
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
-    "seq=300", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2", "model.head_dim=8", "model.intermediate_size=48",
+    "seq=300", "topology.block_size=16", "model.hidden_size=32", "model.num_layers=2",
+    "model.head_dim=8", "model.intermediate_size=48",
     "optim.warmup_steps=2", "train.steps=4", "data.eval_sequences=3",
 ]  # fmt: skip
 
 
 def place(rank: int, world: int, cp: int) -> Environment:
     return Environment(
-        device="cpu", workers=world, cp=cp, dp=world // cp, workers_per_node=world, nodes=1, rank=rank, local_rank=rank,
+        device="cpu", workers=world, cp=cp, dp=world // cp, workers_per_node=world, nodes=1,
+        rank=rank, local_rank=rank,
         launcher="mtrain", local_workers=world,
     )  # fmt: skip
 
 
 def evaluated(rank: int, world: int, cases: list[tuple[int, list[str]]]) -> list[Evaluation]:
-    """One evaluation a case (workers that share a sequence, overrides), of a model that has trained a step."""
-    found = []
+    """Evaluate a model after one step, for each (workers that share a sequence, overrides)."""
+    results = []
     for cp, overrides in cases:
         trainer = Trainer(compose([*SMALL, *overrides]), place(rank, world, cp))
         trainer.train_step(False)
-        found.append(evaluate(trainer))
+        results.append(evaluate(trainer))
         trainer.train_step(False)
         trainer.close()
-    return found
+    return results
 
 
 DOCUMENTS = ["train.global_batch=2"]
@@ -63,7 +65,7 @@ def alone() -> list[Evaluation]:
     return gloo.run(1, evaluated, [(1, DOCUMENTS), (1, PLAIN), (1, SPARSE)])[0]
 
 
-def test_losses_by_context_are_those_of_one_worker_however_sequences_are_spread(
+def test_losses_by_context_equal_those_of_one_worker(
     alone: list[Evaluation],
 ) -> None:
     cases = [
@@ -73,23 +75,23 @@ def test_losses_by_context_are_those_of_one_worker_however_sequences_are_spread(
     ]
     rows = gloo.run(2, evaluated, cases)
     for rank in rows:
-        for found, expected in zip(rank, alone, strict=True):
-            assert [(b.begin, b.end, b.tokens) for b in found.buckets] == [
+        for evaluation, expected in zip(rank, alone, strict=True):
+            assert [(b.begin, b.end, b.tokens) for b in evaluation.buckets] == [
                 (b.begin, b.end, b.tokens) for b in expected.buckets
             ]
-            assert [b.loss for b in found.buckets] == pytest.approx(
+            assert [b.loss for b in evaluation.buckets] == pytest.approx(
                 [b.loss for b in expected.buckets], rel=2e-5
             )
-            assert found.loss == pytest.approx(expected.loss, rel=2e-5)
+            assert evaluation.loss == pytest.approx(expected.loss, rel=2e-5)
     assert {rank[2].attention for rank in rows} == {"vertical_slash"}
-    assert abs(alone[2].loss - alone[1].loss) > 1e-5, "the sparse pattern left something out"
+    assert abs(alone[2].loss - alone[1].loss) > 1e-5, "the sparse pattern must skip some pairs"
 
 
 def by_definition(
     _rank: int, _world: int
 ) -> tuple[Evaluation, dict[tuple[int, int], tuple[int, float]]]:
     trainer = Trainer(compose([*SMALL, *DOCUMENTS]), place(0, 1, 1))
-    found = evaluate(trainer)
+    evaluation = evaluate(trainer)
     sums: dict[tuple[int, int], list[float]] = {(0, 128): [], (128, 256): [], (256, 300): []}
     for sample in trainer.held_out:
         batch = trainer.batch_maker([sample])
@@ -107,22 +109,22 @@ def by_definition(
                 next(sums[span] for span in sums if span[0] <= context < span[1]).append(
                     float(losses[position])
                 )
-    return found, {
+    return evaluation, {
         span: (len(losses), float(np.mean(losses)) if losses else 0.0)
         for span, losses in sums.items()
     }
 
 
-def test_a_bucket_is_the_mean_over_tokens_with_so_many_earlier_ones_in_their_document() -> None:
-    ((found, expected),) = gloo.run(1, by_definition)
-    assert {(b.begin, b.end): b.tokens for b in found.buckets} == {
+def test_a_bucket_is_the_mean_over_tokens_by_their_context_in_the_document() -> None:
+    ((evaluation, expected),) = gloo.run(1, by_definition)
+    assert {(b.begin, b.end): b.tokens for b in evaluation.buckets} == {
         span: count for span, (count, _) in expected.items()
     }
-    for bucket in found.buckets:
+    for bucket in evaluation.buckets:
         assert (bucket.loss or 0.0) == pytest.approx(
             expected[bucket.begin, bucket.end][1], rel=1e-5
         )
-    assert found.sequences == 3
+    assert evaluation.sequences == 3
 
 
 @pytest.mark.parametrize(
@@ -134,10 +136,8 @@ def test_a_bucket_is_the_mean_over_tokens_with_so_many_earlier_ones_in_their_doc
         (4096, [0, 128, 256, 512, 1024, 2048, 4096]),
     ],
 )
-def test_buckets_reach_twice_as_far_each_time_and_end_with_the_sequence(
-    seq: int, expected: list[int]
-) -> None:
-    assert edges(seq).tolist() == expected
+def test_buckets_double_and_end_with_the_sequence(seq: int, expected: list[int]) -> None:
+    assert bucket_edges(seq).tolist() == expected
 
 
 def whole(rank: int, world: int, folder: str, words: list[str], resume: bool) -> None:
@@ -146,7 +146,7 @@ def whole(rank: int, world: int, folder: str, words: list[str], resume: bool) ->
     train(compose([*SMALL, *words]), run_dir, place(rank, world, world), resume)
 
 
-def test_a_run_evaluates_at_both_ends_and_every_so_many_steps_and_a_resumed_one_goes_on(
+def test_a_run_evaluates_at_both_ends_and_periodically_also_after_a_resume(
     tmp_path: Path,
 ) -> None:
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3"], False)
@@ -159,7 +159,7 @@ def test_a_run_evaluates_at_both_ends_and_every_so_many_steps_and_a_resumed_one_
     again = read_evaluations(tmp_path)
     assert [e.step for e in again] == [0, 3, 4, 6]
     assert again[:3] == first
-    # Nothing is left to train, and the last evaluation is that of the last checkpoint: it is there once.
+    # Nothing is left to train, and the evaluation of the last checkpoint exists: no second one.
     gloo.run(1, whole, str(tmp_path), ["train.eval_every=3", "train.steps=6"], True)
     assert read_evaluations(tmp_path) == again
     table = positions_table([open_source(tmp_path)])
@@ -167,7 +167,7 @@ def test_a_run_evaluates_at_both_ends_and_every_so_many_steps_and_a_resumed_one_
     assert table.row_count == 4
 
 
-def test_lines_behind_the_checkpoint_and_cut_lines_go_when_a_run_is_resumed(tmp_path: Path) -> None:
+def test_a_resume_removes_later_rows_and_cut_lines(tmp_path: Path) -> None:
     writer = EvaluationWriter(tmp_path, 0)
     row = Evaluation(2, 1.0, 10, 1, 0.1, "dense", ())
     for step in (2, 4):

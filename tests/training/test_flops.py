@@ -1,4 +1,4 @@
-"""Parameters and FLOP from the shape alone, against the decoder itself and published numbers."""
+"""Parameters and FLOP computed from the shape equal the decoder's and published numbers."""
 
 import numpy as np
 import pytest
@@ -11,11 +11,11 @@ from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.flops import (
     causal_pairs,
-    computed_again,
     flops_per_token,
     layer_shapes,
     parameters,
     peak_flops,
+    recomputed_pair_share,
     root_shapes,
     training_flops,
 )
@@ -68,7 +68,7 @@ def test_counts_equal_those_of_the_published_weights(name, total):
     assert parameters(config(name)).total == total
 
 
-def test_the_tied_head_multiplies_though_it_is_stored_once():
+def test_a_tied_head_counts_in_matmul_but_is_stored_once():
     tied, separate = (
         parameters(config("tiny", f"model.tie_word_embeddings={tied}"))
         for tied in ("true", "false")
@@ -91,7 +91,7 @@ def test_the_tied_head_multiplies_though_it_is_stored_once():
     "overrides",
     [(), ("model.qk_norm=true", "model.tie_word_embeddings=false"), ("train.keep_mlp=1",)],
 )
-def test_executed_matrix_products_equal_what_a_training_step_runs(
+def test_executed_matmul_flops_equal_those_of_a_training_step(
     checkpoint, tile_mib, gradients, overrides
 ):
     options = [
@@ -103,7 +103,8 @@ def test_executed_matrix_products_equal_what_a_training_step_runs(
     model, seq = whole.model, whole.seq
     with torch.device("cpu"):
         decoder = Decoder(
-            model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=checkpoint, compile=False,
+            model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=checkpoint,
+            compile=False,
             tile_bytes=tile_mib << 20, loss_gradients=gradients, keep_mlp=whole.train.keep_mlp,
         )  # fmt: skip
     for parameter in decoder.parameters():
@@ -111,7 +112,8 @@ def test_executed_matrix_products_equal_what_a_training_step_runs(
     tokens, positions = torch.zeros(1, seq, dtype=torch.long), torch.arange(seq)[None]
     with FlopCounterMode(display=False) as counter:
         decoder(tokens, positions, tokens, lambda q, k, v, _: q * k.sum() * v.sum(), 1.0).backward()
-    # The counter does not see addmm_, in which the loss forms the gradient of the LM head, and tiles those of o and the MLP.
+    # The counter misses addmm_, which computes the LM head's gradient, and with tiles those of o
+    # and the MLP.
     hidden = 2 * model.hidden_size * seq
     seen = counter.get_total_flops() + hidden * model.vocab_size
     if tile_mib:
@@ -126,7 +128,7 @@ def test_executed_matrix_products_equal_what_a_training_step_runs(
     )
 
 
-def test_attention_adds_two_products_forward_and_five_backward_for_each_pair():
+def test_attention_adds_two_products_forward_and_five_backward_per_pair():
     model, seq = config("tiny"), 64
     width = model.num_layers * model.num_heads * model.head_dim
 
@@ -147,16 +149,16 @@ def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
         train = compose(
             [f"train.activation_checkpoint={checkpoint}", f"train.checkpoint_keep={keep}"]
         ).train
-        return computed_again(train, make_layout(layout, 4, 16384, 64))
+        return recomputed_pair_share(train, make_layout(layout, 4, 16384, 64))
 
     assert again("none") == again("selective") == again("sequence_selective", 1) == 0
     assert again("full") == again("sequence_selective", 0) == 1
-    # Of contiguous parts every worker computes the early half of its own again.
+    # With contiguous parts, every worker recomputes the early half of its own part.
     expected = {"striped": 0.25, "zigzag": 0.25, "contiguous": (1 + 5 + 9 + 13) / 64}[layout]
     assert again("sequence_selective") == pytest.approx(expected, abs=0.01)
 
 
-def test_causal_is_the_default_mask():
+def test_the_default_mask_is_causal():
     assert causal_pairs(37) == SequenceMask.causal(37, 48).spans(np.arange(48), np.arange(48)).pairs
     model = config("tiny")
     assert flops_per_token(model, 37) == flops_per_token(
@@ -164,7 +166,7 @@ def test_causal_is_the_default_mask():
     )
 
 
-def test_pads_cost_matrix_products_and_no_attention():
+def test_padding_costs_matrix_products_but_no_attention():
     model = config("tiny")
     plain, padded = flops_per_token(model, 96), flops_per_token(model, 96, padded_seq=128)
     assert padded.model == plain.model
@@ -179,18 +181,19 @@ def test_model_flops_of_qwen_3b_at_known_lengths(seq, expected):
     assert flops_per_token(config("qwen3b"), seq).model == pytest.approx(expected, rel=0.015)
 
 
-def test_model_flops_count_the_pairs_that_the_mask_allows_and_no_more_than_is_executed():
+def test_model_flops_count_only_allowed_pairs_and_never_exceed_executed():
     model, seq = config("qwen3b"), 4096
     packed = 8 * causal_pairs(seq // 8)
     width = model.num_layers * model.num_heads * model.head_dim
-    found = flops_per_token(model, seq, pairs=packed)
-    assert found.model == pytest.approx(6 * parameters(model).matmul + 12 * width * packed / seq)
-    assert flops_per_token(model, seq).model > found.model
-    assert found.model < found.executed
+    results = flops_per_token(model, seq, pairs=packed)
+    assert results.model == pytest.approx(6 * parameters(model).matmul + 12 * width * packed / seq)
+    assert flops_per_token(model, seq).model > results.model
+    assert results.model < results.executed
 
 
 def test_model_flops_follow_the_formula_of_the_papers():
-    # 6 P + 6 L d N with d = heads * head_dim and causal attention, for Llama-3.1-8B at 256K: P = 7.505e9 without the embedding.
+    # 6 P + 6 L d N with d = heads * head_dim and causal attention, for Llama-3.1-8B at 256K:
+    # P = 7.505e9 without the embedding.
     assert flops_per_token(config("llama8b"), 262144).model == pytest.approx(
         6 * 7.505e9 + 6 * 32 * 4096 * 262144, rel=1e-4
     )
@@ -214,7 +217,7 @@ def test_model_flops_follow_the_formula_of_the_papers():
         ("NVIDIA L4", 121),
     ],
 )
-def test_peak_by_the_name_of_the_gpu(name, teraflops):
+def test_the_peak_follows_from_the_gpus_name(name, teraflops):
     assert peak_flops(name) == teraflops * 1e12
 
 

@@ -1,4 +1,4 @@
-"""Collections of garbage after a first step: what they visit, and when all is visited again."""
+"""Garbage collections after a first step visit only newer objects."""
 
 from __future__ import annotations
 
@@ -15,56 +15,59 @@ from mtrain_cli.training import garbage_collection, out_of_memory
 
 
 def visited(rank: int, world: int) -> dict[str, Any]:
-    """What a worker's collections visit before, between and after the steps of a training."""
-    found: dict[str, Any] = {}
-    made = trainer(rank, world, 1, ["sparsity=vertical_slash"])
-    parameter = next(made.decoder.parameters())
-    found["aside before"] = gc.get_freeze_count()
-    made.train_step(False)
-    found["aside"] = gc.get_freeze_count()
-    made.train_step(False)
-    found["aside after a second step"] = gc.get_freeze_count()
+    """Count the objects that a worker's collections visit before, between and after steps."""
+    results: dict[str, Any] = {}
+    training = trainer(rank, world, 1, ["sparsity=vertical_slash"])
+    parameter = next(training.decoder.parameters())
+    results["aside before"] = gc.get_freeze_count()
+    training.train_step(False)
+    results["frozen"] = gc.get_freeze_count()
+    training.train_step(False)
+    results["frozen after a second step"] = gc.get_freeze_count()
     seen = gc.get_objects()
-    found["seen"], found["the model"] = len(seen), any(candidate is parameter for candidate in seen)
-    made.close()
-    found["aside at the end"] = gc.get_freeze_count()
-    found["the model at the end"] = any(candidate is parameter for candidate in gc.get_objects())
-    return found
+    results["seen"], results["the model"] = (
+        len(seen),
+        any(candidate is parameter for candidate in seen),
+    )
+    training.close()
+    results["aside at the end"] = gc.get_freeze_count()
+    results["the model at the end"] = any(candidate is parameter for candidate in gc.get_objects())
+    return results
 
 
-def test_after_a_first_step_collections_visit_what_came_since():
-    (found,) = gloo.run(1, visited)
-    assert found["aside before"] == found["aside at the end"] == 0
-    assert found["aside"] > 50_000, "PyTorch alone has more"
-    assert found["aside after a second step"] <= found["aside"]
-    assert found["seen"] < found["aside"] / 10
-    assert not found["the model"]
-    assert found["the model at the end"]
+def test_after_the_first_step_collections_visit_only_new_objects():
+    (results,) = gloo.run(1, visited)
+    assert results["aside before"] == results["aside at the end"] == 0
+    assert results["frozen"] > 50_000, "PyTorch alone has more"
+    assert results["frozen after a second step"] <= results["frozen"]
+    assert results["seen"] < results["frozen"] / 10
+    assert not results["the model"]
+    assert results["the model at the end"]
 
 
 def times(rank: int, world: int) -> list[int]:
-    """After which steps, of which the first two are dense, everything is set aside."""
-    found: list[int] = []
-    made = trainer(rank, world, 1, ["sparsity=vertical_slash", "sparsity.dense_steps=2"])
+    """Return the steps after which all objects are frozen; the first two steps are dense."""
+    results: list[int] = []
+    training = trainer(rank, world, 1, ["sparsity=vertical_slash", "sparsity.dense_steps=2"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage_collection, "freeze_garbage", lambda: found.append(made.step))
+        patch.setattr(garbage_collection, "freeze_garbage", lambda: results.append(training.step))
         for _ in range(5):
-            made.train_step(False)
-    made.close()
-    return found
+            training.train_step(False)
+    training.close()
+    return results
 
 
-def test_the_first_step_under_an_index_is_a_first_step_too():
+def test_the_first_sparse_step_freezes_objects_too():
     assert gloo.run(1, times) == [[1, 3]]
 
 
-def test_a_report_of_full_memory_knows_what_was_set_aside():
+def test_an_out_of_memory_report_sees_frozen_objects():
     tensor = torch.zeros(7)
     garbage_collection.freeze_garbage()
-    assert any(found is tensor for found in out_of_memory._tensors("cpu"))
+    assert any(results is tensor for results in out_of_memory._tensors("cpu"))
 
 
-def test_garbage_that_was_set_aside_is_freed_the_next_time():
+def test_frozen_garbage_is_freed_by_the_next_freeze():
     class Ring:
         def __init__(self) -> None:
             self.own = self
@@ -74,6 +77,6 @@ def test_garbage_that_was_set_aside_is_freed_the_next_time():
     garbage_collection.freeze_garbage()
     del ring
     gc.collect()
-    assert known() is not None, "what was set aside is not visited"
+    assert known() is not None, "frozen objects are not visited"
     garbage_collection.freeze_garbage()
     assert known() is None

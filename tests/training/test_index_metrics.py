@@ -1,4 +1,4 @@
-"""What a step's indices left is a mean over layers, heads and sequences, however many micro-batches and workers counted it."""
+"""Index metrics are means over layers, heads and sequences for any micro-batches and workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from mtrain_cli.attention.index import IndexCounts
 from mtrain_cli.parallel.context_attention import IndexRecord
-from mtrain_cli.training.index_metrics import index_metrics, summed
+from mtrain_cli.training.index_metrics import index_metrics, local_index_sums
 
 SEQ, LAYERS = 9, 2  # 45 causal pairs
 
@@ -19,7 +19,7 @@ def record(
     columns: list[list[int]],
     workers: int = 1,
 ) -> IndexRecord:
-    """Counts [sequences, heads]."""
+    """Build a record; counts are [sequences, heads]."""
     zero = torch.zeros(len(pairs), len(pairs[0]), dtype=torch.int64)
     counts = IndexCounts(
         torch.tensor(pairs),
@@ -47,26 +47,27 @@ SUM = [
 ]
 
 
-def test_sums_are_over_sequences_and_of_means_over_heads():
-    total = summed(RECORDS, LAYERS, torch.device("cpu"))
+def test_sums_are_over_sequences_of_means_over_heads():
+    total = local_index_sums(RECORDS, LAYERS, torch.device("cpu"))
     assert total.dtype == torch.float64
     assert total.tolist() == SUM
 
 
 def test_a_step_is_the_mean_over_sequences_and_layers():
-    found = index_metrics(SUM, RECORDS, SEQ)
-    assert found.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
-    assert found.density == pytest.approx(158 / 6 / 45)
-    assert found.slashes == 22 / 6
-    assert found.columns == 152.5 / 6
-    assert found.seconds == 0.25 + 1.25 + 0.25 + 1.25
+    results = index_metrics(SUM, RECORDS, SEQ)
+    assert results.density_by_layer == (63 / 3 / 45, 95 / 3 / 45)
+    assert results.density == pytest.approx(158 / 6 / 45)
+    assert results.slashes == 22 / 6
+    assert results.columns == 152.5 / 6
+    assert results.seconds == 0.25 + 1.25 + 0.25 + 1.25
 
 
-def test_workers_that_count_a_part_each_add_up_to_the_whole():
+def test_partial_counts_of_workers_add_up_to_the_total():
     parts = [[[8, 30], [6, 18]], [[12, 0], [4, 22]]]
     none = [[0, 0], [0, 0]]
     mine, other = (
-        summed([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu")) for pairs in parts
+        local_index_sums([record(0, pairs, none, none, workers=2)], 1, torch.device("cpu"))
+        for pairs in parts
     )
-    found = index_metrics((mine + other).tolist(), [], SEQ)
-    assert found.density_by_layer == (25 / 45,)
+    results = index_metrics((mine + other).tolist(), [], SEQ)
+    assert results.density_by_layer == (25 / 45,)

@@ -1,4 +1,4 @@
-"""What the banner says of a run that does otherwise than the folder of its weights."""
+"""The banner says how a run differs from the folder of its weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.training.initial_weights import remarks
 
 QWEN = {
-    "model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 96, "max_position_embeddings": 2048, "rope_theta": 1e6, "num_key_value_heads": 2,
+    "model_type": "qwen2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96, "max_position_embeddings": 2048, "rope_theta": 1e6,
+    "num_key_value_heads": 2,
 }  # fmt: skip
 
 
@@ -23,52 +25,58 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def said(folder: Path, *words: str, **changes: Any) -> list[str]:
+def banner_lines(folder: Path, *words: str, **changes: Any) -> list[str]:
     (folder / "config.json").write_text(json.dumps(QWEN | changes))
     return remarks(compose([f"train.init_from={folder}", "seq=2k", *words]))
 
 
-def test_what_is_given_and_differs_is_said_with_both_values(folder: Path) -> None:
-    tokenizer = "text is tokenised with its tokenizer.json"
-    assert said(folder) == [tokenizer]
-    line = "other than its folder: model.rope.theta=2000000 (the folder: 1000000)"
-    assert said(folder, "model.rope.theta=2e6") == [line, tokenizer]
-    line = "other than its folder: model.rope.scaling=yarn by 4 from 2k (the folder: none)"
-    assert said(folder, "model.rope.scaling=yarn", "seq=8k") == [line, tokenizer]
+def test_a_setting_that_differs_is_shown_with_both_values(folder: Path) -> None:
+    tokenizer = "its tokenizer.json encodes the text"
+    assert banner_lines(folder) == [tokenizer]
+    line = "differs from its folder: model.rope.theta=2000000 (the folder: 1000000)"
+    assert banner_lines(folder, "model.rope.theta=2e6") == [line, tokenizer]
+    line = "differs from its folder: model.rope.scaling=yarn by 4 from 2k (the folder: none)"
+    assert banner_lines(folder, "model.rope.scaling=yarn", "seq=8k") == [line, tokenizer]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    assert said(folder, rope_scaling=yarn) == [tokenizer]
-    line = "other than its folder: model.rope.factor=8 (the folder: 4), model.rope.beta_fast=16 (the folder: 32)"
-    assert said(folder, "model.rope.factor=8", "model.rope.beta_fast=16", rope_scaling=yarn) == [
+    assert banner_lines(folder, rope_scaling=yarn) == [tokenizer]
+    line = (
+        "differs from its folder: model.rope.factor=8 (the folder: 4), "
+        "model.rope.beta_fast=16 (the folder: 32)"
+    )
+    assert banner_lines(
+        folder, "model.rope.factor=8", "model.rope.beta_fast=16", rope_scaling=yarn
+    ) == [
         line,
         tokenizer,
     ]
 
 
-def test_positions_that_the_folder_does_not_reach_are_said(folder: Path) -> None:
-    (line, _) = said(folder, "seq=8k")
+def test_positions_beyond_the_folders_reach_are_reported(folder: Path) -> None:
+    (line, _) = banner_lines(folder, "seq=8k")
     assert line.startswith(
-        "seq=8k is beyond the 2k tokens that its positions reach; model.rope.scaling=yarn"
+        "seq=8k exceeds the 2k tokens that its rotary positions cover. "
+        "Set model.rope.scaling=yarn or a larger model.rope.theta."
     )
-    assert len(said(folder, "seq=8k", "model.rope.scaling=yarn")) == 2
+    assert len(banner_lines(folder, "seq=8k", "model.rope.scaling=yarn")) == 2
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
-    (line, _) = said(folder, "seq=8k", rope_scaling=yarn)
+    (line, _) = banner_lines(folder, "seq=8k", rope_scaling=yarn)
     assert line.startswith(
-        "seq=8k is beyond the 2k tokens that its positions reach; model.rope.factor=auto"
+        "seq=8k exceeds the 2k tokens that its rotary positions cover. Set model.rope.factor=auto."
     )
 
 
-def test_bytes_for_a_model_of_another_tokenizer_and_dropout_are_said(folder: Path) -> None:
-    lines = said(folder, "data.tokenizer=bytes", attention_dropout=0.1)
+def test_bytes_for_another_tokenizers_model_and_dropout_are_reported(folder: Path) -> None:
+    lines = banner_lines(folder, "data.tokenizer=bytes", attention_dropout=0.1)
     assert lines[0].startswith(
-        "text is tokenised as bytes; the weights know their own tokenizer's ids"
+        "text is encoded as bytes, but the weights expect the ids of their own tokenizer."
     )
     assert lines[1] == f"{folder}/config.json: attention_dropout=0.1: mtrain trains without dropout"
     (folder / "tokenizer.json").unlink()
-    assert "since it has no tokenizer.json" in said(folder)[0]
+    assert "since it has no tokenizer.json" in banner_lines(folder)[0]
 
 
-def test_a_folder_that_is_gone_is_no_concern_of_a_resumed_run(folder: Path) -> None:
-    said(folder)
+def test_a_resumed_run_does_not_need_the_folder_of_its_weights(folder: Path) -> None:
+    banner_lines(folder)
     config = compose([f"train.init_from={folder}"])
     (folder / "config.json").unlink()
     assert remarks(config) == []

@@ -1,4 +1,4 @@
-"""The closed form of a worker's memory: against the live bytes of real training steps, and in its parts."""
+"""The closed form of a worker's memory equals the live bytes of training steps, in its parts."""
 
 import dataclasses
 from math import prod
@@ -18,7 +18,7 @@ from mtrain_cli.training.state_memory import sharded_numbers
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BASE = ["seq=2k", "model.num_layers=3", "topology.block_size=64", "train.loss_chunk_mib=1"]
-# So narrow an MLP that attention decides.
+# An MLP so narrow that attention sets the peak.
 ATTENTION = [*BASE, "model.intermediate_size=32"]
 
 
@@ -28,7 +28,7 @@ def with_checkpointing(kind, base=BASE, *more):
 
 OFFLOADED = "train.offload_activations=true"
 QUERIES = ["topology.exchange=ring", "topology.circulates=queries"]
-# So many layers that what they keep is most of the memory, and so few words that the loss is little.
+# Many layers, so that their activations dominate; a small vocabulary, so that the loss is small.
 DEEP = [*BASE, "model.num_layers=12", "model.intermediate_size=128"]
 FIVE_OFFLOADED = "train.offload_activations=5"  # of twelve
 QUARTER = "train.checkpoint_keep=0.25"
@@ -73,11 +73,11 @@ ONE_WORKER = [
         FP32,
     ),
 ]
-# So much of the memory is weights, gradients and states.
+# Shapes at which weights, gradients and states dominate.
 STATES = ["seq=1k", *BASE[1:], "model.num_layers=6", "model.vocab_size=1024"]
 TWO_WORKERS = [
     (with_checkpointing("selective"), "all_gather", "flash4", BF16),
-    # float32, since the CPU's loss makes float32 copies of bfloat16 operands, which a GPU does not.
+    # float32: the CPU's loss makes float32 copies of bfloat16 operands, a GPU's does not.
     (with_checkpointing("none", [*BASE, "model.qk_norm=true"]), "all_gather", "flash4", FP32),
     (with_checkpointing("selective"), "all_gather", "sdpa", FP32),
     (with_checkpointing("selective", ATTENTION), "ring", "flash4", FP32),
@@ -114,15 +114,15 @@ def ratios(world, cases):
 
 
 def test_the_estimate_is_within_3_percent_of_the_live_bytes_of_a_step():
-    found = ratios(2, QUICK)
-    assert all(0.97 <= ratio <= 1.03 for ratio in found), found
+    result = ratios(2, QUICK)
+    assert all(0.97 <= ratio <= 1.03 for ratio in result), result
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(1, ONE_WORKER), (2, TWO_WORKERS)])
-def test_the_estimate_is_within_3_percent_for_every_way_of_running_a_step(world, cases):
-    found = ratios(world, cases)
-    assert all(0.97 <= ratio <= 1.03 for ratio in found), found
+def test_the_estimate_is_within_3_percent_for_every_memory_option(world, cases):
+    result = ratios(world, cases)
+    assert all(0.97 <= ratio <= 1.03 for ratio in result), result
 
 
 def estimate(
@@ -130,19 +130,19 @@ def estimate(
 ):
     config = compose(["model=qwen3b", "seq=128k", *overrides])
     layout = make_layout(config.layout, cp or workers, config.seq, config.topology.block_size)
-    how = ExchangeChoice(exchange, "", per_node=8, heads=heads)
+    exchange_choice = ExchangeChoice(exchange, "", per_node=8, heads=heads)
     return estimate_memory(
         config,
         workers=workers,
         layout=layout,
-        exchange=how,
+        exchange=exchange_choice,
         kernel=kernel,
         dtype_bytes=dtype_bytes,
         cuda=True,
     )
 
 
-def test_states_are_sharded_over_all_workers_whatever_the_context_group():
+def test_states_are_sharded_over_all_workers_for_any_context_group():
     total = parameters(compose(["model=qwen3b"]).model).total
     for workers, cp in [(1, 1), (8, 8), (8, 2)]:
         for moment in estimate(workers=workers, cp=cp).moments:
@@ -175,7 +175,7 @@ def test_kept_activations_follow_their_formulas():
         assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
     ring = estimate("train.activation_checkpoint=selective", exchange="ring").moments[0].activations
     assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), (
-        "the keys that a ring ends with came from another worker"
+        "a ring ends with the keys of another worker"
     )
 
 
@@ -200,34 +200,34 @@ def test_kept_activations_follow_their_formulas():
         ["full", OFFLOADED, "train.keep_mlp=true"],
     ],
 )
-def test_a_layer_leaves_exactly_what_the_estimate_says(words):
+def test_a_layer_keeps_exactly_the_estimated_bytes(words):
     overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])
-    (fewer, less), (more, found) = (
+    (fewer, less), (more, result) = (
         allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5)
     )
-    # On a CPU one more layer is on the host, where tensors are offloaded, and otherwise on the device.
-    expected = (found.moments[0].activations + found.host) - (
+    # With offloading, one more layer is on the host; without, on the device.
+    expected = (result.moments[0].activations + result.host) - (
         less.moments[0].activations + less.host
     )
-    # Without recomputation norms keep a number a row, which the estimate leaves out.
+    # Without recomputation, norms keep one number per row, which the estimate leaves out.
     assert more - fewer == pytest.approx(expected, rel=0.015 if words[0] == "none" else 0)
 
 
-def test_offloaded_activations_are_those_of_two_layers_on_the_device_and_the_others_on_the_host():
-    kept, found = (estimate(f"train.offload_activations={word}") for word in ("false", "true"))
+def test_offloading_keeps_the_activations_of_two_layers_on_the_device():
+    kept, result = (estimate(f"train.offload_activations={word}") for word in ("false", "true"))
     whole = kept.moments[0].activations
-    assert found.moments[0].activations == whole * 2 // 36
-    assert (kept.host, found.host) == (0, whole * 35 // 36)
+    assert result.moments[0].activations == whole * 2 // 36
+    assert (kept.host, result.host) == (0, whole * 35 // 36)
 
 
-def test_layers_beyond_the_offloaded_ones_stay_on_the_device():
+def test_layers_that_are_not_offloaded_stay_on_the_device():
     layer = estimate().moments[0].activations // 36
     for number, stay in [(0, 36), (1, 35), (16, 20), (34, 2), (35, 2), (36, 2)]:
-        found = estimate(f"train.offload_activations={number}")
-        assert found.moments[0].activations == stay * layer, number
-        assert found.host == min(number, 35) * layer
+        result = estimate(f"train.offload_activations={number}")
+        assert result.moments[0].activations == stay * layer, number
+        assert result.host == min(number, 35) * layer
     assert estimate("train.offload_activations=36") == estimate(OFFLOADED)
-    # Gradients of 34 layers have come when two are left, of which the activations are still there.
+    # Gradients of 34 layers exist when two are left, whose activations are still there.
     deepest = estimate(OFFLOADED, "train.activation_checkpoint=full", "seq=1k").moments[1]
     assert deepest.name == "backward of layer 2"
     middle = estimate(
@@ -236,12 +236,12 @@ def test_layers_beyond_the_offloaded_ones_stay_on_the_device():
     assert (middle.name, middle.activations) == ("backward of layer 36", 20 * (131072 * 2048 * 2))
 
 
-def test_of_so_many_layers_gate_and_up_stay():
+def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
     tokens, c, i = 131072 // 8, 2048, 11008
     plain = estimate().moments
     for number, layers in [("false", 0), ("0", 0), ("1", 1), ("7", 7), ("true", 36)]:
-        found = estimate(f"train.keep_mlp={number}").moments
-        assert found[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
+        result = estimate(f"train.keep_mlp={number}").moments
+        assert result[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
     last, before = (
         next(
             m
@@ -253,7 +253,7 @@ def test_of_so_many_layers_gate_and_up_stay():
     assert last.activations - before.activations == 16 * tokens * 2 * (c + 2 * i), (
         "those of the first layer, here of 16 times the tokens"
     )
-    # In the first layer to be backward all of them are there; what is computed again is not.
+    # When the first layer runs backward, all kept products exist; recomputed ones do not.
     first = estimate("train.keep_mlp=7").moments[1]
     assert first.name == "backward of layer 36"
     assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
@@ -262,15 +262,15 @@ def test_of_so_many_layers_gate_and_up_stay():
 @pytest.mark.parametrize(
     "words", [("train.keep_mlp=true",), ("train.activation_checkpoint=none", "train.tile_mib=0")]
 )
-def test_what_has_gone_with_the_mlp_is_of_what_was_kept(words):
-    """Attention of many workers' keys is the larger point there."""
-    found = estimate("seq=4m", *words, workers=64)
-    backward = found.moments[1]
+def test_bytes_freed_with_the_mlp_were_kept(words):
+    """With the keys of many workers, attention is the larger point."""
+    result = estimate("seq=4m", *words, workers=64)
+    backward = result.moments[1]
     assert backward.exchange == estimate("seq=4m", workers=64).moments[1].exchange > 0
-    gone = found.moments[0].activations - backward.activations
+    gone = result.moments[0].activations - backward.activations
     tokens, c, i = (4 << 20) // 64, 2048, 11008
     assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
-    for moment in found.moments:
+    for moment in result.moments:
         assert all(part >= 0 for part in moment.parts.values())
 
 
@@ -280,7 +280,7 @@ def test_the_mlp_takes_no_more_than_its_tiles():
     assert million.total - tiled.total > 10 * GIB
 
 
-def test_the_more_is_recomputed_the_less_memory():
+def test_more_recomputation_takes_less_memory():
     totals = [estimate(f"train.activation_checkpoint={kind}").total for kind in CHECKPOINTS]
     assert totals == sorted(totals, reverse=True)
     assert len(set(totals)) == len(CHECKPOINTS) == 4
@@ -294,7 +294,7 @@ def test_logits_do_not_grow_with_the_sequence():
     assert chunked[0] == chunked[1]
 
 
-def test_the_ring_holds_less_than_the_gathered_keys_where_these_are_large():
+def test_a_ring_takes_less_than_large_gathered_keys():
     overrides = ("model.intermediate_size=128", "model.num_kv_heads=16", "seq=1m")
     gathered, ring = (
         estimate(*overrides, workers=32, exchange=exchange).peak.exchange
@@ -303,7 +303,7 @@ def test_the_ring_holds_less_than_the_gathered_keys_where_these_are_large():
     assert ring < gathered / 4
 
 
-def test_gradients_stay_for_the_whole_backward_pass_while_they_accumulate():
+def test_accumulating_gradients_stay_for_the_whole_backward_pass():
     once, accumulated = (
         estimate(f"train.global_batch={batch}").moments[0].gradients for batch in (1, 2)
     )
@@ -314,14 +314,14 @@ def test_gradients_stay_for_the_whole_backward_pass_while_they_accumulate():
 
 
 def test_parts_add_up_and_the_total_includes_the_reserve():
-    found = estimate()
-    for moment in found.moments:
+    result = estimate()
+    for moment in result.moments:
         assert moment.allocated == sum(
             value for key, value in dataclasses.asdict(moment).items() if key != "name"
         )
-    assert found.allocated == max(moment.allocated for moment in found.moments)
-    assert found.total == found.allocated + found.reserve
-    assert 0.5 * GIB < found.reserve < 3 * GIB
+    assert result.allocated == max(moment.allocated for moment in result.moments)
+    assert result.total == result.allocated + result.reserve
+    assert 0.5 * GIB < result.reserve < 3 * GIB
 
 
 def moba(*overrides, **kwargs):
@@ -334,7 +334,7 @@ def moba(*overrides, **kwargs):
     return estimate(*words, *overrides, **kwargs)
 
 
-def test_gates_of_queries_take_a_bit_for_each_chunk():
+def test_per_query_choices_take_one_bit_per_chunk():
     layers, heads, tokens, chunks = 32, 32, 131072, 32
     for workers in (1, 8):
         block, query = (
@@ -345,7 +345,7 @@ def test_gates_of_queries_take_a_bit_for_each_chunk():
         assert query - block == gates + starts
 
 
-def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
+def test_bitmaps_stay_until_backward_and_are_counted_by_pairs_of_blocks():
     layers, heads, blocks = 32, 32, 1024
     for workers in (1, 8):
         counted = 2 * blocks * blocks // workers
@@ -354,7 +354,7 @@ def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
         assert moba(workers=workers, kernel="triton").moments[-1].index == counted
     four = moba("train.global_batch=4", workers=8, kernel="triton").moments[0]
     assert four.index - at_loss.index == 3 * counted
-    # Ranks that compute for the queries of others hold all rows.
+    # Ranks that compute for other ranks' queries hold all rows.
     everywhere = moba(
         "train.global_batch=1", workers=8, kernel="triton", exchange="all_to_all", heads=8
     ).moments[0]
@@ -368,7 +368,7 @@ def test_bitmaps_are_kept_until_backward_and_counted_by_pairs_of_blocks():
         ("sparsity=fixed sparsity.density=0.0146", 61),
     ],
 )
-def test_lists_of_blocks_are_as_wide_as_an_index_may_have_diagonals(words, most):
+def test_lists_of_blocks_have_room_for_the_most_slashes_of_an_index(words, most):
     wide, narrow = (
         estimate("seq=512k", *given.split(), workers=2).peak.exchange
         for given in ("sparsity=vertical_slash", words)
@@ -377,25 +377,25 @@ def test_lists_of_blocks_are_as_wide_as_an_index_may_have_diagonals(words, most)
     assert wide - narrow == 4 * lists * heads * blocks_of_keys * (blocks_of_queries - most)
 
 
-def test_a_million_tokens_of_bitmaps_are_seen_not_to_fit():
+def test_bitmaps_of_a_million_tokens_do_not_fit():
     dense, sparse = (
-        estimate("model=llama8b", "seq=1m", what, workers=8, kernel="triton")
-        for what in ("sparsity=dense", "sparsity=moba")
+        estimate("model=llama8b", "seq=1m", setting, workers=8, kernel="triton")
+        for setting in ("sparsity=dense", "sparsity=moba")
     )
     bits = 32 * 32 * 8192 * 8192 // 8
     assert bits == 8 * GIB
     assert sparse.total - dense.total > bits
 
 
-def test_diagonals_and_columns_are_kilobytes_and_gathered_columns_are_not():
+def test_slashes_and_columns_take_kilobytes_but_gathered_columns_do_not():
     overrides = ("sparsity=vertical_slash", "model=llama8b")
     layers, heads, width, dim = 32, 32, 4096, 128
     lines = layers * heads * (1024 + 4 * width)
-    # What kernels make of them once: the slot of each column, and how many there are below each block.
+    # Kernels derive them once: the slot of each column, and the columns below each block.
     derived = layers * heads * 4 * (width + 1025)
-    found = estimate(*overrides, "train.activation_checkpoint=selective").moments
-    assert (found[0].index, found[-2].index) == (lines + derived, lines + derived // layers), (
-        "lines stay until they are counted"
+    result = estimate(*overrides, "train.activation_checkpoint=selective").moments
+    assert (result[0].index, result[-2].index) == (lines + derived, lines + derived // layers), (
+        "slashes and columns stay until they are counted"
     )
     assert (
         estimate(*overrides, "train.activation_checkpoint=selective", kernel="sdpa")

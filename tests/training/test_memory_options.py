@@ -1,4 +1,4 @@
-"""Every way of saving activation memory gives the gradients of a run that saves none, and computes no more than it has to."""
+"""Every memory option gives the gradients of a plain run and computes nothing more than needed."""
 
 import gloo
 import pytest
@@ -18,7 +18,7 @@ def check(of_ranks: list[list[dict]]) -> None:
             assert cell["backward"] == 0, where
             assert (cell["offloaded"] > 0) == ("offloaded" in cell["option"]), where
     for cells in zip(*of_ranks, strict=True):
-        # One rank may compute for queries of others, all of them together compute what the masks say.
+        # A rank may compute for other ranks' queries; together they compute each pair of the masks.
         kind = cells[0]["option"].partition(",")[0]
         expected = {"full": 1.0, "sequence_selective": cells[0]["early"]}.get(kind, 0.0)
         repeated = sum(cell["repeated"] for cell in cells) / sum(cell["pairs"] for cell in cells)
@@ -30,7 +30,7 @@ def test_one_worker():
     check(gloo.run(1, outcomes, list(OPTIONS), WAYS[1]))
 
 
-def test_two_workers_that_send_keys_or_heads():
+def test_two_workers_that_exchange_keys_or_heads():
     check(gloo.run(2, outcomes, QUICK, (Way("ring"), Way("all_gather", heads=2))))
 
 

@@ -1,4 +1,4 @@
-"""train.memory=auto: the fastest setting that fits GPUs of any size, and what would help where none does."""
+"""`train.memory=auto` chooses the fastest setting that fits, and each remedy helps if none fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.training import memory_search, run_plan
 from mtrain_cli.training.dry_run import dry_run
 from mtrain_cli.training.memory import GIB, MemoryEstimate
-from mtrain_cli.training.run_plan import plan, require_fit
+from mtrain_cli.training.run_plan import make_plan, require_fit
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="plans for GPUs that are not here"
@@ -31,41 +31,45 @@ RUN = ["model=llama8b", "seq=512k", "topology.workers=8", "topology.device=cuda"
 
 
 def planned(*words):
-    return plan(compose([*RUN, *words]))
+    return make_plan(compose([*RUN, *words]))
 
 
-def test_a_default_is_what_auto_may_change():
+def test_auto_may_change_only_keys_with_their_default():
     values = keys.values(compose([]))
     assert {key: values[key] for key in memory_search.CHOICES} == {
         key: choices[0] for key, choices in memory_search.CHOICES.items()
     }
 
 
-def test_the_fastest_that_fits_is_taken_on_gpus_of_every_size():
+def test_auto_chooses_the_fastest_setting_that_fits_each_gpu():
     chosen = []
     for gib in (24, 40, 64, 80, 141, 280):
-        found = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
-        search = found.search
+        chosen_plan = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
+        search = chosen_plan.search
         assert search.chosen is not None
-        assert found.memory.total <= 0.95 * gib * GIB
-        assert found.config.train == search.chosen.config.train
+        assert chosen_plan.memory.total <= 0.95 * gib * GIB
+        assert chosen_plan.config.train == search.chosen.config.train
         faster = [
             setting for setting in search.settings if setting.seconds < search.chosen.seconds - 1e-6
         ]
         assert not any(setting.fits for setting in faster)
         again = planned("train.memory=auto", f"topology.gpu_memory_gib={gib}")
         assert again.search.chosen == search.chosen
-        # What it says of the setting is what that setting says of itself.
-        words = [*search.chosen.words.split(), f"topology.gpu_memory_gib={gib}"]
+        # A run with that setting has the same plan.
+        words = [*search.chosen.overrides.split(), f"topology.gpu_memory_gib={gib}"]
         alone = planned(*words)
-        assert (alone.memory, alone.moved, alone.flops) == (found.memory, found.moved, found.flops)
+        assert (alone.memory, alone.received, alone.flops) == (
+            chosen_plan.memory,
+            chosen_plan.received,
+            chosen_plan.flops,
+        )
         chosen.append(search.chosen)
     seconds = [setting.seconds for setting in chosen]
     assert seconds == sorted(seconds, reverse=True), "more memory is never slower"
-    assert len({setting.words for setting in chosen}) >= 4
+    assert len({setting.overrides for setting in chosen}) >= 4
 
 
-def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
+def test_the_fewest_layers_are_offloaded_and_the_host_holds_them():
     words = [
         "model=qwen3b",
         "seq=6m",
@@ -74,14 +78,14 @@ def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
         "train.activation_checkpoint=full",
     ]
     base = dataclasses.replace(planned(*words), host_share=70 * GIB)
-    found = memory_search.search(base)
-    number = found.chosen.changes["train.offload_activations"]
+    chosen_plan = memory_search.search(base)
+    number = chosen_plan.chosen.changes["train.offload_activations"]
     assert 1 < number < 35
-    assert found.chosen.memory.host == number * 3 * GIB <= 70 * GIB
-    train = dataclasses.replace(found.chosen.config.train, offload_activations=number - 1)
-    fewer = memory_search._memory(base, dataclasses.replace(found.chosen.config, train=train))
-    assert not base.takes(fewer)
-    # No other number fits where there is less room.
+    assert chosen_plan.chosen.memory.host == number * 3 * GIB <= 70 * GIB
+    train = dataclasses.replace(chosen_plan.chosen.config.train, offload_activations=number - 1)
+    fewer = memory_search._memory(base, dataclasses.replace(chosen_plan.chosen.config, train=train))
+    assert not base.has_room_for(fewer)
+    # With less room, no other number fits, either.
     crowded = dataclasses.replace(base, host_share=(number - 1) * 3 * GIB)
     refused = memory_search.search(crowded)
     assert not any(
@@ -91,7 +95,7 @@ def test_as_few_layers_leave_as_will_do_and_the_host_has_room_for_them():
     )
 
 
-def test_products_of_as_many_layers_stay_as_there_is_room_for():
+def test_mlp_products_of_as_many_layers_stay_as_there_is_room_for():
     words = [
         "model=qwen3b",
         "seq=512k",
@@ -100,13 +104,13 @@ def test_products_of_as_many_layers_stay_as_there_is_room_for():
         "train.activation_checkpoint=selective",
     ]
     base = planned(*words, "topology.gpu_memory_gib=100")
-    found = memory_search.search(base)
-    number = found.chosen.changes["train.keep_mlp"]
+    chosen_plan = memory_search.search(base)
+    number = chosen_plan.chosen.changes["train.keep_mlp"]
     assert 1 < number < 36
-    more = dataclasses.replace(found.chosen.config.train, keep_mlp=number + 1)
-    assert base.takes(found.chosen.memory, memory_search.ROOMY)
-    assert not base.takes(
-        memory_search._memory(base, dataclasses.replace(found.chosen.config, train=more)),
+    more = dataclasses.replace(chosen_plan.chosen.config.train, keep_mlp=number + 1)
+    assert base.has_room_for(chosen_plan.chosen.memory, memory_search.ROOMY)
+    assert not base.has_room_for(
+        memory_search._memory(base, dataclasses.replace(chosen_plan.chosen.config, train=more)),
         memory_search.ROOMY,
     )
     assert (
@@ -131,12 +135,12 @@ def test_products_of_as_many_layers_stay_as_there_is_room_for():
         "train.offload_activations=2",
     ],
 )
-def test_products_that_were_asked_for_stay_whatever_else_was(words):
-    found = planned(
+def test_requested_mlp_products_stay(words):
+    chosen_plan = planned(
         "train.memory=auto", "train.keep_mlp=2", "topology.gpu_memory_gib=280", *words.split()
     )
-    assert found.config.train.keep_mlp == 2
-    assert found.search.chosen is not None
+    assert chosen_plan.config.train.keep_mlp == 2
+    assert chosen_plan.search.chosen is not None
     none = planned(
         "train.memory=auto", "train.keep_mlp=true", "topology.gpu_memory_gib=12", *words.split()
     )
@@ -144,13 +148,18 @@ def test_products_that_were_asked_for_stay_whatever_else_was(words):
         require_fit(none)
 
 
-def test_a_key_that_was_given_stays():
-    found = planned("train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true")
-    assert (found.config.train.activation_checkpoint, found.config.optim.offload) == ("full", True)
-    assert all(setting.config.optim.offload for setting in found.search.settings)
+def test_a_key_that_the_user_set_stays():
+    chosen_plan = planned(
+        "train.memory=auto", "train.activation_checkpoint=full", "optim.offload=true"
+    )
+    assert (chosen_plan.config.train.activation_checkpoint, chosen_plan.config.optim.offload) == (
+        "full",
+        True,
+    )
+    assert all(setting.config.optim.offload for setting in chosen_plan.search.settings)
 
 
-def test_more_accumulation_makes_whole_gradients_worth_their_memory():
+def test_more_accumulation_makes_unsharded_gradients_worth_their_memory():
     few, many = (
         planned("train.memory=auto", "seq=16k", f"train.global_batch={batch}").config.train.shard
         for batch in (1, 64)
@@ -161,14 +170,14 @@ def test_more_accumulation_makes_whole_gradients_worth_their_memory():
 @pytest.mark.parametrize(("memory", "gib"), [("manual", 26), ("auto", 16)])
 def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, gib):
     words = [f"train.memory={memory}", f"topology.gpu_memory_gib={gib}"]
-    found = planned(*words)
+    chosen_plan = planned(*words)
     with pytest.raises(ConfigError) as caught:
-        require_fit(found)
+        require_fit(chosen_plan)
     (line,) = caught.value.problems
     assert line.startswith("seq=512k: a worker needs ")
     assert (
-        f"of the {gib}.00 GiB of topology.gpu_memory_gib, 95% of which can be used, with 115.20 GiB of host memory (90% of 128 GiB a GPU"
-        in line
+        f"{gib}.00 GiB (topology.gpu_memory_gib, 95% of it usable) and 115.20 GiB of host memory "
+        "(90% of an assumed 128 GiB per GPU" in line
     )
     remedies = re.search(r"; fits with (.*)$", line)[1].split(", or ")
     changes = [
@@ -179,27 +188,27 @@ def test_an_impossible_run_is_refused_in_one_line_and_each_remedy_helps(memory, 
     assert any(change.startswith("topology.workers=") for change in changes)
     for change in changes:
         helped = planned(*words, *change.split())
-        assert helped.takes(helped.memory), change
+        assert helped.has_room_for(helped.memory), change
         require_fit(helped)
     (seq,) = (change for change in changes if change.startswith("seq="))
     longer = planned(*words, f"seq={compose([seq]).seq * 9 // 8}")
-    assert not longer.takes(longer.memory)
+    assert not longer.has_room_for(longer.memory)
 
 
 def test_a_run_that_fits_is_not_refused_and_states_may_fill_the_host():
     require_fit(planned("topology.gpu_memory_gib=80", "train.activation_checkpoint=full"))
     one = planned("topology.workers=2", "optim.offload=true", "seq=8k")
-    assert one.takes(one.memory)
+    assert one.has_room_for(one.memory)
     crowded = dataclasses.replace(one, host_share=64 * GIB)
-    assert not crowded.takes(one.memory)
+    assert not crowded.has_room_for(one.memory)
     with pytest.raises(
         ConfigError,
-        match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, of the",
+        match=r"and \d+\.\d GiB of host memory \(.*\) with topology.exchange=all_gather, but has ",
     ):
         require_fit(crowded)
 
 
-def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
+def test_a_checkpoints_host_memory_counts_if_the_run_saves():
     words = [
         "topology.workers=1",
         "seq=64k",
@@ -210,23 +219,24 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     saves, silent = planned(*words), planned(*never)
     copy = 12 * saves.parameters.total
     assert (saves.memory.saving, silent.memory.saving) == (copy, 0)
-    # Gradients and rounded weights of embedding, LM head and the last norm, two of each.
+    # Gradients and rounded weights of embedding, LM head and last norm, two of each.
     assert saves.memory.host == copy + 2 * (4 + 2) * (2 * 128256 * 4096 + 4096)
     assert planned(*never, "train.checkpoint_every=50").memory.saving == copy
     assert planned(*never, "train.checkpoint_every=50", "train.steps=50").memory.saving == 0, (
         "the run ends with the step"
     )
-    assert silent.takes(silent.memory)
+    assert silent.has_room_for(silent.memory)
     with pytest.raises(
         ConfigError,
-        match=r"and 19\d\.\d GiB of host memory \(89\.7 GiB of it while a checkpoint is written\), of the",
+        match=r"and 19\d\.\d GiB of host memory "
+        r"\(89\.7 GiB of it while a checkpoint is written\), but has ",
     ):
         require_fit(saves)
     # What auto offloads leaves room for it.
-    found = planned("topology.workers=1", "seq=128k", "train.memory=auto")
+    chosen_plan = planned("topology.workers=1", "seq=128k", "train.memory=auto")
     assert all(
-        setting.memory.host + copy <= found.host_share
-        for setting in found.search.settings
+        setting.memory.host + copy <= chosen_plan.host_share
+        for setting in chosen_plan.search.settings
         if setting.fits
     )
     processes = [planned("model=tiny", "topology.device=cpu", *more) for more in ((), never[-2:])]
@@ -235,7 +245,7 @@ def test_host_memory_of_a_checkpoint_counts_where_a_run_saves():
     assert processes[0].host_bytes - processes[1].host_bytes == 8 * each
 
 
-def test_host_memory_may_be_given():
+def test_host_memory_may_be_set():
     words = [
         "topology.workers=1",
         "seq=512k",
@@ -246,19 +256,20 @@ def test_host_memory_may_be_given():
     words += ["sparsity=fixed", "sparsity.density=0.01", "sparsity.columns=2048"]
     with pytest.raises(
         ConfigError,
-        match=r"with 115\.20 GiB of host memory \(90% of 128 GiB a GPU, assumed; topology\.host_memory_gib",
+        match=r"and 115\.20 GiB of host memory \(90% of an assumed 128 GiB per GPU; "
+        r"set topology\.host_memory_gib\)",
     ):
         require_fit(planned(*words))
     roomy = planned(*words, "topology.host_memory_gib=200")
     assert roomy.host_share == 180 * GIB
     require_fit(roomy)
     with pytest.raises(
-        ConfigError, match=r"with 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"
+        ConfigError, match=r"and 126\.00 GiB of host memory \(90% of topology\.host_memory_gib\)"
     ):
         require_fit(planned(*words, "topology.host_memory_gib=140"))
 
 
-def test_a_run_that_only_lacks_room_for_its_checkpoint_is_told_to_save_none():
+def test_a_run_that_lacks_room_only_for_its_checkpoint_is_advised_to_save_none():
     words = [
         "topology.workers=1",
         "seq=64k",
@@ -267,16 +278,17 @@ def test_a_run_that_only_lacks_room_for_its_checkpoint_is_told_to_save_none():
     ]
     with pytest.raises(
         ConfigError,
-        match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, or 2 GPUs",
+        match=r"fits with (.*, or )?train\.checkpoint_every=0 train\.checkpoint_at_end=false, "
+        "or 2 GPUs",
     ):
         require_fit(planned(*words))
     require_fit(planned(*words, "train.checkpoint_every=0", "train.checkpoint_at_end=false"))
     with pytest.raises(ConfigError) as caught:
         require_fit(planned(*words, "seq=8m"))
-    assert "checkpoint_at_end" not in caught.value.problems[0], "nor where that would not do"
+    assert "checkpoint_at_end" not in caught.value.problems[0], "advised only if it helps"
 
 
-def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
+def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_sequence():
     console = Console(file=io.StringIO(), width=80, color_system=None)
     console.print(dry_run(compose([*RUN, "train.memory=auto", "topology.gpu_memory_gib=50"])))
     page = console.file.getvalue()
@@ -289,17 +301,18 @@ def test_the_page_says_what_was_chosen_and_rejected_and_the_longest_sequence():
         (compose([f"seq={longest}"]).seq, True),
         (compose([f"seq={longest}"]).seq * 9 // 8, False),
     ):
-        found = planned("train.memory=auto", "topology.gpu_memory_gib=50", f"seq={seq}")
-        assert (found.search.chosen is not None) is fits
+        chosen_plan = planned("train.memory=auto", "topology.gpu_memory_gib=50", f"seq={seq}")
+        assert (chosen_plan.search.chosen is not None) is fits
     assert " of a GPU " in flat
     assert re.search(
-        r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: [\d.]+ (s|min) a step",
+        r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: "
+        r"[\d.]+ (s|min) per step",
         flat,
     )
-    assert re.search(r"Rejected, .*none.*: [\d.]+ (s|min) a step, but needs \d+\.\d GiB", flat)
+    assert re.search(r"Rejected, .*none.*: [\d.]+ (s|min) per step, but needs \d+\.\d GiB", flat)
     assert (
-        "While a checkpoint is written: 11.22 GiB more of host memory a worker, 89.75 GiB a machine."
-        in flat
+        "While a checkpoint is written: 11.22 GiB more host memory per worker, "
+        "89.75 GiB per machine." in flat
     )
 
 
@@ -317,27 +330,32 @@ def test_all_ranks_of_a_run_decide_alike_and_train():
 
 def tried(*words: str) -> list[dict[str, object]]:
     variants = list(memory_search._variants(planned(*words)))
-    found = [
-        {key: memory_search.read(config, key) for key in memory_search.CHOICES}
+    chosen_plan = [
+        {key: memory_search.get_setting(config, key) for key in memory_search.CHOICES}
         for config, _ in variants
     ]
     base = compose([*RUN, *words])
-    for setting, (_, changes) in zip(found, variants, strict=True):
+    for setting, (_, changes) in zip(chosen_plan, variants, strict=True):
         assert changes == {
-            key: value for key, value in setting.items() if value != memory_search.read(base, key)
+            key: value
+            for key, value in setting.items()
+            if value != memory_search.get_setting(base, key)
         }
-    assert len({tuple(setting.values()) for setting in found}) == len(found), "each once"
-    return found
+    assert len({tuple(setting.values()) for setting in chosen_plan}) == len(chosen_plan), (
+        "each once"
+    )
+    return chosen_plan
 
 
-def test_what_can_be_of_any_use_is_tried_and_nothing_else():
+def test_exactly_the_useful_settings_are_tried():
     every = tried()
-    # No recomputation with and without products of MLPs kept (2), selective likewise or with offloading (3), the three shares of
-    # sequence_selective and full each with and without offloading (8); each with tiles, chunks, shards and states as there are.
+    # No checkpointing with and without MLP products (2); selective also with offloading (3); the
+    # three shares of sequence_selective and full, each with and without offloading (8); each with
+    # all tiles, chunks and shards.
     assert len(every) == (2 + 3 + 8) * 3 * 3 * 3 * 3
     states = {(setting["optim.offload"], setting["optim.offload_gradients"]) for setting in every}
     assert states == {(False, False), (True, False), (True, True)}
-    # Gradients of several micro-batches add up on the device.
+    # Gradients of several micro-batches accumulate on the device.
     assert not any(setting["optim.offload_gradients"] for setting in tried("train.global_batch=2"))
     given = tried("train.global_batch=2", "optim.offload=true", "optim.offload_gradients=true")
     assert {setting["optim.offload_gradients"] for setting in given} == {True}, (
@@ -346,11 +364,13 @@ def test_what_can_be_of_any_use_is_tried_and_nothing_else():
     ways = {tuple(list(setting.values())[:4]) for setting in every}
     assert ways == {
         ("none", 0.5, False, False), ("none", 0.5, False, True),
-        ("selective", 0.5, False, False), ("selective", 0.5, False, True), ("selective", 0.5, True, False),
-        *(("sequence_selective", share, away, False) for share in (0.25, 0.5, 0.75) for away in (False, True)),
+        ("selective", 0.5, False, False), ("selective", 0.5, False, True),
+        ("selective", 0.5, True, False),
+        *(("sequence_selective", share, False, False) for share in (0.25, 0.5, 0.75)),
+        *(("sequence_selective", share, True, False) for share in (0.25, 0.5, 0.75)),
         ("full", 0.5, False, False), ("full", 0.5, True, False),
     }  # fmt: skip
-    # Whole float32 gradients are not for those that travel in another dtype.
+    # Unsharded float32 gradients are not for a different reduce dtype.
     rounded = tried("train.reduce_dtype=bfloat16")
     assert {setting["train.shard"] for setting in rounded} == {"full", "gradients"}
     assert len(rounded) == len(every) * 2 // 3
@@ -366,26 +386,28 @@ def test_what_can_be_of_any_use_is_tried_and_nothing_else():
         ("train.activation_checkpoint=none", "train.activation_checkpoint", 2),
     ],
 )
-def test_a_key_that_was_given_is_tried_with_all_that_it_goes_with(word, key, ways):
-    found = tried(word)
-    assert {setting[key] for setting in found} == {memory_search.read(compose([*RUN, word]), key)}
-    assert len(found) == ways * 3 * 3 * 3 * 3
+def test_a_key_that_the_user_set_is_tried_with_everything_else(word, key, ways):
+    chosen_plan = tried(word)
+    assert {setting[key] for setting in chosen_plan} == {
+        memory_search.get_setting(compose([*RUN, word]), key)
+    }
+    assert len(chosen_plan) == ways * 3 * 3 * 3 * 3
 
 
 class Counted:
-    """A plan whose memory is a number of layers: ``limit`` of them fit."""
+    """A plan whose memory is a number of layers; `limit` layers fit."""
 
     environment = type("Environment", (), {"device": "cuda"})
 
     def __init__(self, limit: int, device: str = "cuda") -> None:
         self.limit, self.environment = limit, type("Environment", (), {"device": device})
 
-    def takes(self, memory: MemoryEstimate, usable: float = 0.0) -> bool:
+    def has_room_for(self, memory: MemoryEstimate, usable: float = 0.0) -> bool:
         assert memory.host == memory.saving == 0
         return memory.reserve <= self.limit * (1 if usable in (0.0, memory_search.ROOMY) else 0)
 
 
-def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
+def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch):
     base = compose([*RUN])
     layers = base.model.num_layers
     away, kept = {"train.offload_activations": True}, {"train.keep_mlp": True}
@@ -404,10 +426,10 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
         )
 
     monkeypatch.setattr(memory_search, "_memory", on_device)
-    # All that may leave are all but one; where that does not do no number is tried.
+    # At most all layers but one are offloaded; if that does not fit, no number is tried.
     expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
     for limit, number in expected.items():
-        config, changes = memory_search._least_offloaded(
+        config, changes = memory_search._with_fewest_offloaded(
             Counted(limit), memory_search._with(base, away), away
         )
         # 1 and True are equal, and mean one layer and all.
@@ -415,25 +437,25 @@ def test_the_fewest_layers_leave_and_the_most_products_stay(monkeypatch):
             [changes["train.offload_activations"], config.train.offload_activations]
         ) == repr([number, number]), limit
     assert repr(
-        memory_search._least_offloaded(
+        memory_search._with_fewest_offloaded(
             Counted(layers, "cpu"), memory_search._with(base, away), away
         )[1]
     ) == repr(away)
-    # What is not changed was given.
+    # A key that is not among the changes was set by the user.
     given = memory_search._with(base, away)
-    assert memory_search._least_offloaded(Counted(2), given, {}) == (given, {})
+    assert memory_search._with_fewest_offloaded(Counted(2), given, {}) == (given, {})
     monkeypatch.setattr(memory_search, "_memory", products)
     for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
-        config, changes = memory_search._most_kept(
+        config, changes = memory_search._with_most_products(
             Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"}
         )
         assert repr(config.train.keep_mlp) == repr(number), limit
         assert changes == {"train.shard": "full"} | ({"train.keep_mlp": number} if number else {})
     given = memory_search._with(base, kept)
-    assert memory_search._most_kept(Counted(2), given, {}) == (given, {})
+    assert memory_search._with_most_products(Counted(2), given, {}) == (given, {})
 
 
-def test_another_exchange_is_a_remedy_where_keys_take_too_much():
+def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
     words = ["train.activation_checkpoint=full", "train.offload_activations=true", "seq=2m"]
 
     def limited(gib, *more):
@@ -442,38 +464,39 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     whole = "topology.exchange=all_gather", "topology.chunks=1"
     with pytest.raises(
         ConfigError,
-        match=r" with topology.exchange=all_gather, of the 63.50 GiB of topology.gpu_memory_gib, 95% of which can be used",
+        match=r" with topology.exchange=all_gather, but has "
+        r"63.50 GiB \(topology.gpu_memory_gib, 95% of it usable\)",
     ) as c:
         require_fit(limited(63.5, *whole))
     assert "; fits with topology.chunks=4, or seq=" in str(c.value)
-    # As few parts as will do, and no remedy that is none.
+    # As few parts as necessary, and nothing that does not help.
     for gib, chunks in ((70, 2), (63.5, 4), (52, 8)):
-        assert memory_search._another_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
+        assert memory_search._other_exchange(limited(gib, *whole)) == f"topology.chunks={chunks}"
         assert limited(gib, "topology.exchange=all_gather", f"topology.chunks={chunks}").fits
         assert not limited(
             gib, "topology.exchange=all_gather", f"topology.chunks={chunks // 2}"
         ).fits
-    assert memory_search._another_exchange(limited(48, *whole)) is None
+    assert memory_search._other_exchange(limited(48, *whole)) is None
     assert (
-        memory_search._another_exchange(limited(52, "topology.exchange=ring"))
+        memory_search._other_exchange(limited(52, "topology.exchange=ring"))
         == "topology.exchange=all_gather"
     )
-    assert memory_search._another_exchange(limited(48, "topology.exchange=ring")) is None
-    # What was given for one kind of exchange goes with it.
+    assert memory_search._other_exchange(limited(48, "topology.exchange=ring")) is None
+    # Settings of one kind of exchange are reset with it.
     queries = "topology.exchange=ring", "topology.circulates=queries"
     assert (
-        memory_search._another_exchange(limited(70, *queries))
+        memory_search._other_exchange(limited(70, *queries))
         == "topology.exchange=all_gather topology.circulates=auto"
     )
     assert limited(70, "topology.exchange=all_gather").fits
     assert (
-        memory_search._another_exchange(limited(52, "topology.exchange=ulysses"))
+        memory_search._other_exchange(limited(52, "topology.exchange=ulysses"))
         == "topology.exchange=all_gather"
     )
     nodes = "topology.gpus_per_node=4"
     hierarchical = limited(52, nodes, "topology.exchange=hierarchical_ring")
     assert (
-        memory_search._another_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
+        memory_search._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
     )
     few = [
         "model.num_heads=8",
@@ -484,11 +507,11 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
         "topology.gpu_memory_gib=40",
     ]
     assert (
-        memory_search._another_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
+        memory_search._other_exchange(planned(*few, *whole[:1], "topology.chunks=2"))
         == "topology.exchange=ring topology.chunks=auto"
     )
     assert planned(*few, "topology.exchange=ring").fits
-    # Of one head there are no parts, and two shards of a ring are less than all.
+    # One head has no parts, and two shards of a ring take less than all keys.
     one = ["model.num_heads=8", "model.num_kv_heads=1", "topology.workers=32", *words[:2], "seq=8m"]
     sizes = [
         planned(*one, f"topology.exchange={exchange}").memory.total / 2**30
@@ -497,7 +520,7 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     assert sizes[0] > 1.1 * sizes[1]
     between = f"topology.gpu_memory_gib={sum(sizes) / 2 / 0.95}"
     assert (
-        memory_search._another_exchange(planned(*one, between, "topology.exchange=all_gather"))
+        memory_search._other_exchange(planned(*one, between, "topology.exchange=all_gather"))
         == "topology.exchange=ring"
     )
 
@@ -507,7 +530,7 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
     [
         ("train.activation_checkpoint=selective", True),
         ("train.activation_checkpoint=none train.tile_mib=64", True),
-        # All is kept anyway.
+        # Everything is kept anyway.
         ("train.activation_checkpoint=none train.tile_mib=0", None),
         ("train.activation_checkpoint=full", None),
         ("train.activation_checkpoint=sequence_selective", None),
@@ -516,13 +539,13 @@ def test_another_exchange_is_a_remedy_where_keys_take_too_much():
         ("topology.gpu_memory_gib=6", None),
     ],
 )
-def test_products_are_kept_where_that_saves_something_and_there_is_room(words, kept):
-    found = memory_search.with_products(planned("model=qwen0.5b", "seq=32k", *words.split()))
-    assert (found and found.config.train.keep_mlp) is kept
+def test_products_are_kept_if_that_saves_time_and_there_is_room(words, kept):
+    chosen_plan = memory_search.with_products(planned("model=qwen0.5b", "seq=32k", *words.split()))
+    assert (chosen_plan and chosen_plan.config.train.keep_mlp) is kept
 
 
-def test_more_workers_are_no_remedy_for_a_model_that_is_too_large_for_cpus(monkeypatch):
-    """They share the machine."""
+def test_more_cpu_workers_are_no_remedy_for_a_model_that_is_too_large(monkeypatch):
+    """They share the machine's memory."""
     for place in (run_plan, environment):
         monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
     with pytest.raises(ConfigError, match=r"; only a smaller model would fit$"):

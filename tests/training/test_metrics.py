@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is written is what is read, and a resumed run never shows a step twice."""
+"""metrics.jsonl reads back as written, and a resumed run never records a step twice."""
 
 import json
 import os
@@ -48,8 +48,8 @@ def test_steps_are_read_back_as_written(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == read_metrics(tmp_path)
 
 
-def test_an_mfu_above_hfu_that_earlier_versions_wrote_is_not_read(tmp_path):
-    # 94 % counted every causal pair of packed documents, 359 % those that an index left out.
+def test_an_mfu_above_hfu_from_earlier_versions_is_dropped(tmp_path):
+    # 94 % counted all causal pairs of packed documents, 359 % those that an index skipped.
     shares = ((0.4, 0.5), (0.94, 0.45), (3.59, 0.53))
     rows = [
         replace(STEP, step=step, mfu_model=mfu, mfu_executed=hfu)
@@ -63,7 +63,7 @@ def test_an_mfu_above_hfu_that_earlier_versions_wrote_is_not_read(tmp_path):
     ]
 
 
-def test_every_key_of_the_contract_is_on_every_line(tmp_path):
+def test_every_line_has_every_key_of_the_contract(tmp_path):
     write(tmp_path, [1])
     assert set(json.loads((tmp_path / "metrics.jsonl").read_text())) == {
         *(
@@ -102,7 +102,7 @@ def test_resuming_drops_a_line_that_a_crash_cut_short(tmp_path):
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def test_a_failing_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_rewrite_leaves_the_old_file(tmp_path, monkeypatch):
     write(tmp_path, [1, 2, 3])
 
     def full_disk(_):
@@ -118,7 +118,8 @@ def test_a_step_outlives_a_killed_process(tmp_path):
     code = (
         "import os, sys\nsys.path.insert(0, sys.argv[2])\nfrom pathlib import Path\n"
         "from test_metrics import STEP, MetricsWriter\n"
-        "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0)\nwriter.write(STEP)\n"
+        "writer = MetricsWriter(Path(sys.argv[1]), tensorboard=False, start_step=0)\n"
+        "writer.write(STEP)\n"
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run(
@@ -128,7 +129,7 @@ def test_a_step_outlives_a_killed_process(tmp_path):
     assert read_metrics(tmp_path) == [STEP]
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+def test_a_damaged_line_in_the_middle_is_reported(tmp_path):
     write(tmp_path, [1, 2])
     path = tmp_path / "metrics.jsonl"
     path.write_text("oops\n" + path.read_text())
@@ -136,7 +137,7 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path):
         read_metrics(tmp_path)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(ConfigError, match=r"no such file; give a run's folder"):
         read_metrics(tmp_path / "nowhere")
 
@@ -166,13 +167,13 @@ def test_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
         MetricsWriter(tmp_path, tensorboard=True, start_step=0)
 
 
-def test_a_full_disk_costs_lines_and_not_the_training(tmp_path, monkeypatch):
+def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
     writer = MetricsWriter(tmp_path, tensorboard=False, start_step=0)
     assert writer.write(replace(STEP, step=1)) is None
     real = writer._file
 
     class Full:
-        """Takes ten bytes of a line, as a disk does that is nearly full."""
+        """Write ten bytes of a line, like an almost full disk."""
 
         def __init__(self) -> None:
             self.room = 10
@@ -186,15 +187,16 @@ def test_a_full_disk_costs_lines_and_not_the_training(tmp_path, monkeypatch):
         def fileno(self) -> int:
             return real.fileno()
 
-    for step, said in (
+    for step, warning in (
         (
             2,
-            f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); training goes on",
+            f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); "
+            "training goes on",
         ),
         (3, None),
     ):
         monkeypatch.setattr(writer, "_file", Full())
-        assert writer.write(replace(STEP, step=step)) == said, "it is said once"
+        assert writer.write(replace(STEP, step=step)) == warning, "warn only once"
     monkeypatch.setattr(writer, "_file", real)
     assert writer.write(replace(STEP, step=4)) is None
     writer.close()

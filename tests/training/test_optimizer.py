@@ -1,4 +1,4 @@
-"""AdamW on the parts that a worker holds is PyTorch's AdamW, bit for bit."""
+"""AdamW on a worker's shards equals PyTorch's AdamW bitwise; learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from mtrain_cli.training.optimizer import (
 )
 
 
-def both(rank: int, world: int, offload: bool) -> dict[str, bool]:
-    """Trains twice, with PyTorch's optimizer and with ours, and stops and loads in between."""
+def compare_with_pytorch(rank: int, world: int, offload: bool) -> dict[str, bool]:
+    """Train with PyTorch's optimizer and with ours, resuming in between; compare bitwise."""
     words = [
         "sparsity=vertical_slash",
         f"optim.offload={str(offload).lower()}",
         "optim.weight_decay=0.3",
     ]
-    ours, theirs = (trainer(rank, world, world, words) for _ in range(2))
+    ours, reference = (trainer(rank, world, world, words) for _ in range(2))
     assert type(ours.optimizer) is ShardedAdamW
-    of = theirs.host_states or theirs
-    of.optimizer = theirs.optimizer = AdamW(
-        [{"params": group["params"]} for group in theirs.optimizer.param_groups], fused=True
+    of = reference.host_states or reference
+    of.optimizer = reference.optimizer = AdamW(
+        [{"params": group["params"]} for group in reference.optimizer.param_groups], fused=True
     )
-    set_hyperparameters(theirs.optimizer, theirs.config.optim)
+    set_hyperparameters(reference.optimizer, reference.config.optim)
     for at in range(4):
         if at == 2:
-            ours.optimizer.load_state_dict(copy.deepcopy(theirs.optimizer.state_dict()))
-        for one in (ours, theirs):
+            ours.optimizer.load_state_dict(copy.deepcopy(reference.optimizer.state_dict()))
+        for one in (ours, reference):
             one.train_step(False)
     pairs = [
         (a, b)
-        for mine, others in zip(
-            ours.optimizer.param_groups, theirs.optimizer.param_groups, strict=True
+        for our_group, other_group in zip(
+            ours.optimizer.param_groups, reference.optimizer.param_groups, strict=True
         )
-        for a, b in zip(mine["params"], others["params"], strict=True)
+        for a, b in zip(our_group["params"], other_group["params"], strict=True)
     ]
-    states = [(ours.optimizer.state[a], theirs.optimizer.state[b]) for a, b in pairs]
+    states = [(ours.optimizer.state[a], reference.optimizer.state[b]) for a, b in pairs]
     return {
         "weights": all(torch.equal(whole(a), whole(b)) for a, b in pairs),
         "states": all(
@@ -65,42 +65,42 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_weights_and_states_are_bitwise_those_of_pytorch(offload):
-    for found in gloo.run(2, both, offload):
-        assert all(found.values()), found
+def test_weights_and_states_equal_pytorchs_bitwise(offload):
+    for results in gloo.run(2, compare_with_pytorch, offload):
+        assert all(results.values()), results
 
 
-def test_what_has_no_gradient_is_left_alone_and_may_come_later():
+def test_a_parameter_without_gradient_is_unchanged_and_may_get_one_later():
     torch.manual_seed(0)
-    mine, others = (
+    parameters, others = (
         [nn.Parameter(t.clone()) for t in start]
         for start in [[torch.randn(3, 4), torch.randn(5)]] * 2
     )
-    ours, theirs = (
+    ours, reference = (
         make([{"params": p[:1], "weight_decay": 0.2}, {"params": p[1:]}], lr=0.1, fused=True)
-        for make, p in ((ShardedAdamW, mine), (AdamW, others))
+        for make, p in ((ShardedAdamW, parameters), (AdamW, others))
     )
     for with_gradient in ((0,), (0,), (0, 1), (1,), (0, 1)):
         for at in range(2):
-            gradient = torch.randn_like(mine[at]) if at in with_gradient else None
-            mine[at].grad, others[at].grad = (
+            gradient = torch.randn_like(parameters[at]) if at in with_gradient else None
+            parameters[at].grad, others[at].grad = (
                 gradient,
                 None if gradient is None else gradient.clone(),
             )
-        for group in (*ours.param_groups, *theirs.param_groups):
+        for group in (*ours.param_groups, *reference.param_groups):
             group["lr"] *= 0.9
         ours.step()
-        theirs.step()
-        assert all(torch.equal(a, b) for a, b in zip(mine, others, strict=True))
-    assert [ours.state[p]["step"].item() for p in mine] == [4, 3]
+        reference.step()
+        assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+    assert [ours.state[p]["step"].item() for p in parameters] == [4, 3]
 
 
-def test_gradients_are_no_part_of_a_graph():
+def test_local_gradients_are_not_part_of_a_graph():
     parameter = nn.Parameter(torch.randn(3))
     parameter.grad = torch.ones(3)
     without = nn.Parameter(torch.randn(3))
-    (found,) = local_gradients([parameter, without])
-    assert found is parameter.grad
+    (gradient,) = local_gradients([parameter, without])
+    assert gradient is parameter.grad
 
 
 def rates(*words: str, steps: int = 100) -> list[float]:
@@ -120,13 +120,13 @@ def rates(*words: str, steps: int = 100) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
 def test_the_learning_rate_warms_up_and_ends_at_its_floor(kind):
-    found = rates(f"optim.schedule={kind}", steps=150)
-    assert found[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
-    assert max(found) == pytest.approx(1.0)
-    assert found[9:99] == sorted(found[9:99], reverse=True), "it never rises again"
+    results = rates(f"optim.schedule={kind}", steps=150)
+    assert results[:10] == pytest.approx([(step + 1) / 10 for step in range(10)])
+    assert max(results) == pytest.approx(1.0)
+    assert results[9:99] == sorted(results[9:99], reverse=True), "it never rises again"
     floor = 1.0 if kind == "constant" else 0.1
-    assert found[99:] == pytest.approx([floor] * 51), "behind the last step it stays"
-    assert (found[98] > floor) == (kind != "constant")
+    assert results[99:] == pytest.approx([floor] * 51), "the rate stays after the last step"
+    assert (results[98] > floor) == (kind != "constant")
 
 
 def test_each_schedule_has_its_shape():
@@ -139,18 +139,18 @@ def test_each_schedule_has_its_shape():
     assert wsd[79] == 1.0 > wsd[80]
     assert wsd[89] == pytest.approx(0.55)
     assert rates("optim.schedule=wsd")[81] == 1.0 > rates("optim.schedule=wsd")[82], (
-        "the last 20 % of the 89 steps behind the warm-up"
+        "the last 20 % of the 89 steps after the warm-up"
     )
     whole = rates("optim.schedule=wsd", "optim.decay_steps=89")
-    assert whole[10] == 1.0 > whole[11], "the decay fills what the warm-up leaves"
+    assert whole[10] == 1.0 > whole[11], "the decay fills the steps after the warm-up"
     assert whole[99] == pytest.approx(0.1)
     short = rates("optim.schedule=linear", "optim.decay_steps=40")
     assert short[50:] == pytest.approx([0.1] * 50)
     assert short[30] == pytest.approx(0.55)
 
 
-def test_a_schedule_says_what_it_does():
-    def said(*words: str) -> str:
+def test_a_schedule_describes_itself():
+    def description(*words: str) -> str:
         config = compose(
             [
                 "optim.warmup_steps=10",
@@ -163,19 +163,19 @@ def test_a_schedule_says_what_it_does():
         return LearningRateSchedule.of(config).describe(config.train.steps)
 
     assert (
-        said()
-        == "cosine: warm-up over 10 steps to a peak of 1.00e-03, down to 1.00e-04 from step 11 to step 100"
+        description() == "cosine: warm up over 10 steps to a peak of 1.00e-03, "
+        "decay to 1.00e-04 from step 11 to step 100"
     )
-    assert said("optim.schedule=wsd", "optim.decay_steps=20").endswith(
-        "down to 1.00e-04 from step 80 to step 100"
+    assert description("optim.schedule=wsd", "optim.decay_steps=20").endswith(
+        "decay to 1.00e-04 from step 80 to step 100"
     )
-    assert said("optim.schedule_steps=60").endswith(
+    assert description("optim.schedule_steps=60").endswith(
         "to step 60; the last 40 of 100 steps stay there"
     )
-    assert said("optim.schedule_steps=200").endswith(
+    assert description("optim.schedule_steps=200").endswith(
         "to step 200; train.steps=100 ends it at 5.91e-04"
     )
     assert (
-        said("optim.schedule=constant", "optim.warmup_steps=0")
-        == "constant: a peak of 1.00e-03 at once, which stays"
+        description("optim.schedule=constant", "optim.warmup_steps=0")
+        == "constant: start at a peak of 1.00e-03, then constant"
     )

@@ -1,4 +1,4 @@
-"""Full memory: who holds it, by name, and what would help."""
+"""An out-of-memory error names the largest tensors and what would help."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from mtrain_cli.model import feed_forward as feed_forwards
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.out_of_memory import MemoryFullError, is_memory_full
+from mtrain_cli.training.out_of_memory import MemoryFullError, is_out_of_memory
 from mtrain_cli.training.trainer import Trainer
 
-CPU_WORDS = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+CPU_WORDS = (
+    "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 8 bytes."
+)
 
 
 def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
-    """Trains until an allocation fails on this rank in step 2: in the MLP of layer 1, in its backward pass, in that of a recomputed layer,
-    or in the loss.
+    """Train until an allocation fails on this rank in step 2.
+
+    It fails in the MLP of layer 1, in its backward pass, in that of a recomputed layer, or in the
+    loss.
     """
     kind = "selective" if where == "recomputed" else "none"
     config = compose(
@@ -56,7 +61,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
             def failing(layer, x_BNC, out_BNHD):
                 if layer.index != 1:
                     return finish(layer, x_BNC, out_BNHD)
-                scratch = x_BNC.new_zeros(1, 48, 777)  # noqa: F841, is to be named
+                scratch = x_BNC.new_zeros(1, 48, 777)  # noqa: F841, the error must name it
                 if where == "forward":
                     raise RuntimeError(CPU_WORDS)
                 return finish(layer, Backward.apply(x_BNC), out_BNHD)
@@ -71,8 +76,8 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
-        if where == "loss" and progress_record.own_activity().training_step == 2:
-            logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, is to be named
+        if where == "loss" and progress_record.here().training_step == 2:
+            logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, the error must name it
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
             )
@@ -104,15 +109,15 @@ def all_cases(rank: int, world: int, folder: str) -> dict[str, tuple[str, dict]]
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
+def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     (cases,) = gloo.run(1, all_cases, str(folder))
     return folder, cases
 
 
 @pytest.mark.parametrize("where", CASES)
-def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told, where):
-    folder, cases = told
+def test_the_error_names_the_location_and_the_largest_tensors(reports, where):
+    folder, cases = reports
     text, report = cases[where]
     place_told, variable = CASES[where]
     first, *lines = text.splitlines()
@@ -123,7 +128,7 @@ def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told
     by_kind = {}
     for group in report["tensors"]:
         by_kind.setdefault(group["kind"], []).append(group)
-    # Embedding 264 x 32 in float32, twice in AdamW's states, by name.
+    # The embedding, 264 x 32 in float32, and its two AdamW states, by name.
     (embedding,) = [group for group in by_kind["parameters"] if group["shape"] == [264, 32]]
     assert (embedding["name"], embedding["bytes"], embedding["dtype"]) == (
         "embed_tokens.weight",
@@ -146,12 +151,12 @@ def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told
         assert group["kind"] == ("logits" if where == "loss" else "other")
     if where in ("backward", "recomputed"):
         assert {group["name"].split(" in ")[0] for group in by_kind["gradients"]}, (
-            "the LM head's and layer 1's are there already"
+            "gradients of the LM head and layer 1 exist already"
         )
     assert any(line.startswith("--dry-run estimates ") for line in lines)
     assert report["estimate"]["allocated"] > 0
     assert any(
-        line.startswith("What would help: ") and "a shorter seq (now 96)" in line for line in lines
+        line.startswith("To fit, try: ") and "a shorter seq (now 96)" in line for line in lines
     )
     assert lines[-1] == f"All tensors: {folder / where / 'oom-rank-0.json'}"
 
@@ -166,5 +171,5 @@ def test_the_error_names_the_place_and_the_largest_tensors_by_what_they_are(told
         (RuntimeError("Connection closed by peer"), False),
     ],
 )
-def test_what_says_that_memory_is_full(error, full):
-    assert is_memory_full(error) == full
+def test_only_failed_allocations_count_as_out_of_memory(error, full):
+    assert is_out_of_memory(error) == full

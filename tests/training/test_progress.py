@@ -1,4 +1,4 @@
-"""The display of a run: plain where nobody watches, live in a terminal, silent on the other workers."""
+"""Progress of a run: plain lines, a live display in a terminal, nothing on other workers."""
 
 import io
 import re
@@ -31,7 +31,7 @@ ON_CPU = replace(STEP, mfu_model=None, mfu_executed=None, peak_memory_gib=None)
 
 
 class Clock:
-    """Seconds that pass only when told to."""
+    """A clock that advances only when a test sets it."""
 
     def __init__(self):
         self.now = 0.0
@@ -53,10 +53,10 @@ def make(tmp_path=None, *, terminal=False, width=80, total=100, start=0, enabled
     )
 
 
-def test_after_a_restart_the_summary_is_of_the_whole_run():
+def test_after_a_restart_the_summary_covers_the_whole_run():
     progress, out, clock = make(total=8, start=5)
     with progress:
-        progress.went_on(
+        progress.add_earlier_steps(
             [
                 replace(STEP, step=step, loss=9.0 - step, tokens_per_second_per_gpu=1.0)
                 for step in range(1, 6)
@@ -66,10 +66,10 @@ def test_after_a_restart_the_summary_is_of_the_whole_run():
             clock.now += 1
             progress.step(replace(STEP, step=step, loss=9.0 - step))
         progress.summary("trained 8 steps")
-    said = out.getvalue()
-    assert "8.0000 at step 1, 1.0000 at step 8" in said
-    assert "median of 4 steps" in said, "the first two of each start are left out"
-    assert "0:03 since the last restart" in said
+    printed = out.getvalue()
+    assert "8.0000 at step 1, 1.0000 at step 8" in printed
+    assert "median of 4 steps" in printed, "excludes the first two steps of each start"
+    assert "0:03 since the last restart" in printed
 
 
 def test_outside_a_terminal_each_step_is_one_plain_line():
@@ -79,13 +79,13 @@ def test_outside_a_terminal_each_step_is_one_plain_line():
         progress.step(replace(ON_CPU, step=2))
     first, second = out.getvalue().splitlines()
     assert (
-        first
-        == "step   1/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
+        first == "step   1/100  loss 5.5000  grad 1.25  lr 1.00e-03  "
+        "1,234 tok/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
     )
     assert second == "step   2/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/worker  2.00 s"
 
 
-def test_a_step_without_labels_has_no_loss_and_the_summary_is_of_the_others():
+def test_a_step_without_labels_has_no_loss_and_the_summary_covers_the_others():
     progress, out, _ = make(total=4)
     with progress:
         for number, loss in enumerate((None, 4.0, 3.0, None), 1):
@@ -93,7 +93,7 @@ def test_a_step_without_labels_has_no_loss_and_the_summary_is_of_the_others():
         progress.display(120)
         progress.summary("trained 4 steps")
     lines = out.getvalue().splitlines()
-    assert lines[0].startswith("step 1/4  loss n.a.  grad")
+    assert lines[0].startswith("step 1/4  loss n/a  grad")
     assert any(
         line.split()[:8] == ["loss", "4.0000", "at", "step", "2,", "3.0000", "at", "step"]
         and "at step 3" in line
@@ -104,10 +104,10 @@ def test_a_step_without_labels_has_no_loss_and_the_summary_is_of_the_others():
         alone.step(replace(ON_CPU, loss=None))
         alone.display(120)
         alone.summary("trained 1 step")
-    assert "n.a.: no step had a label" in out.getvalue()
+    assert "n/a: no step had a label" in out.getvalue()
 
 
-def test_waiting_for_data_is_shown_when_it_matters():
+def test_a_long_wait_for_data_is_shown():
     progress, out, _ = make()
     with progress:
         for number, waited in enumerate((0.01, 0.0, 0.5, 0.5)):
@@ -117,11 +117,11 @@ def test_waiting_for_data_is_shown_when_it_matters():
     assert ["data" in line for line in lines[:4]] == [False, False, True, True]
     assert lines[3].endswith("2.00 s  data 25%") or "  data 25%" in lines[3]
     assert any(
-        line.startswith("data        25% of the time went by in waiting for data") for line in lines
+        line.startswith("data        25% of the time was spent waiting for data") for line in lines
     )
 
 
-def test_log_every_thins_the_lines_and_keeps_the_last():
+def test_log_every_skips_lines_but_keeps_the_last():
     progress, out, _ = make(total=7, log_every=3)
     with progress:
         for step in range(1, 8):
@@ -129,7 +129,7 @@ def test_log_every_thins_the_lines_and_keeps_the_last():
     assert re.findall(r"step (\d)/7", out.getvalue()) == ["3", "6", "7"]
 
 
-def test_the_log_holds_plain_lines_whatever_the_terminal(tmp_path):
+def test_the_log_holds_plain_lines_in_any_terminal(tmp_path):
     for terminal in (True, False):
         progress, _, _ = make(tmp_path, terminal=terminal)
         with progress:
@@ -169,7 +169,7 @@ def test_other_workers_show_nothing_and_write_nothing(tmp_path):
     assert not (tmp_path / "log.txt").exists()
 
 
-def test_the_time_left_leaves_out_the_first_steps():
+def test_the_time_left_excludes_the_first_steps():
     progress, _, clock = make(total=10)
     with progress:
         for step, seconds in [(1, 100.0), (2, 50.0), (3, 2.0), (4, 4.0)]:
@@ -180,7 +180,7 @@ def test_the_time_left_leaves_out_the_first_steps():
         assert progress.seconds_left() == pytest.approx(3.0 * 6)
 
 
-def test_the_time_left_counts_from_the_step_that_a_resumed_run_starts_at():
+def test_the_time_left_counts_from_the_step_that_a_run_resumes_at():
     progress, out, clock = make(total=100, start=90)
     with progress:
         for step in range(91, 96):
@@ -210,7 +210,7 @@ def test_the_live_display_is_two_lines_that_fit(width, metrics):
     assert "123,456 tok/s" in lines[1]
 
 
-def test_messages_stand_above_the_live_display(tmp_path):
+def test_messages_scroll_above_the_live_display(tmp_path):
     progress, out, _ = make(tmp_path, terminal=True)
     with progress:
         progress.step(STEP)
@@ -219,7 +219,7 @@ def test_messages_stand_above_the_live_display(tmp_path):
     assert "warning: the disk is nearly full\n" in (tmp_path / "log.txt").read_text()
 
 
-def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
+def test_the_summary_shows_first_and_last_loss_and_never_breaks_a_command():
     progress, out, clock = make(total=4)
     command = "mtrain checkpoint export runs/" + "x" * 120 + " out"
     with progress:
@@ -237,17 +237,17 @@ def test_the_summary_names_first_and_last_loss_and_never_breaks_a_command():
     assert "time        0:40" in text
     assert "5.0000 at step 1, 2.0000 at step 4" in text
     assert "350 tok/s/GPU, MFU 43.1%, median of 2 steps" in text
-    assert "memory      101.26 GiB at most" in text
+    assert "memory      peak 101.26 GiB" in text
     assert f"export      {command}\n" in text
     assert "            runs/x/checkpoints/step-4\n" in text
 
 
-def test_a_single_step_is_no_median():
+def test_a_single_step_is_not_called_a_median():
     progress, out, _ = make(total=1)
     with progress:
         progress.step(STEP)
         progress.summary("trained 1 step")
-    assert "1,234 tok/s/GPU, MFU 43.1%, one step; 4,096 tokens in all" in out.getvalue()
+    assert "1,234 tok/s/GPU, MFU 43.1%, one step; 4,096 tokens in total" in out.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines():
@@ -257,7 +257,7 @@ def test_a_dumb_terminal_gets_plain_lines():
     assert console.file.getvalue().startswith("step 1/3  loss 5.5000")
 
 
-def test_a_run_that_ends_before_its_first_step_still_has_a_summary():
+def test_a_run_without_steps_still_has_a_summary():
     progress, out, _ = make()
     with progress:
         progress.summary("stopped before the first step")
@@ -292,7 +292,7 @@ def test_format_duration(seconds, text):
     assert format_duration(seconds) == text
 
 
-def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would():
+def test_sparse_steps_show_hfu_and_density():
     sparse = replace(STEP, mfu_model=None, mfu_executed=0.5069, density=0.057, index_seconds=0.07)
     progress, out, clock = make()
     with progress:
@@ -308,9 +308,7 @@ def test_sparse_steps_show_what_is_computed_and_not_what_dense_attention_would()
 
 
 @pytest.mark.parametrize(("seconds", "hinted"), [(10.0, 1), (1.0, 0)])
-def test_a_long_run_says_once_how_to_look_at_it_and_its_state_is_what_is_shown(
-    tmp_path, seconds, hinted
-):
+def test_a_long_run_hints_once_at_mtrain_status_which_shows_the_same(tmp_path, seconds, hinted):
     run = RunDir(tmp_path)
     reporter = run_state.StateReporter(
         run, launcher="mtrain", steps=100, step=0, workers=["a, cpu"], records=""

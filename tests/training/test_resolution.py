@@ -1,4 +1,4 @@
-"""What a run resolves to on a GPU that need not be here."""
+"""How a run resolves on a GPU that need not be here."""
 
 from __future__ import annotations
 
@@ -40,25 +40,25 @@ def choices(*overrides: str) -> ResolvedRun:
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_the_kernel_is_asked_for_the_index_of_the_run(name):
-    found = choices(f"sparsity={name}")
-    assert found.kernel.name == ("sdpa" if name == "dense" else "triton"), (
+def test_the_kernel_is_chosen_for_the_index_of_the_run(name):
+    resolved = choices(f"sparsity={name}")
+    assert resolved.kernel.name == ("sdpa" if name == "dense" else "triton"), (
         "an index is never computed densely on a GPU"
     )
-    assert found.dense_kernel is None
+    assert resolved.dense_kernel is None
 
 
-def test_the_layout_is_that_which_auto_takes():
+def test_the_layout_is_the_one_that_auto_chooses():
     assert choices("data.document_mask=false").layout.name == "zigzag"
     assert choices().layout.name == "striped"
 
 
-def test_dense_first_steps_have_a_dense_kernel_beside_the_sparse_one():
-    found = choices("sparsity=moba", "sparsity.dense_steps=5", "train.kernel=triton")
-    assert (found.kernel.name, found.dense_kernel[0].name) == ("triton", "sdpa")
+def test_dense_first_steps_get_a_dense_kernel_in_addition_to_the_sparse_one():
+    resolved = choices("sparsity=moba", "sparsity.dense_steps=5", "train.kernel=triton")
+    assert (resolved.kernel.name, resolved.dense_kernel[0].name) == ("triton", "sdpa")
 
 
-def test_a_named_dense_kernel_is_refused_under_an_index():
+def test_a_dense_kernel_is_refused_with_an_index():
     with pytest.raises(
         ConfigError,
         match=r"train\.kernel=sdpa: FlashAttention-2 in PyTorch computes dense attention only",

@@ -1,4 +1,4 @@
-"""Kernels of a sparse run whose first steps are dense."""
+"""Kernels of a sparse run with dense first steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.dry_run import kernel_rows
-from mtrain_cli.training.run_plan import plan
+from mtrain_cli.training.run_plan import make_plan
 
 ELSEWHERE = [
     "topology.device=cuda",
@@ -19,16 +19,17 @@ ELSEWHERE = [
 ]
 
 
-def test_the_kernel_of_dense_steps_is_told_with_its_reason():
-    sparse, dense = kernel_rows(plan(compose([*ELSEWHERE, "train.kernel=triton"])))
+def test_the_kernel_of_dense_steps_is_shown_with_its_reason():
+    sparse, dense = kernel_rows(make_plan(compose([*ELSEWHERE, "train.kernel=triton"])))
     assert sparse[1].startswith("triton: as configured")
-    assert dense[1].startswith("flash4 in the first 3 steps, which are dense: ")
-    assert len(kernel_rows(plan(compose([*ELSEWHERE, "sparsity.dense_steps=0"])))) == 1
+    assert dense[1].startswith("flash4 for the first 3 steps, which are dense: ")
+    assert len(kernel_rows(make_plan(compose([*ELSEWHERE, "sparsity.dense_steps=0"])))) == 1
 
 
-def test_dense_steps_that_nothing_computes_are_named_as_the_cause():
+def test_dense_steps_without_a_kernel_are_reported_by_their_key():
     with pytest.raises(ConfigError) as caught:
-        plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
+        make_plan(compose([*ELSEWHERE, "train.kernel=triton", "train.deterministic=true"]))
     assert str(caught.value).startswith(
-        "sparsity.dense_steps=3: nothing computes these steps: train.kernel=auto: no fast kernel serves"
+        "sparsity.dense_steps=3: no kernel computes these steps: "
+        "train.kernel=auto: no fast kernel serves"
     )

@@ -1,4 +1,4 @@
-"""Training under a dynamic index: metrics, dense first steps, replicas, recomputation, and what is refused."""
+"""Training with a dynamic index: metrics, dense first steps, replicas, recomputation, refusals."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def steps(
     cp: int = 1,
     per_node: int | None = None,
 ) -> list[dict]:
-    made = trainer(rank, world, cp, overrides, per_node)
-    found = []
+    training = trainer(rank, world, cp, overrides, per_node)
+    results = []
     for _ in range(count):
-        result = made.train_step(False)
-        metrics = made.metrics(result, 1.0)
-        found.append(
+        result = training.train_step(False)
+        metrics = training.metrics(result, 1.0)
+        results.append(
             {
                 name: getattr(metrics, name)
                 for name in (
@@ -78,12 +78,12 @@ def steps(
             }
         )
         assert (metrics.index_seconds is None) == (result.index is None)
-    return found
+    return results
 
 
-def test_metrics_tell_what_the_index_left():
-    (found,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
-    for step in found:
+def test_metrics_show_the_density_of_the_index():
+    (results,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
+    for step in results:
         assert 0.2 < step["density"] < 0.8
         assert 1 <= step["slashes"] < 13
         assert 4 <= step["columns"] < 100
@@ -92,29 +92,29 @@ def test_metrics_tell_what_the_index_left():
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_metrics_are_the_lines_of_a_head(micro_batch):
+def test_metrics_count_slashes_and_columns_per_head(micro_batch):
     lines = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=8", "sparsity.density=0"]
-    (found,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
-    assert [(step["slashes"], step["columns"]) for step in found] == [(3, 8)] * 2
+    (results,) = gloo.run(1, steps, [*lines, "seq=208", f"train.micro_batch={micro_batch}"], 2)
+    assert [(step["slashes"], step["columns"]) for step in results] == [(3, 8)] * 2
 
 
 def shares(rank: int, world: int, overrides: list[str], fixed: list[str]) -> list[dict]:
-    """What one dense and one sparse step of packed documents say of themselves on a GPU of 1 GFLOP/s that takes 1 s."""
-    found = []
+    """Return metrics of a dense and a sparse step of packed documents, at 1 GFLOP/s, in 1 s."""
+    results = []
     for words in (["sparsity.block=null"], fixed):
-        made = trainer(rank, world, world, [*overrides, *words])
-        made._peak_flops = 1e9
-        samples = [made.dataset[made.sampler.sequence(number)] for number in range(2)]
+        training = trainer(rank, world, world, [*overrides, *words])
+        training._peak_flops = 1e9
+        samples = [training.dataset[training.sampler.sequence(number)] for number in range(2)]
         pairs = (
             sum(SequenceMask.from_documents(sample.documents, 208).pairs for sample in samples) / 2
         )
-        metrics = made.metrics(made.train_step(False), 1.0)
+        metrics = training.metrics(training.train_step(False), 1.0)
         named = {
             name: getattr(metrics, name)
             for name in ("mfu_model", "mfu_executed", "density", "density_by_layer")
         }
-        found.append({"allowed": pairs, **named})
-    return found
+        results.append({"allowed": pairs, **named})
+    return results
 
 
 def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
@@ -135,14 +135,14 @@ def test_mfu_and_density_of_packed_documents_follow_their_definitions(tmp_path):
     assert dense["mfu_model"] == pytest.approx(2 * 208 * flops.model / 1e9)
     assert dense["mfu_model"] < dense["mfu_executed"]
     assert dense["density"] == pytest.approx(dense["allowed"] / causal_pairs(208))
-    # An index that leaves nothing out has the density of a dense step, in all and in each layer. It has no MFU.
+    # An index that skips nothing has a dense step's density, overall and per layer, but no MFU.
     assert sparse["density"] == pytest.approx(dense["density"])
     assert sparse["density_by_layer"] == pytest.approx([dense["density"]] * 2)
     assert sparse["mfu_model"] is None
     assert sparse["mfu_executed"] == pytest.approx(dense["mfu_executed"])
 
 
-def test_everything_kept_is_dense_attention():
+def test_an_index_that_keeps_everything_equals_dense_attention():
     whole = [
         "sparsity=vertical_slash",
         "sparsity.last_q=16",
@@ -159,24 +159,26 @@ def test_everything_kept_is_dense_attention():
 
 
 def test_the_first_steps_may_be_dense():
-    (found,) = gloo.run(1, steps, [*VERTICAL_SLASH, "sparsity.dense_steps=1"], 2)
-    assert [step["slashes"] is None for step in found] == [True, False]
-    assert found[0]["density"] > 0.9 > found[1]["density"]
+    (results,) = gloo.run(1, steps, [*VERTICAL_SLASH, "sparsity.dense_steps=1"], 2)
+    assert [step["slashes"] is None for step in results] == [True, False]
+    assert results[0]["density"] > 0.9 > results[1]["density"]
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "full"])
-def test_recomputation_changes_nothing(checkpoint):
-    (found,) = gloo.run(1, steps, [*VERTICAL_SLASH, f"train.activation_checkpoint={checkpoint}"], 2)
+def test_recomputation_does_not_change_the_losses(checkpoint):
+    (results,) = gloo.run(
+        1, steps, [*VERTICAL_SLASH, f"train.activation_checkpoint={checkpoint}"], 2
+    )
     (expected,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
-    for a, b in zip(found, expected, strict=True):
+    for a, b in zip(results, expected, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
         assert a["density_by_layer"] == b["density_by_layer"]
 
 
 def test_replicas_report_the_mean_of_all_sequences():
     (alone,) = gloo.run(1, steps, VERTICAL_SLASH, 2)
-    for found in gloo.run(2, steps, VERTICAL_SLASH, 2):
-        for a, b in zip(found, alone, strict=True):
+    for results in gloo.run(2, steps, VERTICAL_SLASH, 2):
+        for a, b in zip(results, alone, strict=True):
             for name in ("loss", "density", "slashes", "columns"):
                 assert a[name] == pytest.approx(b[name], rel=1e-5), name
 
@@ -190,11 +192,11 @@ def test_replicas_report_the_mean_of_all_sequences():
     ],
 )
 def test_every_pattern_trains(pattern):
-    (found,) = gloo.run(
+    (results,) = gloo.run(
         1, steps, [*pattern, "optim.lr=0.01", "optim.warmup_steps=0", "optim.schedule=constant"], 6
     )
-    assert all(0 < step["density"] < 0.9 for step in found)
-    assert found[-1]["loss"] < found[0]["loss"] - 0.15
+    assert all(0 < step["density"] < 0.9 for step in results)
+    assert results[-1]["loss"] < results[0]["loss"] - 0.15
 
 
 PATTERNS = {
@@ -225,9 +227,9 @@ WAYS = {
 
 @cache
 def alone(pattern: str) -> list[dict]:
-    """Ten steps of one worker."""
-    (found,) = gloo.run(1, steps, [*PATTERNS[pattern], *LEARNS], 10)
-    return found
+    """Train ten steps on one worker."""
+    (results,) = gloo.run(1, steps, [*PATTERNS[pattern], *LEARNS], 10)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -246,14 +248,14 @@ def alone(pattern: str) -> list[dict]:
         pytest.param(4, "xattention", "nodes", marks=pytest.mark.slow),
     ],
 )
-def test_workers_that_share_a_sequence_train_as_one(world, pattern, way):
+def test_workers_that_share_a_sequence_train_like_one(world, pattern, way):
     expected = alone(pattern)
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.15
     overrides = [*PATTERNS[pattern], *LEARNS]
-    for found in gloo.run(
+    for results in gloo.run(
         world, steps, [*overrides, *WAYS[way]], 10, world, 2 if way == "nodes" else None
     ):
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(results, expected, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
             for name in ("grad_norm", "density", "slashes", "columns", "density_by_layer"):
                 assert a[name] == pytest.approx(b[name], rel=1e-3), name
@@ -273,11 +275,11 @@ FIXED = ["sparsity=fixed", "sparsity.slashes=3", "sparsity.columns=12"]
         pytest.param(2, 2, ["topology.layout=striped"], marks=pytest.mark.slow),
     ],
 )
-def test_fixed_lines_do_not_depend_on_workers_layout_or_micro_batches(world, cp, words):
-    """200 tokens are padded to another length by each."""
+def test_a_fixed_index_does_not_depend_on_workers_layout_or_micro_batches(world, cp, words):
+    """Each of them pads 200 tokens to a different length."""
     expected = fixed_alone()
-    for found in gloo.run(world, steps, [*FIXED, *words], 2, cp):
-        for a, b in zip(found, expected, strict=True):
+    for results in gloo.run(world, steps, [*FIXED, *words], 2, cp):
+        for a, b in zip(results, expected, strict=True):
             assert a["loss"] == pytest.approx(b["loss"], abs=1e-6)
             for name in ("grad_norm", "density", "slashes", "columns", "density_by_layer"):
                 assert a[name] == pytest.approx(b[name], rel=1e-4), name
@@ -285,5 +287,5 @@ def test_fixed_lines_do_not_depend_on_workers_layout_or_micro_batches(world, cp,
 
 @cache
 def fixed_alone() -> list[dict]:
-    (found,) = gloo.run(1, steps, FIXED, 2)
-    return found
+    (results,) = gloo.run(1, steps, FIXED, 2)
+    return results

@@ -1,4 +1,4 @@
-"""How weights, gradients and optimizer states are held and sent: every way takes the same steps and leaves the same checkpoints."""
+"""All ways to hold and send weights, gradients and states give the same steps and checkpoints."""
 
 from __future__ import annotations
 
@@ -28,13 +28,15 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),
 }
 OFFLOADED_COLUMNS = (
-    "model.num_layers=4", "train.steps=4", "seq=512", "train.global_batch=1", "data.document_mask=false", "train.offload_activations=true",
-    "topology.exchange=ring", "topology.columns=once", "sparsity=vertical_slash", "sparsity.block=16", "sparsity.last_q=16",
+    "model.num_layers=4", "train.steps=4", "seq=512", "train.global_batch=1",
+    "data.document_mask=false", "train.offload_activations=true",
+    "topology.exchange=ring", "topology.columns=once", "sparsity=vertical_slash",
+    "sparsity.block=16", "sparsity.last_q=16",
     "sparsity.min_columns=128", "sparsity.max_columns=128",
 )  # fmt: skip
 BATCHES = ("model.num_layers=3", "train.steps=4")
 
-# By what FSDP2 sends: the names changed after torch 2.11.
+# By name, as FSDP2 calls its collectives: the names changed after torch 2.11.
 GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
@@ -46,12 +48,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str) -> dict[str, Any]:
-    """Of each way: losses and norms of two steps, the weights after them, and one more step after a resume from another way."""
+    """Take two steps and, after a resume from another setting, a third one, for each setting."""
     before: dict[str, Any] = {}
     after: dict[str, Any] = {}
     names = list(WAYS)
-    for name, way in WAYS.items():
-        trainer = make(rank, world, cp, (*words, *way))
+    for name, setting in WAYS.items():
+        trainer = make(rank, world, cp, (*words, *setting))
         done = [trainer.train_step(False) for _ in range(2)]
         weights = {key: whole(value).clone() for key, value in trainer.state()["model"].items()}
         Checkpointer(f"{folder}/{name}", 2).save(trainer.step, trainer.state(), asynchronous=False)
@@ -67,7 +69,7 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
 @pytest.mark.parametrize(
     ("world", "cp", "words"),
     [
-        # Three workers: rows do not divide, so that shards and packed gradients are padded. Norms clipped.
+        # Three workers: rows do not divide, so shards and packed gradients are padded. Clipped.
         pytest.param(3, 3, (*BATCHES, "optim.clip_norm=0.5"), marks=pytest.mark.slow),
         (1, 1, BATCHES),
         (2, 2, (*BATCHES, "train.global_batch=1", "optim.clip_norm=0.5")),
@@ -75,27 +77,30 @@ def trained(rank: int, world: int, cp: int, words: tuple[str, ...], folder: str)
         pytest.param(2, 1, (*BATCHES, "train.dtype=bfloat16"), marks=pytest.mark.slow),
     ],
 )
-def test_every_way_of_holding_states_takes_the_same_steps_and_resumes_any_other(
+def test_every_state_setting_takes_the_same_steps_and_resumes_from_any_other(
     world, cp, words, tmp_path
 ):
-    found = gloo.run(world, trained, cp, words, str(tmp_path))[0]
-    expected, weights = found["before"]["full"]
-    # Whole gradients of bfloat16 add up over micro-batches before they are reduced: another order.
+    results = gloo.run(world, trained, cp, words, str(tmp_path))[0]
+    expected, weights = results["before"]["full"]
+    # Unsharded bfloat16 gradients accumulate before the reduction: a different order of sums.
     loose = 10 if "train.dtype=bfloat16" in words else 1
-    for name, (steps, mine) in found["before"].items():
+    for name, (steps, gradients) in results["before"].items():
         assert steps == [pytest.approx(step, rel=2e-6 * loose) for step in expected], name
-        for key, value in mine.items():
+        for key, value in gradients.items():
             torch.testing.assert_close(
                 value, weights[key], rtol=2e-5 * loose, atol=2e-6 * loose, msg=f"{name}: {key}"
             )
-    assert found["after"]["full"][0] == 3
-    for name, step in found["after"].items():
-        assert step == pytest.approx(found["after"]["full"], rel=1e-5 * loose), name
+    assert results["after"]["full"][0] == 3
+    for name, step in results["after"].items():
+        assert step == pytest.approx(results["after"]["full"], rel=1e-5 * loose), name
 
 
 def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
-    """(configuration, bytes that reached this worker, bytes by the closed form, reductions) of a step of two micro-batches and of one."""
-    found = []
+    """Return (setting, bytes received, bytes by the closed form, reductions) of two steps.
+
+    The first step has two micro-batches, the second one.
+    """
+    results = []
     for batches in (2, 1):
         for words in (
             *((f"train.shard={shard}",) for shard in ("full", "gradients", "optimizer")),
@@ -114,7 +119,7 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
             gather, scatter = getattr(dist, GATHER), getattr(dist, SCATTER)
 
             def gathered(*args, gather=gather, received=received, **kwargs):
-                # (output, input), of which FSDP2 names neither or both.
+                # (output, input); FSDP2 passes both by name or neither.
                 received.append((args[1] if args else kwargs["input_tensor"]).nbytes * (world - 1))
                 return gather(*args, **kwargs)
 
@@ -133,26 +138,28 @@ def sent(rank: int, world: int) -> list[tuple[str, int, int, int]]:
             trainer.forward_backward = counted  # type: ignore[method-assign]
             trainer.train_step(False)
             form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"]).sent()
-            found.append((" ".join(overrides), sum(received) + sum(reduced), form, len(reduced)))
-    return found
+            results.append((" ".join(overrides), sum(received) + sum(reduced), form, len(reduced)))
+    return results
 
 
-def test_bytes_of_weights_and_gradients_are_those_of_the_closed_form_and_accumulation_adds_none_where_nothing_is_reduced_early():
-    found = gloo.run(2, sent)[0]
-    for words, counted, form, _ in found:
+def test_traffic_of_weights_and_gradients_equals_the_closed_form():
+    results = gloo.run(2, sent)[0]
+    for words, counted, form, _ in results:
         assert counted == form, words
-    two, one = found[:5], found[5:]
+    two, one = results[:5], results[5:]
     assert two[2][1] == one[2][1] == one[1][1], (
-        "accumulation sends nothing more under shard=optimizer"
+        "with shard=optimizer, accumulation sends nothing more"
     )
     assert [reductions for *_, reductions in two] == [8, 8, 4, 8, 4], "three layers and the rest"
 
 
 def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], int, int]]:
-    """Of a step of one and of two micro-batches: bytes of gradients on the device behind it, where none leave and where they do; whether
-    those on the host are what stays on the device elsewhere; both squared norms; and pinned bytes, as they are and by the closed form.
+    """Compare offloaded gradients with resident ones, for one and two micro-batches.
+
+    Returns bytes of gradients on the device after a step, resident and offloaded; whether both
+    hold the same values; both squared norms; pinned bytes, actual and by the closed form.
     """
-    found = []
+    results = []
     for batches in (1, 2):
         words = (
             *BATCHES,
@@ -174,19 +181,19 @@ def leaving(rank: int, world: int) -> list[tuple[list[int], bool, list[float], i
             for unit, packed in zip(of_plain._units, of_plain._reduced, strict=True)
             for part in unit.of(packed)
         ]
-        mine = [gradient for unit in of_trainer._gradients for gradient in unit]
-        same = all(torch.equal(a, b) for a, b in zip(expected, mine, strict=True))
+        gradients = [gradient for unit in of_trainer._gradients for gradient in unit]
+        same = all(torch.equal(a, b) for a, b in zip(expected, gradients, strict=True))
         norms = [states.squared_norm().item() for states in (of_plain, of_trainer)]
-        pinned = sum(gradient.nbytes for gradient in mine) + 2 * of_trainer._up[0].nbytes
+        pinned = sum(gradient.nbytes for gradient in gradients) + 2 * of_trainer._up[0].nbytes
         form = StateMemory(trainer.config, world, batches, BYTES["bfloat16"])
         bytes_of = [
             sum(gradient.nbytes for gradient in each.gradients()) for each in (plain, trainer)
         ]
-        found.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
-    return found
+        results.append((bytes_of, same, norms, pinned, form.host - 12 * form.shard))
+    return results
 
 
-def test_gradients_that_leave_are_those_that_would_stay():
+def test_offloaded_gradients_equal_resident_ones():
     for held, same, norms, pinned, form in gloo.run(2, leaving)[0]:
         assert held[0] > 0 == held[1]
         assert same
@@ -195,14 +202,14 @@ def test_gradients_that_leave_are_those_that_would_stay():
 
 
 def waited_for(rank: int, world: int) -> list[list[str]]:
-    """What the host does in each of two steps: sends a unit's gradients, or waits until those of an earlier one have arrived."""
+    """Return the host's actions in each of two steps: send a unit, or wait for an earlier one."""
     trainer = make(
         rank,
         world,
         1,
         (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"),
     )
-    states, told = trainer.host_states, []
+    states, events = trainer.host_states, []
     leave, link = states._leave, states._link
 
     class Arrival:
@@ -210,27 +217,27 @@ def waited_for(rank: int, world: int) -> list[list[str]]:
             self.number = number
 
         def synchronize(self) -> None:
-            told.append(f"waits for {self.number}")
+            events.append(f"waits for {self.number}")
 
     def leaves(number: int, packed: torch.Tensor) -> None:
         link.event = lambda: Arrival(number)
         leave(number, packed)
         del link.event
-        told.append(f"sends {number}")
+        events.append(f"sends {number}")
 
     states._leave = leaves
-    found = []
+    results = []
     for _ in range(2):
         ready = [trainer.next_batch_maker().to_device(host) for host in next(iter(trainer.loader))]
         trainer.forward_backward(ready, [batch.attend for batch in ready], 1)
         trainer.drop_gradients()
-        found.append(told.copy())
-        told.clear()
-    return found
+        results.append(events.copy())
+        events.clear()
+    return results
 
 
-def test_of_gradients_that_leave_no_more_than_two_units_are_on_the_way():
-    # Three layers, the last one first, and what is outside of them.
+def test_at_most_two_units_of_offloaded_gradients_are_in_transit():
+    # Three layers, the last one first, and the parameters outside them.
     step = ["sends 2", "sends 1", "waits for 2", "sends 0", "waits for 1", "sends 3"]
     assert gloo.run(1, waited_for)[0] == [step, step]
 
@@ -269,10 +276,10 @@ def on_host(rank: int, world: int) -> tuple[int, int, int, int, int, int]:
     )
 
 
-def test_gathered_columns_leave_with_the_rest_and_a_checkpoint_is_a_copy_of_the_states():
+def test_gathered_columns_are_offloaded_and_a_checkpoint_copies_the_states():
     host, allocated, index, columns, saved, saving = gloo.run(2, on_host)[0]
     assert host == allocated
-    # Two of four layers are on the device at the loss; beside their columns there are diagonals and columns by number.
+    # At the loss, two of four layers are on the device, with their columns and index numbers.
     heads, blocks = 4, 512 // 16
     assert columns > 0
     assert index == 4 * heads * (blocks + 4 * 128) + columns // 4 * 2

@@ -1,4 +1,4 @@
-"""`train` from banner to last words: when it saves, when it stops, what it leaves, and what it refuses."""
+"""`train` from banner to summary: when it saves and stops, what it leaves, and what it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SMALL = [
 
 
 def place(rank: int, world: int) -> Environment:
-    """One of `world` CPU processes that share every sequence."""
+    """Return one of `world` CPU processes that share every sequence."""
     return Environment(
         device="cpu",
         workers=world,
@@ -56,7 +56,7 @@ def run(
     resume: bool = False,
     stop_after: int | None = None,
 ) -> list[int]:
-    """One run; returns the steps whose checkpoints were begun."""
+    """Train; return the steps of the checkpoints that were started."""
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     begun: list[int] = []
@@ -85,20 +85,20 @@ def checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def test_it_saves_every_so_many_steps_and_at_the_end_and_keeps_the_newest(tmp_path):
+def test_a_run_saves_periodically_and_at_the_end_and_keeps_the_newest(tmp_path):
     words = ["train.steps=5", "train.checkpoint_every=2", "train.keep_checkpoints=2"]
     assert gloo.run(2, run, str(tmp_path), words) == [[2, 4, 5], [2, 4, 5]]
     assert checkpoints(tmp_path) == ["step-4", "step-5"]
     assert [m["step"] for m in metrics(tmp_path)] == [1, 2, 3, 4, 5]
 
 
-def test_an_end_that_was_just_saved_is_not_saved_twice(tmp_path):
+def test_a_last_step_that_was_just_saved_is_not_saved_twice(tmp_path):
     assert gloo.run(1, run, str(tmp_path), ["train.steps=4", "train.checkpoint_every=2"]) == [
         [2, 4]
     ]
 
 
-def test_nothing_is_saved_where_that_is_asked_for(tmp_path):
+def test_a_run_configured_to_save_nothing_saves_nothing(tmp_path):
     assert gloo.run(
         1,
         run,
@@ -122,7 +122,7 @@ def test_a_stop_saves_at_once_and_resuming_gives_the_same_losses(tmp_path):
     assert "resumed from the checkpoint of step 3" in log
 
 
-def test_a_stop_saves_where_the_end_would_not(tmp_path):
+def test_a_stop_saves_even_if_the_end_would_not(tmp_path):
     words = ["train.steps=6", "train.checkpoint_every=0", "train.checkpoint_at_end=false"]
     assert gloo.run(2, run, str(tmp_path), words, False, 3) == [[3], [3]]
 
@@ -137,7 +137,7 @@ def test_imported_weights_are_trained_from_step_0(tmp_path):
     assert [m["step"] for m in metrics(tmp_path / "imported")] == [1, 2]
     first, imported = (metrics(tmp_path / name)[0]["loss"] for name in ("first", "imported"))
     assert imported == pytest.approx(first, abs=1e-4), (
-        "the weights have hardly moved in two steps of 1e-9"
+        "the weights have barely moved in two steps of 1e-9"
     )
     other = gloo.run(1, run, str(tmp_path / "other"), [*words, "seed=7"])
     assert other
@@ -155,16 +155,16 @@ def other_data(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_machines_with_other_data_are_refused():
-    for said in gloo.run(3, other_data):
+def test_machines_with_different_data_are_refused():
+    for message in gloo.run(3, other_data):
         assert (
-            said
-            == "data.kind=stdlib: rank 2 reads another corpus than rank 0; give all machines the same data"
+            message == "data.kind=stdlib: rank 2 reads a different corpus than rank 0. "
+            "Give all machines the same data."
         )
 
 
 def fails_while_saving(rank: int, world: int, folder: str) -> bool:
-    """The third step is not finite while the checkpoint of the second is still being written."""
+    """The third step is not finite while the second one's checkpoint is still being written."""
     publish, step = Checkpointer._publish, Trainer.train_step
 
     def slowly(self: Checkpointer, *arguments) -> None:
@@ -180,7 +180,7 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
         patch.setattr(Checkpointer, "_publish", slowly)
         patch.setattr(Trainer, "train_step", poisoned)
         run_dir = RunDir(Path(folder))
-        with pytest.raises(NonFiniteError, match="the checkpoint before it is intact"):
+        with pytest.raises(NonFiniteError, match="the previous checkpoint is intact"):
             train(
                 compose([*SMALL, "train.steps=4", "train.checkpoint_every=2"]),
                 run_dir,
@@ -190,13 +190,14 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
     return (Path(folder) / "checkpoints" / "step-2").is_dir()
 
 
-def test_a_step_that_is_not_finite_waits_for_the_save_under_way(tmp_path):
+def test_a_non_finite_step_waits_for_the_save_in_progress(tmp_path):
     assert gloo.run(1, fails_while_saving, str(tmp_path)) == [True]
 
 
 def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[str, str, bool]]:
-    """Rank 1 cannot read the data of the third step while the checkpoint of the second is still being written: once by a mistake, once by
-    a failure of its disk.
+    """Rank 1 cannot read the third step's data while the second one's checkpoint is being written.
+
+    Once by a user's mistake, once by a disk failure.
     """
     publish, read = Checkpointer._publish, Loader._read
 
@@ -204,7 +205,7 @@ def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[st
         time.sleep(0.5)
         publish(self, *arguments)
 
-    found = []
+    results = []
     for error in (
         ConfigError("data.path=x: sequence 2 is broken"),
         read_failure(OSError(errno.EIO, ""), "Input/output error"),
@@ -228,17 +229,17 @@ def lacks_data_while_saving(rank: int, world: int, folder: str) -> list[tuple[st
             ]
             with pytest.raises((ConfigError, RunError)) as caught:
                 train(compose([*SMALL, *words]), run_dir, place(rank, world), False)
-            found.append(
+            results.append(
                 (
                     type(caught.value).__name__,
                     str(caught.value),
                     (run_dir.checkpoints / "step-2").is_dir(),
                 )
             )
-    return found
+    return results
 
 
-def test_a_worker_without_data_ends_all_of_them_after_the_save_under_way(tmp_path):
+def test_a_worker_without_data_ends_all_workers_after_the_save_in_progress(tmp_path):
     others, its = gloo.run(2, lacks_data_while_saving, str(tmp_path))
     assert its == [
         ("ConfigError", "data.path=x: sequence 2 is broken", True),

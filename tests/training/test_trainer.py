@@ -1,4 +1,4 @@
-"""Whole optimizer steps on real processes: however a step is spread over workers and micro-batches, it is the same step."""
+"""Optimizer steps on real processes do not depend on how workers and micro-batches split them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def steps(
     count: int,
     folder: str | None = None,
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of `count` steps; with a folder, goes on from its checkpoint if there is one and leaves one."""
+    """Return (loss, gradient norm) of `count` steps; a folder resumes and leaves a checkpoint."""
     trainer = make(rank, world, cp, overrides)
     checkpointer = Checkpointer(folder, 2) if folder else None
     if checkpointer and checkpointer.latest() is not None:
@@ -100,7 +100,7 @@ def alone() -> list[tuple[float, float]]:
     return gloo.run(1, steps, 1, (), 4)[0]
 
 
-def test_the_loss_falls_and_the_gradient_is_something(alone):
+def test_the_loss_falls_and_the_gradient_is_not_zero(alone):
     assert alone[0][0] == pytest.approx(5.6, abs=0.5), "about ln 264 at random"
     assert alone[-1][0] < alone[0][0]
     assert all(norm > 0.1 for _, norm in alone)
@@ -124,7 +124,7 @@ def test_the_loss_falls_and_the_gradient_is_something(alone):
         (3, 3, ("topology.layout=contiguous", "train.activation_checkpoint=none")),
     ],
 )
-def test_a_step_does_not_depend_on_how_it_is_spread(alone, world, cp, overrides):
+def test_a_step_does_not_depend_on_how_it_is_split(alone, world, cp, overrides):
     for rank, got in enumerate(gloo.run(world, steps, cp, overrides, 4)):
         assert close(got, alone, 1e-5), f"rank {rank}: {got} instead of {alone}"
 
@@ -136,14 +136,14 @@ def test_resumed_training_is_bitwise_the_uninterrupted_one(tmp_path):
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
 
 
-def test_training_resumes_on_another_number_of_workers(tmp_path, alone):
+def test_training_resumes_on_a_different_number_of_workers(tmp_path, alone):
     first = gloo.run(3, steps, 3, (), 2, str(tmp_path))[0]
     second = gloo.run(2, steps, 1, (), 2, str(tmp_path))[0]
     assert close(first + second, alone, 1e-5)
 
 
 def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
-    """Those of each group of a run that was resumed with others than it began with."""
+    """Return the parameter groups of a run resumed with different hyperparameters."""
     trainer = make(rank, world, world, ("optim.weight_decay=0.1",))
     trainer.train_step(False)
     checkpointer = Checkpointer(folder, 2)
@@ -152,23 +152,26 @@ def hyperparameters(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
         rank, world, world, ("optim.weight_decay=0.5", "optim.betas=[0.8,0.9]", "optim.eps=1e-5")
     )
     changed.resume(checkpointer)
-    found = [{"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups]
+    results = [
+        {"ndim": group["params"][0].ndim, **group} for group in changed.optimizer.param_groups
+    ]
     return [
-        {name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")} for group in found
+        {name: group[name] for name in ("ndim", "weight_decay", "betas", "eps")}
+        for group in results
     ]
 
 
 def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
-    (found,) = gloo.run(1, hyperparameters, str(tmp_path))
+    (results,) = gloo.run(1, hyperparameters, str(tmp_path))
     others = {"betas": (0.8, 0.9), "eps": 1e-5}
-    assert found == [
+    assert results == [
         {"ndim": 2, "weight_decay": 0.5, **others},
         {"ndim": 1, "weight_decay": 0.0, **others},
     ]
 
 
 def without_labels(trainer: Trainer, *steps: int) -> None:
-    """Steps, counted from 0, whose labels are all ignored."""
+    """Ignore all labels in the given steps, counted from 0."""
     make, seen, local = (
         trainer.loader._make,
         iter(range(10**6)),
@@ -187,59 +190,65 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
     trainer.loader._make = made
 
 
-def held(trainer: Trainer) -> list[torch.Tensor]:
-    """All that an update changes: weights on the device, those of the optimizer, moments and counts of steps."""
+def updated_tensors(trainer: Trainer) -> list[torch.Tensor]:
+    """Return all that an update changes: both copies of the weights, moments and step counts."""
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    found = [*trainer.decoder.parameters(), *trainer._float32().parameters(), *states]
-    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in found]
+    results = [*trainer.decoder.parameters(), *trainer._master_decoder().parameters(), *states]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in results]
 
 
 def unlabelled(
-    rank: int, world: int, ways: list[tuple[int, tuple[str, ...]]]
+    rank: int, world: int, settings: list[tuple[int, tuple[str, ...]]]
 ) -> list[dict[str, Any]]:
-    """Of each way: four steps, of which the second has no label, and the same data without that step."""
-    found = []
-    for cp, overrides in ways:
+    """Train four steps, the second without labels, and the same data without that step."""
+    results = []
+    for cp, overrides in settings:
         trainer = make(rank, world, cp, (*overrides, "optim.weight_decay=0.5"))
         without_labels(trainer, 1)
         first = trainer.train_step(False)
-        before = held(trainer)
+        before = updated_tensors(trainer)
         result = trainer.train_step(False)
-        same = all(torch.equal(a, b) for a, b in zip(before, held(trainer), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(before, updated_tensors(trainer), strict=True))
         line = trainer.metrics(result, 1.0)
         after = [trainer.train_step(False).loss for _ in range(2)]
-        found.append(
+        results.append(
             {
-                "same": same, "losses": [first.loss, result.loss], "norm": result.grad_norm, "skipped": (first.skipped, result.skipped),
-                "warnings": result.warnings, "line": (line.step, line.loss, line.skipped), "after": after,
-                "changed": not all(torch.equal(a, b) for a, b in zip(before, held(trainer), strict=True)), "step": trainer.step,
+                "same": same,
+                "losses": [first.loss, result.loss],
+                "norm": result.grad_norm,
+                "skipped": (first.skipped, result.skipped),
+                "warnings": result.warnings,
+                "line": (line.step, line.loss, line.skipped),
+                "after": after,
+                "changed": not all(
+                    torch.equal(a, b) for a, b in zip(before, updated_tensors(trainer), strict=True)
+                ),
+                "step": trainer.step,
             }
-        )  # fmt: skip
-    return found
+        )
+    return results
 
 
-def test_a_step_without_a_label_changes_nothing_and_says_so():
-    ways = [
+def test_a_step_without_labels_changes_nothing_and_warns():
+    settings = [
         (2, ()),
         (1, ("optim.offload=true",)),
         (2, ("optim.offload=true", "optim.offload_gradients=true", "train.z_loss=1e-4")),
     ]
-    for found in gloo.run(2, unlabelled, ways):
-        for way, one in zip(ways, found, strict=True):
-            assert one["same"], f"{way}: weights, moments or counts of steps changed"
+    for results in gloo.run(2, unlabelled, settings):
+        for setting, one in zip(settings, results, strict=True):
+            assert one["same"], f"{setting}: weights, moments or counts of steps changed"
             assert one["losses"][0] > 5
             assert (one["losses"][1], one["norm"], one["skipped"]) == (None, 0.0, (False, True))
             assert one["line"] == (2, None, True)
-            assert one["warnings"] == (
-                "step 2: no token has a label, so there is no loss and the weights stay as they are",
-            )
+            assert one["warnings"] == ("step 2: no token has a label; the update is skipped",)
             assert one["changed"]
             assert one["step"] == 4
             assert all(loss > 1 for loss in one["after"])
 
 
 def saved_early(rank: int, world: int, folder: str, save: bool) -> list[float | None]:
-    """Losses of a run whose first step has no label; with save, its state is saved after that step."""
+    """Return losses of a run whose first step has no label; `save` saves and resumes after it."""
     trainer = make(rank, world, world, ())
     without_labels(trainer, 0)
     losses = [trainer.train_step(False).loss]
@@ -255,7 +264,7 @@ def both_ways(rank: int, world: int, folder: str) -> list[list[float | None]]:
     return [saved_early(rank, world, folder, save) for save in (False, True)]
 
 
-def test_a_run_that_was_saved_before_its_first_update_goes_on_exactly(tmp_path):
+def test_a_run_saved_before_its_first_update_resumes_exactly(tmp_path):
     ((whole, resumed),) = gloo.run(1, both_ways, str(tmp_path))
     assert whole[0] is None
     assert whole == resumed
@@ -282,7 +291,7 @@ def poisoned(rank: int, world: int, folder: str) -> tuple[str, bool, int | None]
     return str(caught.value), same, checkpointer.latest()
 
 
-def test_a_step_that_is_not_finite_names_step_and_rank_and_changes_nothing(tmp_path):
+def test_a_non_finite_step_names_step_and_rank_and_changes_nothing(tmp_path):
     for message, unchanged, saved in gloo.run(2, poisoned, str(tmp_path)):
         assert message.startswith("step 3: the loss is not finite on rank 1;")
         assert unchanged
@@ -290,7 +299,7 @@ def test_a_step_that_is_not_finite_names_step_and_rank_and_changes_nothing(tmp_p
 
 
 def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> list[str]:
-    """What train() raises on a run whose third step is not finite, and then on one that goes well but cannot save its end."""
+    """Return the errors of a run with a non-finite third step, and of one whose last save fails."""
     del world
     words = [
         *SMALL,
@@ -299,7 +308,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
         f"train.checkpoint_every={checkpoint_every}",
     ]
     run_dir = RunDir(Path(folder))
-    said = []
+    errors = []
     healthy = Trainer.train_step
 
     def poisoned_step(self: Trainer, stop: bool) -> StepResult:
@@ -323,15 +332,15 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
                     Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2),
                     False,
                 )
-        said.append(str(caught.value))
-    return said
+        errors.append(str(caught.value))
+    return errors
 
 
 @pytest.mark.parametrize(
     ("checkpoint_every", "remains"),
-    [(0, "no checkpoint was written before"), (2, "the checkpoint before it is intact")],
+    [(0, "there is no earlier checkpoint"), (2, "the previous checkpoint is intact")],
 )
-def test_a_run_that_fails_says_whether_there_is_a_checkpoint_to_go_on_from(
+def test_a_failed_run_says_whether_there_is_a_checkpoint_to_resume_from(
     tmp_path, checkpoint_every, remains
 ):
     for not_finite, not_saved in gloo.run(2, poisoned_run, str(tmp_path), checkpoint_every):
@@ -339,20 +348,20 @@ def test_a_run_that_fails_says_whether_there_is_a_checkpoint_to_go_on_from(
             f"step 3: the loss is not finite on rank 0; the step was not applied; {remains}. "
             "Try a lower optim.lr or more optim.warmup_steps."
         )
-        assert not_saved == f"the state of step 6 could not be saved; {remains}"
+        assert not_saved == f"could not save the state of step 6; {remains}"
 
 
 def stopping(rank: int, world: int) -> bool:
-    """Only rank 1 was asked to stop."""
+    """Request a stop only from rank 1."""
     return make(rank, world, world, ()).train_step(rank == 1).stop
 
 
-def test_all_workers_stop_when_one_is_asked_to():
+def test_all_workers_stop_if_one_is_asked_to():
     assert gloo.run(2, stopping) == [True, True]
 
 
 def not_finite(rank: int, world: int, what: str) -> str:
-    """The loss of rank 1 is infinite, or its part of the gradient is not a number."""
+    """Make rank 1's loss infinite, or its part of the gradient NaN."""
     trainer = make(rank, world, world, ())
     if rank == 1 and what == "loss":
         forward = trainer.decoder.forward
@@ -369,9 +378,9 @@ def not_finite(rank: int, world: int, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["loss", "gradient"])
-def test_infinity_and_gradients_count_as_not_finite(what):
-    for said in gloo.run(2, not_finite, what):
-        assert said.startswith(
+def test_an_infinite_loss_or_gradient_counts_as_not_finite(what):
+    for message in gloo.run(2, not_finite, what):
+        assert message.startswith(
             f"step 1: the {what} is not finite on rank 1; the step was not applied"
         )
 
@@ -396,7 +405,7 @@ def test_weight_decay_spares_norms_and_biases():
 
 
 def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
-    """Gradient norm as reported, and this rank's part of the squared norm of what the optimizer was given."""
+    """Return the reported norm, and this rank's part of the squared norm that is applied."""
     trainer = make(rank, world, world, (f"optim.clip_norm={clip}",))
     given: list[float] = []
     step = trainer.optimizer.step
@@ -413,10 +422,10 @@ def clipped(rank: int, world: int, clip: float) -> tuple[float, float]:
 
 @pytest.mark.parametrize("clip", [pytest.param(0.0, marks=pytest.mark.slow), 0.01, 1e6])
 def test_gradients_are_clipped_by_their_norm_over_all_workers(clip):
-    found = gloo.run(2, clipped, clip)
-    (norm,) = {norm for norm, _ in found}
+    results = gloo.run(2, clipped, clip)
+    (norm,) = {norm for norm, _ in results}
     assert 0.1 < norm < 100
-    assert sum(part for _, part in found) ** 0.5 == pytest.approx(
+    assert sum(part for _, part in results) ** 0.5 == pytest.approx(
         clip if 0 < clip < norm else norm, rel=1e-4
     )
 
@@ -437,7 +446,7 @@ def test_metrics_count_tokens_of_the_whole_step():
         assert got == {"density": 1.0, "rate": 4 * 160 / 2.0 / 2, "tokens": 4 * 160, "consumed": 4}
 
 
-def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_path: Path):
+def test_the_auto_learning_rate_falls_with_width_and_is_low_for_given_weights(tmp_path: Path):
     from mtrain_cli.training.optimizer import peak_learning_rate
 
     assert peak_learning_rate(compose([])) == pytest.approx(2e-3)
@@ -454,7 +463,7 @@ def test_auto_learning_rate_falls_with_width_and_is_gentle_on_given_weights(tmp_
 
 
 def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], resume: bool) -> str:
-    """A run from its banner to its last words; returns its log."""
+    """Train a whole run and return its log."""
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
     environment = Environment(
@@ -478,7 +487,7 @@ def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], res
     return run_dir.log.read_text()
 
 
-def test_the_last_words_of_a_run_are_commands_that_go_on_and_a_shell_can_read(tmp_path):
+def test_the_summary_ends_with_commands_that_a_shell_can_run(tmp_path):
     folder = tmp_path / "my runs"
     (log,) = gloo.run(1, trained, str(folder), (), False)
     assert "trained to step 2" in log
@@ -488,13 +497,13 @@ def test_the_last_words_of_a_run_are_commands_that_go_on_and_a_shell_can_read(tm
     (log,) = gloo.run(1, trained, str(folder), (), True)
     last = log[log.index("resumed from") :]
     assert (
-        "nothing is left to train: step 2 is the last of train.steps=2; a larger one continues"
-        in last
+        "nothing left to train: step 2 has reached train.steps=2. "
+        "Set a larger train.steps to continue." in last
     )
     assert "trained to step" not in last
 
 
-def test_no_command_goes_on_from_a_checkpoint_that_was_not_made(tmp_path):
+def test_a_run_without_checkpoint_suggests_no_command(tmp_path):
     (log,) = gloo.run(1, trained, str(tmp_path / "run"), ("train.checkpoint_at_end=false",), False)
     assert "trained to step 2" in log
     assert "mtrain train --resume" not in log
@@ -508,7 +517,7 @@ def group_timeouts(rank: int, world: int) -> list[float]:
     return [g._get_backend(torch.device("cpu")).options._timeout.total_seconds() for g in groups]
 
 
-def test_every_group_of_a_trainer_gives_up_after_the_configured_seconds():
+def test_every_group_of_a_trainer_has_the_configured_timeout():
     assert gloo.run(2, group_timeouts) == [[45.0] * 4] * 2
 
 
@@ -520,14 +529,14 @@ def too_large(rank: int, world: int) -> str:
     return ""
 
 
-def test_cpu_workers_that_need_more_memory_than_there_is_are_refused_at_once():
+def test_cpu_workers_that_need_too_much_memory_are_refused_at_once():
     message = gloo.run(1, too_large)[0]
     assert message.startswith("seq=160: 1 CPU workers would need about")
     assert "this machine has" in message
 
 
 def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
-    """Layers, and what happens in a step: forward passes, and counts with how many layers were not counted before."""
+    """Return the number of layers and the events of a step: forward passes and index counts."""
     trainer = make(
         rank, world, world, ("train.global_batch=3", "sparsity=vertical_slash", "sparsity.block=16")
     )
@@ -551,10 +560,10 @@ def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
     return trainer.config.model.num_layers, seen
 
 
-def test_what_indices_leave_is_counted_once_a_micro_batch_after_its_backward_pass():
-    """A micro-batch would otherwise hold the lines of all its layers until the end of the step; a layer would wait for each count."""
+def test_indices_are_counted_once_per_micro_batch_after_its_backward_pass():
+    """Counting later keeps the indices of all micro-batches; counting per layer synchronises."""
     ((layers, seen),) = gloo.run(1, counted)
     assert layers == 2
     assert seen[:6] == [("forward", 0), ("count", layers)] * 3
-    # What follows looks for what is not counted yet, and finds nothing.
+    # Later calls find nothing left to count.
     assert all(entry == ("count", 0) for entry in seen[6:])

@@ -1,4 +1,4 @@
-"""`profile.every`: steps of a training are recorded as they are, and it goes on as if they were not."""
+"""`profile.every` records training steps without changing the training."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from mtrain_cli.profiling.index_file import load_indices
 from mtrain_cli.profiling.records import open_records
 
 WORDS = [
-    "seq=512", "topology.device=cpu", "topology.workers=2", "topology.exchange=ring", "model.num_layers=2", "train.checkpoint_every=0",
-    "sparsity=vertical_slash", "sparsity.last_q=32", "sparsity.min_slashes=2", "sparsity.max_slashes=2", "sparsity.max_columns=64",
+    "seq=512", "topology.device=cpu", "topology.workers=2", "topology.exchange=ring",
+    "model.num_layers=2", "train.checkpoint_every=0",
+    "sparsity=vertical_slash", "sparsity.last_q=32", "sparsity.min_slashes=2",
+    "sparsity.max_slashes=2", "sparsity.max_columns=64",
     "train.global_batch=2", "train.micro_batch=1",
 ]  # fmt: skip
 
 
 def train(folder: Path, *words: str) -> list[dict]:
-    found = mtrain(folder, "train", *words)
-    assert found.returncode == 0, found.stderr
-    (folder / "stdout").write_text(found.stdout)
+    results = mtrain(folder, "train", *words)
+    assert results.returncode == 0, results.stderr
+    (folder / "stdout").write_text(results.stdout)
     return [
         json.loads(line) for line in (folder / "runs/one/metrics.jsonl").read_text().splitlines()
     ]
@@ -30,7 +32,7 @@ def train(folder: Path, *words: str) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Four steps, of which the second and the fourth are recorded, then two more after a resume."""
+    """Train four steps, recording the second and fourth, then two more after a resume."""
     folder = tmp_path_factory.mktemp("trained")
     train(folder, *WORDS, "train.steps=4", "profile.every=2", "run.name=one")
     first = open_records(folder / "runs/one/profile")
@@ -41,13 +43,13 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_resumed_training_goes_on_with_its_profile(trained):
+def test_a_resumed_training_continues_its_profile(trained):
     recorded = open_records(trained / "runs/one/profile")
     frame = recorded.frame()
     assert recorded.complete
     assert set(frame.iteration) == {2, 4, 6}
     assert set(frame["rank"]) == {0, 1}
-    assert set(frame.micro[frame.layer >= 0]) == {0, 1}  # two sequences a step, one after the other
+    assert set(frame.micro[frame.layer >= 0]) == {0, 1}  # two sequences per step, in turn
     assert set(frame.layer) == {-1, 0, 1}
     (facts,) = recorded.summary["cases"]
     assert facts["layout"] == "striped", "what auto takes"
@@ -59,7 +61,7 @@ def test_a_resumed_training_goes_on_with_its_profile(trained):
     assert load_indices(trained / "runs/one/profile/index.npz").layers("vertical_slash") == (0, 1)
 
 
-def test_the_density_of_a_profile_is_that_of_the_metrics(trained):
+def test_a_profile_has_the_density_of_the_metrics(trained):
     metrics = [
         json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()
     ]
@@ -67,7 +69,7 @@ def test_the_density_of_a_profile_is_that_of_the_metrics(trained):
     assert recorded.summary["cases"][0]["density"] == pytest.approx(
         metrics[-1]["density"], rel=1e-6
     )
-    # And of every recorded step, layer by layer.
+    # Also for every recorded step and layer.
     frame = recorded.frame()
     forward = frame[frame.direction == "forward"]
     for step in (2, 4, 6):
@@ -79,7 +81,7 @@ def test_the_density_of_a_profile_is_that_of_the_metrics(trained):
 
 
 @pytest.mark.slow
-def test_losses_are_those_without_a_profile(trained, tmp_path):
+def test_losses_equal_those_without_a_profile(trained, tmp_path):
     plain = train(tmp_path, *WORDS, "train.steps=4", "run.name=one")
     recorded = [
         json.loads(line) for line in (trained / "runs/one/metrics.jsonl").read_text().splitlines()
@@ -88,8 +90,8 @@ def test_losses_are_those_without_a_profile(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_another_case(tmp_path):
-    """Ended after step 5, with a checkpoint of step 3; then on three workers."""
+def test_repeated_steps_are_recorded_once_and_other_workers_are_another_case(tmp_path):
+    """Stopped after step 5, with a checkpoint of step 3; then resumed on three workers."""
     dense = [word for word in WORDS if not word.startswith(("sparsity", "train.checkpoint_every"))]
     train(
         tmp_path,
@@ -125,7 +127,7 @@ def test_steps_that_are_taken_again_are_recorded_once_and_another_spread_is_anot
 
 
 @pytest.mark.slow
-def test_a_profile_that_cannot_be_gone_on_with_is_put_aside_and_costs_no_training(tmp_path):
+def test_a_profile_that_cannot_be_continued_is_set_aside_and_training_goes_on(tmp_path):
     dense = [word for word in WORDS if not word.startswith("sparsity")]
     train(tmp_path, *dense, "train.steps=2", "profile.every=1", "run.name=one")
     summary = tmp_path / "runs/one/profile/summary.json"
@@ -158,7 +160,7 @@ def test_dense_first_steps_are_a_case_of_their_own(tmp_path):
     assert recorded.summary["cases"][1]["density"] > 1.5 * recorded.summary["cases"][0]["density"]
 
 
-def test_negative_numbers_of_steps_are_refused(tmp_path):
-    found = mtrain(tmp_path, "train", "profile.every=-1")
-    assert found.returncode == 2
-    assert found.stderr == "mtrain: profile.every=-1: must be 0 or more\n"
+def test_a_negative_number_of_steps_is_refused(tmp_path):
+    results = mtrain(tmp_path, "train", "profile.every=-1")
+    assert results.returncode == 2
+    assert results.stderr == "mtrain: profile.every=-1: must be 0 or more\n"

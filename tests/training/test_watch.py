@@ -1,4 +1,4 @@
-"""Spikes and stragglers: what is named and what is not, by numbers alone and in a training of several workers."""
+"""Spikes and stragglers: which ones are reported, from numbers and in a training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import (
-    FEWEST,
+    MIN_STEPS,
     STRAGGLER_STEPS,
     STRAGGLER_WARM_UP,
     SpikeWatch,
@@ -24,13 +24,13 @@ from mtrain_cli.training.watch import (
 
 
 def falling(step: int, noise: random.Random) -> tuple[float, float]:
-    """A loss and gradient norm as of an ordinary training."""
+    """Return a loss and gradient norm of an ordinary training."""
     return 2 + 3 * 0.98**step + noise.gauss(0, 0.05), 1.5 * noise.lognormvariate(0, 0.3)
 
 
 def watched(values: list[tuple[float, float]], sigma: float = 8.0) -> list[tuple[int, str]]:
     watch = SpikeWatch(sigma)
-    lines = [(step, watch.see(step, *pair)[1]) for step, pair in enumerate(values, start=1)]
+    lines = [(step, watch.check(step, *pair)[1]) for step, pair in enumerate(values, start=1)]
     return [(step, line) for step, line in lines if line]
 
 
@@ -41,23 +41,23 @@ def test_an_ordinary_training_has_no_spikes():
 
 
 @pytest.mark.parametrize("which", ["loss", "norm"])
-def test_a_spike_is_told_once_with_its_size_and_so_is_its_end(which):
+def test_a_spike_is_reported_once_with_its_size_and_once_at_its_end(which):
     noise = random.Random(0)
     values = [falling(step, noise) for step in range(200)]
     for step in (100, 101, 102):
         loss, norm = values[step]
         values[step] = (loss + 4, norm) if which == "loss" else (loss, 40 * norm)
-    (first, told), (last, over) = watched(values)
+    (first, match), (last, over) = watched(values)
     assert (first, last) == (101, 104)
-    assert told.startswith(
+    assert match.startswith(
         f"step 101 is a spike: {'loss' if which == 'loss' else 'gradient norm'} "
     )
-    assert told.endswith(" of the 64 steps before")
-    assert over == "step 104 is inside the band again, after 3 steps outside"
+    assert match.endswith(" of the last 64 steps")
+    assert over == "step 104 is back to normal; the spike lasted 3 steps"
     assert watched(values, sigma=0) == []
 
 
-def test_a_change_that_lasts_becomes_ordinary():
+def test_a_lasting_change_becomes_normal():
     noise = random.Random(0)
     values = [(2 + noise.gauss(0, 0.05) + (3 if step >= 100 else 0), 1.0) for step in range(200)]
     (first, _), (last, _) = watched(values)
@@ -65,21 +65,22 @@ def test_a_change_that_lasts_becomes_ordinary():
     assert 101 + 20 < last < 101 + 40
 
 
-def test_no_step_is_a_spike_before_there_is_a_band():
-    values = [(1.0, 1.0)] * (FEWEST - 1) + [(100.0, 100.0)]
+def test_the_first_steps_are_never_spikes():
+    values = [(1.0, 1.0)] * (MIN_STEPS - 1) + [(100.0, 100.0)]
     assert watched(values) == []
-    assert [step for step, _ in watched([(1.0, 1.0)] * FEWEST + [(100.0, 100.0)])] == [FEWEST + 1]
+    steps = [step for step, _ in watched([(1.0, 1.0)] * MIN_STEPS + [(100.0, 100.0)])]
+    assert steps == [MIN_STEPS + 1]
 
 
-def test_the_band_goes_on_from_a_checkpoint():
+def test_the_watch_resumes_from_a_checkpoint():
     noise = random.Random(1)
     values = [falling(step, noise) for step in range(60)]
     whole, first, second = SpikeWatch(8), SpikeWatch(8), SpikeWatch(8)
     for step, pair in enumerate(values[:40]):
-        whole.see(step, *pair)
-        first.see(step, *pair)
+        whole.check(step, *pair)
+        first.check(step, *pair)
     second.load_state(first.state())
-    assert whole.see(40, 9.0, 1.0) == second.see(40, 9.0, 1.0)
+    assert whole.check(40, 9.0, 1.0) == second.check(40, 9.0, 1.0)
     assert second.state() == whole.state()
 
 
@@ -88,49 +89,52 @@ def slow_by(factors: list[float], steps: int, watch: StragglerWatch) -> list[str
     return [
         line
         for _ in range(steps)
-        for line in watch.see([f * (1 + noise.gauss(0, 0.02)) for f in factors])
+        for line in watch.check([f * (1 + noise.gauss(0, 0.02)) for f in factors])
     ]
 
 
-def test_a_slow_rank_is_named_once_and_again_when_it_is_not():
+def test_a_straggler_is_reported_once_and_again_when_it_recovers():
     watch = StragglerWatch(0.1, ["a, GPU 0", "a, GPU 1", "b, GPU 0"], "a layer")
     assert slow_by([1, 1, 1], 50, watch) == []
     (line,) = slow_by([1, 1.3, 1], 100, watch)
-    told = re.fullmatch(
-        r"rank 1 \(a, GPU 1\) is slow: it takes (1\.\d\d)x as long as the others for a layer, in most of the last 20 steps",
+    match = re.fullmatch(
+        r"rank 1 \(a, GPU 1\) is a straggler: it takes (1\.\d\d)x as long as the others for a "
+        r"layer, in most of the last 20 steps",
         line,
     )
-    assert told is not None
-    assert 1.2 < float(told[1]) < 1.4
-    assert slow_by([1, 1, 1], 100, watch) == ["rank 1 (a, GPU 1) is as fast as the others again"]
+    assert match is not None
+    assert 1.2 < float(match[1]) < 1.4
+    recovered = "rank 1 (a, GPU 1) has caught up with the others"
+    assert slow_by([1, 1, 1], 100, watch) == [recovered]
 
 
-def test_now_and_then_is_not_slow():
+def test_an_occasional_slow_step_makes_no_straggler():
     watch = StragglerWatch(0.1, ["a", "b"], "a layer")
     noise = random.Random(0)
     lines = [
         line
         for step in range(200)
-        for line in watch.see([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])
+        for line in watch.check([1.0, 3.0 if step % 5 == 0 else 1 + noise.gauss(0, 0.01)])
     ]
     assert lines == []
     assert slow_by([1, 1.3], 100, StragglerWatch(0, ["a", "b"], "a layer")) == []
 
 
-def test_a_slow_loader_is_measured_by_the_step():
+def test_a_slow_loader_is_measured_against_the_step():
     watch = StragglerWatch(0.1, ["a", "b"], "the data of a step")
-    # Ten times as long, and still nothing beside a step; then a third of one.
-    assert [line for _ in range(50) for line in watch.see([0.001, 0.01], base=1.0)] == []
-    (line,) = [line for _ in range(50) for line in watch.see([0.001, 0.3], base=1.0)]
+    # Ten times as long, yet nothing compared with a step; then a third of a step.
+    assert [line for _ in range(50) for line in watch.check([0.001, 0.01], base=1.0)] == []
+    (line,) = [line for _ in range(50) for line in watch.check([0.001, 0.3], base=1.0)]
     assert line.startswith(
-        "rank 1 (b) is slow: it takes longer than the others for the data of a step, by 30% of a step, in most"
+        "rank 1 (b) is a straggler: it takes 30% of a step longer than the others for "
+        "the data of a step, in most"
     )
 
 
 def stepped(
     rank: int, world: int, slow: int, spike: int
 ) -> tuple[list[str], list[bool], list[float], float]:
-    """Steps of a training in which a rank dawdles in a layer, and one step has a hundredfold loss."""
+    """Train with one slow rank in a layer and a hundredfold loss in one step."""
     trainer = Trainer(
         compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]),
         place(rank, world),
@@ -154,11 +158,11 @@ def stepped(
     return lines, skipped, weights, float(trainer.decoder.norm.weight.full_tensor().sum())
 
 
-def test_workers_name_the_slow_one_and_leave_out_the_update_of_a_spike_together():
+def test_workers_report_the_straggler_and_skip_the_update_of_a_spike_together():
     spike = 20
-    found = gloo.run(3, stepped, 1, spike)
-    lines = found[0][0]
-    assert [line for line in lines if "rank" in line and "slow" in line] == [
+    results = gloo.run(3, stepped, 1, spike)
+    lines = results[0][0]
+    assert [line for line in lines if "rank" in line and "straggler" in line] == [
         line for line in lines if line.startswith("rank 1 (")
     ]
     assert sum(line.startswith("rank 1 (") for line in lines) == 1, lines
@@ -167,13 +171,13 @@ def test_workers_name_the_slow_one_and_leave_out_the_update_of_a_spike_together(
     )
     assert any(
         line.startswith(f"step {spike} is a spike: loss ")
-        and line.endswith("; its update is left out")
+        and line.endswith("; its update is skipped")
         for line in lines
     )
-    for others in found:
+    for others in results:
         assert [step for step, skipped in enumerate(others[1], start=1) if skipped] == [spike]
         moved = [moved > 0 for moved in others[2]]
         assert all(moved[: spike - 1] + moved[spike:])
         assert not moved[spike - 1]
-        assert others[3] == found[0][3]
-    assert torch.isfinite(torch.tensor(found[0][3]))
+        assert others[3] == results[0][3]
+    assert torch.isfinite(torch.tensor(results[0][3]))
