@@ -72,7 +72,7 @@ def attention_table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.parallel.exchange_selection import short_label
 
     layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
     heading = f"{title(cluster, problem, predictions[0].facts['density'], predictions[0].setup.workers)}, {layers}: predicted"
@@ -103,7 +103,7 @@ def attention_table(
         ]
         table.add_row(
             p.setup.layout,
-            brief(p.exchange),
+            short_label(p.exchange),
             p.kernel,
             *(f"{of_pass.duration.value:.2f}" for of_pass in p.passes.values()),
             f"{p.duration.value:.2f}",
@@ -124,7 +124,7 @@ def step_table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.parallel.exchange_selection import short_label
     from mtrain_cli.reporting.terminal_width import number
 
     one = outcomes[0]
@@ -170,7 +170,7 @@ def step_table(
         waits = " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
         table.add_row(
             o.layout,
-            brief(o.plan.exchange.label),
+            short_label(o.plan.exchange.label),
             *((f"{o.plan.environment.dp} x {o.context}",) if grouped else ()),
             *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
             *((str(layers),) if len(set(kept)) > 1 else ()),

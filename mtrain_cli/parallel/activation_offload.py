@@ -91,8 +91,8 @@ class ActivationOffload:
             return kept
         kept.device = tensor.detach().contiguous()
         kept.host = [self._block(size) for size in block_sizes(tensor.nbytes)]
-        with self._aside():
-            for part, block in _parts(kept.device, kept.host):
+        with self._copy_stream():
+            for part, block in _split_over_blocks(kept.device, kept.host):
                 block.copy_(part, non_blocking=True)
             kept.copied = self._event()
         self.moved += tensor.nbytes
@@ -107,7 +107,7 @@ class ActivationOffload:
             # Of a forward pass that had no backward pass.
             for kept in [kept for row in self._waiting.values() for kept in row]:
                 self._wait(kept)
-                self._release(kept)
+                self._release_blocks(kept)
             self._waiting.clear()
         if layer - 2 < self.leaving:
             for kept in self._waiting.get(layer - 2, []):
@@ -123,7 +123,7 @@ class ActivationOffload:
         assert kept.device is not None, "what is kept is taken once"
         tensor = kept.device
         self._wait(kept)
-        self._release(kept)
+        self._release_blocks(kept)
         row = self._waiting[kept.layer]
         row.remove(kept)
         if not row:
@@ -138,13 +138,13 @@ class ActivationOffload:
             assert kept.host is not None
             # Of the current stream's memory, which frees it in the order of its own work.
             kept.device = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
-            with self._aside():
-                for part, block in _parts(kept.device, kept.host):
+            with self._copy_stream():
+                for part, block in _split_over_blocks(kept.device, kept.host):
                     part.copy_(block, non_blocking=True)
                 kept.copied = self._event()
             self.moved += kept.device.nbytes
 
-    def _release(self, kept: OffloadedTensor) -> None:
+    def _release_blocks(self, kept: OffloadedTensor) -> None:
         """Its host blocks are used by later copies, which are queued behind those of this one."""
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
@@ -162,7 +162,7 @@ class ActivationOffload:
         self.allocated += size
         return self._memory.empty(size)
 
-    def _aside(self) -> AbstractContextManager[object]:
+    def _copy_stream(self) -> AbstractContextManager[object]:
         """The stream of the copies, behind what the current one has been given so far."""
         if self.device.type != "cuda":
             return nullcontext()
@@ -184,7 +184,7 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(kept.copied)
 
 
-def _parts(
+def _split_over_blocks(
     tensor: torch.Tensor, blocks: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """The bytes of a contiguous tensor, part by part, each with as much of the block that holds it."""

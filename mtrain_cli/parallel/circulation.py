@@ -31,7 +31,7 @@ class RunningAttention:
     def partial(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None if self._out is None or self._lse is None else (self._out, self._lse)
 
-    def continued(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def replace_partial(self, out: torch.Tensor, lse: torch.Tensor) -> None:
         """out and lse contain what there was."""
         self._out, self._lse = out, lse
 
@@ -54,18 +54,23 @@ class CirculatingShards:
     def __init__(
         self,
         buffers: Buffers,
-        mail: Transport,
+        transport: Transport,
         steps: Steps,
         held: dict[int, torch.Tensor],
         payload: str,
         keep: int | None = None,
     ) -> None:
         """keep: a shard that stays at hand to the end."""
-        self._buffers, self._mail, self._steps, self._payload = buffers, mail, steps, payload
+        self._buffers, self._transport, self._steps, self._payload = (
+            buffers,
+            transport,
+            steps,
+            payload,
+        )
         self._held = held
         self._keep = keep
-        self._foreign = set(held)  # not made here
-        self._leaving: dict[int, int] = {}  # transfer -> shard
+        self._caller_owned = set(held)  # not made here
+        self._sending: dict[int, int] = {}  # transfer -> shard
         self._last_use: dict[int, int] = {}
         for at, step in enumerate(steps):
             for shard in [*self._shards(step), *(s for t in step.post for s in t.sends)]:
@@ -74,53 +79,53 @@ class CirculatingShards:
     def _shards(self, step: ScheduleStep) -> Shards:
         return step.queries if self._payload == QUERIES else step.keys
 
-    def begin(self, at: int) -> torch.Tensor:
+    def begin_step(self, at: int) -> torch.Tensor:
         """Posts and awaits the transfers of a step; -> what it computes (anything if nothing)."""
         step = self._steps[at]
         for transfer in step.post:
             (leaving,), (arriving,) = transfer.sends, transfer.receives
-            self._held[arriving] = self._buffers.like(self._held[leaving])
-            self._leaving[transfer.number] = leaving
-            self._mail.hop(transfer, self._held[leaving], self._held[arriving])
+            self._held[arriving] = self._buffers.take_like(self._held[leaving])
+            self._sending[transfer.number] = leaving
+            self._transport.start_hop(transfer, self._held[leaving], self._held[arriving])
         for number in step.wait:
-            self._mail.wait(number)
-            self._leaving.pop(number)
+            self._transport.wait(number)
+            self._sending.pop(number)
         for shard in self._shards(step):
             return self._held[shard]
         return torch.empty(0)
 
-    def end(self, at: int) -> None:
+    def end_step(self, at: int) -> None:
         """Frees what no later step uses, once it has been sent."""
         for shard in [
             s
             for s in self._held
-            if self._last_use.get(s, -1) <= at and s not in self._leaving.values()
+            if self._last_use.get(s, -1) <= at and s not in self._sending.values()
         ]:
             if shard != self._keep:
                 self._free(shard)
 
-    def kept(self) -> torch.Tensor:
+    def kept_shard(self) -> torch.Tensor:
         """The shard that stays."""
         assert self._keep is not None
         return self._held[self._keep]
 
     def _free(self, shard: int) -> None:
         buffer = self._held.pop(shard)
-        if shard not in self._foreign:
-            self._buffers.give(buffer)
+        if shard not in self._caller_owned:
+            self._buffers.release(buffer)
 
 
 class CirculatingGradients:
     """Gradients of the shards that circulate, handed on and added up."""
 
-    def __init__(self, buffers: Buffers, mail: Transport) -> None:
-        self._buffers, self._mail = buffers, mail
+    def __init__(self, buffers: Buffers, transport: Transport) -> None:
+        self._buffers, self._transport = buffers, transport
         self._parts: dict[int, torch.Tensor] = {}
-        self._under_way: dict[
+        self._in_flight: dict[
             int, tuple[int, torch.Tensor, torch.Tensor]
         ] = {}  # transfer -> shard that arrives, its buffer, what left
 
-    def fresh(
+    def new_part(
         self, shard: int, shape: torch.Size, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """A buffer for this rank's part of a shard's gradient, to be filled at once."""
@@ -128,29 +133,29 @@ class CirculatingGradients:
         self._parts[shard] = self._buffers.take(shape, dtype, device)
         return self._parts[shard]
 
-    def exchange(self, step: ScheduleStep) -> None:
+    def collect_and_send(self, step: ScheduleStep) -> None:
         """Adds what a step collects, and sends what it hands on."""
         for number in step.collect:
-            self._mail.wait(number)
-            shard, arrived, left = self._under_way.pop(number)
-            self._buffers.give(left)
+            self._transport.wait(number)
+            shard, arrived, left = self._in_flight.pop(number)
+            self._buffers.release(left)
             if shard in self._parts:
                 self._parts[shard] += arrived
-                self._buffers.give(arrived)
+                self._buffers.release(arrived)
             else:
                 self._parts[shard] = arrived
         for transfer in step.send:
             (leaving,), (arriving,) = transfer.sends, transfer.receives
             left = self._parts.pop(leaving)
-            arrived = self._buffers.like(left)
-            self._under_way[transfer.number] = arriving, arrived, left
-            self._mail.hop(transfer, left, arrived)
+            arrived = self._buffers.take_like(left)
+            self._in_flight[transfer.number] = arriving, arrived, left
+            self._transport.start_hop(transfer, left, arrived)
 
-    def only(self, shard: int) -> torch.Tensor:
+    def take_complete(self, shard: int) -> torch.Tensor:
         """The complete gradient of the one shard that is left."""
-        assert not self._under_way
-        (found,) = self._parts
-        assert found == shard
+        assert not self._in_flight
+        (last,) = self._parts
+        assert last == shard
         return self._parts.pop(shard)
 
 

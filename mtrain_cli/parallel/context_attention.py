@@ -1,4 +1,4 @@
-"""Attention over a sequence that is spread over a context group, as one differentiable call."""
+"""Attention over a sequence that is spread over a context group, as one differentiable attention."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
-from mtrain_cli.parallel.index_group import gathered, make_index_group, record_messages
+from mtrain_cli.parallel.index_group import gather_rows, make_index_group, record_index_messages
 from mtrain_cli.parallel.layout import Layout, early_queries
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
-from mtrain_cli.parallel.transport import naming
+from mtrain_cli.parallel.transport import explain_peer_loss
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 
 _COUNTED_AT_ONCE = (
@@ -32,12 +32,12 @@ _COUNTED_AT_ONCE = (
 class IndexRecord:
     """One estimate of an index: what it leaves to compute, and how long it took.
 
-    found: what it leaves, or, until `DynamicIndex.count`, the index itself.
+    counts_or_index: what it leaves, or, until `DynamicIndex.count`, the index itself.
     workers: among how many the counts are divided, each counting for its own queries; 1 where each counts everything.
     """
 
     layer: int
-    found: IndexCounts | VerticalSlash
+    counts_or_index: IndexCounts | VerticalSlash
     workers: int
     started: torch.cuda.Event | float
     ended: torch.cuda.Event | float
@@ -45,8 +45,8 @@ class IndexRecord:
     @property
     def counts(self) -> IndexCounts:
         """What the index leaves to compute, once it is counted."""
-        assert isinstance(self.found, IndexCounts)
-        return self.found
+        assert isinstance(self.counts_or_index, IndexCounts)
+        return self.counts_or_index
 
     @property
     def seconds(self) -> float:
@@ -111,48 +111,52 @@ class DynamicIndex:
                 if recorder is None or not recorder.recording
                 else recorder.span(INDEX, -1)
             )
-            come = naming(
-                f"index, layer {layer}", "estimates", "the part of another worker did not come"
+            peer_errors = explain_peer_loss(
+                f"index, layer {layer}",
+                "estimates",
+                "the part of another worker did not peer_errors",
             )
-            with torch.no_grad(), profiler_labels.labelled(profiler_labels.INDEX), span, come:
-                record_messages(self.masked.group, recorder)
+            with torch.no_grad(), profiler_labels.label(profiler_labels.INDEX), span, peer_errors:
+                record_index_messages(self.masked.group, recorder)
                 index = self.pattern.estimate(q.detach(), k.detach(), self.masked, layer)
-                found: IndexCounts | VerticalSlash
+                counts_or_index: IndexCounts | VerticalSlash
                 if isinstance(index, VerticalSlash):
-                    found, workers = index, 1
+                    counts_or_index, workers = index, 1
                 else:
                     # Not kept to be counted later: unlike lines, bitmaps are large.
-                    found, workers = index.counts(self.work), self.masked.group.size
+                    counts_or_index, workers = index.counts(self.work), self.masked.group.size
                     assert isinstance(index, BlockBitmap)
-                    index = gathered(index, self.masked) if self.foreign_queries else index
+                    index = gather_rows(index, self.masked) if self.foreign_queries else index
             ended = _now(q.device)
             self.kept[layer] = index
             if self.estimated is not None:
                 self.estimated[layer] = index
-            self.records.append(IndexRecord(layer, found, workers, started, ended))
+            self.records.append(IndexRecord(layer, counts_or_index, workers, started, ended))
         return self.kept[layer]
 
     def count(self) -> None:
         """Counts what the lines of all layers leave to compute, together: a metric, of which no layer is to wait for some fifty kernels."""
-        with profiler_labels.labelled(profiler_labels.INDEX):
+        with profiler_labels.label(profiler_labels.INDEX):
             self._count()
 
     def _count(self) -> None:
         waiting = [
-            (i, r.found) for i, r in enumerate(self.records) if isinstance(r.found, VerticalSlash)
+            (i, r.counts_or_index)
+            for i, r in enumerate(self.records)
+            if isinstance(r.counts_or_index, VerticalSlash)
         ]
         while waiting:
             # As many layers as the budget allows, with columns filled up to the widest.
             size = max(lines.slashes.numel() + lines.columns.numel() for _, lines in waiting)
             at_once = max(1, _COUNTED_AT_ONCE // size)
-            these, waiting = waiting[:at_once], waiting[at_once:]
+            batch, waiting = waiting[:at_once], waiting[at_once:]
             counts = (
-                VerticalSlash.joined([lines for _, lines in these])
+                VerticalSlash.joined([lines for _, lines in batch])
                 .counts(self.work)
-                .parts(len(these))
+                .parts(len(batch))
             )
-            for (i, _), found in zip(these, counts, strict=True):
-                self.records[i] = replace(self.records[i], found=found)
+            for (i, _), counts_or_index in zip(batch, counts, strict=True):
+                self.records[i] = replace(self.records[i], counts_or_index=counts_or_index)
 
 
 def _now(device: torch.device) -> torch.cuda.Event | float:
@@ -169,17 +173,17 @@ class ContextAttention:
 
     work: what this rank computes, made once per batch. index: None for dense attention.
     early: how many queries, the first of this rank, a second forward pass computes again; of the others output and lse stay from the first
-    pass. None: nothing stays. early_work: what these queries compute. kept: by layer, what stays. offload: where it stays, None: on the
+    pass. None: nothing stays. early_tiles: what batch queries compute. kept: by layer, what stays. offload: where it stays, None: on the
     device.
     narrowed: work and early work under the index of a layer, with what kernels derive from it (`Tiles.of_index`), until its backward pass.
     """
 
     exchange: Exchange
     kernel: Kernel
-    work: ShardTiles
+    tiles: ShardTiles
     index: DynamicIndex | None = None
     early: int | None = None
-    early_work: ShardTiles | None = None
+    early_tiles: ShardTiles | None = None
     kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
     offload: ActivationOffload | None = None
     narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(
@@ -214,28 +218,30 @@ class ContextAttention:
                 foreign_queries=exchange.foreign_queries,
             )
             block = pattern.request().block
-        early = early_queries(exchange.queries, keep, block)
-        if early == exchange.queries:
-            return ContextAttention(exchange, kernel, exchange.work(masks, device, block), index)
-        early_work = exchange.work(masks, device, block, early=early) if early else None
+        early = early_queries(exchange.num_queries, keep, block)
+        if early == exchange.num_queries:
+            return ContextAttention(
+                exchange, kernel, exchange.make_tiles(masks, device, block), index
+            )
+        early_tiles = exchange.make_tiles(masks, device, block, early=early) if early else None
         return ContextAttention(
             exchange,
             kernel,
-            exchange.work(masks, device, block),
+            exchange.make_tiles(masks, device, block),
             index,
             early,
-            early_work,
+            early_tiles,
             offload=offload,
         )
 
-    def again(self) -> ContextAttention:
+    def for_next_batch(self) -> ContextAttention:
         """For another batch under the same masks: nothing that this one estimated or kept is there."""
         index = (
             None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
         )
         return replace(self, index=index, kept={}, narrowed={})
 
-    def keeping(self) -> ContextAttention:
+    def with_kept_indices(self) -> ContextAttention:
         """The same batch, whose indices stay after the backward pass."""
         return (
             self if self.index is None else replace(self, index=replace(self.index, estimated={}))
@@ -244,7 +250,7 @@ class ContextAttention:
     @property
     def pairs(self) -> float:
         """Query-key pairs that the masks leave this rank, per head and layer."""
-        return self.exchange.pairs(self.work)
+        return self.exchange.pairs(self.tiles)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
@@ -252,29 +258,29 @@ class ContextAttention:
         """q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim] of this rank -> out like q."""
         recorder = self.exchange.recorder
         # Without a computation or a message there is nothing to record.
-        quiet = layer in self.kept and self.early == 0 and self.exchange.rebuilds_alone
+        quiet = layer in self.kept and self.early == 0 and self.exchange.recompute_is_local
         with (
-            profiler_labels.labelled(profiler_labels.ATTENTION),
+            profiler_labels.label(profiler_labels.ATTENTION),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
         ):
-            work, early_work = self._narrowed(layer, q, k, recorder)
-            return _Attend.apply(q, k, v, self, work, layer, early_work, torch.is_grad_enabled())
+            tiles, early_tiles = self._narrowed(layer, q, k, recorder)
+            return _Attend.apply(q, k, v, self, tiles, layer, early_tiles, torch.is_grad_enabled())
 
     def _narrowed(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None
     ) -> tuple[ShardTiles, ShardTiles | None]:
         """Work and early work of a layer."""
         if self.index is None:
-            return self.work, self.early_work
+            return self.tiles, self.early_tiles
         index = self.index.of(layer, q, k, recorder)
         if layer not in self.narrowed:
             self.narrowed[layer] = (
-                self.work.under(index),
-                None if self.early_work is None else self.early_work.under(index),
+                self.tiles.under(index),
+                None if self.early_tiles is None else self.early_tiles.under(index),
             )
         return self.narrowed[layer]
 
-    def done(self, layer: int) -> None:
+    def release(self, layer: int) -> None:
         """Backward of a layer has run: its index, and what was kept, are needed no more."""
         self.kept.pop(layer, None)
         self.narrowed.pop(layer, None)
@@ -285,17 +291,17 @@ class ContextAttention:
     def scale(head_dim: int) -> float:
         return 1.0 / math.sqrt(head_dim)
 
-    def keep(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
+    def keep_for_recompute(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
         """Has what a second forward pass takes over stay. saved: by the first one."""
         if self.early is None:
             return
         # Detached: the output of a differentiable call would keep all that it comes from.
-        stays = [t.detach() for t in self.exchange.kept(saved, self.early)]
+        stays = [t.detach() for t in self.exchange.kept_for_recompute(saved, self.early)]
         self.kept[layer] = tuple(
             stays if self.offload is None else [self.offload.put(layer, t) for t in stays]
         )
 
-    def kept_of(self, layer: int) -> tuple[torch.Tensor, ...]:
+    def load_kept(self, layer: int) -> tuple[torch.Tensor, ...]:
         """What stayed of a layer."""
         return tuple(
             t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer]
@@ -309,38 +315,53 @@ class _Attend(torch.autograd.Function):
         q,
         k,
         v,
-        call: ContextAttention,
-        work: ShardTiles,
+        attention: ContextAttention,
+        tiles: ShardTiles,
         layer: int,
-        early_work: ShardTiles | None = None,
+        early_tiles: ShardTiles | None = None,
         keep: bool = False,
     ):
-        scale, what = call.scale(q.shape[-1]), f"layer {layer}"
-        if layer in call.kept:
-            assert call.early is not None
-            early = early_work or work  # of no queries
-            out, saved = call.exchange.again(
-                q, k, v, call.kept_of(layer), call.early, early, call.kernel, scale, what
+        scale, label = attention.scale(q.shape[-1]), f"layer {layer}"
+        if layer in attention.kept:
+            assert attention.early is not None
+            early = early_tiles or tiles  # of no queries
+            out, saved = attention.exchange.recompute(
+                q,
+                k,
+                v,
+                attention.load_kept(layer),
+                attention.early,
+                early,
+                attention.kernel,
+                scale,
+                label,
             )
         else:
-            out, _, saved = call.exchange.forward(q, k, v, work, call.kernel, scale, what)
+            out, _, saved = attention.exchange.forward(
+                q, k, v, tiles, attention.kernel, scale, label
+            )
             if keep:
-                call.keep(layer, saved)
-        ctx.call, ctx.work, ctx.layer, ctx.scale = call, work, layer, scale
+                attention.keep_for_recompute(layer, saved)
+        ctx.attention, ctx.tiles, ctx.layer, ctx.scale = attention, tiles, layer, scale
         ctx.save_for_backward(*saved)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        call: ContextAttention = ctx.call
-        recorder = call.exchange.recorder
+        attention: ContextAttention = ctx.attention
+        recorder = attention.exchange.recorder
         saved = ctx.saved_tensors  # where they were not kept, this runs the forward pass once more
         with (
-            profiler_labels.labelled(profiler_labels.ATTENTION),
+            profiler_labels.label(profiler_labels.ATTENTION),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
-            gradients = call.exchange.backward(
-                dout.contiguous(), saved, ctx.work, call.kernel, ctx.scale, f"layer {ctx.layer}"
+            gradients = attention.exchange.backward(
+                dout.contiguous(),
+                saved,
+                ctx.tiles,
+                attention.kernel,
+                ctx.scale,
+                f"layer {ctx.layer}",
             )
-        call.done(ctx.layer)
+        attention.release(ctx.layer)
         return *gradients, None, None, None, None, None

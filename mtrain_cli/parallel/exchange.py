@@ -45,7 +45,7 @@ class ShardTiles:
     def under(self, index: Index | None) -> ShardTiles:
         return ShardTiles(self.tiles, index)
 
-    def of(
+    def for_pair(
         self, queries: Shards, keys: Shards, part: tuple[int, int] = (0, 1), *, columns: bool = True
     ) -> Tiles:
         """part: (i, n), the i-th of n equal parts of the heads. columns: whether single columns of the index count, too."""
@@ -90,7 +90,7 @@ class Exchange(ABC):
     def name(self) -> str:
         return self.schedule.exchange
 
-    def record(self, recorder: Recorder | None) -> None:
+    def set_recorder(self, recorder: Recorder | None) -> None:
         """Has the times of all later passes recorded, until it is called with None."""
         self.recorder = recorder
 
@@ -105,22 +105,22 @@ class Exchange(ABC):
         return False
 
     @abstractmethod
-    def named_tiles(
+    def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> set[tuple[Shards, Shards]]:
         """Which tiles `forward`, and unless it is ``forward_only`` `backward`, ask for."""
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """How many queries of a sequence this rank computes for, where it shares heads those of all ranks that it shares them with."""
         return self.layout.tokens_per_worker
 
     @property
-    def rebuilds_alone(self) -> bool:
+    def recompute_is_local(self) -> bool:
         """Whether `again` needs no other rank where nothing is computed again."""
         return True
 
-    def work(
+    def make_tiles(
         self,
         masks: Sequence[SequenceMask],
         device: torch.device | str,
@@ -134,8 +134,10 @@ class Exchange(ABC):
         Raises:
             ValueError: a shard does not consist of whole blocks of the index.
         """
-        named = sorted(self.named_tiles(indexed=block is not None, forward_only=early is not None))
-        positions = {shards: self._positions(shards) for pair in named for shards in pair}
+        needed = sorted(
+            self.needed_tiles(indexed=block is not None, forward_only=early is not None)
+        )
+        positions = {shards: self._positions(shards) for pair in needed for shards in pair}
         everything = self._positions(WHOLE_SEQUENCE)
         geometry = (
             None
@@ -143,7 +145,7 @@ class Exchange(ABC):
             else BlockGeometry.make(masks, everything, everything, block, device)
         )
         tiles = {}
-        for queries, keys in named:
+        for queries, keys in needed:
             rows = positions[queries][:early]
             spans = [mask.spans(rows, positions[keys]) for mask in masks]
             between = (
@@ -154,10 +156,10 @@ class Exchange(ABC):
             tiles[queries, keys] = Tiles.make(spans, device, between)
         return ShardTiles(tiles)
 
-    def pairs(self, work: ShardTiles) -> float:
+    def pairs(self, shard_tiles: ShardTiles) -> float:
         """Query-key pairs that the masks leave this rank, per head and layer; a pair for a part of the heads counts as that part."""
         return sum(
-            work.tiles[self._tile(step)].pairs / self._part(step)[1]
+            shard_tiles.tiles[self._tile(step)].pairs / self._part(step)[1]
             for step in self.forward_steps
             if step.keys
         )
@@ -183,10 +185,10 @@ class Exchange(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: ShardTiles,
+        shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
-        what: str = "",
+        label: str = "",
     ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
         """-> out like q, lse, and what this rank saves for `backward`. what: for messages, such as ``layer 3``."""
 
@@ -195,14 +197,14 @@ class Exchange(ABC):
         self,
         dout: torch.Tensor,
         saved: Saved,
-        work: ShardTiles,
+        shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
-        what: str = "",
+        label: str = "",
     ) -> Triple:
         """-> dq, dk, dv of this rank's own queries, keys and values."""
 
-    def kept(self, saved: Saved, early: int) -> Saved:
+    def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
         """What of ``saved`` stays for `again`, which computes the first ``early`` queries once more: output and lse of the later ones.
 
         Of all queries, also the keys and values that came from other ranks: with grouped heads they are fewer bytes than what comes from
@@ -212,19 +214,19 @@ class Exchange(ABC):
         if early:
             # Copies, or the whole would stay.
             return out[:, early:].clone(), lse[..., early:].clone()
-        return (out, lse) if self._keys_are_own else (out, lse, keys, *columns)
+        return (out, lse) if self._saves_own_keys else (out, lse, keys, *columns)
 
-    def again(
+    def recompute(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         kept: Saved,
         early: int,
-        work: ShardTiles,
+        shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
-        what: str = "",
+        label: str = "",
     ) -> tuple[torch.Tensor, Saved]:
         """A forward pass once more, by what stayed of it (`kept`) -> out and what `backward` takes, as `forward` gave it.
 
@@ -236,21 +238,21 @@ class Exchange(ABC):
             return out, (q, keys, out, lse, *columns)
         late, late_lse = kept
         first, first_lse, saved = self.forward(
-            q[:, :early].contiguous(), k, v, work, kernel, scale, what
+            q[:, :early].contiguous(), k, v, shard_tiles, kernel, scale, label
         )
         out, lse = torch.cat([first, late], 1), torch.cat([first_lse, late_lse], 2)
         return out, (q, saved[1], out, lse, *saved[4:])
 
     @property
-    def _keys_are_own(self) -> bool:
+    def _saves_own_keys(self) -> bool:
         """Whether the keys that `forward` saves are this rank's own."""
         return True
 
     @contextmanager
-    def _mail(self, what: str, direction: str) -> Iterator[Transport]:
+    def _transport(self, label: str, direction: str) -> Iterator[Transport]:
         """The transfers of one pass; all of them are complete at its end."""
         steps = self.forward_steps if direction == FORWARD else self.backward_steps
-        mail = Transport(self.group, self.name, what, direction, len(steps), self.recorder)
-        yield mail
-        mail.finish()
-        progress_record.note(f"after {mail.what}")
+        transport = Transport(self.group, self.name, label, direction, len(steps), self.recorder)
+        yield transport
+        transport.finish()
+        progress_record.note(f"after {transport.pass_name}")

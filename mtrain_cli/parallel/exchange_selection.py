@@ -94,7 +94,7 @@ class ExchangeNeeds:
         return self.tokens // self.workers
 
 
-def brief(label: str) -> str:
+def short_label(label: str) -> str:
     """`ExchangeChoice.label` for a column of a table, whose legend says what is cut: ``all_gather in 2``."""
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
@@ -136,7 +136,7 @@ def trading_bytes(needs: ExchangeNeeds, heads: int) -> int:
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
     """Raises ConfigError if what is configured does not fit the model, the nodes or the pattern."""
     heads = _head_ranks(topology, needs)
-    left = needs.workers // heads
+    groups = needs.workers // heads
     if topology.exchange == "ulysses":
         name, reason = (
             "all_gather",
@@ -144,20 +144,20 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         )
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
-    elif left == 1:
+    elif groups == 1:
         name, reason = "all_gather", "the heads are all that is shared"
         if heads == 1:
-            parts = _chunks(topology, needs, name, left, heads)
+            parts = _chunks(topology, needs, name, groups, heads)
             calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
             reason = f"one worker holds the whole sequence, nothing moves{calls}"
     else:
-        name, reason = _fastest(topology, needs, left, heads)
+        name, reason = _fastest(topology, needs, groups, heads)
     choice = ExchangeChoice(
         name,
         reason,
         min(needs.per_node, needs.workers),
         heads=heads,
-        chunks=_chunks(topology, needs, name, left, heads),
+        chunks=_chunks(topology, needs, name, groups, heads),
         prefetch=topology.prefetch if name in ("ring", "hierarchical_ring") else 1,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
@@ -196,14 +196,14 @@ def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
 
 
 def _fastest(
-    topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: int
+    topology: TopologyConfig, needs: ExchangeNeeds, groups: int, heads: int
 ) -> tuple[str, str]:
     given = topology.chunks if isinstance(topology.chunks, int) else None
     chunks = given or _fewest_chunks(needs, heads)
     size = _gathered(needs, heads, chunks)
     memory = needs.device_memory or _ASSUMED_MEMORY
     groups_per_node = max(1, needs.per_node // heads)
-    across = left > groups_per_node > 1
+    across = groups > groups_per_node > 1
     prefix = "hierarchical_" if across else ""
     nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
     calls = "one collective and one kernel call a layer"
@@ -213,11 +213,11 @@ def _fastest(
     if size <= _GATHER_SHARE * memory or (given or 1) > 1:
         return (
             prefix + "all_gather",
-            f"{calls}; gathered KV and dKV take {_readable(size)} at once{nodes}",
+            f"{calls}; gathered KV and dKV take {_format_bytes(size)} at once{nodes}",
         )
     return (
         prefix + "ring",
-        f"gathered KV and dKV would take {_readable(size)} at once, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}",
+        f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}",
     )
 
 
@@ -233,33 +233,35 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     calls, each of less work, and what they hide beyond two is little."""
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
-    ways = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    first = 2 if large and 2 in ways else 1
+    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    first = 2 if large and 2 in divisors else 1
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
-    return next((n for n in ways if n >= first and _gathered(needs, heads, n) <= most), ways[-1])
+    return next(
+        (n for n in divisors if n >= first and _gathered(needs, heads, n) <= most), divisors[-1]
+    )
 
 
 def _fewest_parts(needs: ExchangeNeeds) -> int:
     """The same where nothing is gathered: what the gradients of all queries take in float32 while a kernel adds them up is cut."""
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
-    ways = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
-    return next((n for n in ways if size // n <= most), ways[-1])
+    divisors = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
+    return next((n for n in divisors if size // n <= most), divisors[-1])
 
 
 def _chunks(
-    topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int
+    topology: TopologyConfig, needs: ExchangeNeeds, name: str, groups: int, heads: int
 ) -> int:
     kv_heads = max(1, needs.kv_heads // heads)
     gathers = name in ("all_gather", "hierarchical_all_gather")
     if topology.chunks == "auto":
-        if not gathers or (left == 1 and heads > 1):
+        if not gathers or (groups == 1 and heads > 1):
             return 1
-        return _fewest_chunks(needs, heads) if left > 1 else _fewest_parts(needs)
+        return _fewest_chunks(needs, heads) if groups > 1 else _fewest_parts(needs)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not {_asked(topology, name)}"
+            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not {_user_exchange(topology, name)}"
         )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
@@ -269,7 +271,7 @@ def _chunks(
     return topology.chunks
 
 
-def _asked(topology: TopologyConfig, name: str) -> str:
+def _user_exchange(topology: TopologyConfig, name: str) -> str:
     """The exchange under the name that the user gave. name: what it comes down to, such as all_gather for ulysses."""
     return f"topology.exchange={topology.exchange}{f', which takes {name} here' if topology.exchange == 'auto' else ''}"
 
@@ -279,7 +281,7 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
         raise ConfigError(
-            f"topology.circulates=queries: is for ring and hierarchical_ring, not {_asked(topology, name)}"
+            f"topology.circulates=queries: is for ring and hierarchical_ring, not {_user_exchange(topology, name)}"
         )
     if topology.circulates != "auto":
         return topology.circulates
@@ -303,5 +305,5 @@ def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:
     return 2 * needs.heads * needs.columns < (needs.workers - 1) * needs.shard * needs.kv_heads
 
 
-def _readable(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

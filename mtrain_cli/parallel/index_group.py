@@ -31,26 +31,26 @@ class DistributedIndexGroup:
     _recorder: Recorder | None = None
     _messages: int = 0
 
-    def record(self, recorder: Recorder | None) -> None:
+    def set_recorder(self, recorder: Recorder | None) -> None:
         """Has the messages of the estimate to come recorded, or those of none."""
         self._recorder, self._messages = recorder, 0
 
-    def sum(self, mine: torch.Tensor) -> torch.Tensor:
-        with self._waiting(mine.nbytes):
-            dist.all_reduce(mine, group=self.process_group)
-        return mine
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        with self._recorded_wait(own.nbytes):
+            dist.all_reduce(own, group=self.process_group)
+        return own
 
-    def max(self, mine: torch.Tensor) -> torch.Tensor:
-        with self._waiting(mine.nbytes):
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.process_group)
-        return mine
+    def max(self, own: torch.Tensor) -> torch.Tensor:
+        with self._recorded_wait(own.nbytes):
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self.process_group)
+        return own
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        with self._waiting(mine.nbytes * (self.size - 1)):
-            return all_gather(mine.contiguous(), self.size, self.process_group)
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        with self._recorded_wait(own.nbytes * (self.size - 1)):
+            return all_gather(own.contiguous(), self.size, self.process_group)
 
     @contextmanager
-    def _waiting(self, nbytes: int) -> Iterator[None]:
+    def _recorded_wait(self, nbytes: int) -> Iterator[None]:
         """Around a message for which the estimate stands still."""
         recorder = self._recorder
         if recorder is None:
@@ -75,13 +75,13 @@ def make_index_group(group: ContextGroup) -> IndexGroup:
     return DistributedIndexGroup(group.rank, group.size, group.whole, group.ranks)
 
 
-def record_messages(group: IndexGroup, recorder: Recorder | None) -> None:
+def record_index_messages(group: IndexGroup, recorder: Recorder | None) -> None:
     """Has the messages of the estimate to come recorded; one worker alone has none."""
     if isinstance(group, DistributedIndexGroup):
-        group.record(recorder)
+        group.set_recorder(recorder)
 
 
-def gathered(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
+def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     """The rows of all workers, from those that each estimated for its own queries."""
     if masked.group.size == 1:
         return index

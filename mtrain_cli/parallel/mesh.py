@@ -62,7 +62,7 @@ def make_context_group(
     heads: int = 1,
     channels: Sequence[str] = (CONTEXT, INNER, OUTER),
 ) -> ContextGroup:
-    """Consecutive ranks form a context group: ``dp_rank = rank // cp``. Called by all ranks, since groups are made together.
+    """Consecutive ranks form a context group: ``dp_rank = rank // cp``. Called by all ranks, since groups are groups together.
 
     timeout: of each message, after which a peer counts as hung; None for torch's own, whatever that of the default group is.
     per_node: ranks of a node, None for all. heads: ranks that trade tokens for heads. channels: those of the exchange.
@@ -72,30 +72,30 @@ def make_context_group(
     make = _GroupMaker(rank, world, cp, timeout)
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
-        made = _channels(make, [list(range(cp))], per_node, channels)
+        groups = _channels(make, [list(range(cp))], per_node, channels)
         group = ContextGroup(
-            rank - first, tuple(range(first, first + cp)), per_node, {**whole, **made}
+            rank - first, tuple(range(first, first + cp)), per_node, {**whole, **groups}
         )
     else:
         # Places in the head groups: place p of every head group exchanges keys with place p of the others.
         places = [list(range(p, cp, heads)) for p in range(heads)]
         groups_per_node = max(1, per_node // heads)
-        made = _channels(make, places, min(groups_per_node, cp // heads), channels)
+        groups = _channels(make, places, min(groups_per_node, cp // heads), channels)
         mine = (rank - first) % heads
         if cp > heads:
-            made[WHOLE] = make(places)
+            groups[WHOLE] = make(places)
         exchange = ContextGroup(
             (rank - first) // heads,
             tuple(first + r for r in places[mine]),
             min(groups_per_node, cp // heads),
-            {k: v for k, v in made.items() if v},
+            {k: v for k, v in groups.items() if v},
         )
-        trading = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
+        head_groups = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
         group = ContextGroup(
             rank - first,
             tuple(range(first, first + cp)),
             per_node,
-            {**whole, **trading},
+            {**whole, **head_groups},
             heads,
             exchange,
         )

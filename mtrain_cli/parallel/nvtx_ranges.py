@@ -61,11 +61,11 @@ _LISTENER: list[NvtxRanges | None] = []
 def listener() -> NvtxRanges | None:
     """None where nobody listens. Asked once: tools attach before the program starts."""
     if not _LISTENER:
-        _LISTENER.append(_found())
+        _LISTENER.append(_make_ranges())
     return _LISTENER[0]
 
 
-def _found() -> NvtxRanges | None:
+def _make_ranges() -> NvtxRanges | None:
     try:
         import nvtx
     except ImportError:

@@ -20,7 +20,7 @@ STEP, CLOSING = (
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def labelled(name: str) -> AbstractContextManager[object]:
+def label(name: str) -> AbstractContextManager[object]:
     """A range around what this thread launches inside; of several around it the innermost counts."""
     # Not `_profiler_enabled()`, which says it of this thread alone, and it is not this one that started the profiler in a backward pass.
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else _NOTHING

@@ -207,19 +207,19 @@ class Recorder:
             for kind, micro, layer, direction, _, _, began, _ in self._spans
             if kind == PASS
         }
-        found = []
+        spans_out = []
         used: dict[int, torch.cuda.Event] = {}
         for kind, micro, layer, direction, step, message, began, ended in self._spans:
             anchor, at = anchors.get((micro, layer, direction), (zero, host))
             start = at if anchor is began else at + _between(anchor, began)
-            found.append(
+            spans_out.append(
                 Span(kind, micro, layer, direction, step, message, start, _between(began, ended))
             )
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
         self._under_way.clear()
-        return found
+        return spans_out
 
     def now(self) -> Moment:
         """This point of the current stream, or of time."""
@@ -244,13 +244,13 @@ def with_gaps(spans: list[Span]) -> list[Span]:
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]
-    found = [
+    spans_out = [
         part
         for span in spans
         for part in (_without(span, waits, starts) if span.kind in (INDEX, ARRANGE) else (span,))
     ]
     passes: dict[tuple[int, int, str], list[Span]] = {}
-    for span in found:
+    for span in spans_out:
         if span.kind in COMPUTING or span.kind == PASS:
             passes.setdefault((span.micro, span.layer, span.direction), []).append(span)
     for members in passes.values():
@@ -262,9 +262,11 @@ def with_gaps(spans: list[Span]) -> list[Span]:
         for span in [*sorted((s for s in members if s.kind != PASS), key=lambda s: s.start), end]:
             step = max(step, span.step)
             if span.start > at:
-                found.append(replace(whole, kind=GAP, step=step, start=at, seconds=span.start - at))
+                spans_out.append(
+                    replace(whole, kind=GAP, step=step, start=at, seconds=span.start - at)
+                )
             at = max(at, span.start + span.seconds)
-    return found
+    return spans_out
 
 
 def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:

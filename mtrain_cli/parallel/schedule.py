@@ -92,18 +92,18 @@ class PerRank(Sequence[T]):
 
     def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
         self._make = make
-        self._made: list[T | None] = [None] * ranks
+        self._cached: list[T | None] = [None] * ranks
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._cached)
 
     def __getitem__(self, rank):
         if isinstance(rank, slice):
             return tuple(self[r] for r in range(*rank.indices(len(self))))
-        found = self._made[rank]
-        if found is None:
-            found = self._made[rank] = self._make(rank % len(self))
-        return found
+        value = self._cached[rank]
+        if value is None:
+            value = self._cached[rank] = self._make(rank % len(self))
+        return value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PerRank) and tuple(self) == tuple(other)
@@ -224,11 +224,11 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
         def collective(
             peers: tuple[int, ...],
             holds: tuple[int, ...],
-            all_of_them: tuple[int, ...],
+            group_shards: tuple[int, ...],
             channel: str,
             after: int | None = None,
         ):
-            others = tuple(s for s in all_of_them if s not in holds)
+            others = tuple(s for s in group_shards if s not in holds)
             sends, receives = (holds, others) if gathers else (others, holds)
             return Transfer(
                 next(number),
@@ -246,11 +246,11 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
             return (collective(everyone, (rank,), everyone, CONTEXT),)
         node, local = divmod(rank, per_node)
         counterparts = tuple(n * per_node + local for n in range(nodes))
-        housemates = tuple(node * per_node + m for m in range(per_node))
+        node_ranks = tuple(node * per_node + m for m in range(per_node))
         if gathers:
             outer = collective(counterparts, (rank,), counterparts, OUTER)
-            return outer, collective(housemates, counterparts, everyone, INNER, outer.number)
-        inner = collective(housemates, counterparts, everyone, INNER)
+            return outer, collective(node_ranks, counterparts, everyone, INNER, outer.number)
+        inner = collective(node_ranks, counterparts, everyone, INNER)
         return inner, collective(counterparts, (rank,), counterparts, OUTER, inner.number)
 
     def steps(rank: int, backward: bool) -> Steps:
@@ -325,7 +325,7 @@ class _Rings:
 
     def forward(self, rank: int) -> Steps:
         """In phase p and turn t the shard of node - p, local - t is computed, while it moves on to local + 1."""
-        return self._travel(rank, KV, direction=1, first=0)
+        return self._circulate(rank, KV, direction=1, first=0)
 
     def backward_of_keys(self, rank: int) -> Steps:
         """The same ways back, from the shard that arrived last in the forward pass: each shard is home in the last step, together with
@@ -333,7 +333,7 @@ class _Rings:
         the shard's owner and joins there what came from the node before: size - 1 hops a phase inside, nodes - 1 hops across.
         """
         node, local = divmod(rank, self.size)
-        steps = list(self._travel(rank, KV, direction=-1, first=1))
+        steps = list(self._circulate(rank, KV, direction=-1, first=1))
         number = _numbers_after(steps)
         to_inner, from_inner = self.rank(node, local - 1), self.rank(node, local + 1)
         to_outer, from_outer = self.rank(node - 1, local), self.rank(node + 1, local)
@@ -341,15 +341,15 @@ class _Rings:
         outer: list[
             Transfer
         ] = []  # on the way to this rank, to be added at the end of the next phase
-        for at, step in enumerate(steps):
-            phase, turn = divmod(at, self.size)
+        for index, step in enumerate(steps):
+            phase, turn = divmod(index, self.size)
             collect, inner = inner, []
             send = []
             now = step.keys[0]
             if turn < self.size - 1:
                 inner = [
-                    self._hop(
-                        number, DKV, self.inner, now, steps[at + 1].keys[0], to_inner, from_inner
+                    self._make_hop(
+                        number, DKV, self.inner, now, steps[index + 1].keys[0], to_inner, from_inner
                     )
                 ]
                 send = inner
@@ -357,7 +357,7 @@ class _Rings:
                 collect, outer = collect + outer, []
                 if phase < self.nodes - 1:
                     outer = [
-                        self._hop(
+                        self._make_hop(
                             number,
                             DKV,
                             OUTER,
@@ -368,7 +368,7 @@ class _Rings:
                         )
                     ]
                     send = outer
-            steps[at] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
+            steps[index] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
         return tuple(steps)
 
     def backward_of_queries(self, rank: int) -> Steps:
@@ -378,23 +378,23 @@ class _Rings:
         those are a counterpart's, and the sum of the node goes on to the next node, as far as the owner.
         """
         node, local = divmod(rank, self.size)
-        steps = list(self._travel(rank, QUERIES, direction=1, first=0))
+        steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
         number = _numbers_after(steps)
         to_inner, from_inner = self.rank(node, local + 1), self.rank(node, local - 1)
         to_outer, from_outer = self.rank(node + 1, local), self.rank(node - 1, local)
         inner: list[Transfer] = []
         outer: list[Transfer] = []
-        for at in range(len(steps)):
-            phase, turn = divmod(at, self.size)
+        for index in range(len(steps)):
+            phase, turn = divmod(index, self.size)
             collect, inner = inner, []
             send: list[Transfer] = []
             if turn > 0:
                 inner = [
-                    self._hop(
+                    self._make_hop(
                         number,
                         DQ,
                         self.inner,
-                        steps[at].queries[0],
+                        steps[index].queries[0],
                         self.rank(node - phase, local - turn - 1),
                         to_inner,
                         from_inner,
@@ -402,13 +402,13 @@ class _Rings:
                 ]
                 send = inner
             elif phase > 0:
-                collect, outer, send = self._hand_on(
+                collect, outer, send = self._pass_to_next_node(
                     number, phase - 1, node, local, collect + outer, to_outer, from_outer
                 )
-            steps[at] = replace(
-                steps[at], collect=tuple(t.number for t in collect), send=tuple(send)
+            steps[index] = replace(
+                steps[index], collect=tuple(t.number for t in collect), send=tuple(send)
             )
-        collect, outer, send = self._hand_on(
+        collect, outer, send = self._pass_to_next_node(
             number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer
         )
         if collect or send:
@@ -419,7 +419,7 @@ class _Rings:
             steps.append(ScheduleStep((), (), collect=tuple(t.number for t in outer)))
         return tuple(steps)
 
-    def _hand_on(
+    def _pass_to_next_node(
         self,
         number: count[int],
         phase: int,
@@ -432,7 +432,7 @@ class _Rings:
         """At the end of a phase of queries -> what is added first, what comes from the node before, and what is sent."""
         if phase == 0:
             return collect, [], []
-        hop = self._hop(
+        hop = self._make_hop(
             number,
             DQ,
             OUTER,
@@ -443,7 +443,7 @@ class _Rings:
         )
         return collect, [hop], [hop]
 
-    def _travel(self, rank: int, payload: str, direction: int, first: int) -> Steps:
+    def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
         """The steps in which a shard is computed and handed on, without gradients.
 
         direction: 1, shards go to the next rank and the next node, so that the rank meets its predecessors; -1 the other way round. first:
@@ -468,12 +468,14 @@ class _Rings:
                 # Posted first: it has the whole phase to arrive.
                 following = self.rank(from_node - direction, local - direction * first)
                 to, source = self.rank(node + direction, local), self.rank(node - direction, local)
-                base = self._hop(number, payload, OUTER, shards[0], following, to, source, arrived)
+                base = self._make_hop(
+                    number, payload, OUTER, shards[0], following, to, source, arrived
+                )
                 posts[0].append(base)
             to, source = self.rank(node, local + direction), self.rank(node, local - direction)
             before = arrived
             for turn in range(1, self.size):
-                before = self._hop(
+                before = self._make_hop(
                     number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before
                 )
                 posts[max(0, turn - self.prefetch)].append(before)
@@ -483,7 +485,7 @@ class _Rings:
                 steps.append(ScheduleStep(*pair, wait=tuple(wait), post=tuple(post)))
         return tuple(steps)
 
-    def _hop(
+    def _make_hop(
         self,
         number: count[int],
         payload: str,
@@ -521,14 +523,14 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     def members(groups: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(g * heads + m for g in groups for m in range(heads))
 
-    def lifted(steps: Steps, group: int, place: int) -> Steps:
+    def lift_steps(steps: Steps, group: int, place: int) -> Steps:
         def rank(of_group: int | None) -> int | None:
             return None if of_group is None else of_group * heads + place
 
         def part(of_inner: tuple[int, int]) -> tuple[int, int]:
             return place * of_inner[1] + of_inner[0], heads * of_inner[1]
 
-        def moved(t: Transfer) -> Transfer:
+        def lift_transfer(t: Transfer) -> Transfer:
             return replace(
                 t,
                 number=t.number + 1,
@@ -543,7 +545,7 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
                 part=part(t.part),
             )
 
-        def shifted(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        def renumber(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(n + 1 for n in numbers)
 
         result = [
@@ -551,10 +553,10 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
                 members(s.queries),
                 members(s.keys),
                 part(s.part),
-                shifted(s.wait),
-                tuple(map(moved, s.post)),
-                shifted(s.collect),
-                tuple(map(moved, s.send)),
+                renumber(s.wait),
+                tuple(map(lift_transfer, s.post)),
+                renumber(s.collect),
+                tuple(map(lift_transfer, s.send)),
             )
             for s in steps
         ]
@@ -577,7 +579,7 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
 
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
         return PerRank(
-            options.workers, lambda r: lifted(of_groups[r // heads], r // heads, r % heads)
+            options.workers, lambda r: lift_steps(of_groups[r // heads], r // heads, r % heads)
         )
 
     return Schedule(

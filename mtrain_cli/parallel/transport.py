@@ -28,7 +28,9 @@ class ExchangeError(RuntimeError):
 
 
 @contextmanager
-def naming(what: str, doing: str, missing: str, waits_for: int | None = None) -> Iterator[None]:
+def explain_peer_loss(
+    where: str, activity: str, failure: str, waits_for: int | None = None
+) -> Iterator[None]:
     """Says in this worker's record, and in the error where a peer is lost, what goes on inside.
 
     what: the place, such as ``ring, layer 3, forward, step 2 of 4``. doing: for the record; waits_for: as there. missing: for the error.
@@ -36,7 +38,7 @@ def naming(what: str, doing: str, missing: str, waits_for: int | None = None) ->
     Raises:
         ExchangeError: a peer is gone, or did not answer in time.
     """
-    progress_record.note(f"{what}: {doing}", waits_for)
+    progress_record.note(f"{where}: {activity}", waits_for)
     try:
         yield
     except ExchangeError:
@@ -44,8 +46,8 @@ def naming(what: str, doing: str, missing: str, waits_for: int | None = None) ->
     except RuntimeError as error:
         if not failures.lost_peer(error):
             raise
-        raise ExchangeError(f"{what}: {missing} ({failures.first_sentence(error)})") from error
-    progress_record.note(what)
+        raise ExchangeError(f"{where}: {failure} ({failures.first_sentence(error)})") from error
+    progress_record.note(where)
 
 
 class Buffers:
@@ -63,14 +65,14 @@ class Buffers:
         free = self._free[shape, dtype, device]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
-    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
-    def free(self) -> list[torch.Tensor]:
+    def free_tensors(self) -> list[torch.Tensor]:
         """All that are free now."""
         return [tensor for tensors in self._free.values() for tensor in tensors]
 
-    def give(self, tensor: torch.Tensor) -> None:
+    def release(self, tensor: torch.Tensor) -> None:
         """Back, once everything that reads or writes it has been queued on the current stream or waited for by it."""
         self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
@@ -92,7 +94,7 @@ class Transport:
     _works: dict[int, list[dist.Work]] = field(default_factory=dict)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
     # What a collective reads, until the stream that computes has waited for it: to wait on another stream lets go of it too early.
-    _held: dict[int, torch.Tensor] = field(default_factory=dict)
+    _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     _messages: dict[int, MessageTag] = field(default_factory=dict)
 
     def span(self, kind: str, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
@@ -101,62 +103,62 @@ class Transport:
             return nvtx_ranges.span(kind, self.direction, message.link, self.at)
         return self.recorder.span(kind, self.at, message)
 
-    def begin(self, at: int) -> None:
+    def begin_step(self, at: int) -> None:
         """What follows belongs to this step."""
         self.at = at
         progress_record.note(self._where)
 
     @property
-    def what(self) -> str:
+    def pass_name(self) -> str:
         return f"{self.exchange}, {self.layer}, {self.direction}"
 
-    def hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
+    def start_hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         """Begins to send one tensor to a peer and to receive another from one."""
         assert transfer.to is not None
         assert transfer.source is not None
         group = self.group.channel(transfer.channel, transfer.payload)
-        with self._begun(transfer):
-            self._posts(transfer, leaving.nbytes, arriving.nbytes)
+        with self._posting(transfer):
+            self._record_post(transfer, leaving.nbytes, arriving.nbytes)
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
                     dist.P2POp(dist.irecv, arriving, self.group.ranks[transfer.source], group),
                 ]
             )
-        self._watch(transfer)
+        self._record_end(transfer)
 
-    def gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
+    def start_gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
         """Begins to gather -> [peers, ...], complete after `wait`."""
-        with self._begun(transfer):
+        with self._posting(transfer):
             mine = contiguous(mine)
             others = mine.nbytes * (len(transfer.peers) - 1)
-            self._posts(transfer, others, others)
-            everyone, work = start_all_gather(
+            self._record_post(transfer, others, others)
+            gathered, work = start_all_gather(
                 mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
             )
-            self._works[transfer.number], self._held[transfer.number] = [work], mine
-        self._watch(transfer)
-        return everyone
+            self._works[transfer.number], self._inputs[transfer.number] = [work], mine
+        self._record_end(transfer)
+        return gathered
 
-    def scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
+    def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Begins to add up shards [peers, ...] over the peers -> this rank's, complete after `wait`."""
-        with self._begun(transfer):
+        with self._posting(transfer):
             others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
-            self._posts(transfer, others, others)
+            self._record_post(transfer, others, others)
             mine, work = start_reduce_scatter(
                 shards, self.group.channel(transfer.channel, transfer.payload)
             )
-            self._works[transfer.number], self._held[transfer.number] = [work], shards
-        self._watch(transfer)
+            self._works[transfer.number], self._inputs[transfer.number] = [work], shards
+        self._record_end(transfer)
         return mine
 
-    def trade(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
+    def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """parts [peers, ...], one for each -> the one of every peer for this rank, complete at once."""
         arrived = torch.empty_like(parts)
         others = parts.nbytes // len(parts) * (len(parts) - 1)
-        with self._begun(transfer):
-            message = self._posts(transfer, others, others)
-            with self.span(WAIT, message), self._come(transfer.number):
+        with self._posting(transfer):
+            message = self._record_post(transfer, others, others)
+            with self.span(WAIT, message), self._while_receiving(transfer.number):
                 dist.all_to_all_single(
                     arrived, parts, group=self.group.channel(transfer.channel, transfer.payload)
                 )
@@ -164,10 +166,10 @@ class Transport:
             self.recorder.arrived(transfer.number)
         return arrived
 
-    def add_up(
+    def start_all_reduce(
         self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None
     ) -> dist.Work:
-        """Begins to add up a tensor over a group, beside the schedule and one at a time. Complete after `wait_for`."""
+        """Begins to add up a tensor over a group, beside the schedule and one at a time. Complete after `wait_all_reduce`."""
         message = MessageTag(
             link,
             payload,
@@ -185,8 +187,8 @@ class Transport:
             self.recorder.watch(UNSCHEDULED, [work])
         return work
 
-    def wait_for(self, work: dist.Work) -> None:
-        """Waits for what `add_up` began."""
+    def wait_all_reduce(self, work: dist.Work) -> None:
+        """Waits for what `start_all_reduce` began."""
         with self.span(WAIT, self._messages[UNSCHEDULED]):
             work.wait()
         if self.recorder is not None:
@@ -198,18 +200,22 @@ class Transport:
         with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
             for at, work in enumerate(works):
                 # gloo has one for each direction, NCCL one for both.
-                with self._taken(number) if len(works) == 2 and at == 0 else self._come(number):
+                with (
+                    self._while_sending(number)
+                    if len(works) == 2 and at == 0
+                    else self._while_receiving(number)
+                ):
                     work.wait()
         if works and self.recorder is not None:
             self.recorder.arrived(number)
-        self._held.pop(number, None)
+        self._inputs.pop(number, None)
 
     def finish(self) -> None:
         """Waits for what nothing has waited for."""
         for number in list(self._works):
             self.wait(number)
 
-    def _posts(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
+    def _record_post(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
         """Notes that a transfer is posted now. sent, received: bytes."""
         ranks = self.group.ranks
         shard, leaving = (
@@ -236,18 +242,18 @@ class Transport:
             self.recorder.posted(self.at, message)
         return message
 
-    def _watch(self, transfer: Transfer) -> None:
+    def _record_end(self, transfer: Transfer) -> None:
         if self.recorder is not None:
             self.recorder.watch(transfer.number, self._works[transfer.number])
 
     @contextmanager
-    def _begun(self, transfer: Transfer) -> Iterator[None]:
+    def _posting(self, transfer: Transfer) -> Iterator[None]:
         """Begins it behind the transfer that it sends on. On a GPU the order of one communicator is enough; behind another one it waits on
         a stream of its own, so that the computation does not.
         """
         self._transfers[transfer.number] = transfer
         works = self._works.get(transfer.after, []) if transfer.after is not None else []
-        with naming(
+        with explain_peer_loss(
             self._where, f"posts {transfer.payload}", f"{transfer.payload} could not be posted"
         ):
             if not works:
@@ -268,33 +274,35 @@ class Transport:
 
     @property
     def _where(self) -> str:
-        return f"{self.what}, step {self.at + 1} of {self.steps}"
+        return f"{self.pass_name}, step {self.at + 1} of {self.steps}"
 
-    def _taken(self, number: int) -> AbstractContextManager[None]:
+    def _while_sending(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         assert t.to is not None
         peer = self.group.ranks[t.to]
-        return naming(
+        return explain_peer_loss(
             self._where,
             f"waits for rank {peer} to take {t.payload}",
             f"rank {peer} did not take {t.payload}",
             peer,
         )
 
-    def _come(self, number: int) -> AbstractContextManager[None]:
+    def _while_receiving(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         peer = progress_record.SEVERAL if t.source is None else self.group.ranks[t.source]
         message = f"{t.payload} " + (
             f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
         )
-        return naming(self._where, f"waits for {message}", f"{message} did not come", peer)
+        return explain_peer_loss(
+            self._where, f"waits for {message}", f"{message} did not come", peer
+        )
 
 
-_SIDE: dict[int, torch.cuda.Stream] = {}
+_SIDE_STREAMS: dict[int, torch.cuda.Stream] = {}
 
 
 def _side_stream() -> torch.cuda.Stream:
     device = torch.cuda.current_device()
-    if device not in _SIDE:
-        _SIDE[device] = torch.cuda.Stream()
-    return _SIDE[device]
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream()
+    return _SIDE_STREAMS[device]

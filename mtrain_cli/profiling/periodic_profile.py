@@ -136,7 +136,7 @@ class TrainingProfile:
             self._bench.collector.start()
 
     def _keep(self, batch: Batch) -> ContextAttention:
-        kept = batch.attend.keeping()
+        kept = batch.attend.with_kept_indices()
         self._seen.append((batch.masks, kept))
         return kept
 

@@ -135,7 +135,7 @@ class BatchMaker:
         # The causal mask is the same for every batch of one size, also of documents that fill their sequences: made once.
         if len(masks) not in self._causal:
             self._causal[len(masks)] = self._make(masks)
-        return self._causal[len(masks)].again()
+        return self._causal[len(masks)].for_next_batch()
 
     def _make(self, masks: list[SequenceMask]) -> ContextAttention:
         return ContextAttention.make(

@@ -304,7 +304,7 @@ class Trainer:
         loss = self.forward_backward(
             batches, [self._own_time.around(attends[0]), *attends[1:]], valid
         )
-        with profiler_labels.labelled(profiler_labels.OPTIMIZER):
+        with profiler_labels.label(profiler_labels.OPTIMIZER):
             found = torch.stack([loss.double(), self._squared_norm().double()])
         told = torch.tensor(
             [float(stop), own_seconds, waited], dtype=torch.float64, device=self.device
@@ -326,7 +326,7 @@ class Trainer:
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
-            with profiler_labels.labelled(profiler_labels.OPTIMIZER):
+            with profiler_labels.label(profiler_labels.OPTIMIZER):
                 if self.host_states:
                     self.host_states.step(scale)
                 else:
@@ -488,7 +488,7 @@ class Trainer:
     def record(self, recorder: Recorder | None) -> None:
         """Has what later steps do recorded, until it is called with None."""
         self.recorder = recorder
-        self.exchange.record(recorder)
+        self.exchange.set_recorder(recorder)
 
     def _summed(self, numbers: list[int]) -> list[int]:
         """Sums over data-parallel replicas; the workers of a context group count the same whole sequences."""

@@ -15,7 +15,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.context_attention import _Attend
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.index_group import gathered, make_index_group
+from mtrain_cli.parallel.index_group import gather_rows, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -218,7 +218,9 @@ def cells(
                             t[:, ~real] = 50.0
                             t.requires_grad_()
                         batch_masks = masks(documents, layout.padded_seq)
-                        work = exchange.work(batch_masks, "cpu", None if index is None else BLOCK)
+                        work = exchange.make_tiles(
+                            batch_masks, "cpu", None if index is None else BLOCK
+                        )
                         if isinstance(index, BlockBitmap):
                             held = np.unique(positions // BLOCK).astype(np.int32)
                             mine = BlockBitmap(
@@ -229,7 +231,7 @@ def cells(
                                 batch_masks, BLOCK, "cpu", shards, make_index_group(group)
                             )
                             work = work.under(
-                                gathered(mine, masked) if exchange.foreign_queries else mine
+                                gather_rows(mine, masked) if exchange.foreign_queries else mine
                             )
                         else:
                             work = work.under(index)

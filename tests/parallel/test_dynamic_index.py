@@ -64,7 +64,7 @@ def expected(
     attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
 ) -> list[torch.Tensor]:
     """Output and gradients by autograd through the definition, with the index that the call keeps."""
-    (tiles,) = attend.work.tiles.values()
+    (tiles,) = attend.tiles.tiles.values()
     seen = tiles.under(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
     out = torch.einsum(
@@ -111,11 +111,11 @@ def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
 def test_another_batch_starts_with_nothing(attend):
     q, k, v = tensors()
     attend(q, k, v, 0)
-    other = attend.again()
+    other = attend.for_next_batch()
     assert other.index.kept == {}
     assert other.index.records == []
     assert other.narrowed == {}
-    assert other.work is attend.work
+    assert other.work is attend.tiles
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
 
@@ -138,7 +138,7 @@ def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, m
     )
     attend.index.count()
     assert joined == [at_once] * (3 // at_once) + [1] * (at_once == 2)
-    (tiles,) = attend.work.tiles.values()
+    (tiles,) = attend.tiles.tiles.values()
     for layer, record in enumerate(attend.index.records):
         assert record.seconds > 0
         assert record.layer == layer

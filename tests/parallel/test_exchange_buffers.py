@@ -46,7 +46,7 @@ def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
         made.append(0)
         Counting.calls = 0
         gradients.append(torch.autograd.grad(attend(*tensors, 0).sum(), tensors))
-        free.append(len(exchange.buffers.free()))
+        free.append(len(exchange.buffers.free_tensors()))
     first = [t.clone() for t in gradients[0]]
     return {
         "made": made,
@@ -93,4 +93,4 @@ def test_pairs_of_all_ranks_are_those_of_the_mask():
             make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks)
             for rank in range(4)
         ]
-        assert sum(e.pairs(e.work([mask], "cpu")) for e in made) == total
+        assert sum(e.pairs(e.make_tiles([mask], "cpu")) for e in made) == total

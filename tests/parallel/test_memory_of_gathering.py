@@ -125,7 +125,7 @@ def test_the_most_that_is_held_is_what_is_told(
     exchange = make_exchange(
         name, parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False
     )
-    work = exchange.work(
+    work = exchange.make_tiles(
         [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None
     )
     q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))

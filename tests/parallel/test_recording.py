@@ -51,10 +51,10 @@ def recorded(
         for h in (HEADS, KV_HEADS, KV_HEADS)
     )
     recorder = Recorder(torch.device("cpu"))
-    exchange.record(recorder)
+    exchange.set_recorder(recorder)
     attend(q, k, v, 7).sum().backward()
     recorder.start()
-    again = attend.again()
+    again = attend.for_next_batch()
     with recorder.iteration():
         again(q, k, v, 7).sum().backward()
     found = recorder.read()
@@ -131,7 +131,7 @@ def test_a_second_forward_pass_is_recomputation():
     attend = ContextAttention.make(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
-    exchange.record(recorder)
+    exchange.set_recorder(recorder)
     q, k, v = (
         torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
     )
@@ -159,12 +159,12 @@ def estimated(rank: int, world: int) -> list[Span]:
         torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS)
     )
     recorder = Recorder(torch.device("cpu"))
-    attend.again()(q, k, v, 0)
-    exchange.record(recorder)
+    attend.for_next_batch()(q, k, v, 0)
+    exchange.set_recorder(recorder)
     dist.barrier()
     recorder.start()
     time.sleep(0.3 * rank)
-    attend.again()(q, k, v, 0)
+    attend.for_next_batch()(q, k, v, 0)
     return with_gaps(recorder.read())
 
 
@@ -246,7 +246,7 @@ def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, record
     )
     recorder = Recorder(torch.device("cpu"))
     if recording_too:
-        exchange.record(recorder)
+        exchange.set_recorder(recorder)
         recorder.start()
     q, k, v = (
         torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)

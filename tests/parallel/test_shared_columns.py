@@ -39,7 +39,7 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
         RingExchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part)
         for rank in range(WORLD)
     ]
-    works = [exchange.work([mask], "cpu", BLOCK) for exchange in exchanges]
+    works = [exchange.make_tiles([mask], "cpu", BLOCK) for exchange in exchanges]
     # The second layer is under another index, with the same masks.
     for index in (index_of(layout, 1), index_of(layout, 2)):
         columns = index.columns[0, heads.start : heads.stop].long()

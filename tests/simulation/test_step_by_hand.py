@@ -358,8 +358,13 @@ def test_a_kernel_that_hides_pairs_computes_all_that_the_mask_leaves(skips):
     quiet = dataclasses.replace(H200, inner=constants(H200.inner, gpu_share=0))
     for name, of in (("dense", None), ("sparse", family.index(0, 8192, 4))):
         problem = AttentionWorkload(
-            made, masks, (0,), lambda layer, of=of: of, name, estimated=False
-        )  # noqa: ARG005
+            made,
+            masks,
+            (0,),
+            lambda _layer, of=of: of,
+            name,
+            estimated=False,
+        )
         found = predict(
             quiet,
             problem,

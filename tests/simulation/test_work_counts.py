@@ -106,7 +106,7 @@ def of_executor(
 ) -> dict[str, list]:
     """Per pass: (pairs, blocks of `block` tokens) of each step, and last (columns, column pairs), from the tiles that kernels are given."""
     inner = exchange.inner if isinstance(exchange, UlyssesExchange) else exchange
-    work = exchange.work(masks, "cpu", None if index is None else index.block).under(index)
+    work = exchange.make_tiles(masks, "cpu", None if index is None else index.block).under(index)
     columns = (0, 0)
     apart = (
         isinstance(inner, RingExchange)
