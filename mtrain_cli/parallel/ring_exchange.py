@@ -1,4 +1,19 @@
-"""Shards of keys and values, or of queries, that circulate in rings."""
+"""Ring exchanges: shards of KV, or of queries, circulate while each rank computes the one it holds.
+
+One step of a pass does, in this order:
+
+1. post: start the hops of the step (`CirculatingShards.begin_step`). Each sends the shard held here
+   and receives the next one into a recycled buffer, while this step computes.
+2. wait for the shard that this step computes.
+3. compute attention of the local queries with that shard, and merge it into the running output. In
+   backward, write this rank's part of the shard's gradient into a buffer.
+4. backward only: add the gradient that arrived to this rank's part, and send it on
+   (`CirculatingGradients.collect_and_send`).
+5. release the buffers of shards that no later step needs (`CirculatingShards.end_step`).
+
+The order of the steps is in `schedule.py`, the messages are in `transport.py`. A rank whose tiles
+are empty skips step 3 and nothing else: its neighbours depend on its messages.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +38,10 @@ from mtrain_cli.parallel.transport import Transport, explain_peer_loss
 
 
 class RingExchange(Exchange):
-    """Shards circulate in rings; compute may be skipped where nothing is seen, communication never is.
+    """An exchange in which shards circulate in one ring, or in rings inside and across nodes.
 
-    shared_columns: single columns of an index are gathered once, and leave block diagonals alone to the steps.
+    shared_columns: gather the KV of an index's single columns once, before the steps, which then
+        compute block diagonals only.
     """
 
     def __init__(
@@ -58,7 +74,7 @@ class RingExchange(Exchange):
     ) -> set[tuple[Shards, Shards]]:
         named = self.forward_steps if forward_only else (*self.forward_steps, *self.backward_steps)
         steps = {self._tile(step) for step in named if step.keys}
-        # Shared columns are seen by the queries at hand among all keys.
+        # Local queries attend to shared columns anywhere in the sequence.
         return steps | {(self.own, WHOLE_SEQUENCE)} if indexed and self.shared_columns else steps
 
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
@@ -73,14 +89,11 @@ class RingExchange(Exchange):
             if columns is not None:
                 with transport.span(ARRANGE):
                     columns.start_gather(packed, transport)
+            # Backward starts where forward ends, so its first shard stays on this rank.
             (last,) = self.schedule.keeps[self.group.rank]
+            own = {self.group.rank: packed}
             shards = CirculatingShards(
-                self.buffers,
-                transport,
-                self.forward_steps,
-                {self.group.rank: packed},
-                KV,
-                keep=last,
+                self.buffers, transport, self.forward_steps, own, KV, keep=last
             )
             for at, step in enumerate(self.forward_steps):
                 transport.begin_step(at)
@@ -93,15 +106,16 @@ class RingExchange(Exchange):
                         part = kernel.forward(q, keys[0], keys[1], tiles, scale)
                     with transport.span(MERGE):
                         running.add(*part)
-                    del part
+                    del part  # free it before the next kernel allocates its outputs
+                # The first step's kernel overlaps with the gather of the columns.
                 if at == 0 and columns is not None:
                     packed_columns = columns.wait(transport)
                     with transport.span(COLUMNS):
-                        running.replace_partial(
-                            *kernel.forward_columns(
-                                q, packed_columns, columns.shared, scale, running.partial()
-                            )
+                        partial = kernel.forward_columns(
+                            q, packed_columns, columns.shared, scale, running.partial()
                         )
+                        running.replace_partial(*partial)
+                        del partial
                 shards.end_step(at)
             kept = shards.kept_shard()
             with transport.span(ARRANGE):
@@ -109,7 +123,7 @@ class RingExchange(Exchange):
         return out, lse, (q, kept, out, lse, *(() if columns is None else (columns.result(),)))
 
     def backward(self, dout, saved, shard_tiles, kernel, scale, label=""):
-        q, kept, out, lse, *gathered = saved
+        q, kept, out, lse, *gathered_columns = saved
         high = accumulation_dtype(q.dtype)
         columns = _Columns.make(self, shard_tiles, f"{self.name}, {label}, backward")
         with self._transport(label, BACKWARD) as transport:
@@ -121,7 +135,7 @@ class RingExchange(Exchange):
                 assert delta is not None
                 with transport.span(COLUMNS):
                     dq, column_gradients = kernel.backward_columns(
-                        dout, q, gathered[0], lse, delta, columns.shared, scale
+                        dout, q, gathered_columns[0], lse, delta, columns.shared, scale
                     )
                 columns.start_gradient_sum(column_gradients, transport)
             run = (
@@ -129,15 +143,10 @@ class RingExchange(Exchange):
                 if self.schedule.circulates == QUERIES
                 else self._backward_of_keys
             )
+            rows = q, dout, out, lse, delta
+            with_columns = columns is None
             gradient = run(
-                transport,
-                (q, dout, out, lse, delta),
-                kept,
-                dq,
-                shard_tiles,
-                kernel,
-                scale,
-                with_columns=columns is None,
+                transport, rows, kept, dq, shard_tiles, kernel, scale, with_columns=with_columns
             )
             if columns is not None:
                 columns.wait(transport)
@@ -152,7 +161,10 @@ class RingExchange(Exchange):
     def _backward_of_keys(
         self, transport, rows, kept, dq, shard_tiles, kernel, scale, *, with_columns
     ):
-        """-> gradient of this rank's keys and values; adds to dq."""
+        """Circulate KV and its gradient. Returns this rank's [dk, dv]; adds to dq in place.
+
+        The gradient of a shard follows one step behind the shard itself.
+        """
         q, dout, out, lse, delta = rows
         steps = self.backward_steps
         (start,) = self.schedule.keeps[self.group.rank]
@@ -174,7 +186,8 @@ class RingExchange(Exchange):
                     dq += part_q
                     gradient[0].copy_(part_k)
                     gradient[1].copy_(part_v)
-                del part_q, part_k, part_v  # or they would live on through the next step's kernel
+                # Free these before the next step's kernel allocates its own.
+                del part_q, part_k, part_v
             gradients.collect_and_send(step)
             shards.end_step(at)
         return gradients.take_complete(self.group.rank)
@@ -182,7 +195,10 @@ class RingExchange(Exchange):
     def _backward_of_queries(
         self, transport, rows, kept, dq, shard_tiles, kernel, scale, *, with_columns
     ):
-        """-> gradient of this rank's keys and values; adds to dq."""
+        """Circulate queries and their gradient. Returns this rank's [dk, dv]; adds to dq in place.
+
+        The gradient of a query shard follows one hop behind it; steps without queries close it.
+        """
         steps = self.backward_steps
         with transport.span(ARRANGE):
             message = QueryMessage(rows, needs_out=kernel.needs_out)
@@ -214,14 +230,20 @@ class RingExchange(Exchange):
                     del part_q, part_k, part_v
             gradients.collect_and_send(step)
             shards.end_step(at)
-        mine = gradients.take_complete(self.group.rank)
-        dq += mine
-        self.buffers.release(mine)
+        own_dq = gradients.take_complete(self.group.rank)
+        dq += own_dq
+        self.buffers.release(own_dq)
         return gradient
 
 
 class _Columns:
-    """The shared columns of one layer on part_of_dq way between the ranks (`SharedColumns`). what: for messages."""
+    """The shared columns of one layer (`SharedColumns`), gathered from all ranks by an all-reduce.
+
+    Each rank fills in the columns whose keys it owns and leaves zeros elsewhere. An all-reduce also
+    sums the gradients of the columns in backward.
+
+    label: for messages.
+    """
 
     def __init__(self, shared: SharedColumns, group: ContextGroup, label: str) -> None:
         self.shared = shared
@@ -232,7 +254,7 @@ class _Columns:
 
     @staticmethod
     def make(exchange: RingExchange, shard_tiles: ShardTiles, label: str) -> _Columns | None:
-        """None where steps compute the columns themselves, or there are none."""
+        """Return None if the steps compute the columns themselves, or if there are none."""
         if not exchange.shared_columns or shard_tiles.index is None:
             return None
         whole, own = (
@@ -243,27 +265,25 @@ class _Columns:
         return None if shared is None else _Columns(shared, exchange.group, label)
 
     def start_gather(self, packed: torch.Tensor, transport: Transport) -> None:
-        """Begins to bring the columns of all ranks together. packed: this rank's keys and values."""
+        """Start to gather the columns of all ranks. packed: this rank's [k, v]."""
         self._start(self.shared.pack(packed[0], packed[1]), transport)
 
     def start_gradient_sum(self, gradients: torch.Tensor, transport: Transport) -> None:
-        """Begins to add up the gradients of all ranks."""
+        """Start to sum the column gradients of all ranks."""
         self._start(gradients, transport)
 
     def _start(self, tensor: torch.Tensor, transport: Transport) -> None:
-        self._tensor, self._work = (
-            tensor,
-            transport.start_all_reduce(tensor, CONTEXT, COLUMNS, self._group.whole),
-        )
+        self._tensor = tensor
+        self._work = transport.start_all_reduce(tensor, CONTEXT, COLUMNS, self._group.whole)
 
     def wait(self, transport: Transport) -> torch.Tensor:
-        """What was begun, complete."""
+        """Wait for the all-reduce and return its result."""
         assert self._tensor is not None
         if self._work is not None:
             peer_errors = explain_peer_loss(
                 self._label,
                 f"waits for {self._group.size} ranks",
-                "they did not peer_errors together",
+                f"the all-reduce among {self._group.size} ranks did not complete",
                 progress_record.SEVERAL,
             )
             with peer_errors:
@@ -272,11 +292,11 @@ class _Columns:
         return self._tensor
 
     def result(self) -> torch.Tensor:
-        """The columns of all ranks, or part_of_dq gradients, as they were wait."""
+        """Return the columns, or their gradients, once `wait` has been called."""
         assert self._tensor is not None
         assert self._work is None
         return self._tensor
 
     def add_to(self, gradient: torch.Tensor) -> None:
-        """gradient [2, batch, tokens, kv_heads, head_dim] of this rank's keys and values."""
+        """Add the summed column gradients to this rank's [2, batch, tokens, kv_heads, head_dim]."""
         self.shared.add_gradients(gradient[0], gradient[1], self.result())

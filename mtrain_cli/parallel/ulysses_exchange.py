@@ -1,4 +1,4 @@
-"""Ulysses: heads of all tokens for tokens of all heads."""
+"""Ulysses: trade tokens of all heads for all tokens of some heads, by all-to-all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from mtrain_cli.parallel.transport import Transport
 
 
 class UlyssesExchange(Exchange):
-    """Ulysses: the ranks of a head group trade their tokens for a part of the heads of all of them, and then take part in another exchange
-    as one (DeepSpeed-Ulysses, arXiv:2309.14509). Where there are fewer key-value heads than ranks, they are repeated.
+    """Ulysses around another exchange (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Each rank of a head group trades its tokens for a part of the heads, of all tokens of the group.
+    Then the ranks take part in the inner exchange as one shard. If there are fewer KV heads than
+    ranks in a head group, KV heads are repeated.
     """
 
     def __init__(
@@ -28,14 +31,14 @@ class UlyssesExchange(Exchange):
         self.inner = inner
         self.heads = group.heads
         first = group.rank - group.rank % group.heads
-        together = np.concatenate([layout.positions(r) for r in range(first, first + self.heads)])
-        order = np.argsort(together, kind="stable")
-        self._kv_heads = 0  # of the model, known from the first forward pass
+        positions = [layout.positions(r) for r in range(first, first + self.heads)]
+        order = np.argsort(np.concatenate(positions), kind="stable")
+        self._kv_heads = 0  # of the model; set by the first forward pass
         self._order, self._back = order, np.argsort(order)
         self._orders_on_device: dict[int, torch.Tensor] = {}
 
     def _order_on(self, order: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-        """On the device, where it is copied once."""
+        """Copy an order to the device once."""
         if id(order) not in self._orders_on_device:
             self._orders_on_device[id(order)] = to_device(order, device)
         return self._orders_on_device[id(order)]
@@ -64,7 +67,7 @@ class UlyssesExchange(Exchange):
         return False
 
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:  # noqa: ARG002
-        raise AssertionError("its tiles are those of the exchange recompute_inner")
+        raise AssertionError("the tiles are those of the inner exchange")
 
     def make_tiles(self, masks, device, block=None, *, early=None):
         return self.inner.make_tiles(masks, device, block, early=early)
@@ -73,13 +76,10 @@ class UlyssesExchange(Exchange):
         return self.inner.pairs(shard_tiles)
 
     def forward(self, q, k, v, shard_tiles, kernel, scale, label=""):
-        return self._with_heads_traded(
-            q,
-            k,
-            v,
-            label,
-            lambda q, k, v: self.inner.forward(q, k, v, shard_tiles, kernel, scale, label),
-        )
+        def forward_inner(q, k, v):
+            return self.inner.forward(q, k, v, shard_tiles, kernel, scale, label)
+
+        return self._with_heads_traded(q, k, v, label, forward_inner)
 
     def kept_for_recompute(self, saved, early):
         return self.inner.kept_for_recompute(saved, early)
@@ -95,7 +95,10 @@ class UlyssesExchange(Exchange):
         return out, saved
 
     def _with_heads_traded(self, q, k, v, label, attend):
-        """attend: takes q, k, v of a part of the heads for the tokens of all ranks -> out, lse, saved."""
+        """Run ``attend`` on this rank's part of the heads, for the tokens of the head group.
+
+        attend: (q, k, v) -> out, lse, saved.
+        """
         with self._transport(label, FORWARD) as transport:
             parts = [_split_heads(t, self.heads) for t in (q, k, v)]
             transport.begin_step(0)
@@ -109,10 +112,10 @@ class UlyssesExchange(Exchange):
     def backward(self, dout, saved, shard_tiles, kernel, scale, label=""):
         with self._transport(label, BACKWARD) as transport:
             transport.begin_step(0)
-            (mine,) = self._to_heads(
+            (dout_part,) = self._to_heads(
                 transport, self.backward_steps[0].post[0], [_split_heads(dout, self.heads)]
             )
-            gradients = self.inner.backward(mine, saved, shard_tiles, kernel, scale, label)
+            gradients = self.inner.backward(dout_part, saved, shard_tiles, kernel, scale, label)
             transport.begin_step(len(self.backward_steps) - 1)
             dq, dk, dv = self._to_tokens(
                 transport, self.backward_steps[-1].post[0], list(gradients)
@@ -126,7 +129,11 @@ class UlyssesExchange(Exchange):
     def _to_heads(
         self, transport: Transport, transfer: Transfer, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """tensors [ranks, batch, tokens, heads of the rank, head_dim] -> [batch, tokens of all ranks ascending, heads, head_dim]."""
+        """Trade tokens for heads.
+
+        tensors: [ranks, batch, tokens, heads per rank, head_dim].
+        Returns: [batch, tokens of all ranks in ascending order, heads per rank, head_dim].
+        """
         with transport.span(ARRANGE):
             together = torch.cat(tensors, 3)
         arrived = transport.all_to_all(transfer, together)
@@ -141,7 +148,11 @@ class UlyssesExchange(Exchange):
     def _to_tokens(
         self, transport: Transport, transfer: Transfer, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """tensors [batch, tokens of all ranks, heads, head_dim] -> [batch, tokens, ranks, heads, head_dim]."""
+        """Trade heads for tokens.
+
+        tensors: [batch, tokens of all ranks, heads per rank, head_dim].
+        Returns: [batch, tokens, ranks, heads per rank, head_dim].
+        """
         with transport.span(ARRANGE):
             together = torch.cat(tensors, 2).index_select(
                 1, self._order_on(self._back, tensors[0].device)
@@ -152,7 +163,10 @@ class UlyssesExchange(Exchange):
 
 
 def _split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] -> [ranks, batch, tokens, heads of each rank, head_dim]; too few heads are repeated."""
+    """Split [batch, tokens, heads, head_dim] into [ranks, batch, tokens, heads per rank, head_dim].
+
+    Repeats heads if there are fewer than ranks.
+    """
     heads = tensor.shape[2]
     if heads < ranks:
         tensor = tensor.repeat_interleave(ranks // heads, 2)
@@ -160,7 +174,10 @@ def _split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 def _sum_repeated_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """[batch, tokens, ranks, heads of each, head_dim] -> [batch, tokens, heads, head_dim]: gradients of repeated heads are added."""
+    """Turn [batch, tokens, ranks, heads per rank, head_dim] into [batch, tokens, heads, head_dim].
+
+    Sums the gradients of repeated heads.
+    """
     flat = gradient.flatten(2, 3)
     repeats = flat.shape[2] // heads
     if repeats == 1:

@@ -122,7 +122,7 @@ def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
     with explain_peer_loss(
         "ring, layer 1, forward, step 3 of 3",
         "waits for kv from rank 1",
-        "kv from rank 1 did not come",
+        "kv from rank 1 did not arrive",
         1,
     ):
         dist.recv(torch.ones(1), 1)

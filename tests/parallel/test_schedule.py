@@ -441,9 +441,9 @@ def test_how_many_cases():
     ("exchange", "options", "message"),
     [
         ("star", ScheduleOptions(2, 2), "topology.exchange=star"),
-        ("ring", ScheduleOptions(6, 4), "do not divide 6 workers"),
-        ("ring", ScheduleOptions(6, 6, heads=4), "do not divide 6 workers"),
-        ("ring", ScheduleOptions(12, 4, heads=3), "do not fit 4 ranks a node"),
+        ("ring", ScheduleOptions(6, 4), "6 workers: not a multiple of 4 ranks a node"),
+        ("ring", ScheduleOptions(6, 6, heads=4), "6 workers: not a multiple of the 4 ranks"),
+        ("ring", ScheduleOptions(12, 4, heads=3), "do not fit nodes of 4 ranks"),
         ("ring", ScheduleOptions(2, 2, prefetch=0), "at least 1"),
     ],
 )

@@ -15,9 +15,9 @@ def test_a_lost_peer_is_named_with_the_place():
     with (
         pytest.raises(
             ExchangeError,
-            match=rf"^{WHERE}: kv from rank 1 did not come \(Timed out waiting 6000ms for recv operation\)$",
+            match=rf"^{WHERE}: kv from rank 1 did not arrive \(Timed out waiting 6000ms for recv operation\)$",
         ),
-        explain_peer_loss(WHERE, "waits for kv from rank 1", "kv from rank 1 did not come", 1),
+        explain_peer_loss(WHERE, "waits for kv from rank 1", "kv from rank 1 did not arrive", 1),
     ):
         raise RuntimeError(
             "[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv operation"
