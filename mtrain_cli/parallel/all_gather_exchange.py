@@ -77,7 +77,6 @@ class AllGatherExchange(Exchange):
                         for target, part in parts:
                             target.copy_(part)
                     del dq, dk, dv, target, part, parts
-                    del dq, dk, dv, own, part
                     continue
                 queries.append(dq)
                 # Wait for the previous part's reduce-scatter, which overlapped with this kernel.

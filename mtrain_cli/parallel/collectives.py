@@ -1,4 +1,4 @@
-"""The collectives that move whole shards, under the names that this PyTorch has for them (renamed in 2.13, absent before)."""
+"""Collectives that move whole shards. PyTorch 2.13 renamed them; this uses the name it finds."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _scatter: Callable[..., Any] = (
 def all_gather(
     own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """own [...], contiguous -> [workers, ...] in rank order, on every rank."""
+    """Gather contiguous ``own`` [...] from all ranks. Returns [workers, ...] in rank order."""
     gathered = own.new_empty(workers, *own.shape)
     _gather(gathered.view(-1), own.view(-1), group=group)
     return gathered
 
 
 def reduce_scatter(shards: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """shards [workers, ...], contiguous: the sum over ranks of shards[r] arrives at rank r."""
+    """Sum contiguous ``shards`` [workers, ...] over ranks. Returns the sum of shards[rank]."""
     own = torch.empty_like(shards[0])
     _scatter(own.view(-1), shards.view(-1), group=group)
     return own
 
 
 def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """``own`` of every rank, in rank order, on every rank: what JSON can hold, sent as JSON. Tuples arrive as lists.
+    """Gather ``own`` from all ranks, in rank order, as JSON. Tuples arrive as lists.
 
-    torch's own object collectives send pickles, which can run code where they arrive.
+    torch's object collectives send pickles, which can run code on the receiver.
     """
     workers = dist.get_world_size(group)
     content = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8)
@@ -55,7 +55,7 @@ def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def start_all_gather(
     own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """As `all_gather`, complete once the work has been waited for."""
+    """Start `all_gather`. The result is complete once the returned work has been waited for."""
     gathered = own.new_empty(workers, *own.shape)
     return gathered, _gather(
         gathered.view(-1), own.contiguous().view(-1), group=group, async_op=True
@@ -65,6 +65,6 @@ def start_all_gather(
 def start_reduce_scatter(
     shards: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """As `reduce_scatter`, complete once the work has been waited for."""
+    """Start `reduce_scatter`. The result is complete once the returned work has been waited for."""
     own = torch.empty_like(shards[0])
     return own, _scatter(own.view(-1), shards.view(-1), group=group, async_op=True)
