@@ -91,7 +91,7 @@ class ActivationOffload:
         return sum(len(row) for row in self._waiting.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
-        """Start to copy a tensor out, behind the work queued so far. Do not change it afterwards."""
+        """Start to copy a tensor out, behind the work queued so far. Do not write to it then."""
         if layer != self._at:
             self._begin(layer)
         kept = OffloadedTensor(self, layer, tensor.detach())

@@ -1,4 +1,4 @@
-"""Choose the exchange of a run: resolve every ``auto`` of the topology that moves keys and values."""
+"""Choose the exchange of a run: resolve the ``auto`` settings of how keys and values move."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         key = f"topology.ulysses={topology.ulysses}"
         if topology.exchange == "ulysses" and topology.ulysses != needs.workers:
             raise ConfigError(
-                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers of a "
-                "sequence. Choose another exchange to move keys between groups that share heads"
+                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers of "
+                "a sequence. Choose another exchange to move keys between groups that share heads"
             )
         heads = topology.ulysses
     fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]
@@ -237,8 +237,8 @@ def _fastest(
         )
     return (
         prefix + "ring",
-        f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} of "
-        f"{memory / 2**30:.0f} GiB{nodes}",
+        f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} "
+        f"of {memory / 2**30:.0f} GiB{nodes}",
     )
 
 
@@ -289,14 +289,14 @@ def _chunks(
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not "
-            f"{_user_exchange(topology, name)}"
+            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, "
+            f"not {_user_exchange(topology, name)}"
         )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads of a "
-            f"worker; allowed: {allowed}"
+            f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads "
+            f"of a worker; allowed: {allowed}"
         )
     return topology.chunks
 

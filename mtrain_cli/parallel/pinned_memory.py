@@ -19,6 +19,7 @@ from contextlib import suppress
 from math import prod
 
 import numpy as np
+import torch
 
 ARENA = 256 << 20  # bytes to pin at once, for small requests
 _ALONE = 32 << 20  # requests from this size on get a mapping of their own
@@ -77,8 +78,8 @@ class PinnedMemory:
                     return torch.frombuffer(mapping, dtype=torch.uint8)
             self.registers = False
             logging.getLogger(__name__).warning(
-                "CUDA cannot register host memory here: torch pins it, which takes longer and up to "
-                "twice the memory"
+                "CUDA cannot register host memory here: torch pins it, which takes longer and "
+                "up to twice the memory"
             )
         return pinned_by_torch(size)
 

@@ -51,9 +51,12 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
         packed, owners = torch.zeros(2, *columns.shape, 1), torch.zeros(columns.shape)
         for exchange, work in zip(exchanges, works, strict=True):
             narrowed = work.under(index)
-            gathering = _Columns.make(exchange, narrowed, "layer 0")
-            assert gathering is not None
-            shared, own = gathering.shared, torch.from_numpy(layout.positions(exchange.group.rank))
+            columns_of_rank = _Columns.make(exchange, narrowed, "layer 0")
+            assert columns_of_rank is not None
+            shared, own = (
+                columns_of_rank.shared,
+                torch.from_numpy(layout.positions(exchange.group.rank)),
+            )
             # Where the columns stand among the keys of this rank.
             at = (own == columns[..., None]).long()
             assert torch.equal(
@@ -70,7 +73,7 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
             )
             owners += shared.slots[0] >= 0
             # Queries of this rank against the whole sequence, under the lines of these heads.
-            assert shared.tiles is narrowed.of(exchange.own, WHOLE_SEQUENCE, part)
+            assert shared.tiles is narrowed.for_pair(exchange.own, WHOLE_SEQUENCE, part)
             assert shared.tiles.num_keys == layout.padded_seq
             whole = torch.zeros(len(heads), len(own), layout.padded_seq, dtype=torch.bool)
             for at_head, head in enumerate(heads):
