@@ -374,7 +374,7 @@ def _cluster_named(words: Sequence[str], option: str | None) -> tuple[list[str],
 
 def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int:
     """Raises ConfigError where the cluster has not so many, or they would leave one of its nodes half empty."""
-    from mtrain_cli.simulation.cluster import uneven
+    from mtrain_cli.simulation.cluster import uneven_nodes
 
     found = cluster.gpus if workers is None else workers
     most, each = min(cluster.gpus, _MOST_WORKERS), cluster.gpus_per_node
@@ -393,7 +393,7 @@ def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int
             f"--workers {found}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}{alone}"
         )
     virtual = any(word.startswith("topology.gpus_per_node=") for word in words)
-    if not virtual and (why := uneven(cluster, found)):
+    if not virtual and (why := uneven_nodes(cluster, found)):
         raise ConfigError(f"--workers {found}: {why}")
     return found
 

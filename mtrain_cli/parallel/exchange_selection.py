@@ -193,8 +193,8 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         key = f"topology.ulysses={topology.ulysses}"
         if topology.exchange == "ulysses" and topology.ulysses != needs.workers:
             raise ConfigError(
-                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers of "
-                "a sequence. Choose another exchange to move keys between groups that share heads"
+                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers "
+                "of a sequence. Choose another exchange to move keys between groups that share heads"
             )
         heads = topology.ulysses
     fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]

@@ -82,8 +82,7 @@ def _units(decoder: nn.Module) -> list[nn.Module]:
 
 def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer, then those of the root, in FSDP2's packing order."""
-    # type: ignore[union-attr, arg-type]
-    layers = [list(layer.parameters()) for layer in decoder.layers]
+    layers = [list(layer.parameters()) for layer in decoder.layers]  # type: ignore
     inside = {id(parameter) for layer in layers for parameter in layer}
     return [
         *layers,

@@ -244,7 +244,8 @@ def load_calibration(*paths: Path) -> Calibration:
         devices.append(str(document["device"]))
         if devices[0] != devices[-1]:
             raise ConfigError(
-                f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU"
+                f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; "
+                "give files of one GPU"
             )
         try:
             if document["kind"] == NON_ATTENTION_FILE:
@@ -324,12 +325,14 @@ def _check_non_attention(
     ]
     if absent:
         raise ConfigError(
-            f"--calibration {path}: holds no times of {' and '.join(absent)}; it was ended too early: measure again"
+            f"--calibration {path}: holds no times of {' and '.join(absent)}; it was ended too "
+            "early: measure again"
         )
     dtypes.append(dtype)
     if dtype != dtypes[0]:
         raise ConfigError(
-            f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype"
+            f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files "
+            "of one dtype"
         )
 
 
@@ -375,7 +378,8 @@ def _document(path: Path) -> dict[str, Any]:
         document = read_json(path)
     except FileNotFoundError:
         raise ConfigError(
-            f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` writes one"
+            f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` "
+            "writes one"
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--calibration {path}: is no readable JSON ({reason(error)})") from error
@@ -386,7 +390,8 @@ def _document(path: Path) -> dict[str, Any]:
         or "device" not in document
     ):
         raise ConfigError(
-            f"--calibration {path}: holds no times; `mtrain profile kernels` and `profile non-attention` write such files with --out FILE"
+            f"--calibration {path}: holds no times; `mtrain profile kernels` and `profile "
+            "non-attention` write such files with --out FILE"
         )
     return document
 
@@ -445,12 +450,15 @@ def kernels_for(
     if not measured:
         factor, (low, high) = peaks[source.device] / peak, UNKNOWN
         remarks.append(
-            f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
-            f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
+            f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x "
+            f"{factor:.2f}), within "
+            f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then "
+            "--calibration FILE"
         )
     elif source.device != gpu:
         remarks.append(
-            f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory may be of another speed"
+            f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory "
+            "may be of another speed"
         )
 
     def here(found: Curve, stands: str | None, low: float, high: float) -> Curve:
@@ -477,7 +485,10 @@ def kernels_for(
         found, stands = _curve(source, kernel, form, direction)
         if stands is not None:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
-            said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
+            said = (
+                f"{kernel} was not measured on {form} calls: {stands} stands for it, within x "
+                f"{low:.2f} and x {high:.2f}"
+            )
             remarks += [said] if said not in remarks else []
         curves[direction] = here(found, stands, low, high)
     non_attention = _non_attention_of(gpu, calibration)
@@ -487,7 +498,8 @@ def kernels_for(
         and non_attention is not calibration.non_attention
     ):
         remarks.append(
-            f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used"
+            f"the rest of a step was measured on {calibration.device}, which says nothing of "
+            f"{gpu}: those times are not used"
         )
     return KernelCurves(curves, tuple(remarks), alone, non_attention)
 

@@ -1,4 +1,4 @@
-"""Constants of the simulator itself, which no cluster file or calibration replaces, with where they come from."""
+"""Constants of the simulator itself: no cluster file or calibration replaces them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mtrain_cli.simulation.cluster import Constant
 
 
 def _fixed(value: float, note: str) -> Constant:
-    """A guess that does not change with the bounds of a prediction."""
+    """A guess that is the same in all bounds of a prediction."""
     return Constant(value, "guess", f"{note}; not varied", value, value)
 
 

@@ -258,8 +258,14 @@ def _link(
 ) -> dict[str, Any]:
     hop, together, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
     said = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
-    of_hop = f"ring of batch_isend_irecv, {said}; mean error of the fit {hop.error:.0%}, worst {hop.worst:.0%}"
-    of_all = f"all-gather and reduce-scatter, {said}; mean error of the fit {together.error:.0%}, worst {together.worst:.0%}"
+    of_hop = (
+        f"ring of batch_isend_irecv, {said}; mean error of the fit {hop.error:.0%}, worst "
+        f"{hop.worst:.0%}"
+    )
+    of_all = (
+        f"all-gather and reduce-scatter, {said}; mean error of the fit {together.error:.0%}, worst "
+        f"{together.worst:.0%}"
+    )
     # What two messages at once reach together; never below one alone, which a noisy measurement may say.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
     taking_part = max(

@@ -249,11 +249,15 @@ def _of_index(cluster: Cluster, problem: AttentionWorkload, first: Index | None)
         or (heads == INDEX_HEADS and _measured(cluster, first))
     ):
         return []
-    what = f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on {cluster.gpu.name}"
+    what = (
+        f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on "
+        f"{cluster.gpu.name}"
+    )
     by = f"number of heads{'' if here else ' and bandwidth of memory'}"
     wider = "" if _measured(cluster, first) else ", and bounds are wider"
     return [
-        f"estimating an index was measured of vertical_slash with {INDEX_HEADS} heads on {INDEX_DEVICE}, not of {what}: a token takes "
+        f"estimating an index was measured of vertical_slash with {INDEX_HEADS} heads on "
+        f"{INDEX_DEVICE}, not of {what}: a token takes "
         f"x {index_scale(cluster.gpu, heads):.3g} of that, by {by}{wider}"
     ]
 

@@ -83,7 +83,10 @@ def label(plan: RunPlan) -> str:
     groups = f", {environment.dp} x {environment.cp} workers" if environment.dp > 1 else ""
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
     other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
-    return f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} recomputation{', ' if other else ''}{other}"
+    return (
+        f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} "
+        f"recomputation{', ' if other else ''}{other}"
+    )
 
 
 def memory_settings(config: Config) -> dict[str, str]:
@@ -327,12 +330,18 @@ def _needed(
     nodes = 2 * cluster.nodes
     while nodes <= _MOST_NODES:
         if cluster.outer is None:
-            yield f"more nodes than {cluster.nodes}: {cluster.name} does not say how nodes are linked (links.outer)"
+            yield (
+                f"more nodes than {cluster.nodes}: {cluster.name} does not describe links between "
+                "nodes (links.outer)"
+            )
             break
         more = replace(cluster, nodes=nodes)
         found = smallest(scenario.config, more, more.gpus)
         if found is not None and found.fits:
-            yield f"--nodes {nodes} instead of {cluster.nodes}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
+            yield (
+                f"--nodes {nodes} instead of {cluster.nodes}: {label(found)}, "
+                f"{found.memory.total / GIB:.1f} GiB"
+            )
             break
         nodes *= 2
     seq = scenario.config.seq // 2
@@ -340,7 +349,10 @@ def _needed(
         found = smallest(replace(scenario.config, seq=seq), cluster, workers)
         if found is not None and found.fits:
             asked = format_size(scenario.config.seq)
-            yield f"seq={format_size(seq)} instead of {asked}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
+            yield (
+                f"seq={format_size(seq)} instead of {asked}: {label(found)}, "
+                f"{found.memory.total / GIB:.1f} GiB"
+            )
             break
         seq //= 2
 
@@ -362,16 +374,19 @@ def reasons(
     for difference, name in differences[:_SHOWN]:
         if difference > 0.002 * its.seconds.value:
             said.append(
-                f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s{_degree(best, other, name)}"
+                f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} "
+                f"s{_degree(best, other, name)}"
             )
     lost = [(d, name) for d, name in differences if d < -0.002 * its.seconds.value]
     if lost:
         difference, name = min(lost)
         said.append(
-            f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
+            f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of "
+            f"{its.parts[name]:.3g} s"
         )
     said.append(
-        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that can be used ({USABLE:.0%})"
+        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that "
+        f"can be used ({USABLE:.0%})"
     )
     if "train.keep_mlp" in memory_settings(best.plan.config) and not any(
         word.startswith("train.keep_mlp=") for word in words

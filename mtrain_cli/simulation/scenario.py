@@ -14,7 +14,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.cluster import Cluster, uneven
+from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -173,13 +173,15 @@ class PredictedScenario:
         )
         found = [
             *self.attention.remarks,
-            f"steps: {what} by the constants of the cluster; every sequence is one document; loading data and writing checkpoints are not "
+            f"steps: {what} by the constants of the cluster; every sequence is one document; "
+            "loading data and writing checkpoints are not "
             "in them",
         ]
         if self.attention.facts["pattern"] in FAMILIES:
             family = self.attention.facts["pattern"]
             found.append(
-                f"which pairs are computed is drawn ({family}), and balance depends on it; --index takes those of a profile"
+                f"which pairs are computed is drawn ({family}), and balance depends on it; --index "
+                "takes those of a profile"
             )
         if self.plan.search is not None and self.plan.search.chosen is not None:
             found.append(
@@ -187,7 +189,8 @@ class PredictedScenario:
             )
         if train.compile == False:  # noqa: E712 - auto is a word
             found.append(
-                "train.compile=false: element-wise kernels take 2.8 times as long, as measured on one H200 at 32K"
+                "train.compile=false: element-wise kernels take 2.8 times as long, as measured on "
+                "one H200 at 32K"
             )
         return tuple(found)
 
@@ -209,16 +212,18 @@ def plan_on(
     """
     if config.train.dtype not in ("auto", "bfloat16"):
         raise ConfigError(
-            f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16"
+            f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: "
+            "auto, bfloat16"
         )
     if cluster.gpu.is_cpu:
         raise ConfigError(
-            f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a CPU; allowed: cpu"
+            f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a "
+            "CPU; allowed: cpu"
         )
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
-    if per_node == "auto" and (why := uneven(cluster, workers)):
+    if per_node == "auto" and (why := uneven_nodes(cluster, workers)):
         raise ConfigError(f"topology.workers={workers}: {why}")
     topology = {
         "workers": workers,
@@ -291,7 +296,10 @@ def slowest_group(
     if not group:
         return found[group]
     first = group * size
-    told = f"the context group of ranks {first} to {first + size - 1} is played, which has the slowest; its ranks count from 0"
+    told = (
+        f"the context group of ranks {first} to {first + size - 1} is played, which has the "
+        "slowest; its ranks count from 0"
+    )
     return replace(found[group], remarks=(*found[group].remarks, told))
 
 
@@ -314,7 +322,10 @@ def check_dealt(config: Config, layout: str, workers: int, context: int) -> None
     piece = config.sparsity.block or (config.topology.block_size if layout == "striped" else 1)
     if context * piece > config.seq:
         most = max(1, config.seq // piece)
-        said = f"{config.seq} tokens in blocks of {piece} cannot be dealt to {'so many' if workers == context else context}; allowed"
+        said = (
+            f"{config.seq} tokens in blocks of {piece} cannot be dealt to "
+            f"{'so many' if workers == context else context}; allowed"
+        )
         raise InvalidSetup(
             ReplaySetup(layout, "auto", workers, 1), "workers", f"{said}: 1 to {most}"
         )

@@ -66,20 +66,23 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
                     and least <= int(value) <= _LARGEST[name]
                 ):
                     raise ConfigError(
-                        f"--sweep {word}: {name}={value}: expected a whole number of at least {least} and at most {_LARGEST[name]:,}"
+                        f"--sweep {word}: {name}={value}: expected a whole number of at least "
+                        f"{least} and at most {_LARGEST[name]:,}"
                     )
         elif name == DENSITY:
             for value in values:
                 if not _is_share(value):
                     raise ConfigError(
-                        f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as 0.05 or 5%"
+                        f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as "
+                        "0.05 or 5%"
                     )
         elif "." not in name and (hint := did_you_mean(name, OWN)):
             raise ConfigError(f"--sweep {word}: {name} cannot be swept{hint}")
         found[name] = values
     if not found:
         raise ConfigError(
-            f"--sweep {' '.join(texts)!r}: names nothing; expected NAME=VALUE,..., such as {EXAMPLE}"
+            f"--sweep {' '.join(texts)!r}: names nothing; expected NAME=VALUE,..., such as "
+            f"{EXAMPLE}"
         )
     if NODES in found and WORKERS in found:
         raise ConfigError(

@@ -64,16 +64,19 @@ def open_run(folder: Path) -> MeasuredRun:
     )
     if not folder.is_dir():
         raise ConfigError(
-            f"--validate {folder}: there is no such folder; give one that `mtrain profile imbalance` left"
+            f"--validate {folder}: there is no such folder; give one that `mtrain profile "
+            "imbalance` left"
         )
     if inside is folder and not (folder / records.SUMMARY).is_file():
         raise ConfigError(
-            f"--validate {folder}: holds no profile ({records.SUMMARY} is missing); `mtrain profile imbalance` leaves one"
+            f"--validate {folder}: holds no profile ({records.SUMMARY} is missing); `mtrain "
+            "profile imbalance` leaves one"
         )
     recorded = records.open_records(inside)
     if recorded.summary.get("kind") != "profile":
         raise ConfigError(
-            f"--validate {folder}: is a {recorded.summary.get('kind')}, nothing measured; give it as --prediction {folder}"
+            f"--validate {folder}: is a {recorded.summary.get('kind')}, nothing measured; give it "
+            f"as --prediction {folder}"
         )
     if not recorded.complete:
         done, wanted = (recorded.summary.get(name) for name in ("samples", "samples_wanted"))
@@ -82,7 +85,8 @@ def open_run(folder: Path) -> MeasuredRun:
         )
     if not (inside / records.INDEX).is_file():
         raise ConfigError(
-            f"--validate {folder}: {records.INDEX} is missing, and without indices nothing can be replayed; measure again"
+            f"--validate {folder}: {records.INDEX} is missing, and without indices nothing can be "
+            "replayed; measure again"
         )
     indices = load_indices(inside / records.INDEX)
     cases = tuple(analyse(recorded))
@@ -121,7 +125,8 @@ def replay(
     workers = int(facts["cp"])
     if workers > cluster.gpus:
         raise ConfigError(
-            f"--cluster {cluster.name}: has {cluster.gpus} GPUs, and {run.folder} used {workers}; give a cluster that large, such as one "
+            f"--cluster {cluster.name}: has {cluster.gpus} GPUs, and {run.folder} used {workers}; "
+            "give a cluster that large, such as one "
             "from `mtrain profile links --per-node N`"
         )
     setup = _setup(facts, _config(run, case))
@@ -132,7 +137,8 @@ def replay(
         raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
     if found.rows is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers"
+            f"--validate {run.folder}: {case.label}: too large for records; give a prediction of "
+            "fewer layers"
         )
     return found
 
@@ -175,7 +181,8 @@ def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         layers = tuple(layer for layer in run.indices.layers(pattern) if layer in case.layers)
         if not layers:
             raise ConfigError(
-                f"--validate {run.folder}: {records.INDEX} holds no index of the layers of {case.label}"
+                f"--validate {run.folder}: {records.INDEX} holds no index of the layers of "
+                f"{case.label}"
             )
         indices = run.indices
         return AttentionWorkload(
@@ -186,7 +193,8 @@ def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: {records.INDEX} has indices of {made.seq} tokens and of "
+            f"--validate {run.folder}: {case.label}: {records.INDEX} has indices of {made.seq} "
+            "tokens and of "
             f"{', '.join(run.indices.patterns)} only; measure one length a run"
         )
     setup = RecordedSetup(
@@ -288,18 +296,21 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     """
     if not (folder / records.SUMMARY).is_file():
         raise ConfigError(
-            f"{option} {folder}: holds no prediction ({records.SUMMARY} is missing); `mtrain simulate --out FOLDER` leaves one"
+            f"{option} {folder}: holds no prediction ({records.SUMMARY} is missing); `mtrain "
+            "simulate --out FOLDER` leaves one"
         )
     recorded = records.open_records(folder)
     summary = recorded.summary
     if summary.get("kind") != "simulation":
         raise ConfigError(
-            f"{option} {folder}: is a {summary.get('kind')}, no prediction; `mtrain simulate --out FOLDER` leaves one"
+            f"{option} {folder}: is a {summary.get('kind')}, no prediction; `mtrain simulate --out "
+            "FOLDER` leaves one"
         )
     said = summary.get("records_sha256")
     if said is not None and (not recorded.parts or digest(recorded.parts[0]) != said):
         raise ConfigError(
-            f"{option} {folder}: {records.RECORDS} is not the file that was written with {records.SUMMARY}; predict again"
+            f"{option} {folder}: {records.RECORDS} is not the file that was written with "
+            f"{records.SUMMARY}; predict again"
         )
     written = str((summary.get("environment") or {}).get("started") or "")
     found = {}
@@ -416,7 +427,8 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
         mine, other = case.passes[name], predicted.analysis.passes[name]
         if mine.attention.shape != other.attention.shape:
             raise MismatchedPrediction(
-                f"predicted as {predicted.analysis.facts.get('exchange')} with {other.attention.shape[1]} steps {name}, ran as "
+                f"predicted as {predicted.analysis.facts.get('exchange')} with "
+                f"{other.attention.shape[1]} steps {name}, ran as "
                 f"{case.facts.get('exchange')} with {mine.attention.shape[1]}"
             )
         passes[name] = _compare_pass(mine, other, predicted.bounds[name], case.bare_ms(name))

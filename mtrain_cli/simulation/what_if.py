@@ -209,7 +209,8 @@ def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | Non
     index = recorded.index(pattern, layer)
     if isinstance(index, BlockBitmap) and len(index.rows) < index.blocks:
         raise ConfigError(
-            f"{recorded.path}: layer {layer} of {pattern} has {len(index.rows)} of {index.blocks} query blocks; a replay needs all of them"
+            f"{recorded.path}: layer {layer} of {pattern} has {len(index.rows)} of {index.blocks} "
+            "query blocks; a replay needs all of them"
         )
     if index is not None and index.heads != (len(recorded.masks), recorded.setup.heads):
         raise ConfigError(
@@ -244,7 +245,8 @@ def make_case(
         raise InvalidSetup(
             setup,
             "workers",
-            f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}",
+            f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to "
+            f"{most}",
         )
     if workers % per_node:
         divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
@@ -255,7 +257,8 @@ def make_case(
         raise InvalidSetup(
             setup,
             "layout",
-            f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}",
+            f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of "
+            f"{block}",
         )
     layout = make_layout(setup.layout, workers, made.seq, made.block_size, unit=block or 1)
     needs = ExchangeNeeds(
@@ -303,7 +306,8 @@ def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
         raise InvalidSetup(
             setup,
             "exchange",
-            f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among {setup.workers} workers in nodes of "
+            f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among "
+            f"{setup.workers} workers in nodes of "
             f"{needs.per_node}; allowed with it: --workers {','.join(fitting)}",
         ) from None
 

@@ -124,11 +124,13 @@ class WorkCounter:
         padded = layout.padded_seq
         if layout.workers != schedule.workers:
             raise ValueError(
-                f"A layout for {layout.workers} workers does not fit a schedule for {schedule.workers}."
+                f"A layout for {layout.workers} workers does not fit a schedule for "
+                f"{schedule.workers}."
             )
         if not masks or any(mask.padded != padded for mask in masks):
             raise ValueError(
-                f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of {padded}."
+                f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of "
+                f"{padded}."
             )
         parts = {step.part[1] for step in schedule.forward[0] if step.keys}
         if any(heads % n for n in parts):
@@ -236,8 +238,10 @@ class WorkCounter:
         expected = (self.block, self.blocks, (len(self.masks), self.heads))
         if (index.block, index.blocks, index.heads) != expected:
             raise ValueError(
-                f"An index of {index.blocks} blocks of {index.block} for {index.heads[0]} sequences of {index.heads[1]} heads does not fit "
-                f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of {self.heads} heads."
+                f"An index of {index.blocks} blocks of {index.block} for {index.heads[0]} "
+                f"sequences of {index.heads[1]} heads does not fit "
+                f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of "
+                f"{self.heads} heads."
             )
 
     def _by_step(
@@ -317,7 +321,8 @@ class WorkCounter:
         slots = index.slots.cpu().numpy()[needed]
         if (slots < 0).any():
             raise ValueError(
-                f"The index holds {len(index.rows)} of {self.blocks} query blocks, and {(slots < 0).sum()} more are needed."
+                f"The index holds {len(index.rows)} of {self.blocks} query blocks, and "
+                f"{(slots < 0).sum()} more are needed."
             )
         bits = index.bits.cpu().numpy().view(np.uint8)
         # One product sums over the blocks of every group; 53 bits of a float hold any of these numbers exactly.

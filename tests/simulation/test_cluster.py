@@ -99,7 +99,7 @@ def test_all_problems_are_told_together(tmp_path):
     wrong["links"]["outer"]["latency_us"]["source"] = "a friend"
     assert problems(tmp_path, wrong) == [
         "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, dollars_per_gpu_hour",
-        "nodes=0: is no cluster; expected a whole number of at least 1 and at most 16,384",
+        "nodes=0: not allowed; expected a whole number of at least 1 and at most 16,384",
         "gpu.peak_tflops: is missing; expected a number above 0 and at most 1e+12 as "
         "{value: N, source: measured|datasheet|paper|guess, note: ...}",
         "gpu.hbm_gbps.value=-3: expected a number above 0 and at most 1e+12",
@@ -153,13 +153,13 @@ def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "describes no cluster"),
-        ("- 1", "describes no cluster"),
-        ("a: [", "is no readable YAML"),
+        ("", "not a cluster file"),
+        ("- 1", "not a cluster file"),
+        ("a: [", "not readable as YAML"),
         ("nodes: 2", "gpus_per_node: is missing"),
         (
             "nodes: two",
-            "nodes=two: is no cluster; expected a whole number of at least 1 and at most 16,384",
+            "nodes=two: not allowed; expected a whole number of at least 1 and at most 16,384",
         ),
         ("nodes: 2", "links: is missing"),
     ],
@@ -171,16 +171,16 @@ def test_what_is_no_cluster(tmp_path, content, said):
 def test_a_second_node_needs_a_link_to_it():
     with pytest.raises(
         ConfigError,
-        match=r"nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, ",
+        match=r"nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or --cluster a100_4x8, ",
     ):
         load_cluster("h200_1x8", nodes=2)
-    with pytest.raises(ConfigError, match="nodes=0: is no cluster"):
+    with pytest.raises(ConfigError, match="nodes=0: not allowed"):
         load_cluster("h200_1x8", nodes=0)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "there is no such file")],
+    [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "no such file")],
 )
 def test_names_that_are_none(name, said):
     with pytest.raises(ConfigError) as error:

@@ -145,7 +145,7 @@ def test_where_nothing_fits_it_says_what_would():
     alone = recommend(
         load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",)
     )
-    assert any("does not say how nodes are linked" in line for line in alone.needed)
+    assert any("does not describe links between nodes" in line for line in alone.needed)
     # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one layer less on the host is too much.
     gib = int(alone.needed[0].split()[2])
     (setting,) = re.findall(
