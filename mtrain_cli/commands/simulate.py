@@ -282,7 +282,7 @@ def simulate(
         cost = found.dollars_per_gpu_hour.value
     if validate:
         from mtrain_cli.commands.simulate_validate import validate as compare
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
 
         beside = {"--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only, "--tokens": tokens, "--price": price,
                   "--layout": layout, "--exchange": exchange, "--index": index}  # fmt: skip
@@ -290,7 +290,7 @@ def simulate(
             raise ConfigError(
                 f"--validate {validate[0]} and {ignored[0]}: what was measured says that itself; leave {ignored[0]} out"
             )
-        own = own_calibration(calibration)
+        own = load_user_calibration(calibration)
         # RUN... after one option: what follows the first stands where overrides would.
         compare(
             [*map(str, validate), *(overrides or [])],
@@ -465,7 +465,7 @@ class _SimulateJob:
     def steps(self) -> None:
         from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.scenario import check_dealt, evaluate, plan_on
+        from mtrain_cli.simulation.scenario import check_enough_blocks, evaluate, plan_on
         from mtrain_cli.simulation.sweep import row_of
 
         scenario = self._scenario()
@@ -476,7 +476,7 @@ class _SimulateJob:
             itertools.product(self.layouts, self.exchanges)
         ):
             with self._unfit(exchange):
-                check_dealt(scenario.config, layout, self.workers, context)
+                check_enough_blocks(scenario.config, layout, self.workers, context)
                 plan = plan_on(
                     self.cluster,
                     scenario.config,
@@ -520,12 +520,12 @@ class _SimulateJob:
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_output as shown
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.prediction import predict
         from mtrain_cli.simulation.scenario import slowest_group
 
         asked = self.asked
-        own = own_calibration(asked.calibration)
+        own = load_user_calibration(asked.calibration)
         asked.per_node(self.workers)
         scenario = None if self.without_a_model else self._scenario()
         if scenario is None:
@@ -575,7 +575,7 @@ class _SimulateJob:
         self, scenario: Scenario | None, layout: str, exchange: str
     ) -> tuple[ReplaySetup, str | None, ExchangeChoice | None]:
         """-> what a context group does, with which kernel; with the exchange where it is that of a training step."""
-        from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
+        from mtrain_cli.simulation.scenario import check_enough_blocks, plan_on, setup_of
         from mtrain_cli.simulation.what_if import ReplaySetup
 
         per_node = self.asked.per_node(self.workers) or min(
@@ -586,7 +586,7 @@ class _SimulateJob:
             return ReplaySetup(layout, exchange, self.workers, per_node), kernel, None
         config = scenario.config
         context = self.asked.context(config) or self.workers
-        check_dealt(config, layout, self.workers, context)
+        check_enough_blocks(config, layout, self.workers, context)
         if config.topology.device == "cpu":
             # There are no steps of processes on a CPU, and attention is what links and kernels of its cluster say.
             if self.workers % context:
@@ -694,7 +694,7 @@ class _SimulateJob:
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.sweep import (
             COLUMNS,
             DENSITY,
@@ -724,7 +724,7 @@ class _SimulateJob:
                 )
         todo = points(swept, self.layouts, self.exchanges)
         folder = shown.new_folder(self.out) if self.files else None
-        own = own_calibration(self.asked.calibration)
+        own = load_user_calibration(self.asked.calibration)
         # A file that was measured again is another one, whatever its name.
         about = json.dumps([repr(own), repr(self.asked), repr(self.cluster), workers])
         job = Sweep(todo, cluster_of, self.asked.scenario, workers, about)

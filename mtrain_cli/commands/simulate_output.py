@@ -405,7 +405,7 @@ def _range(found: BoundedTime) -> dict[str, float]:
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
     """What every summary.json of a simulation begins with. calibration: the user's own."""
     from mtrain_cli import __version__
-    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.constants import CONSTANTS
 
     constants = {**cluster.constants(), **CONSTANTS}
@@ -423,7 +423,7 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
             "name": cluster.name, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
             "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
         },
-        "calibration": used(cluster.gpu.name, calibration),
+        "calibration": describe_source(cluster.gpu.name, calibration),
         **more,
     }  # fmt: skip
 

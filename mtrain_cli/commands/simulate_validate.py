@@ -180,7 +180,7 @@ def _document(
 ) -> dict[str, Any]:
     from mtrain_cli import __version__
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.validation import digest, sources
 
     if predictions:
@@ -190,7 +190,7 @@ def _document(
         named, files = described.get("name"), first.get("calibration")
     else:
         by_source, named = sources(cluster.constants().items()), cluster.name
-        files = used(cluster.gpu.name, calibration)
+        files = describe_source(cluster.gpu.name, calibration)
     return {
         "schema": 1,
         "kind": "validation",

@@ -43,7 +43,7 @@ from mtrain_cli.simulation.link_fit import (
     LinkTime,
     MeasuredMachine,
     cluster_document,
-    fits,
+    fit_links,
 )
 from mtrain_cli.training.flops import peak_flops
 
@@ -450,7 +450,7 @@ def _leave(
     if complete:
         document["fits"] = {
             link: {what: asdict(fit) for what, fit in of.items()}
-            for link, of in fits(times).items()
+            for link, of in fit_links(times).items()
         }
         nodes, per_node = (
             plan.nodes or environment.nodes,

@@ -514,7 +514,7 @@ class _Reader:
             return raw
         expected = f"expected a section with {', '.join(_NEEDED[key])}"
         self.problems.append(
-            f"{prefix}{key}: missing; {expected}"
+            f"{prefix}{key}: is missing; {expected}"
             if raw is None
             else f"{prefix}{key}={raw}: {expected}"
         )

@@ -19,7 +19,7 @@ from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
-    check_dealt,
+    check_enough_blocks,
     evaluate,
     plan_on,
     with_step,
@@ -243,7 +243,7 @@ def _plans(
     exchange: str,
     recomputations: Sequence[str],
 ) -> Iterator[RunPlan]:
-    check_dealt(scenario.config, layout, workers, context)
+    check_enough_blocks(scenario.config, layout, workers, context)
 
     def made(**changes: Any) -> RunPlan:
         config = replace(

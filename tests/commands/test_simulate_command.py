@@ -321,7 +321,7 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
     )
     # Why some cannot be stands below the table, once.
     assert (
-        found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
+        found.stdout.count("\nnot    1024 tokens in blocks of 128 are too few for so many workers") == 1
     )
     # What is said of every row is said once, below the table and in the summary; what is said of some rows stays with them.
     flat = " ".join(found.stdout.split())
@@ -451,7 +451,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
         (["--recompute"], "--recompute: is for --attention-only"),
         (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
-        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 alone"),
+        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 only"),
         (
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
@@ -524,7 +524,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
         (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
         (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),
-        (["--calibration", "no.json"], "--calibration no.json: there is no such file"),
+        (["--calibration", "no.json"], "--calibration no.json: no such file"),
         (
             ["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"],
             "--workers 32: 1024 tokens in blocks of",

@@ -84,7 +84,7 @@ def test_a_slow_rank_may_be_in_any_group():
         (first, told), (second, other) = found("2=2"), found("6=2")
         assert first == second
         assert (
-            "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count from 0"
+            "the context group of ranks 4 to 7 is shown, the slowest one; its ranks count from 0"
             in other
         )
         assert "is played" not in told

@@ -62,13 +62,13 @@ WAYS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
 def count_sent() -> list[int]:
     """Has every hop add its bytes to the one number of the list."""
     sent = [0]
-    hop = Transport.hop
+    hop = Transport.start_hop
 
     def counted(self: Transport, transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         sent[0] += leaving.numel() * leaving.element_size()
         hop(self, transfer, leaving, arriving)
 
-    Transport.hop = counted
+    Transport.start_hop = counted
     return sent
 
 

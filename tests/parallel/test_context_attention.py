@@ -151,7 +151,7 @@ class Given:
     def scale(head_dim: int) -> float:
         return head_dim**-0.5
 
-    def done(self, layer: int) -> None:
+    def release(self, layer: int) -> None:
         pass
 
 

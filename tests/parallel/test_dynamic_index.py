@@ -115,7 +115,7 @@ def test_another_batch_starts_with_nothing(attend):
     assert other.index.kept == {}
     assert other.index.records == []
     assert other.narrowed == {}
-    assert other.work is attend.tiles
+    assert other.tiles is attend.tiles
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
 

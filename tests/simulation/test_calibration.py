@@ -226,15 +226,15 @@ def test_ones_own_file(tmp_path):
     assert float(found.whole["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
     other = tmp_path / "other.json"
     other.write_text(times("NVIDIA H100"))
-    with pytest.raises(ConfigError, match="is of NVIDIA H100, and the other file of NVIDIA B200"):
+    with pytest.raises(ConfigError, match="is of NVIDIA H100, the other file of NVIDIA B200"):
         load_calibration(mine, other)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "there is no such file"),
-        ("{", "is no readable JSON"),
+        (None, "no such file"),
+        ("{", "not readable as JSON"),
         ("[]", "holds no times"),
         ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times"),
         ('{"kind": "kernels", "times": [{"kernel": "triton"}], "device": "x"}', "is damaged"),

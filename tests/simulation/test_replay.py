@@ -131,7 +131,7 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
         (
             ReplaySetup("striped", "ring", 63, 63),
             "workers",
-            "1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62",
+            "1000 tokens in blocks of 16 are too few for so many workers; allowed: 1 to 62",
         ),
         (
             ReplaySetup("striped", "ring", 12, 8),

@@ -49,7 +49,7 @@ def test_axes_and_points():
         ("seq", "--sweep seq: expected NAME=VALUE"), ("seq=", "--sweep seq=: expected NAME=VALUE"), ("", "names nothing"),
         ("nodes=0", "nodes=0: expected a whole number of at least 1"), ("workers=x", "workers=x: expected a whole number"),
         ("density=2", "density=2: must be above 0 and at most 1"), ("nods=1", "did you mean nodes?"),
-        ("exchange=ring", "is compared by --exchange ring"), ("seq=1k seq=2k", "seq is swept twice"),
+        ("exchange=ring", "use --exchange ring to compare these"), ("seq=1k seq=2k", "seq is swept twice"),
         ("nodes=1 workers=2", "give one of them"),
     ],
 )  # fmt: skip
@@ -80,7 +80,7 @@ def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
     assert told == [0, 1, 2, 3, 4]
     assert [row["workers"] for row in rows] == [8, 16, 8, 16]
     # Eight blocks for sixteen workers.
-    assert "cannot be dealt to so many" in rows[1]["cannot"]
+    assert "are too few for so many workers" in rows[1]["cannot"]
     assert [row["density"] > 0.09 for row in rows if "cannot" not in row] == [True] * 3
     assert len(evaluated) == 3
     lines = journal.read_text().splitlines()

@@ -114,8 +114,8 @@ def of_executor(
         and isinstance(index, VerticalSlash)
     )
     if apart:
-        tiles = work.of(inner.own, WHOLE_SEQUENCE, inner.part)
-        without = work.of(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
+        tiles = work.for_pair(inner.own, WHOLE_SEQUENCE, inner.part)
+        without = work.for_pair(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
         lengths = torch.tensor([mask.length for mask in masks])[:, None, None]
         columns = (
             int((tiles.index.columns < lengths).sum()),
@@ -129,9 +129,9 @@ def of_executor(
                 values.append((0, 0))
                 continue
             part = inner._part(step)
-            seen = work.of(*inner._tile(step), part, columns=not apart).seen()
+            seen = work.for_pair(*inner._tile(step), part, columns=not apart).seen()
             of_blocks = (
-                work.of(*inner._tile(step), part, columns=False).seen()
+                work.for_pair(*inner._tile(step), part, columns=False).seen()
                 if index is not None
                 else seen
             )
