@@ -272,8 +272,8 @@ def make_case(
         raise InvalidSetup(
             setup,
             "layout",
-            f"its stripes of {recorded.block_size} tokens, as recorded, do not hold whole blocks of
-            " f"{block}",
+            f"its stripes of {recorded.block_size} tokens, as recorded, do not hold whole blocks "
+            f"of {block}",
         )
     layout = make_layout(setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1)
     bitmap = isinstance(index, BlockBitmap)
