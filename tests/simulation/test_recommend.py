@@ -90,11 +90,11 @@ def test_the_best_is_the_fastest_that_fits():
     assert unfit
     assert all("of 28.5 GiB" in r.what for r in unfit)
     assert any(
-        r.why == "train.global_batch=2 cannot be dealt to so many groups" for r in found.rejected
+        r.why == "train.global_batch=2 cannot be divided among so many groups" for r in found.rejected
     )
     said = "; ".join(reasons(found.best, found.ranked[1]))
     assert "memory" in said
-    assert "of 28.5 that can be used" in said
+    assert "of 28.5 usable" in said
 
 
 def test_reasons_name_what_takes_longer():
@@ -117,7 +117,7 @@ def test_reasons_name_what_takes_longer():
         for line in said
     )
     assert any(line.startswith("waiting for keys and values takes") for line in said)
-    assert any(line.startswith("against it: ") for line in said)
+    assert any(line.startswith("but ") for line in said)
     close = reasons(best, best)
     assert "less than the prediction can tell apart" in close[0]
 
@@ -331,7 +331,7 @@ def test_where_nothing_fits_the_least_is_that_of_the_exchange_that_needs_least()
 def test_what_no_group_can_be_dealt_is_a_mistake():
     with pytest.raises(
         ConfigError,
-        match=r"train.global_batch=1 cannot be dealt to so many groups; allowed: multiples of 2",
+        match=r"train.global_batch=1 cannot be divided among so many groups; allowed: multiples of 2",
     ):
         recommend(
             load_cluster("h200_1x8"),
