@@ -86,7 +86,7 @@ def _validate(
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import (
         MismatchedPrediction,
-        agreement,
+        accuracy,
         compare,
         open_prediction,
         open_run,
@@ -124,7 +124,7 @@ def _validate(
         raise ConfigError(
             f"{which}: nothing to compare for the {len(absent)} cases that were measured, such as {absent[0]}"
         )
-    together = agreement(compared)
+    together = accuracy(compared)
     document = _document(opened, predictions, cluster, calibration, compared, together, absent)
     _leave(folder, document)
     if as_json:
@@ -160,12 +160,12 @@ def _key(facts: dict[str, Any]) -> Any:
 def _replayed(
     run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path
 ) -> dict[Any, PredictedCase]:
-    from mtrain_cli.simulation.validation import keep, open_prediction, replay
+    from mtrain_cli.simulation.validation import open_prediction, replay, write_predictions
 
     found = [
         replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)
     ]
-    keep(folder, found, "attention")
+    write_predictions(folder, found, "attention")
     return open_prediction(folder)
 
 

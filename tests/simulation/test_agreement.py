@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtrain_cli.simulation.validation import CaseComparison, PassComparison, agreement, key_of
+from mtrain_cli.simulation.validation import CaseComparison, PassComparison, accuracy, key_of
 
 
 def compared(
@@ -54,7 +54,7 @@ def test_errors_of_both_signs_do_not_cancel():
         ),  # below; at the lower one
         case("third", compared(2, 2, 1, 3), compared(2, 2, 1, 3)),
     ]
-    found = agreement(cases).to_json()
+    found = accuracy(cases).to_json()
     assert found["mape"] == pytest.approx(0.5)
     assert found["worst_error"] == pytest.approx(1.0), "with its sign, and not the first"
     assert found["common_factor"] == pytest.approx(1.0), (
@@ -71,7 +71,7 @@ def test_errors_of_both_signs_do_not_cancel():
     assert found["spearman"] == {"run: dense 8192 4": pytest.approx(0.0)}
     assert found["fastest_found"] == {"run: dense 8192 4": False}
     worst = dataclasses.replace(cases[0], passes={"forward": compared(10, 1, 0, 2)})
-    assert agreement([cases[1], cases[2], worst]).worst == pytest.approx(1.0), "-0.9 is smaller"
+    assert accuracy([cases[1], cases[2], worst]).worst == pytest.approx(1.0), "-0.9 is smaller"
 
 
 def test_a_predicted_degree_that_is_too_large_has_a_positive_error():

@@ -90,7 +90,8 @@ def test_the_best_is_the_fastest_that_fits():
     assert unfit
     assert all("of 28.5 GiB" in r.what for r in unfit)
     assert any(
-        r.why == "train.global_batch=2 cannot be divided among so many groups" for r in found.rejected
+        r.why == "train.global_batch=2 cannot be divided among so many groups"
+        for r in found.rejected
     )
     said = "; ".join(reasons(found.best, found.ranked[1]))
     assert "memory" in said

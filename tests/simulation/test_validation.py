@@ -200,7 +200,7 @@ def test_predictions_that_were_written_down_are_used_and_cannot_be_changed(recor
     refused = run("simulate", "--validate", recorded, "--prediction", "written")
     assert refused.exit_code == 2
     assert (
-        "--prediction written: records.parquet is not the file that was written with summary.json"
+        "--prediction written: records.parquet is not the file written with summary.json"
         in refused.stderr
     )
 
@@ -215,7 +215,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _, to: to, "--validate bad: there is no such folder"),
+        (lambda _, to: to, "--validate bad: no such folder"),
         (
             lambda _, to: to.mkdir() or to,
             "--validate bad: holds no profile (summary.json is missing)",
@@ -226,12 +226,12 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         ),
         (
             lambda r, to: edited(r, to, complete=False, samples=2, samples_wanted=5),
-            "--validate bad: was ended early (2 of 5 samples)",
+            "--validate bad: ended early (2 of 5 samples)",
         ),
         (lambda r, to: edited(r, to, schema=1), "has schema 1, this version of mtrain reads 2"),
         (
             lambda r, to: edited(r, to, kind="simulation"),
-            "--validate bad: is a simulation, nothing measured; give it as --prediction bad",
+            "--validate bad: is a simulation, not a measurement; give it as --prediction bad",
         ),
         (
             lambda r, to: (edited(r, to) / records.INDEX).write_bytes(b"no"),
@@ -239,7 +239,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         ),
         (
             lambda r, to: (edited(r, to) / records.RECORDS).unlink(),
-            "--validate bad: holds no records",
+            "--validate bad: no records",
         ),
     ],
 )
@@ -257,15 +257,15 @@ def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
     for words, said in (
         (
             ["--validate", recorded, "--prediction", "empty"],
-            "--prediction empty: holds no prediction (summary.json is missing)",
+            "--prediction empty: no prediction (summary.json is missing)",
         ),
-        (["--validate", recorded, "--prediction", recorded], "is a profile, no prediction"),
+        (["--validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
         (
             ["--prediction", recorded],
             "is compared with what was measured; give --validate RUN, too",
         ),
-        (["--validate", recorded, "nothing"], "--validate nothing: there is no such folder"),
-        (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, and"),
+        (["--validate", recorded, "nothing"], "--validate nothing: no such folder"),
+        (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, but"),
     ):
         import yaml
 
