@@ -1,4 +1,4 @@
-"""What a failure inside an exchange is called: a lost peer by its place, anything else as it was."""
+"""A lost peer is reported with its place in the exchange; other errors pass unchanged."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from mtrain_cli.parallel.transport import ExchangeError, explain_peer_loss
 WHERE = "ring, layer 3, forward, step 2 of 4"
 
 
-def test_a_lost_peer_is_named_with_the_place():
+def test_a_lost_peer_is_reported_with_its_place():
     with (
         pytest.raises(
             ExchangeError,
-            match=rf"^{WHERE}: kv from rank 1 did not arrive \(Timed out waiting 6000ms for recv operation\)$",
+            match=rf"^{WHERE}: kv from rank 1 did not arrive "
+            r"\(Timed out waiting 6000ms for recv operation\)$",
         ),
         explain_peer_loss(WHERE, "waits for kv from rank 1", "kv from rank 1 did not arrive", 1),
     ):
         raise RuntimeError(
-            "[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv operation"
+            "[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv "
+            "operation"
         )
 
 
@@ -28,7 +30,7 @@ def test_a_lost_peer_is_named_with_the_place():
     "error",
     [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Tensors must be contiguous")],
 )
-def test_another_error_stays_what_it_is(error):
+def test_other_errors_pass_unchanged(error):
     with (
         pytest.raises(type(error)) as caught,
         explain_peer_loss(WHERE, "posts kv", "kv could not be posted"),
@@ -37,7 +39,7 @@ def test_another_error_stays_what_it_is(error):
     assert caught.value is error
 
 
-def test_the_record_of_a_worker_that_fails_stays_where_it_waited(tmp_path, monkeypatch):
+def test_the_record_of_a_failed_worker_keeps_where_it_waited(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_record, "_record", None)
     progress_record.keep(tmp_path / "where")
     with explain_peer_loss(WHERE, "waits for kv from rank 1", "", 1):

@@ -76,15 +76,26 @@ def test_errors_of_both_signs_do_not_cancel():
 
 def test_a_predicted_degree_that_is_too_large_has_a_positive_error():
     assert compared(1, 1, 1, 1, (1.0, 1.3)).to_json()["degrees"]["worker"] == {
-        "measured": 1.0, "predicted": 1.3, "error": pytest.approx(0.3),
-    }  # fmt: skip
+        "measured": 1.0,
+        "predicted": 1.3,
+        "error": pytest.approx(0.3),
+    }
 
 
 def test_cases_that_differ_in_anything_that_counts_are_different_cases():
     facts = {
-        "pattern": "dense", "layout": "zigzag", "exchange": "ring", "per_node": 8, "seq": 8192, "micro_batch": 1, "cp": 4,
-        "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "kernel": "flash4",
-    }  # fmt: skip
+        "pattern": "dense",
+        "layout": "zigzag",
+        "exchange": "ring",
+        "per_node": 8,
+        "seq": 8192,
+        "micro_batch": 1,
+        "cp": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "kernel": "flash4",
+    }
     others = {"pattern": "moba", "layout": "striped", "exchange": "all_gather", "kernel": "triton"}
     for name, value in facts.items():
         if name != "per_node":

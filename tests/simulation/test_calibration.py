@@ -23,7 +23,7 @@ from mtrain_cli.simulation.calibration import (
     kernels_for,
     load_calibration,
     shipped,
-)  # fmt: skip
+)
 
 PEAKS = {"NVIDIA H200": 989e12}
 
@@ -211,11 +211,15 @@ def test_ones_own_file(tmp_path):
     def times(device: str, scale: float = 1.0) -> str:
         rows = [
             {
-                "kernel": "flash4", "case": {"density": None, "head_dim": 128}, "pairs": n * 10**9, "column_pairs": 0,
-                "forward_ms": n * scale, "backward_ms": 3 * n * scale,
+                "kernel": "flash4",
+                "case": {"density": None, "head_dim": 128},
+                "pairs": n * 10**9,
+                "column_pairs": 0,
+                "forward_ms": n * scale,
+                "backward_ms": 3 * n * scale,
             }
             for n in (1, 2, 4)
-        ]  # fmt: skip
+        ]
         return json.dumps({"schema": 1, "kind": "kernels", "device": device, "times": rows})
 
     mine = tmp_path / "mine.json"

@@ -70,9 +70,14 @@ def test_what_a_file_leaves_out(tmp_path):
     """Collectives reach what a link carries, not what one message reaches; matrix products 0.77 of the peak, within a half and 0.95."""
     content = document()
     content["links"]["inner"] = {
-        key: {"value": value, "source": "guess"} for key, value in (("latency_us", 7), ("bandwidth_gbps", 300), ("capacity_gbps", 500),
-                                                                   ("gpu_share", 0.1))
-    }  # fmt: skip
+        key: {"value": value, "source": "guess"}
+        for key, value in (
+            ("latency_us", 7),
+            ("bandwidth_gbps", 300),
+            ("capacity_gbps", 500),
+            ("gpu_share", 0.1),
+        )
+    }
     content["gpu"].pop("gemm_tflops", None)
     content["gpu"]["peak_tflops"] = {"value": 1000, "source": "datasheet"}
     path = tmp_path / "mine.yaml"
@@ -98,12 +103,14 @@ def test_all_problems_are_told_together(tmp_path):
     wrong["links"]["outer"]["bandwith_gbps"] = wrong["links"]["outer"].pop("bandwidth_gbps")
     wrong["links"]["outer"]["latency_us"]["source"] = "a friend"
     assert problems(tmp_path, wrong) == [
-        "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, dollars_per_gpu_hour",
+        "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, "
+        "dollars_per_gpu_hour",
         "nodes=0: not allowed; expected a whole number of at least 1 and at most 16,384",
         "gpu.peak_tflops: is missing; expected a number above 0 and at most 1e+12 as "
         "{value: N, source: measured|datasheet|paper|guess, note: ...}",
         "gpu.hbm_gbps.value=-3: expected a number above 0 and at most 1e+12",
-        "links.inner.latency_us=60: expected a number of at least 0 and at most 1e+12 with its source, as "
+        "links.inner.latency_us=60: expected a number of at least 0 and at most 1e+12 with its "
+        "source, as "
         "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
         "links.inner.gpu_share.value=1.5: expected a share, at least 0 and below 1",
         *[line for line in problems(tmp_path, wrong) if line.startswith("links.outer")],
@@ -112,8 +119,8 @@ def test_all_problems_are_told_together(tmp_path):
     assert outer[0].startswith("links.outer.bandwith_gbps=")
     assert "unknown key; did you mean bandwidth_gbps?; allowed: latency_us" in outer[0]
     assert (
-        "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess"
-        in outer
+        "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, "
+        "paper, guess" in outer
     )
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
     assert any(

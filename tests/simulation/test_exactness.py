@@ -74,9 +74,17 @@ def check(
 ) -> int:
     """-> compared numbers; 0: there is no such configuration."""
     made = RecordedSetup(
-        seq=seq, heads=HEADS, kv_heads=HEADS, head_dim=16, dtype_bytes=2, workers=workers, per_node=per_node, layout=layout,
-        exchange=exchange, block_size=BLOCK,
-    )  # fmt: skip
+        seq=seq,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=16,
+        dtype_bytes=2,
+        workers=workers,
+        per_node=per_node,
+        layout=layout,
+        exchange=exchange,
+        block_size=BLOCK,
+    )
     padded = make_layout(layout, workers, seq, BLOCK, unit=BLOCK).padded_seq
     masks = tuple(masks_of(mask, padded, seq))
     index = index_of(pattern, make_layout(layout, workers, seq, BLOCK, unit=BLOCK))
@@ -113,7 +121,8 @@ def check(
                 & (rows["direction"] == records.WORDS["direction"].index(direction))
             ]
             assert int(of_columns["pairs"].sum()) == column_pairs
-            # What takes no time is no row, and of a phase that computes nothing the number of columns is not asked for.
+            # What takes no time is no row, and of a phase that computes nothing the number of
+            # columns is not asked for.
             assert int(of_columns["columns"].sum()) == (columns if column_pairs else 0)
             compared += 2 * len(steps) + 2
     return compared

@@ -200,9 +200,17 @@ def test_a_launch_takes_the_median_of_what_was_timed(monkeypatch):
 def test_the_slowest_rank_counts(monkeypatch):
     """Four ranks need 5, 70, 6 and 7 us."""
     bench = SimpleNamespace(
-        device=torch.device("cpu"), together=lambda: None, clean=lambda: None,
-        everyone=lambda mine: [mine] if isinstance(mine, bool) else [5.0, 70.0, 6.0, 7.0] if isinstance(mine, float) else [mine],
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        together=lambda: None,
+        clean=lambda: None,
+        everyone=lambda mine: (
+            [mine]
+            if isinstance(mine, bool)
+            else [5.0, 70.0, 6.0, 7.0]
+            if isinstance(mine, float)
+            else [mine]
+        ),
+    )
     monkeypatch.setattr(measuring, "_on_cpu", lambda *_: (6.0, None))
     operation = SimpleNamespace(
         link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size)

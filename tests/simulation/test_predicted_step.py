@@ -106,7 +106,8 @@ WAYS = [
     "train.activation_checkpoint=full train.offload_activations=true",
     "train.activation_checkpoint=full train.offload_activations=16 train.shard=gradients",
     "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.25",
-    "train.activation_checkpoint=sequence_selective topology.layout=contiguous train.reduce_dtype=bfloat16",
+    "train.activation_checkpoint=sequence_selective topology.layout=contiguous "
+    "train.reduce_dtype=bfloat16",
     "train.loss_gradients=recompute train.shard=optimizer",
     "optim.offload=true train.shard=gradients train.reduce_dtype=bfloat16",
     "optim.offload=true train.shard=optimizer train.global_batch=2",
@@ -219,7 +220,8 @@ def test_what_is_saved_costs_what_it_costs():
     assert 30 * shard / 19e9 < host < 1.3 * 30 * shard / 19e9
     behind = made("optim.offload=true", cluster=slow).parts["optimizer"]
     assert behind > 4 * shard / 0.5e9
-    # Gradients that leave begin a backward pass earlier, and then only weights are in the way of the step.
+    # Gradients that leave begin a backward pass earlier, and then only weights are in the way of
+    # the step.
     states, leaving = (
         StateMemory(config, 8, 4, 2),
         ("optim.offload=true", "optim.offload_gradients=true"),
@@ -306,8 +308,8 @@ def _played(
     root: tuple[float, float],
     layers: int,
 ) -> float:
-    """us of all layers, event by event: one queue of collectives, one stream that computes; the next layer's weights are asked for when a
-    layer begins, gradients are sent when it has ended.
+    """us of all layers, event by event: one queue of collectives, one stream that computes; the
+    next layer's weights are asked for when a layer begins, gradients are sent when it has ended.
     """
     queue = root[0] + gather
     now = queue
@@ -414,7 +416,8 @@ def test_recomputation_trades_time_for_memory():
     assert none.parts["recomputed"] == 0
 
 
-# Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is in a constant or a calibration.
+# Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is
+# in a constant or a calibration.
 MEASURED = [
     (["seq=32k"], 1, "striped", "all_gather", DENSE, 2.18),
     (["seq=128k"], 4, "zigzag", "all_gather", DENSE, 5.12),
@@ -440,9 +443,15 @@ def test_measured_steps_lie_within_the_bounds(words, workers, layout, exchange, 
 @pytest.mark.parametrize(
     ("gpu", "expected"),
     [
-        ("NVIDIA A100-SXM4-40GB", (8, 0)), ("NVIDIA H100 80GB HBM3", (9, 0)), ("NVIDIA GH200 480GB", (9, 0)), ("NVIDIA H20", (9, 0)),
-        ("NVIDIA B200", (10, 0)), ("NVIDIA GB200", (10, 0)), ("NVIDIA A800-SXM4-80GB", (8, 0)), ("unheard of", (8, 0)),
+        ("NVIDIA A100-SXM4-40GB", (8, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("NVIDIA A800-SXM4-80GB", (8, 0)),
+        ("unheard of", (8, 0)),
     ],
-)  # fmt: skip
+)
 def test_capability_by_name(gpu, expected):
     assert capability(gpu) == expected

@@ -147,7 +147,8 @@ def test_where_nothing_fits_it_says_what_would():
         load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",)
     )
     assert any("does not describe links between nodes" in line for line in alone.needed)
-    # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one layer less on the host is too much.
+    # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one
+    # layer less on the host is too much.
     gib = int(alone.needed[0].split()[2])
     (setting,) = re.findall(
         r": striped ring, full recomputation, train.offload_activations=(\d+)$", alone.needed[0]
@@ -160,10 +161,15 @@ def test_where_nothing_fits_it_says_what_would():
     ]
     totals = [
         plan_on(
-            load_cluster("h200_1x8"), compose([*words, f"train.offload_activations={int(setting) - n}"]),
-            workers=8, layout="striped", exchange="ring",
-        ).memory.total / GIB for n in (0, 1)
-    ]  # fmt: skip
+            load_cluster("h200_1x8"),
+            compose([*words, f"train.offload_activations={int(setting) - n}"]),
+            workers=8,
+            layout="striped",
+            exchange="ring",
+        ).memory.total
+        / GIB
+        for n in (0, 1)
+    ]
     assert totals[0] <= 0.95 * gib < totals[1]
     assert totals[0] > 0.95 * (gib - 1)
 
@@ -227,8 +233,12 @@ def test_what_does_not_differ_is_tried_once():
     names = ("all_gather", "hierarchical_all_gather", "ring", "ulysses")
     assert _distinct(LAYOUTS, names, 1, 8) == [("zigzag", "all_gather")]
     assert _distinct(LAYOUTS, names, 8, 8) == [
-        ("zigzag", "all_gather"), ("zigzag", "ring"), ("zigzag", "ulysses"), ("striped", "all_gather"), ("striped", "ring"),
-    ]  # fmt: skip
+        ("zigzag", "all_gather"),
+        ("zigzag", "ring"),
+        ("zigzag", "ulysses"),
+        ("striped", "all_gather"),
+        ("striped", "ring"),
+    ]
     assert len(_distinct(LAYOUTS, names, 16, 8)) == 7
     assert _distinct(("striped",), ("hierarchical_ring",), 8, 8) == [
         ("striped", "hierarchical_ring")
@@ -262,7 +272,8 @@ def test_the_line_to_type_composes_to_the_same_plan():
         many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {}
     )
     assert text.startswith(
-        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m mtrain_cli train model="
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m "
+        "mtrain_cli train model="
     )
 
 

@@ -46,9 +46,11 @@ pytestmark = pytest.mark.usefixtures("by_constants")
 FORMS = (DENSE, SPARSE, LISTS, DIAGONALS, ALONE_COLUMNS)
 H200 = load_cluster("h200_1x8")
 WORDS = ("model=qwen3b", "model.num_layers=2", "seq=32k", "train.activation_checkpoint=selective")
-# Of the cluster file: FLOP/s of matrix products, bytes/s of memory, and latency and bandwidth of collectives.
+# Of the cluster file: FLOP/s of matrix products, bytes/s of memory, and latency and bandwidth of
+# collectives.
 GEMM, MEMORY, LATENCY, RING, SHARE = 768e12, 4200e9, 79e-6, 322e9, 0.23
-# Of qwen3b: hidden, queries, keys, MLP, vocabulary; weights of a layer's products, of a layer, and outside of them (tied embedding, norm).
+# Of qwen3b: hidden, queries, keys, MLP, vocabulary; weights of a layer's products, of a layer, and
+# outside of them (tied embedding, norm).
 C, A, K, INNER, V = 2048, 16 * 128, 2 * 128, 11008, 151936
 PRODUCTS = 2 * C * A + 2 * C * K + 3 * C * INNER
 
@@ -97,7 +99,8 @@ def test_every_part_of_a_step_by_hand(two):
     assert parts["recomputed"] == pytest.approx(2 * 2 * (PRODUCTS - C * INNER) * tokens / GEMM)
     layer, root = two.plan.parameters.layer, V * C + C
     shard = (2 * layer + root) / 2
-    # Gradients are read for their norm, then scaled; AdamW moves seven float32 numbers. One number is summed over the workers.
+    # Gradients are read for their norm, then scaled; AdamW moves seven float32 numbers. One number
+    # is summed over the workers.
     assert parts["optimizer"] == pytest.approx(shard * (4 + 8 + 28) / MEMORY + LATENCY, rel=1e-5)
     rotated = 2 * (A + K)
     # Weights are cast, gathered, copied out, twice; gradients copied in and added to the shard.
@@ -112,7 +115,8 @@ def test_every_part_of_a_step_by_hand(two):
     )
     gather, reduce = (LATENCY + size * layer / 2 / RING for size in (2, 4))
     outside = 2 * LATENCY + (2 + 4) * root / 2 / RING
-    # Alone: outside, the first gather of each pass, the last scatter. Hidden: a gather forward, one backward, one scatter.
+    # Alone: outside, the first gather of each pass, the last scatter. Hidden: a gather forward, one
+    # backward, one scatter.
     assert found.hidden == pytest.approx(2 * gather + reduce)
     assert parts["weights"] == pytest.approx(outside + 2 * gather + reduce + SHARE * found.hidden)
     assert found.sent == pytest.approx(4 * 2 * layer / 2 + 2 * 4 * layer / 2 + (2 + 4) * root / 2)

@@ -46,13 +46,18 @@ def test_axes_and_points():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seq", "--sweep seq: expected NAME=VALUE"), ("seq=", "--sweep seq=: expected NAME=VALUE"), ("", "names nothing"),
-        ("nodes=0", "nodes=0: expected a whole number of at least 1"), ("workers=x", "workers=x: expected a whole number"),
-        ("density=2", "density=2: must be above 0 and at most 1"), ("nods=1", "did you mean nodes?"),
-        ("exchange=ring", "use --exchange ring to compare these"), ("seq=1k seq=2k", "seq is swept twice"),
+        ("seq", "--sweep seq: expected NAME=VALUE"),
+        ("seq=", "--sweep seq=: expected NAME=VALUE"),
+        ("", "names nothing"),
+        ("nodes=0", "nodes=0: expected a whole number of at least 1"),
+        ("workers=x", "workers=x: expected a whole number"),
+        ("density=2", "density=2: must be above 0 and at most 1"),
+        ("nods=1", "did you mean nodes?"),
+        ("exchange=ring", "use --exchange ring to compare these"),
+        ("seq=1k seq=2k", "seq is swept twice"),
         ("nodes=1 workers=2", "give one of them"),
     ],
-)  # fmt: skip
+)
 def test_words_that_are_no_axes(text, said):
     with pytest.raises(ConfigError) as error:
         axes([text])
@@ -104,7 +109,12 @@ def test_what_holds_for_all_rows_is_told_once():
         {"n": 3, "remarks": ["three", "both"]},
     ]
     assert shared_remarks(rows) == (
-        ["both"], [{"n": 1, "remarks": ["one"]}, {"n": 2, "cannot": "so it is"}, {"n": 3, "remarks": ["three"]}],
-    )  # fmt: skip
+        ["both"],
+        [
+            {"n": 1, "remarks": ["one"]},
+            {"n": 2, "cannot": "so it is"},
+            {"n": 3, "remarks": ["three"]},
+        ],
+    )
     assert shared_remarks(rows[1:2]) == ([], rows[1:2])
     assert shared_remarks(rows[:1]) == (["both", "one"], [{"n": 1}])

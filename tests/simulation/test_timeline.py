@@ -103,9 +103,15 @@ def simulated(
     lockstep = prices.lockstep
     steps = len(lockstep.beats(prices.direction))
     return play(
-        program(lockstep, prices), prices.direction, lockstep.grid.workers, steps,
-        start=start, grid=lockstep.grid, conditions=conditions, rows=rows,
-    )  # fmt: skip
+        program(lockstep, prices),
+        prices.direction,
+        lockstep.grid.workers,
+        steps,
+        start=start,
+        grid=lockstep.grid,
+        conditions=conditions,
+        rows=rows,
+    )
 
 
 def of(exchange: str, workers: int, per_node: int = 8, **options) -> SpmdSchedule:
@@ -156,7 +162,8 @@ def test_a_slow_rank_is_waited_for_by_its_neighbours():
     found = simulated(
         Given(ring, even(ring), {"context": 0.0}), conditions=Disturbances(slow={2: 2.0}), rows=True
     )
-    # A hop is posted when a step begins, and both ends have to post it: rank 2 posts its third at 400, and its neighbours are there at 300.
+    # A hop is posted when a step begins, and both ends have to post it: rank 2 posts its third at
+    # 400, and its neighbours are there at 300.
     assert found.end.tolist() == [400, 500, 800, 500]
     assert found.late.tolist() == [
         [0, 0, 0, 0, 0],
@@ -235,7 +242,8 @@ def test_gradients_of_a_part_leave_once_those_of_the_part_before_have():
 
     # Two kernels, what is cut before and after each, the first gather and the last return.
     assert backward(40.0) == 40 + 2 * (3 + 100 + 5) + 40
-    # The link has the keys of the second part until 260, and then the first gradients, until 390. The second part is computed at 363.
+    # The link has the keys of the second part until 260, and then the first gradients, until 390.
+    # The second part is computed at 363.
     assert backward(130.0) == 390 + 5 + 130
 
 
@@ -260,8 +268,9 @@ def test_gradients_come_home_one_hop_behind():
             ring, even(ring, 100, "backward"), {"context": 90.0}, direction="backward", merge_us=5.0
         )
     )
-    # The gradient of the first step is posted at 105 and has the link to 195, the second hop of keys from then to 285; step 2 waits for it
-    # from 210 on. The last gradient arrives at 375, before that step ends.
+    # The gradient of the first step is posted at 105 and has the link to 195, the second hop of
+    # keys from then to 285; step 2 waits for it from 210 on. The last gradient arrives at 375,
+    # before that step ends.
     assert found.end.tolist() == [390] * 3
     assert found.exposed["context"].tolist() == [[0, 0, 0, 75]] * 3
 

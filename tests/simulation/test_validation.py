@@ -42,9 +42,18 @@ def recorded(tmp_path_factory) -> Path:
     """A profile that the simulator itself played, with the indices that it played."""
     folder = tmp_path_factory.mktemp("runs") / "played"
     setup = RecordedSetup(
-        seq=SEQ, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=WORKERS, per_node=WORKERS, layout="striped", exchange="ring",
-        needs_out=True, columns={"vertical_slash": 64},
-    )  # fmt: skip
+        seq=SEQ,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        dtype_bytes=2,
+        workers=WORKERS,
+        per_node=WORKERS,
+        layout="striped",
+        exchange="ring",
+        needs_out=True,
+        columns={"vertical_slash": 64},
+    )
     masks = (SequenceMask.causal(SEQ, SEQ),)
     family = IndexFamily("local", density=0.2, columns=64)
     problem = AttentionWorkload(
@@ -288,9 +297,11 @@ def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
         )
 
     mixed = changed(
-        recorded, tmp_path / "mixed", **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
+        recorded,
+        tmp_path / "mixed",
+        **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
         blocks=lambda rows: rows["blocks"] + ((rows["case"] == 2) & (rows["blocks"] > 0)),
-    )  # fmt: skip
+    )
     said = document("--validate", mixed, "--out", tmp_path / "v")
     assert [case["error"] for case in said["cases"]] == pytest.approx([-0.5, 1.0, 0.0], abs=1e-3)
     together = said["agreement"]
