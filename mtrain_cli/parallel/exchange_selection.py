@@ -194,7 +194,7 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         if topology.exchange == "ulysses" and topology.ulysses != needs.workers:
             raise ConfigError(
                 f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers "
-                "of a sequence. Choose another exchange to move keys between groups that share heads"
+                "of a sequence. Choose another exchange to move keys between the head groups"
             )
         heads = topology.ulysses
     fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]

@@ -1,4 +1,4 @@
-"""Small index files as a profile would leave them."""
+"""Small index files like those of a profile."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def masks() -> list[SequenceMask]:
 
 
 def lines(seed: int, padded: int = PADDED) -> VerticalSlash:
-    """Columns and diagonals that lie in the padding, too."""
+    """Includes columns and diagonals in the padding."""
     rng = np.random.default_rng(seed)
     blocks = padded // BLOCK
     slashes = rng.random((2, HEADS, blocks)) < 0.15

@@ -1,4 +1,4 @@
-"""How well predictions agree with measurements, in figures that were worked out by hand."""
+"""Agreement of predictions with measurements, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def case(label: str, *passes: PassComparison) -> CaseComparison:
 
 
 def test_errors_of_both_signs_do_not_cancel():
-    """Cases of 6, 6 and 4 ms, predicted as 3, 12 and 4: errors of -1/2, +1 and 0; factors of 1/2, 2 and 1."""
+    """Cases of 6, 6 and 4 ms, predicted as 3, 12 and 4 ms: errors -1/2, +1 and 0."""
     cases = [
         case(
             "first", compared(4, 2, 1, 3, (1.0, 1.3)), compared(2, 1, 1, 2)
@@ -82,7 +82,7 @@ def test_a_predicted_degree_that_is_too_large_has_a_positive_error():
     }
 
 
-def test_cases_that_differ_in_anything_that_counts_are_different_cases():
+def test_cases_that_differ_in_an_identifying_fact_are_different():
     facts = {
         "pattern": "dense",
         "layout": "zigzag",

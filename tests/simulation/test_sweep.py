@@ -1,4 +1,4 @@
-"""Sweeps: every point once, what cannot be is a row, and a sweep that was ended goes on."""
+"""Sweeps: every point once; impossible points are rows; an interrupted sweep resumes."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_axes_and_points():
         ("nodes=1 workers=2", "give one of them"),
     ],
 )
-def test_words_that_are_no_axes(text, said):
+def test_invalid_axes_are_refused(text, said):
     with pytest.raises(ConfigError) as error:
         axes([text])
     assert said in str(error.value)
     assert len(error.value.problems) == 1
 
 
-def test_there_is_an_end_to_points():
+def test_the_number_of_points_is_limited():
     with pytest.raises(ConfigError, match="makes 6000 configurations"):
         points(
             {"seed": [str(i) for i in range(1000)]},
@@ -74,7 +74,7 @@ def test_there_is_an_end_to_points():
         )
 
 
-def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
     journal, evaluated = tmp_path / "sweep.jsonl", []
     evaluate = sweeping.evaluate
     monkeypatch.setattr(
@@ -95,14 +95,14 @@ def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
     assert len(evaluated) == 5, "the two that were lost"
     assert list(make().rows(None, told.append)) == rows
     assert len(evaluated) == 8
-    # Another cluster or option is another sweep.
+    # Another cluster or option makes another sweep.
     other = Sweep(make().points, make().cluster_of, scenario_of, None, "other")
     list(other.rows(journal, told.append))
     assert len(evaluated) == 11
     assert json.loads(lines[0])["seconds"]["low"] < json.loads(lines[0])["seconds"]["high"]
 
 
-def test_what_holds_for_all_rows_is_told_once():
+def test_remarks_that_hold_for_all_rows_are_given_once():
     rows = [
         {"n": 1, "remarks": ["both", "one"]},
         {"n": 2, "cannot": "so it is"},

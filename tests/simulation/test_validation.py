@@ -1,4 +1,4 @@
-"""Predictions against profiles: a played one is predicted exactly, a changed one is off by that, and bad input is one line."""
+"""Predictions compared with profiles: played profiles agree exactly, changed ones by the change."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def document(*words: object) -> dict:
     return json.loads(found.stdout)
 
 
-def test_what_was_played_is_predicted_exactly(recorded, tmp_path):
+def test_a_played_profile_is_predicted_exactly(recorded, tmp_path):
     said = document("--validate", recorded, "--out", tmp_path / "v")
     together = said["agreement"]
     assert together["mape"] < 1e-3
@@ -134,8 +134,8 @@ def test_what_was_played_is_predicted_exactly(recorded, tmp_path):
     assert json.loads((tmp_path / "v/validation.json").read_text()) == said
 
 
-def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
-    """All takes four times as long but work that is one pair more."""
+def test_errors_have_the_sign_and_size_of_the_change(recorded, tmp_path):
+    """All times are four times as long; work is one pair more."""
     slow = changed(
         recorded,
         tmp_path / "slow",
@@ -173,7 +173,7 @@ def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
     assert min(range(WORKERS), key=lambda rank: ranks[rank]) == 2
 
 
-def test_predictions_that_were_written_down_are_used_and_cannot_be_changed(recorded):
+def test_written_predictions_are_used_and_protected_against_changes(recorded):
     words = [
         "--index",
         recorded,
@@ -252,7 +252,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         ),
     ],
 )
-def test_a_folder_that_cannot_be_validated_is_one_line(recorded, tmp_path, make, said):
+def test_an_invalid_folder_is_one_line(recorded, tmp_path, make, said):
     make(recorded, tmp_path / "bad")
     found = run("simulate", "--validate", "bad")
     assert found.exit_code == 2, found.output
@@ -261,7 +261,7 @@ def test_a_folder_that_cannot_be_validated_is_one_line(recorded, tmp_path, make,
     assert not (tmp_path / "measurements").exists()
 
 
-def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
+def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
     (tmp_path / "empty").mkdir()
     for words, said in (
         (
@@ -288,8 +288,8 @@ def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
         assert len(found.stderr.strip().splitlines()) == 1
 
 
-def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
-    """The first case took twice as long, the second one half as long; the third one as it was, with one block more in every step."""
+def test_errors_of_both_signs_are_reported_per_case(recorded, tmp_path):
+    """Case 1 takes twice as long, case 2 half as long; case 3 has one block more in every step."""
 
     def times(name: str):
         return lambda rows: (rows[name] * np.choose(rows["case"], [2.0, 0.5, 1.0])).astype(
@@ -318,7 +318,7 @@ def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
     assert together["work_cells_equal"] == 168 - 2 * WORKERS
 
 
-def test_one_layer_is_held_against_the_median_and_several_against_their_mean(recorded, tmp_path):
+def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recorded, tmp_path):
     summary = json.loads((recorded / records.SUMMARY).read_text())
     cases = [facts | {"forward_ms": 1234.0} for facts in summary["cases"]]
     run = open_run(edited(recorded, tmp_path / "one", cases=cases))
