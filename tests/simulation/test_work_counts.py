@@ -298,7 +298,7 @@ def test_flop_equal_those_of_the_index():
 
 
 def test_dense_causal_degrees_have_their_known_values():
-    """Zigzag gives all workers the same; contiguous gives worker r of n (2 r + 1) / n of the mean."""
+    """Zigzag: all workers equal. Contiguous: worker r of n computes (2 r + 1) / n of the mean."""
     seq, workers = 1 << 13, 8
     for name, largest in (("zigzag", 1.0), ("contiguous", (2 * workers - 1) / workers)):
         layout = make_layout(name, workers, seq, 128)
