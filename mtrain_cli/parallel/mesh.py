@@ -89,12 +89,12 @@ def make_context_group(
         places = [list(range(p, cp, heads)) for p in range(heads)]
         groups_per_node = max(1, per_node // heads)
         groups = _channels(make, places, min(groups_per_node, cp // heads), channels)
-        mine = (rank - first) % heads
+        place = (rank - first) % heads
         if cp > heads:
             groups[WHOLE] = make(places)
         exchange = ContextGroup(
             (rank - first) // heads,
-            tuple(first + r for r in places[mine]),
+            tuple(first + r for r in places[place]),
             min(groups_per_node, cp // heads),
             {k: v for k, v in groups.items() if v},
         )
@@ -111,8 +111,7 @@ def make_context_group(
         *group.channels.values(),
         *(group.exchange.channels.values() if group.exchange else ()),
     ]:
-        # NCCL connects on the first message. A collective here connects all ranks at once; without
-        # it, ranks would connect one by one in their first pass.
+        # A communicator connects on its first message. A collective connects all ranks at once.
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
     return group
 
@@ -127,17 +126,17 @@ class _GroupMaker:
     timeout: timedelta | None
 
     def __call__(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        mine: dist.ProcessGroup | None = None
+        own_group: dist.ProcessGroup | None = None
         for first in range(0, self.world, self.cp):
             for ranks in sets:
                 members = [first + r for r in ranks]
                 # Every rank must call new_group for every group, in the same order.
                 group = dist.new_group(members, timeout=self.timeout)
                 if self.rank in members:
-                    assert mine is None
-                    mine = group
-        assert mine is not None
-        return mine
+                    assert own_group is None
+                    own_group = group
+        assert own_group is not None
+        return own_group
 
 
 def _channels(

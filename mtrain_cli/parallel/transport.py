@@ -155,16 +155,16 @@ class Transport:
             )
         self._record_end(transfer)
 
-    def start_gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
+    def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
         """Start an all-gather. Returns [peers, ...], valid after `wait`."""
         with self._posting(transfer):
-            mine = contiguous(mine)
-            others = mine.nbytes * (len(transfer.peers) - 1)
+            own = contiguous(own)
+            others = own.nbytes * (len(transfer.peers) - 1)
             self._record_post(transfer, others, others)
             gathered, work = start_all_gather(
-                mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
+                own, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
             )
-            self._works[transfer.number], self._inputs[transfer.number] = [work], mine
+            self._works[transfer.number], self._inputs[transfer.number] = [work], own
         self._record_end(transfer)
         return gathered
 
@@ -173,12 +173,12 @@ class Transport:
         with self._posting(transfer):
             others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
             self._record_post(transfer, others, others)
-            mine, work = start_reduce_scatter(
+            own, work = start_reduce_scatter(
                 shards, self.group.channel(transfer.channel, transfer.payload)
             )
             self._works[transfer.number], self._inputs[transfer.number] = [work], shards
         self._record_end(transfer)
-        return mine
+        return own
 
     def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """Send part i of [peers, ...] to peer i. Returns the parts received, ready to use."""

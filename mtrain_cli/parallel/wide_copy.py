@@ -41,7 +41,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """Do what ``target.copy_(source)`` does, for equal shapes."""
     if source.dtype == target.dtype:
-        mine, theirs = as_wide(source), as_wide(target)
-        if mine.dtype == theirs.dtype:
-            source, target = mine, theirs
+        wide_source, wide_target = as_wide(source), as_wide(target)
+        if wide_source.dtype == wide_target.dtype:
+            source, target = wide_source, wide_target
     target.copy_(source)

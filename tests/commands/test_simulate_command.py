@@ -445,7 +445,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
         (
             ["--sweep", "seq=512", "--density", "5%"],
-            "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt",
+            "--sweep seq=512: 512 tokens in blocks of 128 are too few for",
         ),
         (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: ask for one of them"),
         (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
