@@ -284,7 +284,7 @@ def _show(
         + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
     )
     line(
-        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}"
+        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.mape_without_common:.1%}"
     )
     line(f"bounds     hold {together.covered:.0%} of the passes")
     line(

@@ -30,10 +30,8 @@ from mtrain_cli.training.flops import peak_flops
 # Forms of a call: whole intervals; a list of blocks under plain masks; the block diagonals and the
 # columns of an index, together or only one of them.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-# `profiling.non_attention_benchmark` also measures the passes of a layer, the INDEX estimate, and
-# the loss with the embedding. What else of a step is measured
-# (`profiling.non_attention_benchmark`), beside the passes of a layer and INDEX: the loss, with the
-# embedding.
+# Other measured parts of a step (`profiling.non_attention_benchmark`): the passes of a layer,
+# INDEX, and the loss with the embedding.
 LOSS = "loss"
 NON_ATTENTION_FILE = "non_attention"
 KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
@@ -50,12 +48,12 @@ class CalibrationPoint:
     """One measured call.
 
     flop: 1e12 FLOP of block diagonals, or of all dense work.
-    of_columns: 1e12 FLOP of single columns.
+    column_flop: 1e12 FLOP of single columns.
     ms: its time.
     """
 
     flop: float
-    of_columns: float
+    column_flop: float
     ms: float
 
 
@@ -89,7 +87,7 @@ class Curve:
     skips: bool = True
 
     def us(
-        self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE
+        self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
     ) -> FloatArray:
         """Return the us of calls; 0 where there is no work. flop: of all but single columns."""
         fixed = self.fixed_ms
@@ -98,10 +96,10 @@ class Curve:
         ms = (
             fixed
             + np.asarray(flop) * (self.ms_per_tflop / 1e12)
-            + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
+            + np.asarray(column_flop) * (self.ms_per_column_tflop / 1e12)
         )
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
-        return np.where(np.asarray(flop) + of_columns > 0, ms * 1e3 * factor, 0.0)
+        return np.where(np.asarray(flop) + column_flop > 0, ms * 1e3 * factor, 0.0)
 
     def efficiency(self, flop: float, peak: float) -> float:
         """Return the share of the peak FLOP/s that a call with this much work reaches."""
@@ -122,10 +120,10 @@ def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[floa
     Calls that mix diagonals and columns in one proportion cannot separate the two rates, and small
     calls of one form cannot tell what large ones take. Together they can.
     """
-    rows = [(of_form, p) for of_form, points in enumerate(forms) for p in points]
+    rows = [(form_number, p) for form_number, points in enumerate(forms) for p in points]
     table = np.zeros((len(rows), len(forms) + 2))
-    for row, (of_form, p) in zip(table, rows, strict=True):
-        row[[of_form, -2, -1]] = np.array([1.0, p.flop, p.of_columns]) / p.ms
+    for row, (form_number, p) in zip(table, rows, strict=True):
+        row[[form_number, -2, -1]] = np.array([1.0, p.flop, p.column_flop]) / p.ms
     # Fewer than three points of a form cannot determine a fixed time.
     used = [
         i
@@ -135,28 +133,29 @@ def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[floa
     best, least = np.zeros(table.shape[1]), np.inf
     for number in range(1, len(used) + 1):
         for chosen in itertools.combinations(used, number):
-            found = np.zeros(table.shape[1])
-            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(rows)), rcond=None)[
-                0
-            ]
-            error = float(((table @ found - 1) ** 2).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = found, error
+            solution = np.zeros(table.shape[1])
+            solution[list(chosen)] = np.linalg.lstsq(
+                table[:, chosen], np.ones(len(rows)), rcond=None
+            )[0]
+            error = float(((table @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and error < least * (1 - 1e-9):
+                best, least = solution, error
     return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
 
 
 def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
     """Return the mean absolute relative leave-one-out error of each form."""
     means = []
-    for of_form, points in enumerate(forms):
+    for form_number, points in enumerate(forms):
         errors = []
         for i, left_out in enumerate(points):
             others = [list(p) for p in forms]
-            del others[of_form][i]
-            fixed, rate, of_columns = fit_together(others)[of_form]
+            del others[form_number][i]
+            fixed, rate, column_flop = fit_together(others)[form_number]
             errors.append(
                 abs(
-                    (fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms
+                    (fixed + left_out.flop * rate + left_out.column_flop * column_flop)
+                    / left_out.ms
                     - 1
                 )
             )
@@ -202,12 +201,12 @@ class NonAttentionTimes:
 
         expected: us. of: expected us of a measured point.
         """
-        found: dict[float, list[float]] = {}
+        ratios: dict[float, list[float]] = {}
         for point in self.points:
             if point.part == part:
-                found.setdefault(of(point), []).append(point.us / of(point))
-        us = sorted(found)
-        shares = [statistics.median(found[e]) for e in us]
+                ratios.setdefault(of(point), []).append(point.us / of(point))
+        us = sorted(ratios)
+        shares = [statistics.median(ratios[e]) for e in us]
         least, most = us[0], us[-1]
         share = float(np.interp(np.log(expected), np.log(us), shares))
         if expected < least and shares[0] > _WAITS * min(shares):
@@ -219,14 +218,14 @@ class NonAttentionTimes:
 
         each: us per token above the largest measured size, since short estimates are launch-bound.
         """
-        found: dict[int, list[float]] = {}
+        by_size: dict[int, list[float]] = {}
         for point in self.points:
             if point.part == INDEX:
-                found.setdefault(point.size, []).append(point.us)
-        if not found:
+                by_size.setdefault(point.size, []).append(point.us)
+        if not by_size:
             return None
-        sizes = sorted(found)
-        us = [statistics.median(found[size]) for size in sizes]
+        sizes = sorted(by_size)
+        us = [statistics.median(by_size[size]) for size in sizes]
         measured = next(point.heads for point in self.points if point.part == INDEX)
         # Every head reads the scores of all keys. Launches do not depend on the number of heads.
         more = (float(np.interp(tokens, sizes, us)) - min(us)) * max(1.0, heads / measured)
@@ -280,20 +279,20 @@ def load_calibration(*paths: Path) -> Calibration:
                 continue
             for time in document["times"]:
                 form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
-                pairs, of_columns = int(time["pairs"]), int(time.get("column_pairs") or 0)
+                pairs, column_pairs = int(time["pairs"]), int(time.get("column_pairs") or 0)
                 if not time.get("skips", True):
                     dense_only.add(str(time["kernel"]))
                     if form in (SPARSE, DIAGONALS):
-                        pairs, of_columns = int(time["mask_pairs"]), 0
+                        pairs, column_pairs = int(time["mask_pairs"]), 0
                 for direction in (FORWARD, BACKWARD):
                     flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
                     point = CalibrationPoint(
-                        (pairs - of_columns) * flop,
-                        of_columns * flop,
+                        (pairs - column_pairs) * flop,
+                        column_pairs * flop,
                         float(time[f"{direction}_ms"]),
                     )
-                    if not all(map(is_number, (point.ms, point.flop, point.of_columns))) or not (
-                        point.ms > 0 and point.flop + point.of_columns > 0
+                    if not all(map(is_number, (point.ms, point.flop, point.column_flop))) or not (
+                        point.ms > 0 and point.flop + point.column_flop > 0
                     ):
                         raise ValueError("a time or a number of pairs is not positive")
                     points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
@@ -341,11 +340,11 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _check_non_attention(
-    path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]
+    path: Path, points: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]
 ) -> None:
     """Check the parts and the dtype of a file. dtypes: of earlier files; this one's is added."""
     absent = [
-        part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}
+        part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in points}
     ]
     if absent:
         raise ConfigError(
@@ -615,5 +614,5 @@ def same_device(device: str, gpu: str) -> bool:
     return same and peak_flops(device) == peak_flops(gpu)
 
 
-def _text(found: re.Match[str] | None) -> str | None:
-    return None if found is None else found[0]
+def _text(match: re.Match[str] | None) -> str | None:
+    return None if match is None else match[0]

@@ -132,7 +132,7 @@ class WeightTransfer:
     size: float = 0.0
 
 
-def beside(
+def overlapped_us(
     transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
     """Return the us of collectives, one after the other, that overlap with computation.
@@ -394,7 +394,7 @@ class _StepEstimate:
             return
         times *= self.times
         self.sent += times * sum(transfer.size for transfer in transfers)
-        needed = beside(transfers, computing, carried, self.costs.bound)
+        needed = overlapped_us(transfers, computing, carried, self.costs.bound)
         hidden = min(needed, computing)
         share = (
             self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share)

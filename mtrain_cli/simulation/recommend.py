@@ -179,30 +179,32 @@ def recommend(
     ]
     if mistakes and not fitting and not unfit:
         raise mistakes[0]
-    found: list[PredictedScenario] = []
+    outcomes: list[PredictedScenario] = []
     for done, plans in enumerate(fitting):
         progress(done, len(fitting))
         full = any(recomputes_attention(plan.config.train) for plan in plans)
         first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
-        found += [
+        outcomes += [
             first,
             *(
                 with_step(cluster, scenario, plan, first.attention, bounds=False)
                 for plan in plans[1:]
             ),
         ]
-    if not found:
+    if not outcomes:
         return Recommendation(
             (),
             tuple(rejected),
             tuple(_needed(cluster, scenario, workers, layouts, exchanges)),
             _least(tight),
         )
-    found.sort(key=lambda outcome: outcome.step.seconds.value)
-    best = found[0]
-    runner = next((o for o in found[1:] if place(o) != place(best)), next(iter(found[1:]), None))
+    outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
+    best = outcomes[0]
+    runner = next(
+        (o for o in outcomes[1:] if place(o) != place(best)), next(iter(outcomes[1:]), None)
+    )
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
-    rest = [o for o in found if o is not best and o is not runner]
+    rest = [o for o in outcomes if o is not best and o is not runner]
     return Recommendation((*top, *rest), tuple(rejected))
 
 
@@ -316,14 +318,14 @@ def _needed(
     """Yield single changes that would make the training fit."""
 
     def smallest(config: Config, of: Cluster, count: int) -> RunPlan | None:
-        found = []
+        plans = []
         for layout, exchange in _distinct(layouts, exchanges, count, min(of.gpus_per_node, count)):
             try:
                 tried = replace(scenario, config=config)
-                found += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
+                plans += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
             except (InvalidSetup, ConfigError):
                 continue
-        return min(found, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
+        return min(plans, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
     now = smallest(scenario.config, cluster, workers)
     if now is None:
@@ -332,8 +334,8 @@ def _needed(
     def on_larger(gib: int) -> RunPlan | None:
         """Return a plan that fits GPUs of the same kind with ``gib`` of memory, or None."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
-        found = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
-        return found if found is not None and found.fits else None
+        plan = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
+        return plan if plan is not None and plan.fits else None
 
     # Not a formula: with more GPU memory less is offloaded, so each size is a search of its own.
     possible = range(
@@ -353,22 +355,22 @@ def _needed(
             )
             break
         more = replace(cluster, nodes=nodes)
-        found = smallest(scenario.config, more, more.gpus)
-        if found is not None and found.fits:
+        plan = smallest(scenario.config, more, more.gpus)
+        if plan is not None and plan.fits:
             yield (
-                f"--nodes {nodes} instead of {cluster.nodes}: {label(found)}, "
-                f"{found.memory.total / GIB:.1f} GiB"
+                f"--nodes {nodes} instead of {cluster.nodes}: {label(plan)}, "
+                f"{plan.memory.total / GIB:.1f} GiB"
             )
             break
         nodes *= 2
     seq = scenario.config.seq // 2
     while seq >= SHORTEST_SEQ:
-        found = smallest(replace(scenario.config, seq=seq), cluster, workers)
-        if found is not None and found.fits:
+        plan = smallest(replace(scenario.config, seq=seq), cluster, workers)
+        if plan is not None and plan.fits:
             asked = format_size(scenario.config.seq)
             yield (
-                f"seq={format_size(seq)} instead of {asked}: {label(found)}, "
-                f"{found.memory.total / GIB:.1f} GiB"
+                f"seq={format_size(seq)} instead of {asked}: {label(plan)}, "
+                f"{plan.memory.total / GIB:.1f} GiB"
             )
             break
         seq //= 2

@@ -553,7 +553,7 @@ class PredictionAccuracy:
     chosen: by group, whether the predicted fastest case is the measured one.
     common: median over cases of predicted over measured time; it is off 1 if, for example, the
         whole machine was slower than when it was calibrated.
-    beside: mape without this factor.
+    mape_without_common: mape without this factor.
     """
 
     mape: float
@@ -567,7 +567,7 @@ class PredictionAccuracy:
     equal: int
     chosen: dict[Key, bool] = field(default_factory=dict)
     common: float = 1.0
-    beside: float = 0.0
+    mape_without_common: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         names = {group: " ".join(str(part) for part in group[1:]) for group in self.rank}
@@ -575,7 +575,7 @@ class PredictionAccuracy:
         return {
             "mape": self.mape,
             "common_factor": self.common,
-            "mape_beside_common_factor": self.beside,
+            "mape_beside_common_factor": self.mape_without_common,
             "worst_error": self.worst,
             "mape_of_passes": self.passes,
             "inside_bounds": self.covered,
@@ -616,7 +616,7 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
         cells=sum(p.cells for _, p in every),
         equal=sum(p.equal for _, p in every),
         common=common,
-        beside=float(np.abs((errors + 1) / common - 1).mean()),
+        mape_without_common=float(np.abs((errors + 1) / common - 1).mean()),
         chosen={
             group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()
         },

@@ -79,7 +79,7 @@ def test_calls_to_the_same_kernels_are_fitted_together():
     strange = [*both[:3], CalibrationPoint(4.0, 1.0, 2 * both[3].ms)]
     apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
     errors = [
-        abs((f + r * p.flop + c * p.of_columns) / p.ms - 1)
+        abs((f + r * p.flop + c * p.column_flop) / p.ms - 1)
         for (f, r, c), p in zip(apart, strange, strict=True)
     ]
     assert errors[-1] == pytest.approx(0.5, abs=1e-6)
