@@ -227,7 +227,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         (lambda _, to: to, "--validate bad: no such folder"),
         (
             lambda _, to: to.mkdir() or to,
-            "--validate bad: holds no profile (summary.json is missing)",
+            "--validate bad: no profile (summary.json is missing)",
         ),
         (
             lambda r, to: (edited(r, to) / records.INDEX).unlink(),
