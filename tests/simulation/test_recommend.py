@@ -120,7 +120,7 @@ def test_reasons_name_what_takes_longer():
     assert any(line.startswith("waiting for keys and values takes") for line in said)
     assert any(line.startswith("but ") for line in said)
     close = reasons(best, best)
-    assert "less than the prediction can tell apart" in close[0]
+    assert "less than the prediction can resolve" in close[0]
 
 
 def test_if_nothing_fits_the_changes_that_help_are_listed():
