@@ -315,7 +315,7 @@ def simulate(
         cost = target.dollars_per_gpu_hour.value
     if validate:
         from mtrain_cli.commands.simulate_validate import validate as compare
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
 
         excluded = {
             "--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only,
@@ -327,7 +327,7 @@ def simulate(
                 f"--validate {validate[0]} and {ignored[0]}: the measurement determines it; "
                 f"leave {ignored[0]} out"
             )
-        own = own_calibration(calibration)
+        own = load_user_calibration(calibration)
         # RUN... after one option: the runs after the first arrive as overrides.
         compare(
             [*map(str, validate), *(overrides or [])],
@@ -422,7 +422,7 @@ def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int
     Raises:
         ConfigError: the cluster has fewer GPUs, or one of its nodes would be only partly used.
     """
-    from mtrain_cli.simulation.cluster import uneven
+    from mtrain_cli.simulation.cluster import uneven_nodes
 
     count = cluster.gpus if workers is None else workers
     most, each = min(cluster.gpus, _MOST_WORKERS), cluster.gpus_per_node
@@ -442,7 +442,7 @@ def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int
             f"allowed: 1 to {most}{more}{single_node}"
         )
     virtual = any(word.startswith("topology.gpus_per_node=") for word in words)
-    if not virtual and (why := uneven(cluster, count)):
+    if not virtual and (why := uneven_nodes(cluster, count)):
         raise ConfigError(f"--workers {count}: {why}")
     return count
 
@@ -510,7 +510,7 @@ class _SimulateJob:
     def steps(self) -> None:
         from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.scenario import check_dealt, evaluate, plan_on
+        from mtrain_cli.simulation.scenario import check_enough_blocks, evaluate, plan_on
         from mtrain_cli.simulation.sweep import row_of
 
         scenario = self._scenario()
@@ -521,7 +521,7 @@ class _SimulateJob:
             itertools.product(self.layouts, self.exchanges)
         ):
             with self._errors_by_option(exchange):
-                check_dealt(scenario.config, layout, self.workers, context)
+                check_enough_blocks(scenario.config, layout, self.workers, context)
                 plan = plan_on(
                     self.cluster,
                     scenario.config,
@@ -564,12 +564,12 @@ class _SimulateJob:
     def attention(self, recompute: bool) -> None:
         from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.prediction import predict
         from mtrain_cli.simulation.scenario import slowest_group
 
         request = self.request
-        own = own_calibration(request.calibration)
+        own = load_user_calibration(request.calibration)
         request.per_node(self.workers)
         scenario = None if self.without_a_model else self._scenario()
         if scenario is None:
@@ -622,7 +622,7 @@ class _SimulateJob:
         self, scenario: Scenario | None, layout: str, exchange: str
     ) -> tuple[ReplaySetup, str | None, ExchangeChoice | None]:
         """Return a context group's setup and kernel, and its exchange in a training step."""
-        from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
+        from mtrain_cli.simulation.scenario import check_enough_blocks, plan_on, setup_of
         from mtrain_cli.simulation.what_if import ReplaySetup
 
         per_node = self.request.per_node(self.workers) or min(
@@ -633,7 +633,7 @@ class _SimulateJob:
             return ReplaySetup(layout, exchange, self.workers, per_node), kernel, None
         config = scenario.config
         context = self.request.context_parallel(config) or self.workers
-        check_dealt(config, layout, self.workers, context)
+        check_enough_blocks(config, layout, self.workers, context)
         if config.topology.device == "cpu":
             # Steps of CPU processes are not predicted. Attention follows the cluster's links and
             # kernels.
@@ -749,7 +749,7 @@ class _SimulateJob:
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.sweep import (
             COLUMNS,
             DENSITY,
@@ -781,7 +781,7 @@ class _SimulateJob:
                 )
         todo = points(swept, self.layouts, self.exchanges)
         folder = output.new_folder(self.out) if self.files else None
-        own = own_calibration(self.request.calibration)
+        own = load_user_calibration(self.request.calibration)
         # Identifies the sweep by content: a calibration file that was measured again differs.
         about = json.dumps([repr(own), repr(self.request), repr(self.cluster), workers])
         job = Sweep(todo, cluster_of, self.request.scenario, workers, about)

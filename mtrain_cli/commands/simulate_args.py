@@ -55,7 +55,7 @@ class SimulateRequest:
             ConfigError: a setting or an option is wrong.
         """
         from mtrain_cli.config.compose import compose
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         words = [*self.words, *extra]
@@ -83,7 +83,7 @@ class SimulateRequest:
             problem = pairs.problem(config)
         return Scenario(
             config, problem, None if self.kernel == "auto" else self.kernel,
-            own_calibration(self.calibration),
+            load_user_calibration(self.calibration),
             self.disturbances(), (*words, *more),
         )  # fmt: skip
 

@@ -74,7 +74,7 @@ def attention_table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.parallel.exchange_selection import short_label
 
     layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
     density, workers = predictions[0].facts["density"], predictions[0].setup.workers
@@ -108,7 +108,7 @@ def attention_table(
         busy_ms = sum(b.computed * b.duration.value for b in both)
         table.add_row(
             p.setup.layout,
-            brief(p.exchange),
+            short_label(p.exchange),
             p.kernel,
             *(f"{one.duration.value:.2f}" for one in p.passes.values()),
             f"{p.duration.value:.2f}",
@@ -129,7 +129,7 @@ def step_table(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.parallel.exchange_selection import short_label
     from mtrain_cli.reporting.terminal_width import number
 
     first = outcomes[0]
@@ -175,7 +175,7 @@ def step_table(
         waits = " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
         table.add_row(
             o.layout,
-            brief(o.plan.exchange.label),
+            short_label(o.plan.exchange.label),
             *((f"{o.plan.environment.dp} x {o.context}",) if grouped else ()),
             *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
             *((str(layers),) if len(set(kept)) > 1 else ()),
@@ -433,7 +433,7 @@ def _range(time: BoundedTime) -> dict[str, float]:
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
     """Return the common part of a simulation's summary.json. calibration: the user's own."""
     from mtrain_cli import __version__
-    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.constants import CONSTANTS
 
     constants = {**cluster.constants(), **CONSTANTS}
@@ -456,7 +456,7 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
             "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
             "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
         },
-        "calibration": used(cluster.gpu.name, calibration),
+        "calibration": describe_source(cluster.gpu.name, calibration),
         **more,
     }  # fmt: skip
 

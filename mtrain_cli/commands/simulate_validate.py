@@ -81,7 +81,7 @@ def _validate(
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import (
         MismatchedPrediction,
-        agreement,
+        accuracy,
         compare,
         open_prediction,
         open_run,
@@ -126,15 +126,15 @@ def _validate(
             f"{source}: no prediction matches the {len(missing)} measured cases, such as "
             f"{missing[0]}"
         )
-    accuracy = agreement(compared)
+    overall = accuracy(compared)
     document = _document(
-        measured_runs, predictions, cluster, calibration, compared, accuracy, missing
+        measured_runs, predictions, cluster, calibration, compared, overall, missing
     )
     _write(folder, document)
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
-    _show(Console(highlight=False, soft_wrap=True), document, compared, accuracy)
+    _show(Console(highlight=False, soft_wrap=True), document, compared, overall)
     if write:
         typer.echo(f"files  {folder}")
 
@@ -164,12 +164,12 @@ def _key(facts: dict[str, Any]) -> Any:
 def _replay(
     run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path
 ) -> dict[Any, PredictedCase]:
-    from mtrain_cli.simulation.validation import keep, open_prediction, replay
+    from mtrain_cli.simulation.validation import open_prediction, replay, write_predictions
 
     predicted = [
         replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)
     ]
-    keep(folder, predicted, "attention")
+    write_predictions(folder, predicted, "attention")
     return open_prediction(folder)
 
 
@@ -184,7 +184,7 @@ def _document(
 ) -> dict[str, Any]:
     from mtrain_cli import __version__
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.validation import digest, sources
 
     if predictions:
@@ -194,7 +194,7 @@ def _document(
         named, files = described.get("name"), first.get("calibration")
     else:
         by_source, named = sources(cluster.constants().items()), cluster.name
-        files = used(cluster.gpu.name, calibration)
+        files = describe_source(cluster.gpu.name, calibration)
     return {
         "schema": 1,
         "kind": "validation",
@@ -291,7 +291,7 @@ def _show(
     )
     line(
         f"common     predictions are x {accuracy.common:.2f} in the median; without that factor, "
-        f"mean absolute error {accuracy.beside:.1%}"
+        f"mean absolute error {accuracy.mape_without_common:.1%}"
     )
     line(f"bounds     hold for {accuracy.covered:.0%} of the passes")
     line(

@@ -124,7 +124,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
         ctx.options, ctx.needed, ctx.recompute = options, needed, recompute
-        with profiler_labels.labelled(profiler_labels.LOSS):
+        with profiler_labels.label(profiler_labels.LOSS):
             total, loss, dx_NC, dweight_VC = _chunks(
                 x_NC, weight_VC, labels_N, options, scale, (False, False) if recompute else needed
             )
@@ -138,7 +138,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with profiler_labels.labelled(profiler_labels.LOSS):
+        with profiler_labels.label(profiler_labels.LOSS):
             if ctx.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
                 dx_NC, dweight_VC = _chunks(

@@ -154,9 +154,12 @@ class _Attention:
 
     def __call__(self, recorded: bool) -> tuple[float, float]:
         """Run both passes, starting with all workers. Returns their seconds on this worker."""
-        batch, recorder = self.attend.again().keeping(), self.bench.collector.recorder
+        batch, recorder = (
+            self.attend.for_next_batch().with_kept_indices(),
+            self.bench.collector.recorder,
+        )
         q, k, v, dout = self.tensors
-        self.case.exchange.record(recorder if recorded else None)
+        self.case.exchange.set_recorder(recorder if recorded else None)
         self.bench.synchronize()
         if recorded:
             self.bench.collector.start()
@@ -166,7 +169,7 @@ class _Attention:
             between = recorder.now()
             torch.autograd.grad(out, (q, k, v), dout)
             ended = recorder.now()
-        self.case.exchange.record(None)
+        self.case.exchange.set_recorder(None)
         self.estimated = batch.index.estimated if batch.index is not None else None
         return recorder.seconds(began, between), recorder.seconds(between, ended)
 

@@ -44,7 +44,7 @@ from mtrain_cli.simulation.link_fit import (
     LinkTime,
     MeasuredMachine,
     cluster_document,
-    fits,
+    fit_links,
 )
 from mtrain_cli.training.flops import peak_flops
 
@@ -477,7 +477,7 @@ def _write_results(
     if complete:
         document["fits"] = {
             link: {what: asdict(fit) for what, fit in by_operation.items()}
-            for link, by_operation in fits(times).items()
+            for link, by_operation in fit_links(times).items()
         }
         nodes, per_node = (
             plan.nodes or environment.nodes,

@@ -144,7 +144,7 @@ class TrainingProfile:
             self._bench.collector.start()
 
     def _record_batch(self, batch: Batch) -> ContextAttention:
-        kept = batch.attend.keeping()
+        kept = batch.attend.with_kept_indices()
         self._seen.append((batch.masks, kept))
         return kept
 

@@ -120,7 +120,7 @@ class _Rehearsal:
         """Run both passes once. Returns the batches, indices kept, and seconds on this worker."""
         trainer, bench = self.trainer, self.bench
         batches = [self._make[case.number](samples) for samples in micro_batches]
-        attends = [batch.attend.keeping() for batch in batches]
+        attends = [batch.attend.with_kept_indices() for batch in batches]
         valid, _ = trainer.totals(batches)
         clock = bench.collector.recorder
         bench.synchronize()
@@ -140,10 +140,10 @@ class _Rehearsal:
     ) -> float:
         recorder = self.bench.collector.recorder
         self.trainer.recorder = recorder
-        case.exchange.record(recorder)
+        case.exchange.set_recorder(recorder)
         batches, seconds = self._once(case, micro_batches)
         self.trainer.recorder = None
-        case.exchange.record(None)
+        case.exchange.set_recorder(None)
         if not kept:
             recorder.read()
             return seconds

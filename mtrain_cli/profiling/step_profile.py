@@ -102,9 +102,9 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             bench.synchronize()
             _idle(bench)
             began = time.perf_counter()
-            with profiler_labels.labelled(profiler_labels.STEP):
+            with profiler_labels.label(profiler_labels.STEP):
                 results.append(trainer.train_step(stop.requested()))
-                with profiler_labels.labelled(profiler_labels.CLOSING):
+                with profiler_labels.label(profiler_labels.CLOSING):
                     _idle(bench)
             seconds = time.perf_counter() - began
             progress.done()

@@ -10,7 +10,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.parallel.exchange_selection import brief
+from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.tables import Sheet
 from mtrain_cli.reporting.terminal_width import number
 from mtrain_cli.training.run_plan import FITS
@@ -52,7 +52,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     for row in rows:
         head = [*(str(swept_settings(row).get(name, "")) for name in names), str(row["workers"])]
         head += [f"{row['dp']} x {row['cp']}" if "dp" in row else ""] if groups else []
-        head += [row["layout"], brief(row["exchange"])]
+        head += [row["layout"], short_label(row["exchange"])]
         if "cannot" in row:
             lines.append([*head, "", "", "", "", "", row["cannot"]])
             states.append("not")

@@ -140,7 +140,7 @@ class BatchMaker:
         # Batches of one size share the plain causal mask, also if each document fills its sequence.
         if len(masks) not in self._causal:
             self._causal[len(masks)] = self._make(masks)
-        return self._causal[len(masks)].again()
+        return self._causal[len(masks)].for_next_batch()
 
     def _make(self, masks: list[SequenceMask]) -> ContextAttention:
         return ContextAttention.make(

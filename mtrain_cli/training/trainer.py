@@ -333,7 +333,7 @@ class Trainer:
         loss = self.forward_backward(
             batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
         )
-        with profiler_labels.labelled(profiler_labels.OPTIMIZER):
+        with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self._squared_norm().double()])
         timing = torch.tensor(
             [float(stop), compute_seconds, waited], dtype=torch.float64, device=self.device
@@ -357,7 +357,7 @@ class Trainer:
         if not skipped:
             clip = self.config.optim.clip_norm
             scale = clip / grad_norm if clip and grad_norm > clip else 1.0
-            with profiler_labels.labelled(profiler_labels.OPTIMIZER):
+            with profiler_labels.label(profiler_labels.OPTIMIZER):
                 if self.host_states:
                     self.host_states.step(scale)
                 else:
@@ -523,7 +523,7 @@ class Trainer:
     def record(self, recorder: Recorder | None) -> None:
         """Record later steps with `recorder`; stop recording with None."""
         self.recorder = recorder
-        self.exchange.record(recorder)
+        self.exchange.set_recorder(recorder)
 
     def _summed(self, numbers: list[int]) -> list[int]:
         """Sum over data-parallel replicas; a context group counts the same whole sequences."""

@@ -323,7 +323,8 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     )
     # Each reason why a row cannot be predicted stands once, below the table.
     assert (
-        found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
+        found.stdout.count("\nnot    1024 tokens in blocks of 128 are too few for so many workers")
+        == 1
     )
     # Remarks on every row are printed once; remarks on some rows stay with them.
     flat = " ".join(found.stdout.split())
@@ -448,13 +449,13 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
         (
             ["--sweep", "seq=512", "--density", "5%"],
-            "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt",
+            "--sweep seq=512: 512 tokens in blocks of 128 are too few for",
         ),
         (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: give only one of them"),
         (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: a rank means something else"),
         (["--recompute"], "--recompute: only with --attention-only"),
         (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
-        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 alone"),
+        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 only"),
         (
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
@@ -530,7 +531,7 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
         (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
         (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),
-        (["--calibration", "no.json"], "--calibration no.json: there is no such file"),
+        (["--calibration", "no.json"], "--calibration no.json: no such file"),
         (
             ["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"],
             "--workers 32: 1024 tokens in blocks of",

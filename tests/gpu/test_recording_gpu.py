@@ -51,7 +51,7 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
     collector = RecordCollector(rank, world, device, dist.new_group(backend="gloo"))
     for _ in range(3):
         dist.barrier()
-        exchange.record(collector.recorder)
+        exchange.set_recorder(collector.recorder)
         collector.start()
         began = time.perf_counter()
         with collector.recorder.iteration():

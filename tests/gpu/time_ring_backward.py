@@ -63,13 +63,13 @@ VARIANTS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
 def count_sent() -> list[int]:
     """Make every hop add its bytes to the single number in the returned list."""
     sent = [0]
-    hop = Transport.hop
+    hop = Transport.start_hop
 
     def counted(self: Transport, transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         sent[0] += leaving.numel() * leaving.element_size()
         hop(self, transfer, leaving, arriving)
 
-    Transport.hop = counted
+    Transport.start_hop = counted
     return sent
 
 

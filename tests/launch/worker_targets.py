@@ -23,7 +23,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.parallel.transport import naming
+from mtrain_cli.parallel.transport import explain_peer_loss
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.progress import TrainingProgress
 
@@ -124,10 +124,10 @@ def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
     if environment.rank == 1:
         progress_record.note("ring, layer 1, forward, step 2 of 3")
         os.kill(os.getpid(), signum)
-    with naming(
+    with explain_peer_loss(
         "ring, layer 1, forward, step 3 of 3",
         "waits for kv from rank 1",
-        "kv from rank 1 did not come",
+        "kv from rank 1 did not arrive",
         1,
     ):
         dist.recv(torch.ones(1), 1)

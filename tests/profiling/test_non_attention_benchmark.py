@@ -193,12 +193,12 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     document = json.loads(path.read_text())
     float32 = tmp_path / "float32.json"
     float32.write_text(json.dumps(document | {"dtype": "float16"}))
-    with pytest.raises(ConfigError, match="is of float16, and the other file of float32"):
+    with pytest.raises(ConfigError, match="is of float16, the other file of float32"):
         load_calibration(path, float32)
     early = tmp_path / "early.json"
     early.write_text(json.dumps(document | {"times": document["times"][:2]}))
     with pytest.raises(
-        ConfigError, match="holds no times of backward and loss; it was ended too early"
+        ConfigError, match="no times of backward and loss; the measurement ended early"
     ):
         load_calibration(early)
     # Of the same size in several files the median counts.
@@ -363,7 +363,7 @@ def test_times_of_another_gpu_are_not_used():
         "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign
     ).remarks
     assert any(
-        "measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark
+        "of NVIDIA A100-SXM4-40GB, which says nothing about NVIDIA H200" in remark
         for remark in said
     )
     assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
