@@ -1,7 +1,8 @@
 """An mkdocs hook that writes the reference pages while the site is built.
 
 `reference/configuration.md` comes from the typed schema and `conf/`, `reference/commands.md` from
-the help of the command line. Neither is committed, so neither can be out of date.
+the help of the command line, `contributing.md` from CONTRIBUTING.md. None of them is committed, so
+none can be out of date.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 import typer
@@ -146,7 +148,17 @@ def _trimmed(code: list[str]) -> list[str]:
     return code
 
 
-PAGES = {"reference/configuration.md": configuration, "reference/commands.md": commands}
+def contributing() -> str:
+    """CONTRIBUTING.md of the repository, whose links start there."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    return text.replace("](docs/", "](")
+
+
+PAGES = {
+    "reference/configuration.md": configuration,
+    "reference/commands.md": commands,
+    "contributing.md": contributing,
+}
 
 
 def on_files(files: Any, config: Any) -> Any:
