@@ -37,7 +37,9 @@ def folder(tmp_path) -> Path:
     programs = tmp_path / "bin"
     programs.mkdir()
     write(programs / "mtrain", f'#!/bin/sh\nexec {sys.executable} -m mtrain_cli "$@"\n')
-    write(programs / "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+    write(
+        programs / "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+    )
     write(programs / "srun", SRUN)
     return tmp_path
 

@@ -13,7 +13,7 @@ EXAMPLES = [block for block in blocks_of("python") if block.page.name == "extend
 
 def names_of(block) -> dict:
     names = {"__name__": "example"}
-    exec(compile(block.text, str(block), "exec"), names)
+    exec(compile(block.text, str(block), "exec", dont_inherit=True), names)
     return names
 
 
