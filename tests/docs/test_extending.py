@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gloo
-import numpy as np
 import pytest
-import torch
 from docs.blocks import blocks_of
 from parallel import test_context_attention as oracle
 from parallel.test_schedule import Play
+from parallel.ways import Way
 
-from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.parallel.context_attention import _Attend
-from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.ring_exchange import RingExchange
 from mtrain_cli.parallel.schedule import KV, ScheduleOptions
 
@@ -57,30 +52,17 @@ def test_the_exchange_ends_with_every_pair_computed_once(workers):
         assert len(play.computed) == len(pairs)
 
 
-def exchange_differences(rank: int, world: int) -> list[float]:
-    """Largest differences of out, dq, dk and dv from the oracle on one of several processes."""
-    schedule = mirrored_ring()(ScheduleOptions(world, world))
-    layout = make_layout("striped", world, oracle.SEQ, oracle.BLOCK, unit=oracle.BLOCK)
-    group = make_context_group(rank, world, world, torch.device("cpu"))
-    exchange = RingExchange(layout, group, schedule)
-    positions = layout.positions(rank)
-    real = positions < oracle.SEQ
-    own = torch.from_numpy(np.minimum(positions, oracle.SEQ - 1))
-    index = oracle.index_of("vertical_slash", 4, layout)
-    masks = oracle.masks(True, layout.padded_seq)
-    work = exchange.work(masks, "cpu", oracle.BLOCK).under(index)
-    q, k, v, dout = (t[:, own] for t in oracle.inputs(4, 2, torch.float64))
-    for t in (q, k, v):
-        t.requires_grad_()
-    out = _Attend.apply(q, k, v, oracle.Given(exchange, ReferenceKernel()), work, 0)
-    got = (out, *torch.autograd.grad(out, (q, k, v), dout.clone()))
-    want = oracle.oracle(4, 2, True, index)[:4]
-    return [
-        (a[:, real] - b[:, positions[real]]).abs().max().item()
-        for a, b in zip(got, want, strict=True)
-    ]
+def exchange_differences(rank: int, world: int) -> dict[str, float]:
+    """The largest difference from the oracle on this process, for layouts, heads and indices."""
+    make = mirrored_ring()
+    oracle.WAYS = (Way("mirrored_ring"),)
+    oracle.make_exchange = lambda _, layout, group, **options: RingExchange(
+        layout, group, make(ScheduleOptions(world, world)), shared_columns=options["shared_columns"]
+    )
+    return oracle.cells(rank, world, "reference", "float64", ("dense", "vertical_slash"), False)
 
 
 def test_the_exchange_equals_the_oracle_on_real_processes():
     for differences in gloo.run(3, exchange_differences):
-        assert max(differences) < 1e-13
+        assert len(differences) >= 18, "three layouts, three numbers of key heads, two indices"
+        assert max(differences.values()) < 1e-13
