@@ -23,11 +23,13 @@ ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
 RUN pip install --no-cache-dir "torch>=2.11,<2.14"
 
 WORKDIR /opt/mtrain
-COPY pyproject.toml hatch_build.py README.md LICENSE ./
+COPY pyproject.toml hatch_build.py mkdocs.yml README.md CONTRIBUTING.md CHANGELOG.md LICENSE ./
 COPY conf conf
 COPY kernels kernels
 COPY profiles profiles
 COPY mtrain_cli mtrain_cli
+COPY docs docs
+COPY examples examples
 COPY tests tests
 RUN pip install --no-cache-dir -e '.[cuda,hopper,data,test]'
 

@@ -249,4 +249,4 @@ def test_help_and_messages_name_every_kind_of_file_that_is_read():
     assert source.help.startswith(kinds.capitalize())
     assert kinds in summary(resource_dir("conf") / "data/text.yaml")
     assert kinds == TEXT
-    assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "docs/data.md").read_text()
