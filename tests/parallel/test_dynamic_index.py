@@ -138,7 +138,7 @@ def test_time_and_work_of_several_layers_are_counted_together(attend, at_once, m
     lines = attend.index.kept[0]
     monkeypatch.setattr(
         context_attention,
-        "_BITS_PER_PASS",
+        "_COUNTED_AT_ONCE",
         at_once * (lines.slashes.numel() + lines.columns.numel()),
     )
     joined: list[int] = []

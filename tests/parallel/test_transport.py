@@ -41,9 +41,9 @@ def test_other_errors_pass_unchanged(error):
 
 def test_the_record_of_a_failed_worker_keeps_where_it_waited(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_record, "_record", None)
-    progress_record.keep(tmp_path / "where")
+    progress_record.start_record(tmp_path / "where")
     with explain_peer_loss(WHERE, "waits for kv from rank 1", "", 1):
-        found = progress_record.read(tmp_path / "where")
+        found = progress_record.read_activity(tmp_path / "where")
         assert (found.doing, found.waits_for) == (f"{WHERE}: waits for kv from rank 1", 1)
     found = progress_record.read_activity(tmp_path / "where")
     assert (found.doing, found.waits_for) == (WHERE, None)

@@ -366,7 +366,7 @@ def test_times_of_another_gpu_are_not_used():
         "of NVIDIA A100-SXM4-40GB, which says nothing about NVIDIA H200" in remark
         for remark in said
     )
-    assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
+    assert calibration.describe_source("NVIDIA H200", foreign)["files"] == list(h200.files)
     # Own kernels without own non-attention times: the shipped times stay.
     assert (
         calibration._non_attention_of("NVIDIA H200", replace(h200, non_attention=None))

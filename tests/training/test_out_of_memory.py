@@ -76,7 +76,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
-        if where == "loss" and progress_record.here().training_step == 2:
+        if where == "loss" and progress_record.own_activity().training_step == 2:
             logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, the error must name it
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
