@@ -61,7 +61,7 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
             seen.append(
                 counter.get_total_flops()
                 / len(self.decoder.layers)
-                / (repeats + measuring._UNCOUNTED)
+                / (repeats + measuring._WARM_UP)
             )
             return found
 
