@@ -30,6 +30,4 @@ def resource_dir(name: str) -> Path:
     for base in (Path(__file__).resolve().parent, _checkout):
         if (base / name).is_dir():
             return base / name
-    raise FileNotFoundError(
-        f"mtrain's own folder '{name}' is missing. Reinstall mtrain."
-    )
+    raise FileNotFoundError(f"mtrain's own folder '{name}' is missing. Reinstall mtrain.")

@@ -93,7 +93,7 @@ def divert_native(log: TextIO) -> None:
     descriptor = os.dup(2)
     kept = open(
         descriptor, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
-    )  # noqa: SIM115, as long as the process lives
+    )
     os.dup2(log.fileno(), 2)
     sys.stderr = cast(TextIO, GuardedStream(kept, required=False))
 

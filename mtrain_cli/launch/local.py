@@ -27,7 +27,7 @@ from mtrain_cli.printable import printable
 if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
-TRAIN = "mtrain_cli.training.loop:train"
+TRAIN = "mtrain_cli.commands.train_worker:train"
 MEASURING = "mtrain_cli.profiling."  # targets that save nothing
 KILLED = 130
 DISPLAY_LINES = 2  # of `training.progress`

@@ -19,7 +19,7 @@ class AllGatherExchange(Exchange):
 
     def named_tiles(
         self, *, indexed: bool, forward_only: bool = False
-    ) -> set[tuple[Shards, Shards]]:  # noqa: ARG002 - the same for all
+    ) -> set[tuple[Shards, Shards]]:
         return {((self.group.rank,), WHOLE_SEQUENCE)}
 
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:

@@ -289,7 +289,9 @@ class _StepEstimate:
 
     def _attention(self, direction: str, layers: int) -> None:
         found, plan = self.attention.passes[direction], self.plan
-        share = recomputed_pair_share(plan.config.train, plan.layout) if direction == RECOMPUTE else 1.0
+        share = (
+            recomputed_pair_share(plan.config.train, plan.layout) if direction == RECOMPUTE else 1.0
+        )
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {

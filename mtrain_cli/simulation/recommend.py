@@ -95,7 +95,9 @@ def label(plan: RunPlan) -> str:
 
 def memory_settings(config: Config) -> dict[str, str]:
     """What `train.memory=auto` may change beside the kind of recomputation, where it is not as usual."""
-    found = {key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"}
+    found = {
+        key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
+    }
     if config.train.activation_checkpoint != "sequence_selective":
         del found["train.checkpoint_keep"]
     return {key: format_value(value) for key, value in found.items() if value != CHOICES[key][0]}
@@ -274,7 +276,9 @@ def _plans(
         # What was typed stays, whatever it is.
         typed = any(word.startswith("train.keep_mlp=") for word in scenario.words)
         with_more = [] if typed else [(plan, with_products(plan)) for plan in good]
-        yield from (with_setting(plan, setting) for plan, setting in with_more if setting is not None)
+        yield from (
+            with_setting(plan, setting) for plan, setting in with_more if setting is not None
+        )
         return
     kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
     settings = (

@@ -57,7 +57,7 @@ class FixedPattern:
 
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> VerticalSlash:  # noqa: ARG002
+    ) -> VerticalSlash:
         # The same in every step: a layer keeps what it drew once.
         lengths = tuple(mask.length for mask in masked.masks)
         return _drawn(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)

@@ -52,7 +52,7 @@ class MobaPattern:
 
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> BlockBitmap:  # noqa: ARG002
+    ) -> BlockBitmap:
         """One collective: the sums of all chunks."""
         heads, geometry = q.shape[2], masked.geometry
         blocks, size = geometry.blocks, self._size(masked)

@@ -128,7 +128,7 @@ class VerticalSlashPattern:
 
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> VerticalSlash:  # noqa: ARG002
+    ) -> VerticalSlash:
         """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns. Where
         the sums of all rows exceed the budget, each part of the rows takes two.
         """

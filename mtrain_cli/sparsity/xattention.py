@@ -48,7 +48,7 @@ class XAttentionPattern:
 
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
-    ) -> BlockBitmap:  # noqa: ARG002
+    ) -> BlockBitmap:
         """One collective: all keys go to all workers, as in the published distributed form; queries stay."""
         geometry = masked.geometry
         keys = self._sequence(
