@@ -51,7 +51,7 @@ class Callback:
         Must leave no gradients behind.
         """
 
-    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
         """Return the attention that a micro-batch uses; by default the one given."""
         return attend
 

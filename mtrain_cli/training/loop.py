@@ -185,11 +185,11 @@ def _loop(
     finish = stop or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
-    error = _wait(checkpointer, progress)
+    save_failed = _wait(checkpointer, progress)
     # After the state is safe, since completing a profile can take a while.
     for callback in callbacks:
         callback.close()
-    if finish and error:
+    if finish and save_failed:
         raise CheckpointError(
             f"could not save the state of step {trainer.step}; {checkpointer.describe_fallback()}"
         )

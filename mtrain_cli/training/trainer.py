@@ -91,7 +91,10 @@ class StepReport:
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
         """Read the row of one rank, in the order of the fields."""
-        return StepReport(*row[:5], tuple(row[5:]))
+        loss, squared_norm, stop, compute_seconds, data_seconds, *index_sums = row
+        return StepReport(
+            loss, squared_norm, stop, compute_seconds, data_seconds, tuple(index_sums)
+        )
 
 
 @dataclass(frozen=True)
@@ -405,7 +408,7 @@ class Trainer:
         stop: bool,
         compute_seconds: float,
         data_seconds: float,
-        records: Sequence[IndexRecord],
+        records: list[IndexRecord],
     ) -> list[StepReport]:
         """Return the report of every rank.
 
@@ -438,7 +441,7 @@ class Trainer:
             self.optimizer.step()
 
     def _index_metrics(
-        self, reports: Sequence[StepReport], records: Sequence[IndexRecord]
+        self, reports: Sequence[StepReport], records: list[IndexRecord]
     ) -> IndexMetrics | None:
         """Combine the index sums of all ranks; None for a dense step."""
         if not records:
