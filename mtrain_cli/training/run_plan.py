@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
 ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
-CERTAIN = 1.05  # refuse a run whose estimate exceeds a GPU's memory by more than the largest error
+CERTAIN = 1.05  # refuse a run if its estimate exceeds a GPU by more than it was ever wrong
 SHORTEST_SEQ = 1024  # shortest sequence to propose
 USABLE = 0.95  # of a GPU's memory: the allocator always leaves gaps
 

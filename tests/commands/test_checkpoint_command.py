@@ -164,7 +164,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
     assert "truncated or corrupt safetensors" in mtrain(
         "checkpoint", "import", hf_folder, run, code=2
     )
-    assert "no run and no checkpoint" in mtrain(
+    assert "no run or checkpoint of a run" in mtrain(
         "checkpoint", "export", run, tmp_path / "out", code=2
     )
     assert "already exists" in mtrain("checkpoint", "export", run, hf_folder, code=2)
@@ -184,7 +184,7 @@ def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
 def test_nothing_is_said_to_be_exported_of_what_is_not_there(tmp_path):
     pytest.importorskip("transformers")
     said = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert said.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run and no checkpoint of one")
+    assert said.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run or checkpoint of a run")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):

@@ -58,7 +58,7 @@ def test_banner_and_dry_run_say_it():
         printed = console.file.getvalue()
         assert MOBA in printed
         assert "no step is sparse" in printed
-        assert "computes less" not in printed
+        assert "executes less" not in printed
 
 
 def test_synthetic_is_said_wherever_the_name_shows():

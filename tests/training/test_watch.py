@@ -54,7 +54,7 @@ def test_a_spike_is_reported_once_with_its_size_and_once_at_its_end(which):
     assert match.startswith(
         f"step 101 is a spike: {'loss' if which == 'loss' else 'gradient norm'} "
     )
-    assert match.endswith(" of the 64 steps before")
+    assert match.endswith(" of the last 64 steps")
     assert over == "step 104 is back to normal; the spike lasted 3 steps"
     assert watched(values, sigma=0) == []
 
