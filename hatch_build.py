@@ -1,7 +1,8 @@
-"""Puts conf/, kernels/ and profiles/ into the wheel under `mtrain_cli`.
+"""Put conf/, kernels/ and profiles/ into the wheel under `mtrain_cli`.
 
-In a hook, not as `force-include` in pyproject.toml, because that also fills editable installs: their site-packages would then hold a folder
-`mtrain_cli` without code, which hides the checkout. An editable install finds the three folders in the checkout by itself.
+This needs a hook: `force-include` in pyproject.toml would also fill editable installs. Their
+site-packages would then have a folder `mtrain_cli` without code, which hides the checkout. An
+editable install finds the three folders in the checkout.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
 class Resources(BuildHookInterface):
+    """Adds the resource folders to wheels."""
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version != "editable":
             build_data["force_include"].update(

@@ -16,7 +16,7 @@ def _main() -> None:
     from mtrain_cli.commands.app import app
     from mtrain_cli.launch import guarded_streams
 
-    guarded_streams.guard(output_required=True)
+    guarded_streams.guard_streams(output_required=True)
     try:
         try:
             app(prog_name="mtrain")

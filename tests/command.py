@@ -1,4 +1,4 @@
-"""Runs `mtrain` as a user does: in a process of its own, in a folder, with an environment that no test has set up."""
+"""Run `mtrain` as a user does: in its own process and folder, without a test's environment."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import mtrain_cli
 
 
 def python_path(*folders: Path) -> str:
-    """PYTHONPATH of a process that shall find this mtrain, what is in ``folders``, and whatever this process was told of."""
-    given = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    return os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), *map(str, folders), *given])
+    """Return a PYTHONPATH with this mtrain, ``folders`` and this process's own PYTHONPATH."""
+    inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
+    return os.pathsep.join(
+        [str(Path(mtrain_cli.__file__).parents[1]), *map(str, folders), *inherited]
+    )
 
 
-def mtrain(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def mtrain(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)  # `auto` would take its interpreter for a kernel
-    command = [sys.executable, "-m", "mtrain_cli", *words]
+    environment.pop("TRITON_INTERPRET", None)  # `auto` would pick Triton's interpreter
+    command = [sys.executable, "-m", "mtrain_cli", *arguments]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250
     )

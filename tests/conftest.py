@@ -1,4 +1,7 @@
-"""The same tests whichever way they are started. Triton kernels run through Triton's interpreter where there is no GPU."""
+"""Make test results independent of how tests are started.
+
+Without a GPU, Triton kernels run in Triton's interpreter.
+"""
 
 import os
 import signal
@@ -6,38 +9,40 @@ import signal
 import pytest
 import torch
 
-# Tests share the cores with each other: more threads, here or in the processes that they start, would only wait for one another.
+# Tests share the cores, so more threads, here or in child processes, would only compete.
 torch.set_num_threads(int(os.environ.setdefault("OMP_NUM_THREADS", "1")))
-# A width that a shell, or readline in the process that started this one, leaves behind would break lines of what commands print.
+# A terminal width inherited from a shell or from readline would wrap the output of commands.
 for name in ("COLUMNS", "LINES"):
     os.environ.pop(name, None)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault(
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0"
-    )  # no folder for it beside those of tests
+    # Create no kernel cache next to the tests' temporary folders.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
 
-MOST_PROCESSES = 8  # of tests at a time, each of which may start up to five more
+MAX_PROCESSES = 8  # each test may start up to five more
 
 
 def pytest_configure() -> None:
-    """Signals that the starter ignores, as a shell does for SIGINT in the background, would be ignored by every process of the tests."""
-    for signum, usual in (
+    """Restore default signal handlers.
+
+    A shell ignores SIGINT for background jobs, and all processes of the tests would inherit that.
+    """
+    for signum, default in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGTERM, signal.SIG_DFL),
         (signal.SIGHUP, signal.SIG_DFL),
     ):
         if signal.getsignal(signum) == signal.SIG_IGN:
-            signal.signal(signum, usual)
+            signal.signal(signum, default)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes that the tests are spread over, file by file; 0: none but this one.
+    """Return the number of worker processes, which take whole files; 0 runs in this process.
 
-    One file has nothing to spread. Tests of GPUs take them all.
+    One file cannot be split, and GPU tests need the GPUs to themselves.
     """
     cores = len(os.sched_getaffinity(0))
     one_file = len(config.args) == 1 and ".py" in config.args[0]
     if cores == 1 or one_file or torch.cuda.is_available():
         return 0
-    return min(cores, MOST_PROCESSES)
+    return min(cores, MAX_PROCESSES)

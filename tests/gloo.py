@@ -1,7 +1,7 @@
-"""Runs a function on real gloo processes and brings back what each returned.
+"""Run a function on real gloo processes and return their results.
 
-They are forked from a server that has imported what all of them need and has done nothing else: importing torch anew in each took most
-of the time of the tests.
+Processes are forked from a server that has only imported what they need: importing torch in each of
+them took most of the tests' time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from mtrain_cli.launch.safe_pickle import guard_collectives
 
 
 def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """function(rank, world, *args) in each of `world` processes of one group; the results in rank order. A failing process fails the
-    test.
+    """Run function(rank, world, *args) in ``world`` processes of one group.
+
+    Returns the results in rank order. A failing process fails the test.
     """
     multiprocessing.set_forkserver_preload(
         ["torch", "torch.distributed.fsdp", "mtrain_cli.training.loop"]
@@ -53,7 +54,8 @@ def _main(
     Path(folder, f"result-{rank}").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-    # As mtrain's own workers: without finalization, in which a thread of gloo that wants Python's lock may abort the process.
+    # Like mtrain's workers, exit without finalization: a gloo thread that waits for Python's lock
+    # could abort the process.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

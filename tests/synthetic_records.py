@@ -1,4 +1,7 @@
-"""Records of which everything is known: a schedule is played with given times, so that waits and their late parts are consistent."""
+"""Records with known content, from a schedule played with given times.
+
+Waits and lateness are therefore consistent.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,15 @@ def even(direction: str, rank: int, step: int) -> float:  # noqa: ARG001
 
 @dataclass(frozen=True)
 class Play:
-    """What is played: ms of attention, pairs, and ms of a message by channel; index before the first step, merge and gap in every step.
+    """What is played; times in ms.
 
-    starts: ms by which a rank begins its passes later. gaps: more gap in every step of a rank.
-    columns: ms of single columns gathered once, before the first step. slow_into: more ms of the messages of (channel, receiving rank).
+    attention, pairs: per (direction, rank, step).
+    link: duration of a message, by channel.
+    index, columns: before the first step; columns are single columns gathered once.
+    merge, gap: in every step.
+    gaps: additional gap in every step of a rank.
+    starts: delay of a rank's passes.
+    slow_into: additional duration of messages, by (channel, receiving rank).
     """
 
     schedule: Schedule
@@ -58,23 +66,26 @@ def ring(workers: int, per_node: int = 0, exchange: str = "ring", **options: Any
     return make_schedule(exchange, ScheduleOptions(workers, per_node or workers, **options))
 
 
-def play(what: Play, direction: str) -> tuple[list[dict[str, Any]], float]:
-    """One pass of all ranks of a group -> its rows, from time 0, and when the last rank is done; times in ms."""
-    schedule = what.schedule
+def play(scenario: Play, direction: str) -> tuple[list[dict[str, Any]], float]:
+    """Play one pass of all ranks of a group.
+
+    Returns its rows, from time 0, and the time in ms at which the last rank finishes.
+    """
+    schedule = scenario.schedule
     steps = schedule.backward if direction == "backward" else schedule.forward
-    ranks = [_Rank(what, direction, rank, mine) for rank, mine in enumerate(steps)]
+    ranks = [_Rank(scenario, direction, rank, rank_steps) for rank, rank_steps in enumerate(steps)]
     post: dict[tuple[int, str, str, int], float] = {}
     while any(not rank.done for rank in ranks):
-        moved = [rank.go(post) for rank in ranks]
-        assert any(moved), "the schedule cannot be played"
+        advanced = [rank.advance(post) for rank in ranks]
+        assert any(advanced), "the schedule cannot be played"
     return [row for rank in ranks for row in rank.rows], max(rank.now for rank in ranks)
 
 
 class _Rank:
-    def __init__(self, what: Play, direction: str, rank: int, steps: Steps) -> None:
-        self.what, self.direction, self.rank, self.steps = what, direction, rank, steps
+    def __init__(self, scenario: Play, direction: str, rank: int, steps: Steps) -> None:
+        self.scenario, self.direction, self.rank, self.steps = scenario, direction, rank, steps
         self.rows: list[dict[str, Any]] = []
-        self.began = self.now = what.starts.get(rank, 0.0)
+        self.began = self.now = scenario.starts.get(rank, 0.0)
         self.transfers: dict[int, tuple[Transfer, int]] = {}
         self.counts: dict[tuple[str, str], int] = {}
         self.todo: list[tuple[str, int, Any]] = []
@@ -87,15 +98,18 @@ class _Rank:
             self.todo += [("wait", number, n) for n in step.collect] + [
                 ("post", number, t) for t in step.send
             ]
-        self._spend(INDEX, -1, what.index)
-        self._spend(COLUMNS, -1, what.columns, pairs=500)
+        self._spend(INDEX, -1, scenario.index)
+        self._spend(COLUMNS, -1, scenario.columns, pairs=500)
 
     @property
     def done(self) -> bool:
         return not self.todo
 
-    def go(self, post: dict[tuple[int, str, str, int], float]) -> bool:
-        """Goes on until a message is missing whose sender is not there yet; -> whether anything was done."""
+    def advance(self, post: dict[tuple[int, str, str, int], float]) -> bool:
+        """Continue until a message is missing that its sender has not posted.
+
+        Return whether anything was done.
+        """
         before = len(self.todo)
         while self.todo:
             kind, step, item = self.todo[0]
@@ -120,29 +134,29 @@ class _Rank:
                 self._spend(
                     ATTENTION,
                     step,
-                    self.what.attention(self.direction, self.rank, step),
-                    pairs=int(self.what.pairs(self.direction, self.rank, step)),
+                    self.scenario.attention(self.direction, self.rank, step),
+                    pairs=int(self.scenario.pairs(self.direction, self.rank, step)),
                 )
-                self._spend(MERGE, step, self.what.merge)
-                self._spend(GAP, step, self.what.gap + self.what.gaps.get(self.rank, 0.0))
+                self._spend(MERGE, step, self.scenario.merge)
+                self._spend(GAP, step, self.scenario.gap + self.scenario.gaps.get(self.rank, 0.0))
             self.todo.pop(0)
         if not self.todo and before:
             self._add(PASS, -1, self.began, self.now - self.began)
         return len(self.todo) < before
 
     def _arrival(self, number: int, post: dict) -> tuple[float, float] | None:
-        """When the message of a transfer began, and when it was there; None if that is not known yet."""
+        """Return when a transfer's message starts and arrives, or None if that is not known yet."""
         transfer, place = self.transfers[number]
         senders = [transfer.source] if transfer.kind == "p2p" else transfer.peers
-        begun = [
+        start_times = [
             post.get((sender, transfer.channel, transfer.payload, place)) for sender in senders
         ]
-        if any(b is None for b in begun):
+        if any(b is None for b in start_times):
             return None
-        begin = max(b for b in begun if b is not None)
-        return begin, begin + self.what.link.get(transfer.channel, 0.0) + self.what.slow_into.get(
-            (transfer.channel, self.rank), 0.0
-        )
+        begin = max(b for b in start_times if b is not None)
+        return begin, begin + self.scenario.link.get(
+            transfer.channel, 0.0
+        ) + self.scenario.slow_into.get((transfer.channel, self.rank), 0.0)
 
     def _wait(self, step: int, transfer: Transfer, begin: float, arrival: float) -> None:
         wait = max(0.0, arrival - self.now)
@@ -159,7 +173,7 @@ class _Rank:
             kind,
             step,
             begin,
-            self.what.link.get(transfer.channel, 0.0),
+            self.scenario.link.get(transfer.channel, 0.0),
             **self._names(transfer, peer),
         )
 
@@ -193,7 +207,7 @@ class _Rank:
 
 
 def rows_of(
-    what: Play | Callable[[int, int, int], Play],
+    scenario: Play | Callable[[int, int, int], Play],
     *,
     iteration: int = 0,
     layers: Sequence[int] = (0,),
@@ -202,7 +216,10 @@ def rows_of(
     case: int = 0,
     directions: Sequence[str] = ("forward", "backward"),
 ) -> np.ndarray:
-    """Rows of one iteration. what: one play for all, or a function of (iteration, layer, group)."""
+    """Return the rows of one iteration.
+
+    scenario: one play for all, or a function of (iteration, layer, group).
+    """
     parts = []
     for group in range(groups):
         now = 0.0
@@ -210,7 +227,11 @@ def rows_of(
         for micro in range(micros):
             for direction in directions:
                 for layer in layers if direction == "forward" else reversed(layers):
-                    one = what if isinstance(what, Play) else what(iteration, layer, group)
+                    one = (
+                        scenario
+                        if isinstance(scenario, Play)
+                        else scenario(iteration, layer, group)
+                    )
                     size = one.schedule.workers
                     played, duration = play(one, direction)
                     rows = np.zeros(len(played), ROW)
@@ -243,7 +264,7 @@ def rows_of(
 def facts_of(
     schedule: Schedule, *, groups: int = 1, layers: int = 1, **more: Any
 ) -> dict[str, Any]:
-    """A case of summary.json."""
+    """Return a case of summary.json."""
     return {
         "label": f"dense striped {schedule.exchange}",
         "layout": "striped",
@@ -279,7 +300,7 @@ def write(
     wanted: int | None = None,
     **more: Any,
 ) -> Path:
-    """A folder as a profile leaves it; without ``complete`` as one that was killed leaves it."""
+    """Write a folder as a profile does; without ``complete``, as a profile that was killed."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, rows in enumerate(parts):
         write_part(rows, folder, number)
@@ -310,15 +331,17 @@ def write(
 
 def recorded_once(
     folder: Path,
-    what: Play,
+    scenario: Play,
     *,
     layers: Sequence[int] = (0,),
     iterations: int = 1,
     groups: int = 1,
     **more: Any,
 ) -> Path:
-    """The usual folder of one case."""
-    parts = [rows_of(what, iteration=i, layers=layers, groups=groups) for i in range(iterations)]
+    """Write the usual folder of one case."""
+    parts = [
+        rows_of(scenario, iteration=i, layers=layers, groups=groups) for i in range(iterations)
+    ]
     return write(
-        folder, parts, [facts_of(what.schedule, groups=groups, layers=len(layers))], **more
+        folder, parts, [facts_of(scenario.schedule, groups=groups, layers=len(layers))], **more
     )

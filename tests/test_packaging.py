@@ -1,4 +1,4 @@
-"""What is installed: shipped files are found, and nothing but `mtrain_cli` becomes importable."""
+"""An installation contains the shipped files and makes only `mtrain_cli` importable."""
 
 import shlex
 import shutil
@@ -15,7 +15,7 @@ from mtrain_cli import install_command, resource_dir
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHIPPED = ("conf", "kernels", "profiles")
 
-# Run by a fresh interpreter outside the repository, which heeds no PYTHONPATH.
+# Run by a new interpreter outside the repository, which ignores PYTHONPATH.
 PROBE = """
 import importlib.util, sys
 for name in ("conf", "kernels", "profiles", "tests"):
@@ -30,7 +30,8 @@ for group, options in open_groups().options.items():
     for option in options:
         if (group, option) == ("model", "auto"):
             continue  # needs the folder of train.init_from
-        more = ["data.path=/", "data.mix={usr: 1}"] if group == "data" and option != "stdlib" else []
+        more = ["data.path=/",
+            "data.mix={usr: 1}"] if group == "data" and option != "stdlib" else []
         compose([f"{group}={option}", *more], plan=True)
 print("composed", compose(["model=qwen3b"]).model.name)
 """
@@ -42,7 +43,7 @@ def test_shipped_folders_are_found_in_the_checkout():
         resource_dir("nosuch")
 
 
-def test_the_line_that_installs_an_extra_is_one_that_works_here(monkeypatch, tmp_path):
+def test_the_install_command_for_an_extra_works_here(monkeypatch, tmp_path):
     monkeypatch.chdir(REPOSITORY)
     assert install_command("cuda") == "pip install -e '.[cuda]'"
     monkeypatch.chdir(tmp_path)
@@ -53,7 +54,7 @@ def test_the_line_that_installs_an_extra_is_one_that_works_here(monkeypatch, tmp
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy of what is built, so that building writes nothing into the checkout."""
+    """A copy of the sources, so that building does not write into the checkout."""
     folder = tmp_path_factory.mktemp("source")
     for name in ("mtrain_cli", *SHIPPED, "tests"):
         shutil.copytree(
@@ -67,7 +68,10 @@ def source(tmp_path_factory) -> Path:
 
 
 def build(source: Path, out: Path, kind: str) -> Path:
-    """A wheel by the build backend that pyproject.toml names: ``build_wheel`` or ``build_editable``."""
+    """Build a wheel with pyproject.toml's backend.
+
+    kind: ``build_wheel`` or ``build_editable``.
+    """
     code = f"import hatchling.build as backend; print(backend.{kind}({str(out)!r}))"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=120
@@ -82,10 +86,13 @@ def install(wheel: Path, target: Path) -> None:
 
 
 def probe(target: Path, cwd: Path) -> str:
-    """Output of PROBE with ``target`` as a site folder, so that .pth files in it count."""
-    # An editable install of mtrain that is already in this interpreter must not answer in place of the one at hand.
-    first = f"import site, sys; sys.modules.pop('_editable_impl_mtrain', None); sys.path.insert(0, {str(target)!r})"
-    code = f"{first}; site.addsitedir({str(target)!r})\n{PROBE}"
+    """Return the output of PROBE with ``target`` as a site folder, in which .pth files count."""
+    # An editable install of mtrain in this interpreter must not hide the one under test.
+    prelude = (
+        "import site, sys; sys.modules.pop('_editable_impl_mtrain', None); "
+        f"sys.path.insert(0, {str(target)!r})"
+    )
+    code = f"{prelude}; site.addsitedir({str(target)!r})\n{PROBE}"
     result = subprocess.run(
         [sys.executable, "-I", "-c", code], cwd=cwd, capture_output=True, text=True, timeout=120
     )

@@ -1,19 +1,23 @@
-// The blocks that a dynamic index and a mask leave, as ascending lists per query block (or, transposed, per key block).
+// List the blocks that a dynamic index and a mask leave, ascending, per query block or (transposed)
+// per key block.
 //
-// One warp makes one row: 32 blocks a turn, their places found by counting bits, so the order needs no sorting and no atomics.
+// One warp writes one row, 32 candidate blocks at a time. A ballot and a bit count give each lane
+// its place in the list, so the order needs no sorting and no atomics.
 
 extern "C" __global__ void block_lists(
-    const unsigned char* __restrict__ chosen,    // diagonals [batch * heads, blocks], or bits [batch * heads, held, blocks]
-    const int* __restrict__ slots,               // bits only: [blocks] row of the bits that holds a query block, -1 where none does
-    const int* __restrict__ query_blocks,        // [queries] global numbers, ascending
-    const int* __restrict__ key_blocks,          // [keys]
-    const int* __restrict__ first_min,           // [batch, blocks] smallest and largest first visible position of a query block
-    const int* __restrict__ first_max,
-    int* __restrict__ partial_count,             // [batch * heads, rows]
-    int* __restrict__ partial,                   // [batch * heads, rows, partial_width]
+    const unsigned char* __restrict__ chosen,  // diagonals [batch * heads, blocks], or, if bitmap,
+                                               // bits [batch * heads, held, blocks]
+    const int* __restrict__ slots,         // bitmap: [blocks], row of bits of a query block, or -1
+    const int* __restrict__ query_blocks,  // [queries] global block numbers, ascending
+    const int* __restrict__ key_blocks,    // [keys]
+    const int* __restrict__ first_min,     // [batch, blocks] minimum and maximum, over a query
+    const int* __restrict__ first_max,     // block, of the first position that a query sees
+    int* __restrict__ partial_count,       // [batch * heads, rows]
+    int* __restrict__ partial,             // [batch * heads, rows, partial_width]
     int* __restrict__ full_count,
-    int* __restrict__ full,                      // [batch * heads, rows, full_width]
-    int heads, int blocks, int block, int held, int queries, int keys, int partial_width, int full_width, int bitmap, int transposed)
+    int* __restrict__ full,                // [batch * heads, rows, full_width]
+    int heads, int blocks, int block, int held, int queries, int keys,
+    int partial_width, int full_width, int bitmap, int transposed)
 {
     const int lane = threadIdx.x & 31;
     const int rows = transposed ? keys : queries;
@@ -35,7 +39,8 @@ extern "C" __global__ void block_lists(
             const int other = transposed ? query_blocks[n] : key_blocks[n];
             const int q = transposed ? other : own, k = transposed ? own : other;
             const long long line = bitmap ? slots[q] : 0;
-            if (k <= q && line >= 0 && (long long)(k + 1) * block > low[q] && mine[bitmap ? line * blocks + k : q - k]) {
+            const bool visible = k <= q && (long long)(k + 1) * block > low[q];
+            if (visible && line >= 0 && mine[bitmap ? line * blocks + k : q - k]) {
                 touched = true;
                 whole = k < q && (long long)k * block >= high[q];
             }
@@ -43,8 +48,10 @@ extern "C" __global__ void block_lists(
         const unsigned is_full = __ballot_sync(0xffffffffu, touched && whole);
         const unsigned is_partial = __ballot_sync(0xffffffffu, touched && !whole);
         const unsigned below = (1u << lane) - 1u;
-        // An index that has more than it says: rather an error than a block left out, or memory of others overwritten.
-        if (fulls + __popc(is_full) > full_width || partials + __popc(is_partial) > partial_width) __trap();
+        // The index has more blocks than the host allowed for: stop, rather than drop a block or
+        // write past the row.
+        if (fulls + __popc(is_full) > full_width) __trap();
+        if (partials + __popc(is_partial) > partial_width) __trap();
         if (touched && whole) full_row[fulls + __popc(is_full & below)] = n;
         if (touched && !whole) partial_row[partials + __popc(is_partial & below)] = n;
         fulls += __popc(is_full);

@@ -1,13 +1,14 @@
-// Single key columns: gathered into packed keys and values, and their gradients added back, always in one order.
+// Gather single key columns into packed keys and values; add their gradients back in a fixed order.
 
-// One warp copies one row of a packed tensor: 16 bytes a lane.
+// One warp copies one row of a packed tensor, 16 bytes per lane.
 extern "C" __global__ void pack_columns(
-    const uint4* __restrict__ k,                 // [batch, keys, kv_heads, row] with row in units of 16 bytes
+    const uint4* __restrict__ k,    // [batch, keys, kv_heads, row], row in units of 16 bytes
     const uint4* __restrict__ v,
-    const int* __restrict__ slots,               // [batch, heads, width] key slot of each column, -1 = none
-    uint4* __restrict__ packed_k,                // [batch, heads, width, row]
+    const int* __restrict__ slots,  // [batch, heads, width] key slot of each column, -1 = none
+    uint4* __restrict__ packed_k,   // [batch, heads, width, row]
     uint4* __restrict__ packed_v,
-    long long k_batch, long long k_token, long long k_head, long long v_batch, long long v_token, long long v_head,
+    long long k_batch, long long k_token, long long k_head,
+    long long v_batch, long long v_token, long long v_head,
     int heads, int group, int width, int row)
 {
     const int lane = threadIdx.x & 31;
@@ -28,27 +29,28 @@ extern "C" __global__ void pack_columns(
     }
 }
 
-// One warp owns one column of one head of a group and adds it only if no earlier head of the group has the same one; the owner adds the
-// columns of the later heads too. So each row of dk and dv is written once, by one warp, in the order of the heads.
-__device__ __forceinline__ void add_to(float* where, float value) { *where += value; }
+__device__ __forceinline__ void add_to(float* target, float value) { *target += value; }
 
-// bfloat16 is the upper half of a float32; rounds to nearest even.
-__device__ __forceinline__ void add_to(unsigned short* where, float value)
+// bfloat16 is the upper half of a float32. Round to nearest even.
+__device__ __forceinline__ void add_to(unsigned short* target, float value)
 {
-    const float sum = __uint_as_float((unsigned)*where << 16) + value;
+    const float sum = __uint_as_float((unsigned)*target << 16) + value;
     const unsigned bits = __float_as_uint(sum);
     const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    *where = nan ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+    *target = nan ? 0x7fc0 : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Query heads of a group share a KV head and may have chosen the same column. The warp of the first
+// head that has a column owns it: it adds the gradients of all heads, in head order, and the warps
+// of later heads return. So one warp writes each row of dk and dv, without atomics.
 template <typename Number>
 __device__ __forceinline__ void add_columns(
-    Number* __restrict__ dk,                     // [batch, keys, kv_heads, dim], contiguous
+    Number* __restrict__ dk,               // [batch, keys, kv_heads, dim], contiguous
     Number* __restrict__ dv,
-    const float* __restrict__ columns_dk,        // [parts, batch, heads, width, dim]
+    const float* __restrict__ columns_dk,  // [parts, batch, heads, width, dim]
     const float* __restrict__ columns_dv,
-    const int* __restrict__ slots,               // [batch, heads, width] ascending with -1 at the end
-    const int* __restrict__ counts,              // [batch, heads] columns that are there
+    const int* __restrict__ slots,         // [batch, heads, width] ascending, -1 at the end
+    const int* __restrict__ counts,        // [batch, heads] number of columns
     int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
 {
     const int lane = threadIdx.x & 31;
@@ -65,7 +67,7 @@ __device__ __forceinline__ void add_columns(
         int place = -1;
         if (other == mine) {
             place = column;
-        } else {
+        } else {  // binary search among the columns of the other head
             int low = 0, high = counts[from];
             while (low < high) {
                 const int middle = (low + high) >> 1;
@@ -74,7 +76,7 @@ __device__ __forceinline__ void add_columns(
             if (low < counts[from] && slots[from * width + low] == slot) place = low;
         }
         if (place < 0) continue;
-        if (other < mine) return;
+        if (other < mine) return;  // an earlier head owns this column
         for (int i = lane; i < dim; i += 32) {
             float sum_k = 0.0f, sum_v = 0.0f;
             for (int p = 0; p < parts; ++p) {
@@ -88,15 +90,21 @@ __device__ __forceinline__ void add_columns(
 }
 
 extern "C" __global__ void add_column_gradients_float32(
-    float* dk, float* dv, const float* columns_dk, const float* columns_dv, const int* slots, const int* counts,
+    float* dk, float* dv, const float* columns_dk, const float* columns_dv,
+    const int* slots, const int* counts,
     int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
 {
-    add_columns(dk, dv, columns_dk, columns_dv, slots, counts, parts, part, keys, kv_heads, group, width, dim);
+    add_columns(
+        dk, dv, columns_dk, columns_dv, slots, counts,
+        parts, part, keys, kv_heads, group, width, dim);
 }
 
 extern "C" __global__ void add_column_gradients_bfloat16(
-    unsigned short* dk, unsigned short* dv, const float* columns_dk, const float* columns_dv, const int* slots, const int* counts,
+    unsigned short* dk, unsigned short* dv, const float* columns_dk, const float* columns_dv,
+    const int* slots, const int* counts,
     int parts, long long part, long long keys, int kv_heads, int group, int width, int dim)
 {
-    add_columns(dk, dv, columns_dk, columns_dv, slots, counts, parts, part, keys, kv_heads, group, width, dim);
+    add_columns(
+        dk, dv, columns_dk, columns_dv, slots, counts,
+        parts, part, keys, kv_heads, group, width, dim);
 }

@@ -1,7 +1,11 @@
-"""FlashAttention-4 calls on plain tensors: one rectangle (native causal), or row spans through block lists and an element mask.
+"""Call FlashAttention-4 on plain tensors.
 
-Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse float32 [batch, heads, queries], natural
-logarithm. Checked with flash-attn-4 4.0.0b36 on sm_90; its interface is private, so both entry points are gathered in this file.
+`forward` and `backward` compute one rectangle with native causality; `spans_forward` and
+`spans_backward` compute row spans through block lists and an element mask.
+
+Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse
+    float32 [batch, heads, queries], natural logarithm. Checked with flash-attn-4 4.0.0b36 on sm_90.
+    Its interface is private, so this file holds every call to it.
 """
 
 from __future__ import annotations
@@ -18,27 +22,28 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 Spans = tuple[torch.Tensor, torch.Tensor]
 
-# Said by CuTe DSL about FlashAttention-4's own classes at each first compilation; nothing that a user could act on.
+# CuTe DSL warns about FlashAttention-4's own classes when it compiles; users cannot act on it.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\..*")
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"flash_attn\..*")
 
 
+# FlashAttention-4 fixes the signature of mask functions.
 @cute.jit
-def _inside(batch, head, query, key, seqlen, aux):  # noqa: ARG001 - the signature is FlashAttention-4's
+def _in_span(batch, head, query, key, seqlen, aux):  # noqa: ARG001
     low = utils.scalar_to_ssa(aux[0][batch[0], query[0]], cutlass.Int32)
     high = utils.scalar_to_ssa(aux[1][batch[0], query[0]], cutlass.Int32)
     return (key >= low) & (key < high)
 
 
 @cute.jit
-def _inside_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001 - the signature is FlashAttention-4's
+def _in_causal_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001
     return (query & 127) >= (key & 127)
 
 
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One rectangle; if causal, its last row sees its last key (bottom-right alignment)."""
+    """Attend to one rectangle; if causal, its last row sees its last key."""
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
     return out, lse
 
@@ -54,8 +59,8 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of one rectangle, given lse and either delta or out of whole rows."""
-    out, minus_delta = _rows(q, out, delta)
+    """Return the gradients of one rectangle, given lse and either out or delta of whole rows."""
+    out, minus_delta = _out_and_dlse(q, out, delta)
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=minus_delta
     )
@@ -70,8 +75,12 @@ def spans_forward(
     lists: dict[str, Any],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row i sees keys low[i] <= j < high[i] of the listed blocks, with spans = (low, high); lists as `attention.flash4.block_lists` makes
-    them. spans None: the blocks listed as partial lie on the diagonal of a causal mask, which needs no look-up.
+    """Attend to the listed blocks, each query only to the keys of its span.
+
+    Args:
+        spans: (low, high), int32 [batch, queries]: query i sees keys low[i] <= j < high[i]. None:
+            every partial block lies on the diagonal of a causal mask, which needs no lookup.
+        lists: block lists per query block, from `attention.flash4` or `attention.block_lists`.
     """
     blocks = BlockSparseTensorsTorch(
         mask_block_cnt=lists["partial_count"],
@@ -81,7 +90,13 @@ def spans_forward(
         block_size=(128, 128),
     )
     out, lse, *_ = _flash_attn_fwd(
-        q, k, v, softmax_scale=scale, block_sparse_tensors=blocks, return_lse=True, **_mask(spans)
+        q,
+        k,
+        v,
+        softmax_scale=scale,
+        block_sparse_tensors=blocks,
+        return_lse=True,
+        **_mask_arguments(spans),
     )
     return out, lse
 
@@ -98,8 +113,11 @@ def spans_backward(
     lists: dict[str, Any],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `spans_forward`, given lse and either delta or out of whole rows; lists of query blocks per key block."""
-    out, minus_delta = _rows(q, out, delta)
+    """Return the gradients of `spans_forward`, given lse and either out or delta of whole rows.
+
+    Here ``lists`` holds query blocks per key block.
+    """
+    out, minus_delta = _out_and_dlse(q, out, delta)
     blocks = BlockSparseTensorsTorch(
         mask_block_cnt=lists["partial_count"],
         mask_block_idx=lists["partial"],
@@ -117,18 +135,19 @@ def spans_backward(
         softmax_scale=scale,
         block_sparse_tensors=blocks,
         dlse=minus_delta,
-        **_mask(spans),
+        **_mask_arguments(spans),
     )
     return dq, dk, dv
 
 
-def _rows(
+def _out_and_dlse(
     q: torch.Tensor, out: torch.Tensor | None, delta: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """-> out and dlse for FlashAttention-4's preprocess, which computes delta = rowsum(out * dout) - dlse.
+    """Return out and dlse for FlashAttention-4's preprocess, delta = rowsum(out * dout) - dlse.
 
-    Without out, delta passes through unchanged: a zero out and dlse = -delta. That out is one row in memory with strides of 0.
-    With both, out is used: a call with dlse took 2 to 6 % longer (8,192 tokens, 32 heads, H200).
+    Without out, a zero out and dlse = -delta make it return the given delta. That out is one row in
+    memory with strides of 0. If both are given, use out: a call with dlse took 2 to 6 % longer
+    (8,192 tokens, 32 heads, H200).
     """
     if out is not None:
         return out.to(q.dtype), None
@@ -136,14 +155,17 @@ def _rows(
     return q.new_zeros(q.shape[-1]).expand(q.shape), -delta
 
 
-def _mask(spans: Spans | None) -> dict[str, Any]:
+def _mask_arguments(spans: Spans | None) -> dict[str, Any]:
     if spans is None:
-        return {"mask_mod": _inside_diagonal}
-    return {"mask_mod": _inside, "aux_tensors": _padded(*spans)}
+        return {"mask_mod": _in_causal_diagonal}
+    return {"mask_mod": _in_span, "aux_tensors": _padded(*spans)}
 
 
 def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
-    """The element mask is asked about the rows of a whole tile, also beyond the last query: such rows see nothing."""
+    """Pad the spans to whole tiles: the element mask is evaluated beyond the last query, too.
+
+    Padded rows see nothing.
+    """
     pad = -low.shape[1] % 128
     if pad:
         low, high = (torch.nn.functional.pad(t, (0, pad)) for t in (low, high))

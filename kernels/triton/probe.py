@@ -1,8 +1,9 @@
-"""Where the attention of a few probed queries falls: sums over the keys' columns, without scores ever in memory.
+"""Sum the attention of a few probed queries over the keys' columns, without storing the scores.
 
-Two passes over the keys of a shard, which may be any blocks of the sequence: the first finds the log-sum-exp of every probed query by tiles
-of keys, the second, given that over all tiles of all shards, adds up probabilities per key. A tile lies within a block and every result is
-written by one program, so both are bitwise repeatable, whichever worker holds a block.
+Two passes over the keys of a shard, which may be any blocks of the sequence. The first computes the
+log-sum-exp of every probed query per tile of keys. The second takes the log-sum-exp over all tiles
+of all shards and adds up probabilities per key. A tile lies within a block and one program writes
+each result, so both passes are bitwise repeatable whichever worker holds a block.
 """
 
 from __future__ import annotations
@@ -16,42 +17,47 @@ _ROWS = 64
 
 @triton.jit
 def _tile_of_keys(KEY_BLOCKS, tile, BLOCK: tl.constexpr, KEYS: tl.constexpr):
-    """-> slots and positions of the keys of a tile."""
-    within = tl.arange(0, KEYS)
+    """Return the slots and positions of the keys of a tile."""
+    tile_offsets = tl.arange(0, KEYS)
     slot = tile * KEYS
     number = tl.load(KEY_BLOCKS + slot // BLOCK)
-    return slot + within, number * BLOCK + slot % BLOCK + within
+    return slot + tile_offsets, number * BLOCK + slot % BLOCK + tile_offsets
 
 
 @triton.jit
 def _scores(
-    Q, K, FIRST, ROWS_AT, h, kv, slot, key, start, rows, keys, scale, stride_kn, stride_kh, HEADS, D: tl.constexpr, ROWS: tl.constexpr
+    Q, K, FIRST, ROW_POSITIONS, h, kv, slot, key, start, rows, keys, scale, stride_kn, stride_kh,
+    HEADS, D: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Scores of rows [start, start + ROWS) against a tile of keys, -inf where unseen or not finite; [ROWS, keys]."""
+    """Return scores of rows [start, start + ROWS) against a tile of keys, [ROWS, keys].
+
+    A score is -inf if the row does not see the key, or if it is +inf or NaN.
+    """
     d = tl.arange(0, D)
     row = start + tl.arange(0, ROWS)
-    there = row < rows
-    q = tl.load(Q + (row[:, None] * HEADS + h) * D + d, mask=there[:, None], other=0.0)
+    valid = row < rows
+    q = tl.load(Q + (row[:, None] * HEADS + h) * D + d, mask=valid[:, None], other=0.0)
     k = tl.load(
         K + slot[:, None].to(tl.int64) * stride_kn + kv.to(tl.int64) * stride_kh + d,
         mask=(slot < keys)[:, None],
         other=0.0,
     )
-    position = tl.load(ROWS_AT + row, mask=there, other=-1)
-    first = tl.load(FIRST + row, mask=there, other=0)
+    position = tl.load(ROW_POSITIONS + row, mask=valid, other=-1)
+    first = tl.load(FIRST + row, mask=valid, other=0)
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    seen = (
+    visible = (
         (key[None, :] >= first[:, None])
         & (key[None, :] <= position[:, None])
         & (slot < keys)[None, :]
     )
-    return tl.where(seen & (s < float("inf")), s, float("-inf"))
+    return tl.where(visible & (s < float("inf")), s, float("-inf"))
 
 
 @triton.jit
 def _lse_of_tiles(
-    Q, K, FIRST, ROWS_AT, KEY_BLOCKS, LSE, rows, keys, scale, stride_kn, stride_kh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    Q, K, FIRST, ROW_POSITIONS, KEY_BLOCKS, LSE, rows, keys, scale, stride_kn, stride_kh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -61,7 +67,7 @@ def _lse_of_tiles(
             Q,
             K,
             FIRST,
-            ROWS_AT,
+            ROW_POSITIONS,
             h,
             h // GROUP,
             slot,
@@ -76,16 +82,19 @@ def _lse_of_tiles(
             D,
             ROWS,
         )
-        top = tl.maximum(tl.max(s, 1), -1e30)
-        lse = top + tl.log(tl.sum(tl.exp(s - top[:, None]), 1))
+        highest = tl.maximum(tl.max(s, 1), -1e30)
+        lse = highest + tl.log(tl.sum(tl.exp(s - highest[:, None]), 1))
         row = start + tl.arange(0, ROWS)
         tl.store(LSE + (tile * HEADS + h) * rows + row, lse, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["begin", "groups"])
 def _columns(
-    Q, K, FIRST, ROWS_AT, KEY_BLOCKS, OF_ROW, LSE, COLUMNS, rows, keys, width, begin, groups, scale, stride_kn, stride_kh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
+    Q, K, FIRST, ROW_POSITIONS, KEY_BLOCKS, ROW_GROUPS, LSE, COLUMNS, rows, keys, width, begin,
+    groups,
+    scale, stride_kn, stride_kh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     h = tl.program_id(1).to(tl.int64)
@@ -94,13 +103,13 @@ def _columns(
         total = tl.zeros([KEYS], tl.float32)
         for start in range(0, rows, ROWS):
             row = start + tl.arange(0, ROWS)
-            mine = tl.load(OF_ROW + row, mask=row < rows, other=-1) == begin + group
-            if tl.max(mine.to(tl.int32), 0) > 0:
+            in_group = tl.load(ROW_GROUPS + row, mask=row < rows, other=-1) == begin + group
+            if tl.max(in_group.to(tl.int32), 0) > 0:
                 s = _scores(
                     Q,
                     K,
                     FIRST,
-                    ROWS_AT,
+                    ROW_POSITIONS,
                     h,
                     h // GROUP,
                     slot,
@@ -116,9 +125,9 @@ def _columns(
                     ROWS,
                 )
                 lse = tl.load(LSE + h * rows + row, mask=row < rows, other=float("inf"))
-                total += tl.sum(tl.where(mine[:, None], tl.exp(s - lse[:, None]), 0.0), 0)
-        at = (h + group * HEADS) * width + slot
-        tl.store(COLUMNS + at, total / rows, mask=slot < width)
+                total += tl.sum(tl.where(in_group[:, None], tl.exp(s - lse[:, None]), 0.0), 0)
+        offsets = (h + group * HEADS) * width + slot
+        tl.store(COLUMNS + offsets, total / rows, mask=slot < width)
 
 
 def tile_lse(
@@ -131,19 +140,32 @@ def tile_lse(
     tile: int,
     scale: float,
 ) -> torch.Tensor:
-    """Log-sum-exp of the probed queries over each tile of keys.
+    """Return the log-sum-exp of the probed queries over each tile of keys.
 
-    q: [rows, heads, head_dim], the probed queries. k: [keys, kv_heads, head_dim], the keys of a shard. first, positions: int32 [rows], the
-    first position that each query sees and its own. key_blocks: int32 [local blocks], the block of the sequence that each block of the keys
-    is. tile: keys of a tile, a power of two of at least 16 that divides ``block``.
-    -> float32 [local blocks * block / tile, heads, rows], natural logarithm, -inf where nothing is seen.
+    Args:
+        q: [rows, heads, head_dim], the probed queries.
+        k: [keys, kv_heads, head_dim], the keys of a shard.
+        first, positions: int32 [rows], the first position that each query sees, and its own.
+        key_blocks: int32 [local blocks], global block number of each local key block.
+        tile: keys per tile, a power of two that divides ``block`` and is at least 16.
+
+    Returns:
+        float32 [local blocks * block / tile, heads, rows], natural logarithm; -inf if the query
+        sees no key of the tile.
     """
     rows, heads = q.shape[:2]
     tiles = len(key_blocks) * block // tile
     lse = torch.empty(tiles, heads, rows, dtype=torch.float32, device=q.device)
     shared = (rows, len(k), scale, *_key_strides(k))
     _lse_of_tiles[(tiles, heads)](
-        q.contiguous(), k, first, positions, key_blocks, lse, *shared, **_shape(q, k, block, tile)
+        q.contiguous(),
+        k,
+        first,
+        positions,
+        key_blocks,
+        lse,
+        *shared,
+        **_shape_arguments(q, k, block, tile),
     )
     return lse
 
@@ -158,14 +180,25 @@ def probed_columns(
     tile: int,
     scale: float,
     lse: torch.Tensor,
-    of_row: torch.Tensor,
+    row_groups: torch.Tensor,
     groups: range,
     width: int,
 ) -> torch.Tensor:
-    """Attention that each key of a shard gets from the probed queries of each of some groups, over the number of all probed queries.
+    """Return the attention that each key gets from each group of probed queries.
 
-    lse: float32 [heads, rows], contiguous, over the keys of all shards; +inf for a query that sees nothing. of_row: int32 [rows], the group
-    of each; groups: their numbers. The rest as for `tile_lse`. -> float32 [groups, heads, width], 0 beyond the keys.
+    Sums are divided by the number of all probed queries.
+
+    Args:
+        lse: float32 [heads, rows], contiguous, over the keys of all shards; +inf for a query that
+            sees nothing.
+        row_groups: int32 [rows], group of each probed query.
+        groups: numbers of the groups to compute.
+        width: columns to return, at least the number of keys.
+
+    The other arguments are those of `tile_lse`.
+
+    Returns:
+        float32 [groups, heads, width], 0 beyond the keys.
     """
     rows, heads = q.shape[:2]
     tiles = len(key_blocks) * block // tile
@@ -173,7 +206,8 @@ def probed_columns(
     columns = torch.empty(len(groups), heads, width, dtype=torch.float32, device=q.device)
     shared = (rows, len(k), width, groups.start, len(groups), scale, *_key_strides(k))
     _columns[(tiles, heads)](
-        q.contiguous(), k, first, positions, key_blocks, of_row, lse, columns, *shared, **_shape(q, k, block, tile)
+        q.contiguous(), k, first, positions, key_blocks, row_groups, lse, columns, *shared,
+        **_shape_arguments(q, k, block, tile)
     )  # fmt: skip
     return columns
 
@@ -183,7 +217,7 @@ def _key_strides(k: torch.Tensor) -> tuple[int, int]:
     return k.stride(0), k.stride(1)
 
 
-def _shape(q: torch.Tensor, k: torch.Tensor, block: int, tile: int) -> dict[str, int]:
+def _shape_arguments(q: torch.Tensor, k: torch.Tensor, block: int, tile: int) -> dict[str, int]:
     heads, dim = q.shape[1:]
     group = heads // k.shape[1]
     return {

@@ -1,4 +1,7 @@
-"""An index as lists of blocks per row, the form that FlashAttention-4 reads; made for one kernel call and dropped after it."""
+"""Turn an index into block lists per row, the form that FlashAttention-4 reads.
+
+Lists are built for one kernel call and dropped after it.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,32 @@ _WARPS = 4
 
 
 def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
-    """The blocks that index and mask leave, per query block or, transposed, per key block; columns are not among them.
+    """List the blocks that index and mask leave, per query block or, transposed, per key block.
 
-    Counts int32 [batch, heads, rows] and ascending local block numbers int32 [batch, heads, rows, width] under ``partial`` and ``full``,
-    with ``_count``. In a full block every row of queries sees every key. Entries beyond the count hold anything.
+    Single columns are not included.
 
-    width is the most that a row can list, as far as the host knows (`list_widths`).
+    Returns:
+        Under ``partial`` and ``full``, ascending local block numbers, int32 [batch, heads, rows,
+        width]; under the same names with ``_count``, their number, int32 [batch, heads, rows]. In a
+        full block every query sees every key. Entries beyond the count are undefined. `list_widths`
+        gives the widths.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
     assert geometry is not None
     batch, heads = index.heads
     queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
-    rows, others = (keys, queries) if transposed else (queries, keys)
+    rows, candidates = (keys, queries) if transposed else (queries, keys)
     widths = list_widths(
-        others, index.most if isinstance(index, VerticalSlash) else 0, geometry.plain
+        candidates, index.max_slashes if isinstance(index, VerticalSlash) else 0, geometry.plain
     )
     device = geometry.first.device
     if cuda_kernels_usable(geometry.first):
-        from mtrain_cli.kernels.cuda.launch import launch
+        from mtrain_cli.kernels.cuda.nvrtc import launch
 
         bitmap = isinstance(index, BlockBitmap)
         chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
-        # Diagonals have no rows, so that any address stands in for the rows' numbers.
+        # Diagonals have no rows: the kernel ignores slots, so pass any tensor.
         slots, held = (
             (index.slots, len(index.rows))
             if isinstance(index, BlockBitmap)
@@ -47,7 +53,8 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         ]
         launch(
             "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
-            chosen, slots, geometry.query_blocks, geometry.key_blocks, geometry.first_min, geometry.first_max,
+            chosen, slots, geometry.query_blocks, geometry.key_blocks,
+            geometry.first_min, geometry.first_max,
             counts[0], lists[0], counts[1], lists[1],
             heads, index.blocks, index.block, held, queries, keys, *widths, bitmap, transposed,
         )  # fmt: skip
@@ -59,30 +66,40 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         }
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
     touched = (k <= q[:, None]) & ((k + 1) * index.block > geometry.first_min[:, q][..., None])
-    whole = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
+    full = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
     active = index.chosen(q, k) & touched[:, None]
     result: dict[str, torch.Tensor] = {}
     for name, blocks, width in zip(
         ("partial", "full"),
-        (active & ~whole[:, None], active & whole[:, None]),
+        (active & ~full[:, None], active & full[:, None]),
         widths,
         strict=True,
     ):
         blocks = blocks.transpose(-1, -2) if transposed else blocks
-        lists_of_name, upto = ordered_lines(blocks)
-        assert int(upto[..., -1].max()) <= width, "an index lists no more than it says"
-        result[name] = torch.nn.functional.pad(lists_of_name, (0, width - others))  # or cut
-        result[name + "_count"] = upto[..., -1].contiguous()
+        indices, counts_below = set_indices(blocks)
+        assert int(counts_below[..., -1].max()) <= width, (
+            "the index has more diagonals than its `max_slashes` allows"
+        )
+        # A negative pad cuts the list to its width.
+        result[name] = torch.nn.functional.pad(indices, (0, width - candidates))
+        result[name + "_count"] = counts_below[..., -1].contiguous()
     return result
 
 
-def list_widths(others: int, most_diagonals: int, plain: bool) -> tuple[int, int]:
-    """Widths of the partial and the full list of a row, of ``others`` blocks: a diagonal gives a row one block, and a mask that is causal
-    alone (plain) cuts none but that of the row itself. most_diagonals: 0 where a bitmap, or the device, knows how many there are: lists of
-    all blocks then take up to 8 bytes for each pair of blocks of every head, 16 GiB at 1M tokens and 32 heads on one worker.
+def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, int]:
+    """Return the widths of a row's partial and full lists.
+
+    A diagonal gives each row one block. A purely causal mask cuts only the block on the diagonal.
+
+    Args:
+        candidates: blocks on the other side.
+        max_diagonals: upper bound on the diagonals per head; 0 for a bitmap, or if only the device
+            knows. Lists then have room for every block: up to 8 bytes per pair of blocks and head,
+            16 GiB at 1M tokens with 32 heads on one worker.
+        plain: the mask is causal only, without documents or padding.
     """
     # A width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
-    full = max(2, min(others, most_diagonals or others))
+    full = max(2, min(candidates, max_diagonals or candidates))
     return 2 if plain else full, full
 
 
@@ -91,12 +108,22 @@ def _slashes(index: object) -> torch.Tensor:
     return index.slashes
 
 
-def ordered_lines(on: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [..., n] -> int32 numbers of the set ones first, ascending, [..., n], and int32 [..., n + 1], how many are set below each."""
-    n = on.shape[-1]
-    upto = torch.nn.functional.pad(on.cumsum(-1, dtype=torch.int32), (1, 0))
-    # Each set number goes to its rank; the others to a place beyond the end.
-    to = torch.where(on, upto[..., :-1], n).long()
-    lines = torch.zeros(*on.shape[:-1], n + 1, dtype=torch.int32, device=on.device)
-    lines.scatter_(-1, to, torch.arange(n, dtype=torch.int32, device=on.device).expand(on.shape))
-    return lines[..., :n].contiguous(), upto
+def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of the set flags, and prefix counts.
+
+    Args:
+        flags: bool [..., n].
+
+    Returns:
+        indices: int32 [..., n], ascending indices of the set flags, then zeros.
+        counts_below: int32 [..., n + 1], number of flags set below each index.
+    """
+    n = flags.shape[-1]
+    counts_below = torch.nn.functional.pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
+    # A set flag goes to its rank among the set ones; the others go to slot n, which is dropped.
+    targets = torch.where(flags, counts_below[..., :-1], n).long()
+    indices = torch.zeros(*flags.shape[:-1], n + 1, dtype=torch.int32, device=flags.device)
+    indices.scatter_(
+        -1, targets, torch.arange(n, dtype=torch.int32, device=flags.device).expand(flags.shape)
+    )
+    return indices[..., :n].contiguous(), counts_below

@@ -1,4 +1,4 @@
-"""Whether mtrain's own CUDA kernels (`kernels/cuda`) can run: CuPy is there and compiles here."""
+"""Check whether mtrain's CUDA kernels (`kernels/cuda`) can run: CuPy is installed and compiles."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import torch
 
 @cache
 def cupy_unsupported_reason() -> str | None:
-    """Why the kernels cannot run on the current GPU, in a few words; None if they can. The first call compiles one of them."""
+    """Return why the kernels cannot run on the current GPU, or None if they can.
+
+    The first call compiles the smallest kernel.
+    """
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
     try:
-        from mtrain_cli.kernels.cuda.launch import check
-    except Exception as error:  # of whatever kind a broken installation raises
+        from mtrain_cli.kernels.cuda.nvrtc import check
+    except Exception as error:  # a broken installation can raise anything
         return f"CuPy cannot be imported: {_first_line(error)}"
     try:
         check()
@@ -25,7 +28,7 @@ def cupy_unsupported_reason() -> str | None:
 
 
 def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
-    """Whether the kernels can serve the tensor: it is on a GPU, and nothing is missing."""
+    """Return whether the kernels can process the tensor: it is on a GPU and CuPy works."""
     return tensor.is_cuda and cupy_unsupported_reason() is None
 
 

@@ -1,4 +1,4 @@
-"""Small tables from the host to the device, without a wait."""
+"""Copy small tables from the host to the device without a wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from numpy.typing import NDArray
 
 
 def to_device(values: NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """A copy on the device, or the same memory on a CPU. From pageable memory a copy would make the host wait for the GPU; pinned memory
-    is kept by PyTorch until the copy is over.
+    """Return a copy on the device; on a CPU the result shares memory with ``values``.
+
+    A copy from pageable memory would make the host wait for the GPU. Pinned memory stays allocated
+    until PyTorch's copy has finished.
     """
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":

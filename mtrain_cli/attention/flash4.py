@@ -1,7 +1,8 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
-Dense: native causal calls where the mask is a few rectangles, block lists otherwise. Under a dynamic index: its blocks by FlashAttention-4,
-then its single columns by the Triton kernels, which continue the same softmax, so that nothing is merged afterwards.
+Dense attention: native causal calls if the mask is a few rectangles, block lists otherwise. Under a
+dynamic index, FlashAttention-4 computes the blocks. The Triton kernels then compute the single
+columns, continuing the same softmax, so no merge is needed.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ import torch
 from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.kernel import KernelRequest
-from mtrain_cli.attention.kernel_cache import kernels_kept
+from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.attention.triton_kernel import TritonColumns, given_delta, make_plan
+from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
 
-# Above this many rectangles a sequence, one call with block lists beats one call a rectangle.
-_MOST_SLICES = 4
+# With more rectangles per sequence, one call with block lists beats a call per rectangle.
+_MAX_RECTANGLES = 4
 _BLOCK = 128
-_PARTS = ("partial", "partial_count", "full", "full_count")
+_LIST_NAMES = ("partial", "partial_count", "full", "full_count")
 
 
 class Flash4Kernel(TritonColumns):
-    """The fastest on Hopper: 674 / 607 TFLOP/s forward / backward, dense causal at 128K on an H200 (profiles/notes.md)."""
+    """The fastest kernel on Hopper.
+
+    674 / 607 TFLOP/s forward / backward for dense causal attention at 128K on an H200
+    (profiles/notes.md).
+    """
 
     name = "flash4"
     needs_out = False
@@ -47,7 +52,10 @@ class Flash4Kernel(TritonColumns):
         if request.deterministic:
             return "its block-sparse backward is not bitwise repeatable"
         if request.index is not None and request.index.block != _BLOCK:
-            return f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}, which train.kernel=triton computes"
+            return (
+                f"computes blocks of {_BLOCK}, not sparsity.block={request.index.block}, "
+                "which train.kernel=triton computes"
+            )
         if request.index is not None and request.index.chunk:
             return "computes whole blocks, not sparsity.gate=query"
         if request.index is not None and importlib.util.find_spec("triton") is None:
@@ -57,19 +65,23 @@ class Flash4Kernel(TritonColumns):
             or importlib.util.find_spec("flash_attn.cute") is None
         ):
             return f"flash-attn-4 is not installed ({install_command('hopper')})"
-        broken = _broken()
-        return None if broken is None else f"flash-attn-4 is installed, but does not load: {broken}"
+        load_error = _load_error()
+        if load_error is None:
+            return None
+        return f"flash-attn-4 is installed, but does not load: {load_error}"
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        dense = _calls()
+        dense = _load_dense()
 
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
-        if not _few(tiles):
-            return dense.spans_forward(q, k, v, (tiles.low, tiles.high), _lists(tiles, ""), scale)
-        if _whole(tiles):
+        if not _is_few_rectangles(tiles):
+            return dense.spans_forward(
+                q, k, v, (tiles.low, tiles.high), _mask_block_lists(tiles, ""), scale
+            )
+        if _is_one_rectangle(tiles):
             s = tiles.slices[0][0]
             return dense.forward(
                 q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale
@@ -100,15 +112,27 @@ class Flash4Kernel(TritonColumns):
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dense = _calls()
+        dense = _load_dense()
 
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
-        if not _few(tiles):
+        if not _is_few_rectangles(tiles):
             return dense.spans_backward(
-                dout, q, k, v, out, lse, delta, (tiles.low, tiles.high), _lists(tiles, "_t"), scale
+                dout,
+                q,
+                k,
+                v,
+                out,
+                lse,
+                delta,
+                (tiles.low, tiles.high),
+                _mask_block_lists(tiles, "_t"),
+                scale,
             )
-        if _whole(tiles) and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]:
+        if (
+            _is_one_rectangle(tiles)
+            and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]
+        ):
             return dense.backward(dout, q, k, v, out, lse, delta, tiles.slices[0][0].causal, scale)
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
@@ -133,19 +157,26 @@ class Flash4Kernel(TritonColumns):
         return dq, dk, dv
 
 
-def _calls() -> ModuleType:
-    """The calls of FlashAttention-4."""
-    with nullcontext() if "mtrain_cli.kernels.flash4.dense" in sys.modules else kernels_kept():
+def _load_dense() -> ModuleType:
+    """Import FlashAttention-4's calls; the first import sets up its kernel cache."""
+    with (
+        nullcontext()
+        if "mtrain_cli.kernels.flash4.dense" in sys.modules
+        else persistent_kernel_cache()
+    ):
         from mtrain_cli.kernels.flash4 import dense
     return dense
 
 
 @cache
-def _broken() -> str | None:
-    """Why what is installed does not load: its CUDA library is of another version than PyTorch's, or absent."""
+def _load_error() -> str | None:
+    """Return why the installed FlashAttention-4 does not load, or None.
+
+    A common cause is a CUDA library that is missing or does not match PyTorch's.
+    """
     try:
-        _calls()
-    except Exception as error:  # libraries of other versions fail in their own ways
+        _load_dense()
+    except Exception as error:  # mismatched libraries raise all kinds of errors
         return (
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[
                 :200
@@ -159,7 +190,7 @@ def _sparse_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from mtrain_cli.kernels.triton import sparse
 
-    dense = _calls()
+    dense = _load_dense()
     blocks = dense.spans_forward(
         q, k, v, _spans(tiles), index_lists(tiles, transposed=False), scale
     )
@@ -167,7 +198,7 @@ def _sparse_forward(
     if columns is None:
         return blocks
     return sparse.forward(
-        q, k, v, columns, make_plan(tiles, slashes=False), scale, slashes=False, partial=blocks
+        q, k, v, columns, make_tile_plan(tiles, slashes=False), scale, slashes=False, partial=blocks
     )
 
 
@@ -184,15 +215,15 @@ def _sparse_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from mtrain_cli.kernels.triton import sparse
 
-    dense = _calls()
+    dense = _load_dense()
     dq, dk, dv = dense.spans_backward(
         dout, q, k, v, out, lse, delta, _spans(tiles), index_lists(tiles, transposed=True), scale
     )
     columns = pack_columns(k, v, tiles)
     if columns is None:
         return dq, dk, dv
-    plan = make_plan(tiles, slashes=False)
-    delta = given_delta(out, dout, delta)
+    plan = make_tile_plan(tiles, slashes=False)
+    delta = ensure_delta(out, dout, delta)
     dq = sparse.backward_queries(
         dout, q, k, v, columns, lse, delta, plan, scale, slashes=False, partial=dq
     )
@@ -206,12 +237,12 @@ def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
     return None if tiles.geometry.plain else (tiles.low, tiles.high)
 
 
-def _few(tiles: Tiles) -> bool:
-    return tiles.same_for_batch and len(tiles.slices[0]) <= _MOST_SLICES
+def _is_few_rectangles(tiles: Tiles) -> bool:
+    return tiles.same_for_batch and len(tiles.slices[0]) <= _MAX_RECTANGLES
 
 
-def _whole(tiles: Tiles) -> bool:
-    """One rectangle that covers every query row."""
+def _is_one_rectangle(tiles: Tiles) -> bool:
+    """Return whether one rectangle covers every query row."""
     return (
         len(tiles.slices[0]) == 1
         and tiles.slices[0][0].q_start == 0
@@ -219,54 +250,64 @@ def _whole(tiles: Tiles) -> bool:
     )
 
 
-def _lists(tiles: Tiles, suffix: str) -> dict[str, Any]:
-    """suffix: _t for the lists per key block."""
+def _mask_block_lists(tiles: Tiles, suffix: str) -> dict[str, Any]:
+    """Return the mask's block lists, per query block or, with suffix ``_t``, per key block."""
     if "flash4" not in tiles.cache:
         tiles.cache["flash4"] = block_lists(tiles.low, tiles.high, tiles.num_keys, _BLOCK)
     lists = tiles.cache["flash4"]
     return {
         part: lists[part.replace("_count", "") + suffix + "_count" * part.endswith("_count")]
-        for part in _PARTS
+        for part in _LIST_NAMES
     }
 
 
 def block_lists(
     low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
 ) -> dict[str, torch.Tensor]:
-    """The blocks that spans touch, as FlashAttention-4 wants them.
+    """List the blocks that spans touch, in FlashAttention-4's form.
 
-    low, high: int [batch, queries]. Returns counts int32 [batch, 1, blocks] and ascending indices int32 [batch, 1, blocks, width] under
-    ``partial``, ``full`` (per query block, over key blocks) and ``partial_t``, ``full_t`` (per key block, over query blocks), each with
-    ``_count``. A block is full if each of its rows sees each of its keys; rows beyond the end of the queries do not count.
+    Args:
+        low, high: int [batch, queries], the keys low <= j < high that each query sees.
+
+    Returns:
+        ``partial`` and ``full`` per query block, ``partial_t`` and ``full_t`` per key block:
+        ascending block indices, int32 [batch, 1, blocks, width]. With ``_count`` appended: their
+        number, int32 [batch, 1, blocks]. In a full block every query sees every key. Rows beyond
+        the last query do not count.
     """
     batch, queries = low.shape
     pad = -queries % block
-    # Rows beyond the end constrain nothing. A row that sees nothing has low == high, so no block of keys is full for it.
+    # Rows beyond the end must not constrain full blocks. A row without keys has low == high, so no
+    # block is full for it.
     rows_low = torch.nn.functional.pad(low, (0, pad), value=-1).view(batch, -1, block)
     rows_high = torch.nn.functional.pad(high, (0, pad), value=num_keys + block).view(
         batch, -1, block
     )
-    real = torch.nn.functional.pad(low < high, (0, pad), value=False).view(batch, -1, block)
-    large = num_keys + block
-    lowest = rows_low.masked_fill(~real, large).amin(-1)
-    highest = rows_high.masked_fill(~real, 0).amax(-1)
-    low_of_full = rows_low.amax(-1)
-    high_of_full = rows_high.amin(-1).clamp(max=num_keys)
+    sees_keys = torch.nn.functional.pad(low < high, (0, pad), value=False).view(batch, -1, block)
+    beyond = num_keys + block
+    lowest = rows_low.masked_fill(~sees_keys, beyond).amin(-1)
+    highest = rows_high.masked_fill(~sees_keys, 0).amax(-1)
+    full_low = rows_low.amax(-1)
+    full_high = rows_high.amin(-1).clamp(max=num_keys)
     start = torch.arange(0, num_keys, block, device=low.device)
-    # The last block of keys may be short: FlashAttention-4 masks what lies beyond the end of the keys by itself.
+    # The last key block may be short: FlashAttention-4 itself masks what lies beyond the keys.
     stop = (start + block).clamp(max=num_keys)
     touched = (start < highest[..., None]) & (stop > lowest[..., None])
-    full = touched & (start >= low_of_full[..., None]) & (stop <= high_of_full[..., None])
+    full = touched & (start >= full_low[..., None]) & (stop <= full_high[..., None])
     partial = touched & ~full
     result: dict[str, torch.Tensor] = {}
     for name, blocks in (("partial", partial), ("full", full)):
-        result[name + "_count"], result[name] = _ordered(blocks)
-        result[name + "_t_count"], result[name + "_t"] = _ordered(blocks.transpose(1, 2))
+        result[name + "_count"], result[name] = _set_block_indices(blocks)
+        result[name + "_t_count"], result[name + "_t"] = _set_block_indices(blocks.transpose(1, 2))
     return result
 
 
-def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [batch, rows, columns] -> counts [batch, 1, rows] and ascending column indices [batch, 1, rows, columns] (set ones first)."""
+def _set_block_indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the number of set blocks per row and their ascending indices.
+
+    blocks: bool [batch, rows, columns]. Returns int32 [batch, 1, rows] and [batch, 1, rows,
+        columns].
+    """
     count = blocks.sum(-1, dtype=torch.int32)
     index = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(
         torch.int32

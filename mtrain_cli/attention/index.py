@@ -1,8 +1,9 @@
-"""Dynamic indices: which key blocks and single key columns a pattern chose, per query head, out of what the mask allows.
+"""Dynamic indices: which key blocks and single key columns a pattern chose, per query head.
 
-An index is made for one layer and step, in global positions, whatever the layout. Two forms exist. `VerticalSlash` holds block diagonals
-(slashes) and single columns: kilobytes at any length, and its transpose is a change of sign. `BlockBitmap` holds a bit for every
-pair of blocks. In both, a pair of query and key counts once, however many lines contain it, and a mask always applies on top.
+An index is made per layer and step, in global positions, for any layout. `VerticalSlash` holds
+block diagonals (slashes) and single columns: kilobytes at any length, and its transpose is a change
+of sign. `BlockBitmap` holds one bit per pair of blocks. In both, a query-key pair counts once,
+however many slashes and columns contain it, and the mask always applies on top.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from numpy.typing import NDArray
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 
-_COUNTED_AT_ONCE = 1 << 24  # bits
+_BITS_PER_PASS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Index(ABC):
-    """block: tokens of a block; blocks: blocks of the padded sequence, whose last block may be short."""
+    """The choice of one pattern for one layer.
+
+    block: tokens per block.
+    blocks: blocks of the padded sequence; the last may be short.
+    """
 
     block: int
     blocks: int
@@ -36,18 +41,24 @@ class Index(ABC):
     @property
     @abstractmethod
     def heads(self) -> tuple[int, int]:
-        """Batch and query heads."""
+        """Batch size and number of query heads."""
 
     @abstractmethod
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """bool [batch, heads, queries, keys]: which pairs of blocks (given by their global numbers) are chosen as a whole."""
+        """Return which pairs of blocks are chosen as a whole, bool [batch, heads, queries, keys].
+
+        Arguments are global block numbers.
+        """
 
     @abstractmethod
     def part(self, i: int, n: int) -> Index:
-        """The i-th of n equal parts of the heads."""
+        """Return the i-th of n equal parts of the heads."""
 
     def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """bool [batch, heads, queries, keys]: the index from its definition, position by position, without the mask."""
+        """Return the index by its definition, without the mask, bool [batch, heads, queries, keys].
+
+        Arguments are global positions.
+        """
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
         if isinstance(self, VerticalSlash):
             table = torch.zeros(
@@ -59,50 +70,54 @@ class Index(ABC):
 
     @abstractmethod
     def counts(self, work: MaskWork) -> IndexCounts:
-        """Exact work under the masks, from the index alone: no attention is computed, and nothing waits for the device.
+        """Return the exact work under the masks.
 
-        The work of all queries, or of a bitmap that of the query blocks it holds, which ``work`` has to be made for.
+        Computes no attention and never waits for the device. A bitmap counts only the query blocks
+        that it holds, and ``work`` must be made for these.
         """
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What `save` writes."""
+        """Return the tensors that `save` writes."""
 
     def to(self, device: torch.device | str) -> Index:
-        """The same index with its tensors elsewhere."""
+        """Return the index with its tensors on a device."""
         moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
         return replace(self, **moved)
 
     def save(self, path: Path) -> None:
-        """Writes the index to exactly that file, in NumPy's .npz format."""
+        """Write the index to exactly this file, in NumPy's .npz format."""
         values: dict[str, Any] = {name: t.cpu().numpy() for name, t in self.tensors().items()}
         if isinstance(self, GatedBitmap):
             values["chunk"] = self.chunk
-        with Path(path).open("wb") as file:  # a path, unlike a file, would be given another ending
+        with Path(path).open("wb") as file:  # given a path, NumPy would append .npz
             np.savez_compressed(
                 file, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values
             )
 
     def same_as(self, other: Index) -> bool:
-        """Whether both choose the same blocks and columns."""
+        """Return whether both choose the same blocks and columns."""
         if type(self) is not type(other) or (self.block, self.blocks, self.heads) != (
             other.block,
             other.blocks,
             other.heads,
         ):
             return False
-        mine, theirs = self.tensors(), other.tensors()
+        own_tensors, other_tensors = self.tensors(), other.tensors()
         return all(
-            _same(mine[name].cpu(), theirs[name].cpu(), self.blocks * self.block) for name in mine
+            _equal_but_for_padding(
+                own_tensors[name].cpu(), other_tensors[name].cpu(), self.blocks * self.block
+            )
+            for name in own_tensors
         )
 
 
-def _part(of_heads: torch.Tensor, i: int, n: int) -> torch.Tensor:
-    return of_heads.unflatten(1, (n, -1))[:, i].contiguous()
+def _head_part(tensor: torch.Tensor, i: int, n: int) -> torch.Tensor:
+    return tensor.unflatten(1, (n, -1))[:, i].contiguous()
 
 
-def _same(a: torch.Tensor, b: torch.Tensor, unused: int) -> bool:
-    """Equal but for the width that columns were filled up to."""
+def _equal_but_for_padding(a: torch.Tensor, b: torch.Tensor, unused: int) -> bool:
+    """Return whether the tensors are equal, ignoring the width that columns were padded to."""
     width = max(a.shape[-1], b.shape[-1])
     a, b = (
         torch.nn.functional.pad(t.long(), (0, width - t.shape[-1]), value=unused) for t in (a, b)
@@ -111,14 +126,14 @@ def _same(a: torch.Tensor, b: torch.Tensor, unused: int) -> bool:
 
 
 def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
-    """Reads what `Index.save` wrote.
+    """Read a file that `Index.save` wrote.
 
     Raises:
         ValueError: the file holds no index.
     """
     kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap, GatedBitmap)}
-    # Whatever NumPy, zipfile or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
-    foreign = (
+    # NumPy, zipfile or a constructor raises these for an array, a pickle or a damaged archive.
+    unreadable = (
         ValueError,
         KeyError,
         TypeError,
@@ -137,16 +152,19 @@ def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
             if "chunk" in file.files:
                 values["chunk"] = int(file["chunk"])
             return kinds[str(file["kind"])](int(file["block"]), int(file["blocks"]), **values)
-    except foreign as error:
+    except unreadable as error:
         raise ValueError(f"{path}: holds no index of mtrain.") from error
 
 
 @dataclass(frozen=True)
 class IndexCounts:
-    """Work of one index per sequence and head, int64 [batch, heads].
+    """The work of one index per sequence and head, int64 [batch, heads].
 
-    pairs: query-key pairs that index and mask allow: the useful work. blocks: pairs of blocks that hold at least one pair of a chosen
-    block. columns: single columns. column_pairs: the part of pairs that only columns give. slashes: block diagonals (0 for a bitmap).
+    pairs: query-key pairs that index and mask allow, the useful work.
+    blocks: pairs of blocks that hold at least one pair of a chosen block.
+    columns: single columns.
+    column_pairs: the pairs that only columns contribute, included in pairs.
+    slashes: block diagonals; 0 for a bitmap.
     """
 
     pairs: torch.Tensor
@@ -156,24 +174,31 @@ class IndexCounts:
     slashes: torch.Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
-        """Forward and backward FLOP of the useful work over batch and heads: 2 and 5 products of 2 * head_dim a pair."""
+        """Return forward and backward FLOP of the useful work.
+
+        A pair takes 2 products of 2 * head_dim FLOP forward and 5 backward.
+        """
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
 
     def parts(self, n: int) -> list[IndexCounts]:
-        """Of n equal parts of the heads, views."""
+        """Return the counts of n equal parts of the heads, as views."""
         split = [getattr(self, f.name).unflatten(1, (n, -1)).unbind(1) for f in fields(self)]
-        return [IndexCounts(*of_part) for of_part in zip(*split, strict=True)]
+        return [IndexCounts(*columns_of_part) for columns_of_part in zip(*split, strict=True)]
 
 
 @dataclass(frozen=True)
 class MaskWork:
-    """What the masks of a batch leave to compute, in blocks; tensors made once per batch, int64 but for per_block (`block_pairs`).
+    """What the masks of a batch leave to compute, made once per batch; int64 except per_block.
 
-    per_diagonal, touched: [batch, blocks], allowed pairs in each block diagonal, and pairs of blocks that hold any. last: [batch, blocks *
-    block], the last query that sees the key at a position. lengths: [batch] tokens that are no padding. per_block: [batch, query
-    blocks, blocks] allowed pairs of each pair of blocks, for bitmaps only and for the query blocks that these hold. first: [batch, blocks *
-    block], the first key that the query at a position sees, for bitmaps only.
+    per_diagonal: [batch, blocks], allowed pairs in each block diagonal.
+    touched: [batch, blocks], pairs of blocks in each diagonal that hold an allowed pair.
+    last: [batch, blocks * block], last query that sees the key at each position.
+    lengths: [batch], tokens without padding.
+    per_block: [batch, query blocks, blocks], allowed pairs in each pair of blocks (`block_pairs`),
+        for the query blocks that a bitmap holds; None unless bitmap.
+    first: [batch, blocks * block], first key that the query at each position sees; None unless
+        bitmap.
     """
 
     per_diagonal: torch.Tensor
@@ -191,7 +216,12 @@ class MaskWork:
         bitmap: bool = False,
         rows: IntArray | None = None,
     ) -> MaskWork:
-        """masks: one per sequence of the batch. rows: the query blocks that a bitmap holds, ascending; None for all."""
+        """Count the work that the masks leave.
+
+        Args:
+            masks: one per sequence of the batch.
+            rows: the query blocks that a bitmap holds, ascending; None for all.
+        """
         blocks = -(-masks[0].padded // block)
         by_diagonal = [diagonal_work(mask, block, blocks) for mask in masks]
         last = np.zeros((len(masks), blocks * block), np.int64)
@@ -202,30 +232,33 @@ class MaskWork:
             last,
             np.array([mask.length for mask in masks]),
         )
-        per_diagonal, touched, last_of, lengths = (to_device(t, device) for t in arrays)
+        per_diagonal, touched, last_query, lengths = (to_device(t, device) for t in arrays)
         per_block = block_pairs(masks, block, blocks, rows, device) if bitmap else None
         if not bitmap:
-            return MaskWork(per_diagonal, touched, last_of, lengths, None)
-        first = np.full_like(last, blocks * block)  # padding sees nothing
+            return MaskWork(per_diagonal, touched, last_query, lengths, None)
+        first = np.full_like(last, blocks * block)  # padding sees no key
         for row, mask in enumerate(masks):
             first[row, : mask.length] = mask.first[: mask.length]
         return MaskWork(
-            per_diagonal, touched, last_of, lengths, per_block, to_device(first, device)
+            per_diagonal, touched, last_query, lengths, per_block, to_device(first, device)
         )
 
 
 @dataclass(frozen=True)
 class VerticalSlash(Index):
-    """slashes: bool [batch, heads, blocks], block diagonals: query block i computes key block i - d for every d that is set.
+    """Block diagonals and single columns.
 
-    columns: int32 [batch, heads, width], ascending positions of single keys that every later query computes; ``blocks * block`` fills
-        what is not used.
-    most: no head has more diagonals, as far as the host knows without asking the device; 0: it does not know.
+    slashes: bool [batch, heads, blocks]; for every set diagonal d, query block i attends to key
+        block i - d.
+    columns: int32 [batch, heads, width], ascending positions of keys that every later query attends
+        to. Unused places hold ``blocks * block``.
+    max_slashes: upper bound on the diagonals per head that the host knows without asking the
+        device; 0 if unknown.
     """
 
     slashes: torch.Tensor
     columns: torch.Tensor
-    most: int = 0
+    max_slashes: int = 0
 
     @property
     def heads(self) -> tuple[int, int]:
@@ -235,12 +268,14 @@ class VerticalSlash(Index):
         return (
             self
             if n == 1
-            else replace(self, slashes=_part(self.slashes, i, n), columns=_part(self.columns, i, n))
+            else replace(
+                self, slashes=_head_part(self.slashes, i, n), columns=_head_part(self.columns, i, n)
+            )
         )
 
     @staticmethod
     def joined(indices: Sequence[VerticalSlash]) -> VerticalSlash:
-        """The heads of several indices of the same sequences side by side: what `part` takes apart again."""
+        """Join the heads of several indices of the same sequences, the inverse of `part`."""
         first = indices[0]
         assert all((i.block, i.blocks) == (first.block, first.blocks) for i in indices)
         width, none = max(i.columns.shape[-1] for i in indices), first.blocks * first.block
@@ -252,79 +287,99 @@ class VerticalSlash(Index):
             first,
             slashes=torch.cat([i.slashes for i in indices], 1),
             columns=torch.cat(columns, 1),
-            most=0,
+            max_slashes=0,
         )
 
     def without_columns(self) -> VerticalSlash:
-        """Its block diagonals alone."""
+        """Return the block diagonals alone."""
         return replace(self, columns=self.columns[..., :0])
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        away = query_blocks[:, None] - key_blocks[None, :]
-        return self.slashes[:, :, away.clamp(min=0)] & (away >= 0)
+        distance = query_blocks[:, None] - key_blocks[None, :]
+        return self.slashes[:, :, distance.clamp(min=0)] & (distance >= 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {"slashes": self.slashes, "columns": self.columns}
 
     def counts(self, work: MaskWork) -> IndexCounts:
-        on = self.slashes.long()
+        slashes = self.slashes.long()
         real = self.columns < work.lengths[:, None, None]
         columns = self.columns.long().masked_fill(~real, 0)
         last = work.last[:, None].expand(-1, self.heads[1], -1).gather(-1, columns)
-        alone = (last - columns + 1 - self._covered(columns, last)).masked_fill(~real, 0).sum(-1)
-        pairs = (on * work.per_diagonal[:, None]).sum(-1) + alone
+        alone = (
+            (last - columns + 1 - self._covered_queries(columns, last))
+            .masked_fill(~real, 0)
+            .sum(-1)
+        )
+        pairs = (slashes * work.per_diagonal[:, None]).sum(-1) + alone
         return IndexCounts(
-            pairs, (on * work.touched[:, None]).sum(-1), real.sum(-1), alone, on.sum(-1)
+            pairs, (slashes * work.touched[:, None]).sum(-1), real.sum(-1), alone, slashes.sum(-1)
         )
 
-    def _covered(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Query positions key <= q <= last whose block lies on a diagonal that holds the key's block; like columns."""
-        on = self.slashes.long()
-        upto = torch.nn.functional.pad(on.cumsum(-1), (1, 0))
+    def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Count the queries that also see a column through a diagonal; shaped like columns.
+
+        These are positions key <= q <= last whose block has the key's block on a chosen diagonal.
+        """
+        slashes = self.slashes.long()
+        counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
         own, end = columns // self.block, last // self.block
-        away = end - own
-        # Blocks strictly between the key's own and the last one count in full, the own one from the key on, the last one up to its row.
+        distance = end - own
+        # Blocks strictly between the key's block and the last one count in full, the key's block
+        # from the key on, and the last block up to its row.
         between = (
-            torch.where(away > 0, upto.gather(-1, away.clamp(min=1)) - upto[..., 1:2], 0)
+            torch.where(
+                distance > 0,
+                counts_below.gather(-1, distance.clamp(min=1)) - counts_below[..., 1:2],
+                0,
+            )
             * self.block
         )
-        first_rows = torch.where(away > 0, (own + 1) * self.block - columns, last - columns + 1)
-        last_rows = torch.where(away > 0, on.gather(-1, away) * (last - end * self.block + 1), 0)
-        return on[..., :1] * first_rows + between + last_rows
+        first_rows = torch.where(distance > 0, (own + 1) * self.block - columns, last - columns + 1)
+        last_rows = torch.where(
+            distance > 0, slashes.gather(-1, distance) * (last - end * self.block + 1), 0
+        )
+        return slashes[..., :1] * first_rows + between + last_rows
 
 
 def diagonal_work(
     mask: SequenceMask, block: int, blocks: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Per block diagonal d: allowed pairs in it, and pairs of blocks that hold any. int64 [blocks] each."""
+    """Count the allowed pairs in each block diagonal, and its pairs of blocks that hold any.
+
+    Returns int64 [blocks] each.
+    """
     q = np.arange(mask.length)
     first = mask.first[: mask.length]
     own = q // block
-    away = own - first // block
+    distance = own - first // block
     pairs = np.zeros(blocks + 1, np.int64)
-    # Each row sees all of the blocks between the first visible one and its own, the end of the first, and its own up to itself.
-    one = away == 0
+    # A row sees the end of its first visible block, its own block up to itself, and every block in
+    # between.
+    one = distance == 0
     np.add.at(pairs, np.zeros(one.sum(), np.int64), (q - first + 1)[one])
     more = ~one
     np.add.at(pairs, np.zeros(more.sum(), np.int64), (q - own * block + 1)[more])
-    np.add.at(pairs, away[more], ((first // block + 1) * block - first)[more])
+    np.add.at(pairs, distance[more], ((first // block + 1) * block - first)[more])
     steps = np.zeros(blocks + 2, np.int64)
     np.add.at(steps, np.full(more.sum(), 1), block)
-    np.add.at(steps, away[more], -block)
+    np.add.at(steps, distance[more], -block)
     pairs[:blocks] += np.cumsum(steps)[:blocks]
     touched = np.zeros(blocks, np.int64)
-    reach = np.zeros(blocks, np.int64) - 1
-    np.maximum.at(reach, own, away)
-    for r in reach[reach >= 0]:
+    farthest = np.zeros(blocks, np.int64) - 1
+    np.maximum.at(farthest, own, distance)
+    for r in farthest[farthest >= 0]:
         touched[: r + 1] += 1
     return pairs[:blocks], touched
 
 
 @dataclass(frozen=True)
 class BlockBitmap(Index):
-    """bits: bool [batch, heads, held, blocks], query block by key block; only key blocks up to the query's own are ever set.
+    """One bit per pair of blocks.
 
-    rows: int32 [held], ascending: which query blocks of the sequence are held. A worker of a context group holds those of its own queries.
+    bits: bool [batch, heads, held, blocks], query block by key block, never set above the diagonal.
+    rows: int32 [held], the query blocks that are held, ascending. A context-parallel worker holds
+        those of its own queries.
     """
 
     bits: torch.Tensor
@@ -332,7 +387,7 @@ class BlockBitmap(Index):
 
     @staticmethod
     def whole(block: int, bits: torch.Tensor) -> BlockBitmap:
-        """All query blocks: bits [batch, heads, blocks, blocks]."""
+        """Return a bitmap that holds all query blocks. bits: [batch, heads, blocks, blocks]."""
         blocks = bits.shape[-1]
         assert bits.shape[-2] == blocks
         return BlockBitmap(
@@ -345,7 +400,7 @@ class BlockBitmap(Index):
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int32 [blocks], the row of bits that holds each query block, -1 where none does."""
+        """int32 [blocks], row of bits that holds each query block, -1 if none does."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
         return slots.index_copy_(
             0,
@@ -354,10 +409,10 @@ class BlockBitmap(Index):
         )
 
     def part(self, i: int, n: int) -> BlockBitmap:
-        return self if n == 1 else replace(self, bits=_part(self.bits, i, n))
+        return self if n == 1 else replace(self, bits=_head_part(self.bits, i, n))
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """As for every index; nothing is chosen for query blocks that are not held."""
+        """Return the chosen pairs of blocks; none for query blocks that are not held."""
         slots = self.slots[query_blocks].long()
         return self.bits[:, :, slots.clamp(min=0)][..., key_blocks] & (slots >= 0)[:, None]
 
@@ -365,30 +420,33 @@ class BlockBitmap(Index):
         return {"bits": self.bits, "rows": self.rows}
 
     def counts(self, work: MaskWork) -> IndexCounts:
-        assert work.per_block is not None, "work for bitmaps is asked for"
+        assert work.per_block is not None, "bitmaps need MaskWork.make(..., bitmap=True)"
         assert work.per_block.shape[1:] == self.bits.shape[2:], (
-            "work is made for the query blocks that are held"
+            "work must be made for the query blocks that the bitmap holds"
         )
         zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
         pairs, blocks = zero.clone(), zero.clone()
-        # Sums of integers are made on copies of 32 or 64 bits a number: a few rows at a time.
-        at_once = max(1, _COUNTED_AT_ONCE // max(1, self.bits[:, :, :1].numel()))
+        # Sums convert the bits to 32- or 64-bit copies, so sum a few rows at a time.
+        at_once = max(1, _BITS_PER_PASS // max(1, self.bits[:, :, :1].numel()))
         exact = torch.int32 if self.blocks * self.block**2 < 2**31 else torch.int64
-        for bits, of_mask in zip(
+        for bits, mask_pairs in zip(
             self.bits.split(at_once, 2), work.per_block[:, None].split(at_once, 2), strict=True
         ):
-            pairs += (bits * of_mask).sum(-1, dtype=exact).sum(-1)
-            blocks += (bits & (of_mask > 0)).sum(-1, dtype=torch.int32).sum(-1)
+            pairs += (bits * mask_pairs).sum(-1, dtype=exact).sum(-1)
+            blocks += (bits & (mask_pairs > 0)).sum(-1, dtype=torch.int32).sum(-1)
         return IndexCounts(pairs, blocks, zero, zero, zero)
 
 
 @dataclass(frozen=True)
 class GatedBitmap(BlockBitmap):
-    """A bitmap in which each query sees its own chunks of keys. A block of keys is set if any query of the block sees its chunk, so
-    that a kernel skips the others.
+    """A bitmap in which each query sees its own chunks of keys.
 
-    gates: int32 [batch, heads, held * block, words], bit c % 32 of word c // 32: the query sees chunk c. None is set for padding.
-    chunk: keys of a chunk, a multiple of block.
+    A key block's bit is set if any query of the query block sees its chunk, so a kernel skips the
+    others.
+
+    gates: int32 [batch, heads, held * block, words]. Bit c % 32 of word c // 32: the query sees
+        chunk c. Padding has no bit set.
+    chunk: keys per chunk, a multiple of block.
     """
 
     gates: torch.Tensor
@@ -398,7 +456,7 @@ class GatedBitmap(BlockBitmap):
         return (
             self
             if n == 1
-            else replace(self, bits=_part(self.bits, i, n), gates=_part(self.gates, i, n))
+            else replace(self, bits=_head_part(self.bits, i, n), gates=_head_part(self.gates, i, n))
         )
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -410,7 +468,7 @@ class GatedBitmap(BlockBitmap):
         )
 
     def gated(self, held: slice) -> torch.Tensor:
-        """bool [batch, heads, rows, chunks] of some of the held rows."""
+        """Return the gates of some held rows, bool [batch, heads, rows, chunks]."""
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
         return (self.gates[:, :, held, bit // 32] >> (bit % 32)) & 1 != 0
@@ -424,22 +482,22 @@ class GatedBitmap(BlockBitmap):
         )
 
     def counts(self, work: MaskWork) -> IndexCounts:
-        """A query counts the keys of its chunks that the mask allows it."""
-        assert work.first is not None, "work for bitmaps is asked for"
-        whole = super().counts(work)
+        """Count for each query the keys of its chunks that the mask allows."""
+        assert work.first is not None, "bitmaps need MaskWork.make(..., bitmap=True)"
+        block_counts = super().counts(work)
         within = torch.arange(self.block, device=self.rows.device)
         positions = (self.rows.long()[:, None] * self.block + within).flatten()
         starts = torch.arange(0, self.blocks * self.block, self.chunk, device=self.rows.device)
-        pairs = torch.zeros_like(whole.pairs)
-        at_once = max(1, _COUNTED_AT_ONCE // max(1, len(starts) * self.heads[0] * self.heads[1]))
+        pairs = torch.zeros_like(block_counts.pairs)
+        at_once = max(1, _BITS_PER_PASS // max(1, len(starts) * self.heads[0] * self.heads[1]))
         for begin in range(0, len(positions), at_once):
-            some = slice(begin, begin + at_once)
-            end = (positions[some, None] + 1).clamp(max=starts + self.chunk)
-            keys = (end - work.first[:, positions[some], None].clamp(min=starts)).clamp_(
+            rows = slice(begin, begin + at_once)
+            end = (positions[rows, None] + 1).clamp(max=starts + self.chunk)
+            keys = (end - work.first[:, positions[rows], None].clamp(min=starts)).clamp_(
                 min=0
             )  # [batch, rows, chunks]
-            pairs += (self.gated(some) * keys[:, None]).sum((-1, -2))
-        return replace(whole, pairs=pairs)
+            pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2))
+        return replace(block_counts, pairs=pairs)
 
 
 def block_pairs(
@@ -449,10 +507,13 @@ def block_pairs(
     rows: IntArray | None = None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Allowed pairs in each pair of blocks, int16 [batch, query blocks, blocks], int32 for blocks of more than 181 tokens.
+    """Return the allowed pairs in each pair of blocks, [batch, query blocks, blocks].
 
-    rows: which query blocks, ascending; None for all. Along a row of blocks the number changes where a document begins and at the diagonal
-    only: the host finds these few places, and the device adds up the changes.
+    int16, or int32 for blocks of more than 181 tokens. Along a row of blocks the number changes
+    only where a document begins and at the diagonal. The host finds these few places, and the
+    device computes a cumulative sum of the changes.
+
+    rows: the query blocks to count, ascending; None for all.
     """
     rows = np.arange(blocks) if rows is None else rows
     places, changes = zip(
@@ -469,30 +530,44 @@ def block_pairs(
 def changes_of_pairs(
     mask: SequenceMask, block: int, blocks: int, rows: IntArray
 ) -> tuple[IntArray, IntArray]:
-    """Where in [query blocks, blocks + 1], flat, the pairs of a block of keys differ from those of the block before it, and by how much."""
+    """Return where the number of pairs changes along the rows of blocks, and by how much.
+
+    Places are flat indices into [query blocks, blocks + 1].
+    """
     first, q = mask.first[: mask.length], np.arange(mask.length)
     own = q // block
-    # Runs of rows of one query block and document.
+    # Runs of rows in the same query block and document.
     starts = np.flatnonzero(np.diff(own, prepend=-1) | np.diff(first, prepend=-1))
     count = np.diff(starts, append=mask.length)
     own, first, begin = own[starts], first[starts], q[starts]
-    away = first // block
-    # In the block of the first key, in those between, and in the query's own, whose rows see one key more each.
-    there = np.where(away < own, count * ((away + 1) * block - first), 0)
+    distance = first // block
+    # Pairs in the block of the first key, in a block between, and in the query's own block, where
+    # each row sees one key more than the row before.
+    in_first = np.where(distance < own, count * ((distance + 1) * block - first), 0)
     between = count * block
     last = count * (begin - np.maximum(own * block, first)) + count * (count + 1) // 2
     slot = np.full(blocks, -1)
     slot[rows] = np.arange(len(rows))
-    line = slot[own] * (blocks + 1)
-    ahead = away < own
+    row_start = slot[own] * (blocks + 1)
+    spans_blocks = distance < own
     places = np.concatenate(
-        [(line + away)[ahead], (line + away + 1)[ahead], line + own, line + own + 1]
+        [
+            (row_start + distance)[spans_blocks],
+            (row_start + distance + 1)[spans_blocks],
+            row_start + own,
+            row_start + own + 1,
+        ]
     )
     changes = np.concatenate(
-        [there[ahead], (between - there)[ahead], last - np.where(ahead, between, 0), -last]
+        [
+            in_first[spans_blocks],
+            (between - in_first)[spans_blocks],
+            last - np.where(spans_blocks, between, 0),
+            -last,
+        ]
     )
-    held = np.concatenate([(slot[own] >= 0)[ahead]] * 2 + [slot[own] >= 0] * 2)
-    places, of = np.unique(places[held], return_inverse=True)
+    held = np.concatenate([(slot[own] >= 0)[spans_blocks]] * 2 + [slot[own] >= 0] * 2)
+    places, inverse = np.unique(places[held], return_inverse=True)
     summed = np.zeros(len(places), np.int64)
-    np.add.at(summed, of, changes[held])
+    np.add.at(summed, inverse, changes[held])
     return places, summed

@@ -1,7 +1,8 @@
-"""The contract of a local attention implementation, and the arithmetic that several of them share.
+"""The contract of a local attention implementation, and arithmetic that several of them share.
 
-Shapes: q, out, dout ``[batch, queries, heads, head_dim]``; k, v ``[batch, keys, kv_heads, head_dim]``, never repeated; lse and delta
-float32 (float64 for float64 inputs), natural logarithm, ``[batch, heads, queries]``. A row that sees nothing gives out 0 and lse -inf.
+Shapes: q, out, dout ``[batch, queries, heads, head_dim]``; k, v ``[batch, keys, kv_heads,
+    head_dim]``, never repeated; lse and delta ``[batch, heads, queries]``, float32 (float64 for
+    float64 inputs), natural logarithm. A row without keys has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class IndexRequest:
-    """The dynamic index that a run's pattern makes. block: tokens of a block; bitmap: listed blocks instead of diagonals and columns;
-    chunk: keys of a chunk where each query of a bitmap chooses its own chunks (`index.GatedBitmap`); 0 for whole blocks.
+    """The kind of dynamic index that a run's pattern makes.
+
+    block: tokens per block.
+    bitmap: listed blocks rather than diagonals and columns.
+    chunk: keys per chunk if each query of a bitmap chooses its own chunks (`index.GatedBitmap`); 0
+        for whole blocks.
     """
 
     block: int
@@ -32,8 +37,12 @@ class IndexRequest:
 
 @dataclass(frozen=True)
 class KernelRequest:
-    """What a run asks of a kernel. capability: CUDA compute capability such as (9, 0), or None; dtype: torch's name, such as
-    ``bfloat16``; index: None for dense attention.
+    """What a run needs from a kernel.
+
+    capability: CUDA compute capability such as (9, 0); None without a GPU.
+    dtype: torch's name, such as ``bfloat16``.
+    deterministic: results must be bitwise repeatable.
+    index: None for dense attention.
     """
 
     device: str
@@ -47,10 +56,11 @@ class KernelRequest:
 
 
 class Kernel(Protocol):
-    """One local attention implementation.
+    """A local attention implementation.
 
-    needs_out: backward cannot use a given delta, so out must travel with queries in its place. skips: what a dynamic index leaves out is
-    not computed; otherwise it is computed and hidden, no faster than dense.
+    needs_out: backward cannot use a given delta, so out must travel with the queries instead.
+    skips: the kernel does not compute what a dynamic index leaves out. Otherwise it computes and
+        masks it, no faster than dense attention.
     """
 
     name: str
@@ -58,13 +68,13 @@ class Kernel(Protocol):
     skips: bool
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Why this kernel cannot serve the request, in a few words; None if it can."""
+        """Return in a few words why this kernel cannot serve the request, or None if it can."""
         ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> out, lse over the keys given."""
+        """Return out and lse over the given keys."""
         ...
 
     def backward(
@@ -79,10 +89,14 @@ class Kernel(Protocol):
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """-> dq, dk, dv over the keys given. out, lse and delta are those of the whole row, over all keys of all workers.
+        """Return dq, dk and dv over the given keys.
 
-        delta = rowsum(out * dout) [batch, heads, queries]. One of out and delta may be None: out where queries came from another worker,
-        delta where the kernel is to derive it.
+        Args:
+            out, lse, delta: of whole rows, over the keys of all workers; delta = rowsum(out *
+                dout).
+
+        Either out or delta may be None: out if the queries came from another worker, delta if the
+        kernel must compute it.
         """
         ...
 
@@ -94,8 +108,11 @@ class Kernel(Protocol):
         scale: float,
         partial: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> out, lse in the accumulation dtype, over columns that were gathered once. packed [2, batch, heads, width, head_dim]. partial:
-        out and lse over other keys, which these continue.
+        """Return out and lse, in the accumulation dtype, over columns that were gathered once.
+
+        Args:
+            packed: keys and values of the columns, [2, batch, heads, width, head_dim].
+            partial: out and lse over other keys, to continue from.
         """
         ...
 
@@ -109,40 +126,50 @@ class Kernel(Protocol):
         columns: SharedColumns,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """-> dq and the gradients of packed, in the accumulation dtype; lse and delta are those of whole rows."""
+        """Return dq and the gradient of packed, in the accumulation dtype.
+
+        lse and delta are those of whole rows.
+        """
         ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Partial results are added in float32, or float64 where the inputs are."""
+    """Return the dtype of partial sums: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Adds the attention over more keys to out and lse, in place.
+    """Merge the attention over more keys into out and lse, in place.
 
-    With w = sigmoid(part_lse - lse): out += w (part_out - out), lse -= logsigmoid(lse - part_lse). Bounded, unlike exp(part_lse - lse), and
-    rows that have seen nothing on either side (lse -inf) stay what they are.
-    out, part_out [batch, queries, heads, head_dim]; lse, part_lse [batch, heads, queries]; out and lse float32 or float64.
+    With w = sigmoid(part_lse - lse): out += w (part_out - out) and lse -= logsigmoid(lse -
+    part_lse). Unlike exp(part_lse - lse), w is bounded. Rows without keys on both sides (lse -inf)
+    do not change.
+
+    Args:
+        out, part_out: [batch, queries, heads, head_dim]; out float32 or float64.
+        lse, part_lse: [batch, heads, queries]; lse float32 or float64.
     """
     if _fused_merge(out, lse, part_out, part_lse):
         return
     difference = part_lse - lse
-    nothing_new = torch.isneginf(part_lse)
-    weight = torch.sigmoid(difference).masked_fill_(nothing_new, 0.0)
+    no_new_keys = torch.isneginf(part_lse)
+    weight = torch.sigmoid(difference).masked_fill_(no_new_keys, 0.0)
     out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
-    grown = lse - torch.nn.functional.logsigmoid(-difference)
-    # lse = -inf: the difference is +inf and the sum above is inf - inf; the new part alone counts.
-    grown = torch.where(torch.isneginf(lse), part_lse, grown)
-    lse.copy_(torch.where(nothing_new, lse, grown))
+    merged_lse = lse - torch.nn.functional.logsigmoid(-difference)
+    # For lse = -inf the line above gives inf - inf: take the new part's lse.
+    merged_lse = torch.where(torch.isneginf(lse), part_lse, merged_lse)
+    lse.copy_(torch.where(no_new_keys, lse, merged_lse))
 
 
 def _fused_merge(
     out: torch.Tensor, lse: torch.Tensor, part_out: torch.Tensor, part_lse: torch.Tensor
 ) -> bool:
-    """`merge` by mtrain's own CUDA kernel, which reads and writes each number once; False where it cannot serve."""
+    """Merge with mtrain's CUDA kernel, which reads and writes each number once.
+
+    Return False if that kernel cannot process these tensors.
+    """
     if not (out.dtype == lse.dtype == part_lse.dtype == torch.float32 and cuda_kernels_usable(out)):
         return False
     tensors = (out, lse, part_out, part_lse)
@@ -152,7 +179,7 @@ def _fused_merge(
         return False
     import numpy as np
 
-    from mtrain_cli.kernels.cuda.launch import launch
+    from mtrain_cli.kernels.cuda.nvrtc import launch
 
     batch, queries, heads, dim = out.shape
     rows = batch * queries * heads
@@ -172,7 +199,7 @@ def _fused_merge(
 
 
 def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """rowsum(out * dout), [batch, heads, queries] in the accumulation dtype."""
+    """Return rowsum(out * dout), [batch, heads, queries] in the accumulation dtype."""
     if (
         out.is_cuda
         and out.dtype != torch.float64
@@ -186,7 +213,7 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 
 class DefinitionColumns:
-    """Columns gathered once, from their definition: for kernels that are not made for speed."""
+    """Attention over gathered columns by its definition, for kernels not built for speed."""
 
     skips = False
 
@@ -196,9 +223,9 @@ class DefinitionColumns:
         out, lse = columns_forward(q, packed, columns, scale)
         if partial is None:
             return out, lse
-        whole, whole_lse = partial[0].to(out.dtype, copy=True), partial[1].clone()
-        merge(whole, whole_lse, out, lse)
-        return whole, whole_lse
+        total, total_lse = partial[0].to(out.dtype, copy=True), partial[1].clone()
+        merge(total, total_lse, out, lse)
+        return total, total_lse
 
     def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
         from mtrain_cli.attention.shared_columns import columns_backward

@@ -1,4 +1,4 @@
-"""Where FlashAttention-4 keeps the kernels that it compiles."""
+"""Choose where FlashAttention-4 caches its compiled kernels."""
 
 from __future__ import annotations
 
@@ -27,52 +27,60 @@ _COMPILERS = (
 
 
 @contextmanager
-def kernels_kept() -> Iterator[None]:
-    """Around the first import of FlashAttention-4: has it keep the kernels that it compiles, and find them again in later runs on this
-    machine; 8 s to the first step of Qwen2.5-3B instead of 21 (profiles/notes.md).
+def persistent_kernel_cache() -> Iterator[None]:
+    """Enable FlashAttention-4's on-disk kernel cache during its first import.
 
-    Not where the user has decided (``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``), nor where the folder cannot be used, see `folder`. It
-    reads both variables when it is imported; they are as before afterwards, since each process decides for itself.
+    Later runs on this machine then skip compilation: 8 s instead of 21 to the first step of
+    Qwen2.5-3B (profiles/notes.md).
+
+    Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if the folder
+    cannot be used (see `cache_folder`). FlashAttention-4 reads its variables at import, so restore
+    them afterwards: child processes decide for themselves.
     """
     if ENABLED in os.environ:
         yield
         return
-    given = os.environ.get(FOLDER)
-    found = Path(given) if given else folder()
-    if found is None or not _usable(found):
+    user_folder = os.environ.get(FOLDER)
+    path = Path(user_folder) if user_folder else cache_folder()
+    if path is None or not _usable(path):
         yield
         return
-    os.environ[ENABLED], os.environ[FOLDER] = "1", str(found)
+    os.environ[ENABLED], os.environ[FOLDER] = "1", str(path)
     try:
         yield
     finally:
         del os.environ[ENABLED]
-        if given is None:
+        if user_folder is None:
             del os.environ[FOLDER]
 
 
-def folder() -> Path | None:
-    """One folder per version of our masks, of the compiler's libraries and of the GPU, not all of which the names of kernels tell apart;
-    for its own sources FlashAttention-4 does that. Old ones are not removed. None where others than this user could write there: what
-    lies in it is run as code.
+def cache_folder() -> Path | None:
+    """Return the cache folder, or None if other users could write to it: its files are run as code.
+
+    FlashAttention-4's cache keys cover its own sources. The folder's name covers the rest: mtrain's
+    mask functions, the compiler's libraries and the GPU. Old folders are not removed.
     """
     base = own_folder()
     if base is None:
         return None
-    made_of = [
+    inputs = [
         (resource_dir("kernels") / "flash4/dense.py").read_text(),
         *map(_version, _COMPILERS),
         str(torch.version.cuda),
         *_gpu(),
     ]
-    return base / f"flash4-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}"
+    return base / f"flash4-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}"
 
 
 def _gpu() -> list[str]:
     if not torch.cuda.is_available():
         return []
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return [found.name, f"{found.major}.{found.minor}", str(found.multi_processor_count)]
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return [
+        properties.name,
+        f"{properties.major}.{properties.minor}",
+        str(properties.multi_processor_count),
+    ]
 
 
 def _version(package: str) -> str:
@@ -84,8 +92,10 @@ def _version(package: str) -> str:
 
 @cache
 def _usable(path: Path) -> bool:
-    """Whether files can be made and locked there, as FlashAttention-4 does with every kernel. The lock on the folder stays as long as this
-    process: while it is held, systemd-tmpfiles does not clean the folder up.
+    """Return whether files can be created and locked in the folder.
+
+    FlashAttention-4 locks a file for every kernel. The lock on the folder is held as long as this
+    process lives, so that systemd-tmpfiles does not clean the folder.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,7 @@
-"""The kernels there are, and the choice among them. A kernel is added by one class and one entry here."""
+"""The registry of kernels and the choice among them.
+
+To add a kernel, write one class and one entry here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.schema import ConfigError
 
-# In order of preference: `auto` takes the first that can serve the run. The oracle is never chosen on its own.
+# In order of preference: `auto` takes the first that serves the run, but never the reference.
 _KERNELS: dict[str, Callable[[], Kernel]] = {
     "flash4": Flash4Kernel,
     "triton": TritonKernel,
@@ -22,56 +25,64 @@ _KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def make_kernel(name: str) -> Kernel:
-    """The kernel of that name, whether it can run here or not."""
+    """Return the kernel of that name, whether or not it can run here."""
     return _KERNELS[name]()
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
-    """Every kernel with the reason why it cannot serve the request; None where it can."""
+    """Return every kernel's name and why it cannot serve the request (None if it can)."""
     return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
 
 
 def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """The kernel of a run and why. name: one of them, or ``auto``.
+    """Return the kernel for a run and the reason for the choice.
 
-    Raises ConfigError if the named one cannot serve the run, naming one that can. Nothing is ever replaced silently.
+    Args:
+        name: a kernel's name, or ``auto`` for the fastest that serves the request.
+
+    Raises:
+        ConfigError: the kernel does not exist or cannot serve the request. The message lists those
+            that can; nothing is replaced silently.
     """
-    found = survey(request)
-    usable = [n for n, reason in found if reason is None]
+    reasons = survey(request)
+    usable = [n for n, reason in reasons if reason is None]
     if name == "auto":
-        best = usable[0]
-        if best == "reference":
+        fastest = usable[0]
+        if fastest == "reference":
+            why_not = "; ".join(f"{n}: {r}" for n, r in reasons if r)
             raise ConfigError(
-                f"train.kernel=auto: no fast kernel serves this run ({'; '.join(f'{n}: {r}' for n, r in found if r)}); "
-                "train.kernel=reference computes it slowly and exactly"
+                f"train.kernel=auto: no fast kernel serves this run ({why_not}); "
+                "set train.kernel=reference to compute it slowly and exactly"
             )
-        passed = [
-            f"{n}: {reason}" for n, reason in found[: [n for n, _ in found].index(best)] if reason
+        skipped = [
+            f"{n}: {reason}"
+            for n, reason in reasons[: [n for n, _ in reasons].index(fastest)]
+            if reason
         ]
-        return _explained(
-            best,
-            "the fastest that serves this run" + (f" ({'; '.join(passed)})" if passed else ""),
+        return _with_reason(
+            fastest,
+            "the fastest that serves this run" + (f" ({'; '.join(skipped)})" if skipped else ""),
             request,
         )
     if name not in _KERNELS:
         raise ConfigError(
             f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}"
         )
-    reason = dict(found)[name]
+    reason = dict(reasons)[name]
     if reason is not None:
         raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
-    return _explained(name, "as configured", request)
+    return _with_reason(name, "as configured", request)
 
 
-def _explained(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """The kernel, and the reason with what is to be known of the way in which it serves a dynamic index."""
+def _with_reason(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
+    """Return the kernel, and the reason with a note on how it computes a dynamic index."""
     kernel = make_kernel(name)
     if request.index is None:
         return kernel, reason
     if not kernel.skips:
-        return kernel, f"{reason}; computes every pair and hides what the index leaves out"
-    absent = cupy_unsupported_reason() if request.device == "cuda" else None
+        return kernel, f"{reason}; computes every pair and masks what the index leaves out"
+    missing = cupy_unsupported_reason() if request.device == "cuda" else None
     return (
         kernel,
-        f"{reason}; columns and lists of blocks by PyTorch, since {absent}" if absent else reason,
+        f"{reason}; PyTorch packs columns and lists blocks, since {missing}" if missing else reason,
     )

@@ -1,8 +1,9 @@
-"""Mask algebra: which query-key pairs are allowed, whatever the data.
+"""Mask algebra: which query-key pairs are allowed, independent of the data.
 
-A causal mask with packed documents lets the query at position p see the keys ``first[p] <= k <= p``: one interval a row. Every layout of
-mtrain keeps the tokens of a worker in ascending order, so in *any* shard of keys that interval is again one interval of slots. A mask is
-therefore two integers a row, `KeySpans`, whichever worker holds what: kilobytes, exact, and made on the CPU without a process group.
+A causal mask over packed documents lets the query at position p see the keys ``first[p] <= k <=
+p``, one interval per row. Every layout keeps a worker's tokens in ascending order, so within any
+shard of keys that interval is again one interval of slots. A mask is therefore two integers per
+row, `KeySpans`, for any shard: kilobytes, exact, and computed on the CPU without a process group.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ IntArray = NDArray[np.int64]
 class SequenceMask:
     """Causal attention over one packed sequence of ``padded`` positions.
 
-    first: int64 [padded], the first key that the query at each position may see (start of its document; 0 without documents).
-    length: positions at and beyond it are padding: they see nothing and nothing sees them.
+    first: int64 [padded], first key that each query may see: the start of its document, or 0
+        without documents.
+    length: number of tokens. Later positions are padding: they see nothing and nothing sees them.
     """
 
     first: IntArray
@@ -32,11 +34,14 @@ class SequenceMask:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that are allowed in the whole sequence."""
+        """Number of allowed query-key pairs in the sequence."""
         return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
 
     def last(self) -> IntArray:
-        """int64 [padded], the last query that sees the key at each position (end of its document); for padding, that of the last token."""
+        """Return int64 [padded], the last query that sees each key: the end of its document.
+
+        Padding gets the last token.
+        """
         last = np.full(self.padded, self.length - 1, np.int64)
         starts = np.flatnonzero(np.diff(self.first[: self.length])) + 1
         last[: self.length] = np.repeat(
@@ -47,17 +52,18 @@ class SequenceMask:
 
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
-        """Plain causal attention over the whole sequence."""
+        """Causal attention over the whole sequence, without documents."""
         return SequenceMask(np.zeros(padded, np.int64), length)
 
     @staticmethod
     def from_documents(documents: NDArray[np.integer], padded: int) -> SequenceMask:
-        """Attention inside each document. documents: ids per token, non-decreasing along the sequence."""
+        """Causal attention within each document.
+
+        documents: id of each token, non-decreasing. Raises ValueError if the ids decrease.
+        """
         ids = np.asarray(documents)
         if len(ids) > 1 and bool((np.diff(ids) < 0).any()):
-            raise ValueError(
-                "Document ids decrease along the sequence; packed documents need non-decreasing ids."
-            )
+            raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")
         first = np.zeros(padded, np.int64)
         if len(ids):
             starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
@@ -67,23 +73,24 @@ class SequenceMask:
         return SequenceMask(first, len(ids))
 
     def spans(self, query_positions: IntArray, key_positions: IntArray) -> KeySpans:
-        """The mask as one kernel call sees it.
+        """Return the mask between a shard of queries and a shard of keys.
 
-        query_positions [q], key_positions [k]: global positions in ascending order (a worker's shard, or the whole sequence).
+        query_positions [q], key_positions [k]: global positions, ascending.
         """
         low = np.searchsorted(key_positions, self.first[query_positions], side="left")
         high = np.searchsorted(key_positions, query_positions, side="right")
-        real = query_positions < self.length
-        low = np.where(real, low, 0)
-        high = np.where(real, np.maximum(high, low), 0)
+        is_token = query_positions < self.length
+        low = np.where(is_token, low, 0)
+        high = np.where(is_token, np.maximum(high, low), 0)
         return KeySpans(low, high, len(key_positions))
 
 
 @dataclass(frozen=True)
 class KeySpans:
-    """Row i of the queries sees the key slots ``low[i] <= j < high[i]``; a row with ``low == high`` sees nothing.
+    """The key slots ``low[i] <= j < high[i]`` that each query row i sees; none if ``low == high``.
 
-    low, high: int64 [queries]; num_keys: key slots of the shard. Among rows that see something, both never decrease.
+    low, high: int64 [queries]; neither decreases among rows that see a key.
+    num_keys: key slots of the shard.
     """
 
     low: IntArray
@@ -92,17 +99,21 @@ class KeySpans:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs that are computed."""
+        """Number of query-key pairs that are computed."""
         return int((self.high - self.low).sum())
 
     def slices(self) -> list[KeySlice]:
-        """The same mask as the fewest rectangles, each full or causal (its last row sees its last key). Cost: O(rows)."""
+        """Return the mask as the fewest rectangles, each full or causal, in O(rows).
+
+        In a causal rectangle the last row sees the last key.
+        """
         low, high = self.low, self.high
         seen = high > low
         if not seen.any():
             return []
         step = np.diff(high)
-        # A run goes on while low stays, both rows see something, and high either stays (full) or grows by one (causal).
+        # A run continues while low stays, both rows see keys, and high stays (full, kind 0) or
+        # grows by one (causal, kind 1).
         same = (np.diff(low) == 0) & seen[1:] & seen[:-1]
         kind = np.where(same & (step == 0), 0, np.where(same & (step == 1), 1, -1))
         result: list[KeySlice] = []
@@ -117,7 +128,7 @@ class KeySpans:
                 row += int(following[0])
                 continue
             if row < len(kind) and kind[row] >= 0:
-                # kind[i] joins rows i and i+1: the run of equal kinds starting at `row` ends after the row it last joins.
+                # kind[i] joins rows i and i + 1: a run of kinds ends one row after its last kind.
                 stop = int(ends[np.searchsorted(ends, row, side="right")]) + 1
                 causal = bool(kind[row] == 1)
             else:
@@ -129,8 +140,9 @@ class KeySpans:
 
 @dataclass(frozen=True)
 class KeySlice:
-    """Query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``; if causal, row i sees the keys below ``k_stop - (q_stop - 1 -
-    i)``.
+    """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
+
+    causal: row i sees only the keys below ``k_stop - (q_stop - 1 - i)``.
     """
 
     q_start: int

@@ -1,4 +1,4 @@
-"""The oracle: attention from its definition, in float64, with the boolean mask materialised."""
+"""The oracle: attention by its definition in float64, with the boolean mask materialised."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mtrain_cli.attention.tiles import Tiles
 
 
 class ReferenceKernel(DefinitionColumns):
-    """Slow and exact; O(queries x keys) memory. Every other kernel is tested against it."""
+    """Slow and exact; O(queries x keys) memory. Tests compare every other kernel with it."""
 
     name = "reference"
     needs_out = False
 
-    def unsupported_reason(self, request: KernelRequest) -> str | None:  # noqa: ARG002 - it serves any
+    def unsupported_reason(self, request: KernelRequest) -> str | None:  # noqa: ARG002
         return None
 
     def forward(
@@ -56,7 +56,10 @@ class ReferenceKernel(DefinitionColumns):
 def _scores(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> masked scores [batch, heads, queries, keys], and k, v as [batch, heads, keys, head_dim], all float64."""
+    """Return masked scores [batch, heads, queries, keys], and k, v [batch, heads, keys, head_dim].
+
+    All are float64.
+    """
     group = q.shape[2] // k.shape[2]
     k_BHKD, v_BHKD = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
     scores = q.double().transpose(1, 2) @ k_BHKD.transpose(-1, -2) * scale

@@ -1,6 +1,7 @@
-"""PyTorch's own fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
+"""PyTorch's fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
 
-Under a dynamic index the CPU kernel computes all pairs and hides those that are not chosen: exact, and no faster than dense.
+Under a dynamic index the CPU kernel computes all pairs and masks those that are not chosen: exact,
+and no faster than dense attention.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, accumu
 from mtrain_cli.attention.mask import KeySlice
 from mtrain_cli.attention.tiles import Tiles
 
-# One additive mask of the CPU kernel stays below this; all the masks of one batch are kept for the other layers while they fit the second
-# figure.
+# The largest additive mask of one CPU call. All masks of a batch are cached for the other layers if
+# together they fit the second bound.
 _MASK_BYTES = 16 << 20
-_KEPT_MASK_BYTES = 256 << 20
+_CACHED_MASK_BYTES = 256 << 20
 _ROWS_PER_CALL = 512
 
 
 class SdpaKernel(DefinitionColumns):
-    """Exact, float32 or bfloat16 (float64 on the CPU). On CUDA a fragmented mask (striped layout, many documents) takes one call a
-    rectangle.
+    """Exact in float32 and bfloat16, and float64 on the CPU.
+
+    On CUDA a fragmented mask (striped layout, many documents) takes one call per rectangle.
     """
 
     name = "sdpa"
@@ -34,7 +36,10 @@ class SdpaKernel(DefinitionColumns):
         if request.capability is None or request.capability < (8, 0):
             return "FlashAttention-2 in PyTorch needs compute capability 8.0 or later"
         if request.dtype != "bfloat16":
-            return f"FlashAttention-2 in PyTorch computes bfloat16, not {request.dtype}; train.kernel=reference serves any"
+            return (
+                f"FlashAttention-2 in PyTorch computes bfloat16, not {request.dtype}; "
+                "train.kernel=reference computes any dtype"
+            )
         if request.head_dim > 256 or request.head_dim % 8:
             return f"head_dim {request.head_dim} is not a multiple of 8 up to 256"
         if request.deterministic:
@@ -59,7 +64,7 @@ class SdpaKernel(DefinitionColumns):
                 out[b, rows] = part
                 lse[b, :, rows] = part_lse
         if not q.is_cuda and tiles.index is None:
-            # The CPU kernel answers 0 where a row sees nothing.
+            # The CPU kernel returns lse 0 for a row without keys.
             lse.masked_fill_((tiles.low >= tiles.high)[:, None], float("-inf"))
         return out, lse
 
@@ -79,13 +84,14 @@ class SdpaKernel(DefinitionColumns):
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=high, device=k.device) for _ in range(2))
         if not q.is_cuda:
-            # In 16 bits the CPU kernel rounds the gradients of keys after every tile of queries; float32 takes no longer.
+            # In 16 bits the CPU kernel rounds key gradients after every query tile; float32 is no
+            # slower.
             dout, q, k, v = (t.to(high) for t in (dout, q, k, v))
             out = None if out is None else out.to(high)
         if out is None:
             assert delta is not None
-            out = _stand_in(dout, delta)
-        # A masked score gives exp(-inf - lse): with lse -inf (a row that sees nothing anywhere) that would be NaN.
+            out = _surrogate_out(dout, delta)
+        # A masked score gives exp(-inf - lse), which is NaN for a row without any keys (lse -inf).
         lse = lse.masked_fill(torch.isneginf(lse), 0.0)
         piece_backward = _cuda_backward if q.is_cuda else _cpu_backward
         for b in range(q.shape[0]):
@@ -106,48 +112,52 @@ class SdpaKernel(DefinitionColumns):
         return dq, dk, dv
 
 
-def _stand_in(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """An out with rowsum(out * dout) = delta, for kernels that derive delta by themselves and read out for nothing else.
+def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta.
 
-    The element of a row where |dout| is largest carries delta / dout. In 16 bits, two more elements carry what rounding left, and the sum
-    is delta to float32's precision. The first quotient does not overflow: |delta| is at most head_dim * max |out| * max |dout|.
+    The element with the largest |dout| of a row carries delta / dout. In 16 bits, two more elements
+    carry the rounding error, so that the sum matches delta to float32 precision. The first quotient
+    cannot overflow: |delta| is at most head_dim * max |out| * max |dout|.
     """
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
-    left = delta.transpose(1, 2).unsqueeze(-1).to(high)
+    remainder = delta.transpose(1, 2).unsqueeze(-1).to(high)
     for term in range(3 if dout.element_size() == 2 else 1):
         at = size.argmax(-1, keepdim=True)
         factor = dout.gather(-1, at).to(high)
-        part = torch.where(factor == 0, 0, left / factor).to(dout.dtype)
+        part = torch.where(factor == 0, 0, remainder / factor).to(dout.dtype)
         if term:
-            # A later element may be too small to carry anything.
+            # A later element of dout may be so small that the quotient overflows.
             part = torch.where(part.isfinite(), part, 0)
         out.scatter_(-1, at, part)
         size.scatter_(-1, at, -1)
-        left = left - part.to(high) * factor
+        remainder = remainder - part.to(high) * factor
     return out
 
 
 def _pieces(
     tiles: Tiles, b: int, q: torch.Tensor
 ) -> list[tuple[slice, slice, torch.Tensor | bool]]:
-    """The calls that compute sequence b: query rows, key slots, and an additive mask (CPU) or whether it is causal (CUDA)."""
+    """Return the calls that compute sequence b: query rows, key slots, and a mask.
+
+    On the CPU the mask is an additive tensor or False; on CUDA it says whether the piece is causal.
+    """
     if tiles.index is not None:
         return list(_cpu_index_pieces(tiles, b, accumulation_dtype(q.dtype)))
     key = f"sdpa:{b}:{accumulation_dtype(q.dtype)}"
     if key not in tiles.cache:
-        made = (
+        pieces = (
             _cuda_pieces(tiles.slices[b])
             if q.is_cuda
             else _cpu_pieces(tiles, b, accumulation_dtype(q.dtype))
         )
-        tiles.cache[key] = list(made)
+        tiles.cache[key] = list(pieces)
         total = sum(
             m.numel() * m.element_size()
             for _, _, m in tiles.cache[key]
             if isinstance(m, torch.Tensor)
         )
-        if total > _KEPT_MASK_BYTES:
+        if total > _CACHED_MASK_BYTES:
             return tiles.cache.pop(key)
     return tiles.cache[key]
 
@@ -158,20 +168,20 @@ def _cuda_pieces(slices: tuple[KeySlice, ...]):
 
 
 def _cpu_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
-    """Groups of rows whose mask stays small; no mask where every row of the group sees all its keys."""
+    """Yield groups of rows with small masks; no mask if every row of a group sees all its keys."""
     low, high = tiles.low[b], tiles.high[b]
-    rows_in_all = len(low)
-    seen = (low < high).nonzero().flatten()
-    start = int(seen[0]) if len(seen) else rows_in_all
-    while start < rows_in_all:
-        stop = min(start + _ROWS_PER_CALL, rows_in_all)
+    num_rows = len(low)
+    rows_with_keys = (low < high).nonzero().flatten()
+    start = int(rows_with_keys[0]) if len(rows_with_keys) else num_rows
+    while start < num_rows:
+        stop = min(start + _ROWS_PER_CALL, num_rows)
         width = max(int(high[start:stop].max()) - int(low[start]), 1)
         stop = min(stop, start + max(16, _MASK_BYTES // (4 * width)))
         group_low, group_high = low[start:stop], high[start:stop]
-        real = group_low < group_high
-        if not bool(real.any()):
+        sees_keys = group_low < group_high
+        if not bool(sees_keys.any()):
             break
-        first, last = int(group_low[real].min()), int(group_high[real].max())
+        first, last = int(group_low[sees_keys].min()), int(group_high[sees_keys].max())
         mask: torch.Tensor | bool = False
         if bool((group_low != first).any()) or bool((group_high != last).any()):
             slots = torch.arange(first, last, dtype=torch.int32)
@@ -182,7 +192,7 @@ def _cpu_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
 
 
 def _cpu_index_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
-    """Groups of rows with the mask of every head, [heads, rows, keys]."""
+    """Yield groups of rows with the mask of every head, [heads, rows, keys]."""
     assert tiles.index is not None
     positions, key_positions = tiles.positions()
     rows = max(16, _MASK_BYTES // (4 * tiles.num_keys * tiles.index.heads[1]))
@@ -192,31 +202,37 @@ def _cpu_index_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
         last = int(tiles.high[b, start:stop].max())
         if not last:
             continue
-        seen = (slots[:last] >= tiles.low[b, start:stop, None]) & (
+        visible = (slots[:last] >= tiles.low[b, start:stop, None]) & (
             slots[:last] < tiles.high[b, start:stop, None]
         )
-        seen = seen & tiles.index.allowed(positions[start:stop], key_positions[:last])[b]
+        visible = visible & tiles.index.allowed(positions[start:stop], key_positions[:last])[b]
         yield (
             slice(start, stop),
             slice(0, last),
-            torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf")),
+            torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf")),
         )
 
 
 def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
-    """The mask of a piece, for all heads [rows, keys] or for each [heads, rows, keys], as the kernel takes it with grouped heads."""
+    """Return a piece's mask in the kernel's shape for grouped heads.
+
+    mask: [rows, keys] for all heads, or [heads, rows, keys].
+    """
     if not isinstance(mask, torch.Tensor):
         return None
     return mask[None, None] if mask.ndim == 2 else mask.unflatten(0, (kv_heads, -1))
 
 
 def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """[queries, heads, head_dim] -> [kv_heads, group, queries, head_dim], a view."""
+    """Return [kv_heads, group, queries, head_dim], a view of [queries, heads, head_dim]."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
-    """[keys, kv_heads, head_dim] -> [kv_heads, group, keys, head_dim], a view: the keys are not repeated in memory."""
+    """Return [kv_heads, group, keys, head_dim], a view of [keys, kv_heads, head_dim].
+
+    Keys are not repeated in memory.
+    """
     return k.transpose(0, 1)[:, None].expand(-1, group, -1, -1)
 
 

@@ -1,7 +1,9 @@
-"""The single columns of an index when keys are spread over workers: gathered once for all steps, computed in one call.
+"""The single columns of an index when the keys are spread over workers.
 
-Every worker puts the columns that it holds into its places of one packed tensor; the sum over workers is complete on all of them. So only
-chosen columns travel, and block diagonals are all that is left for the steps of an exchange. Gradients return the same way, once.
+Every worker writes the columns that it holds into their places of one packed tensor, and the sum
+over workers completes it. So only chosen columns are communicated, once for all steps, and one call
+computes them. The steps of an exchange compute block diagonals only. Gradients return the same way,
+once.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ from mtrain_cli.attention.tiles import Tiles
 
 @dataclass(frozen=True)
 class SharedColumns:
-    """tiles: the queries of this worker against the whole sequence, under the index of a layer. slots: int32 [batch, heads, width], where
-    this worker holds each column among its keys, -1 where it does not.
+    """The columns of one layer's index, and where this worker holds them.
+
+    tiles: this worker's queries against the whole sequence, under the index.
+    slots: int32 [batch, heads, width], key slot of each column on this worker; -1 if another worker
+        holds it.
     """
 
     tiles: Tiles
@@ -27,52 +32,68 @@ class SharedColumns:
 
     @staticmethod
     def make(whole: Tiles, own: Tiles) -> SharedColumns | None:
-        """whole: own queries against the whole sequence. own: anything against the keys of this worker. Both under the index of a layer;
-        None where it has no columns.
+        """Return the columns of a layer, or None if its index has none.
+
+        Args:
+            whole: this worker's queries against the whole sequence, under the index.
+            own: any tiles against this worker's keys, under the index.
         """
         index, geometry = whole.index, own.geometry
         assert geometry is not None
         if not isinstance(index, VerticalSlash) or not index.columns.shape[-1]:
             return None
-        # Not with `whole`: the keys of this worker are those of `own`.
-        if "slots" not in own.of_index:
-            own.of_index["slots"] = key_slots(whole_columns(index), geometry)
-        return SharedColumns(whole, own.of_index["slots"])
+        # Cache with `own`, whose keys are this worker's, not with `whole`.
+        if "slots" not in own.index_cache:
+            own.index_cache["slots"] = key_slots(whole_columns(index), geometry)
+        return SharedColumns(whole, own.index_cache["slots"])
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """k, v [batch, keys, kv_heads, head_dim] of this worker -> [2, batch, heads, width, head_dim], 0 for the columns of others."""
+        """Gather this worker's columns, [2, batch, heads, width, head_dim].
+
+        Places of other workers' columns hold 0. k, v: [batch, keys, kv_heads, head_dim] of this
+        worker.
+        """
         return torch.stack(pack_rows(k, v, self.slots))
 
     def add_gradients(self, dk: torch.Tensor, dv: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Adds what belongs to this worker's keys. gradients: [2, batch, heads, width, head_dim], complete; dk, dv like k and v."""
-        missing = self.slots < 0
-        order = torch.argsort(missing.to(torch.int8), dim=-1, stable=True)
+        """Add the gradients of this worker's columns to dk and dv.
+
+        gradients: [2, batch, heads, width, head_dim], summed over workers.
+        """
+        absent = self.slots < 0
+        order = torch.argsort(absent.to(torch.int8), dim=-1, stable=True)
         slots = self.slots.gather(-1, order)
         rows = order[None, ..., None].expand_as(gradients)
         own = gradients.gather(3, rows)
         add_rows(dk, dv, own[:1], own[1:], slots)
 
     def seen(self) -> torch.Tensor:
-        """bool [batch, heads, queries, width]: from the definition, what mask and index leave of each column beyond the diagonals."""
+        """Return the pairs that columns alone contribute, bool [batch, heads, queries, width].
+
+        The mask allows them and no diagonal covers them.
+        """
         index, geometry = self.tiles.index, self.tiles.geometry
         assert isinstance(index, VerticalSlash)
         assert geometry is not None
         positions = self.tiles.positions()[0]
         columns = whole_columns(index).long()
         first = geometry.first[:, positions]
-        at = positions[:, None]
-        visible = (columns[:, :, None] >= first[:, None, :, None]) & (columns[:, :, None] <= at)
-        away = (at // index.block - columns[:, :, None] // index.block).clamp(min=0)
+        rows_at = positions[:, None]
+        allowed = (columns[:, :, None] >= first[:, None, :, None]) & (
+            columns[:, :, None] <= rows_at
+        )
+        diagonals = (rows_at // index.block - columns[:, :, None] // index.block).clamp(min=0)
         table = index.slashes[:, :, None].expand(-1, -1, len(positions), -1)
-        return visible & ~table.gather(-1, away)
+        return allowed & ~table.gather(-1, diagonals)
 
 
 def columns_forward(
     q: torch.Tensor, packed: torch.Tensor, columns: SharedColumns, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the columns alone, from its definition; scores are held in memory. -> out, lse in the accumulation dtype.
+    """Return out and lse over the columns alone, by the definition, in the accumulation dtype.
 
-    q [batch, queries, heads, head_dim]; packed [2, batch, heads, width, head_dim].
+    Materialises the scores. q: [batch, queries, heads, head_dim]; packed: [2, batch, heads, width,
+    head_dim].
     """
     high = accumulation_dtype(q.dtype)
     scores = q.to(high).transpose(1, 2) @ packed[0].to(high).transpose(-1, -2) * scale
@@ -91,7 +112,10 @@ def columns_backward(
     columns: SharedColumns,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> dq and the gradients of packed, in the accumulation dtype. lse, delta: of whole rows."""
+    """Return dq and the gradient of packed, in the accumulation dtype.
+
+    lse, delta: of whole rows.
+    """
     high = accumulation_dtype(q.dtype)
     heads_first = q.to(high).transpose(1, 2)
     do = dout.to(high).transpose(1, 2)

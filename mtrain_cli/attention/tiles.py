@@ -1,4 +1,7 @@
-"""Mask and index as one kernel call sees them: the mask made once per batch and shared by all layers, the index per layer."""
+"""Mask and index as one kernel call sees them.
+
+The mask is made once per batch and shared by all layers; the index is made per layer.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,31 @@ from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import IntArray, KeySlice, KeySpans, SequenceMask
 
-# The first position that a query sees, for one that sees nothing: above all positions, and kernels add a block to it in int32.
+# `first` of a query that sees nothing: above every position, yet kernels can add a block in int32.
 NOTHING = 1 << 30
 
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """Where the blocks of a query shard and a key shard stand in the sequence, and what the masks leave of them; int32 on the device.
+    """The positions of a query shard's and a key shard's blocks, and what the masks leave of them.
 
-    block, blocks: tokens of a block, and blocks of the whole sequence.
-    first, last: [batch, blocks * block], the first position that the query at a position sees (`NOTHING` for padding), and the last query
-        that sees the key at a position.
-    first_min, first_max: [batch, blocks], smallest and largest of first over the positions of a block; NOTHING where one sees nothing, so
-        that no key block is full for it.
-    query_blocks, key_blocks: global number of each local block, ascending; query_slot, key_slot: [blocks], the inverse, -1 where absent.
-    query_count: [blocks + 1], local query blocks below a global one.
-    diagonals: bool [blocks], which block diagonals (query block - key block) the two shards have; one residue class of the number of
-        workers where layouts are striped.
-    holes: some block of the sequence is absent among queries or keys.
-    plain: the masks are causal alone, without documents or padding, so that only blocks on the diagonal are seen in part.
+    Tensors are int32 on the device unless noted.
+
+    block: tokens per block.
+    blocks: blocks in the whole sequence.
+    first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
+        for padding.
+    last: [batch, blocks * block], last query that sees the key at each position.
+    first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A position
+        that sees nothing makes first_max `NOTHING`, so that no key block is full for its block.
+    query_blocks, key_blocks: global number of each local block, ascending.
+    query_slot, key_slot: [blocks], local number of each global block, -1 if absent.
+    query_count: [blocks + 1], number of local query blocks below each global block.
+    diagonals: bool [blocks], block diagonals (query block - key block) that occur between the
+        shards. With striped layouts these are one residue class modulo the number of workers.
+    holes: some block of the sequence is absent among the queries or keys.
+    plain: the masks are causal only, without documents or padding, so only blocks on the diagonal
+        are partial.
     """
 
     block: int
@@ -58,10 +67,14 @@ class BlockGeometry:
         block: int,
         device: torch.device | str = "cpu",
     ) -> BlockGeometry:
-        """masks: one per sequence of the batch.
+        """Build the geometry of one pair of shards.
+
+        Args:
+            masks: one per sequence of the batch.
+            query_positions, key_positions: global positions of the shards, ascending.
 
         Raises:
-            ValueError: the positions are not whole blocks (the last block of the sequence may be short).
+            ValueError: the positions are not whole blocks (the sequence's last block may be short).
         """
         padded = masks[0].padded
         blocks = -(-padded // block)
@@ -73,27 +86,27 @@ class BlockGeometry:
             last[row, :padded] = mask.last()
         by_block = first.reshape(len(masks), blocks, block).copy()
         first_min = by_block.min(-1)
-        # Positions beyond the end of the tensors constrain nothing.
+        # Positions beyond the padded sequence must not constrain full blocks.
         by_block[:, -1, block - (blocks * block - padded) :] = 0
         first_max = by_block.max(-1)
 
-        def moved(values: IntArray) -> torch.Tensor:
+        def device_table(values: IntArray) -> torch.Tensor:
             return to_device(values.astype(np.int32), device)
 
-        nothing = torch.empty(0, dtype=torch.int32, device=device)
+        unset = torch.empty(0, dtype=torch.int32, device=device)
         whole = BlockGeometry(
             block=block,
             blocks=blocks,
-            first=moved(first),
-            last=moved(last),
-            first_min=moved(first_min),
-            first_max=moved(first_max),
-            query_blocks=nothing,
-            key_blocks=nothing,
-            query_slot=nothing,
-            key_slot=nothing,
-            query_count=nothing,
-            diagonals=nothing,
+            first=device_table(first),
+            last=device_table(last),
+            first_min=device_table(first_min),
+            first_max=device_table(first_max),
+            query_blocks=unset,
+            key_blocks=unset,
+            query_slot=unset,
+            key_slot=unset,
+            query_count=unset,
+            diagonals=unset,
             holes=True,
             plain=all(mask.length == padded and not mask.first.any() for mask in masks),
         )
@@ -102,7 +115,9 @@ class BlockGeometry:
     def between(
         self, query_positions: IntArray, key_positions: IntArray, padded: int
     ) -> BlockGeometry:
-        """The same masks for another pair of shards. padded: tokens of the padded sequence.
+        """Return the geometry of another pair of shards under the same masks.
+
+        padded: tokens of the padded sequence.
 
         Raises:
             ValueError: the positions are not whole blocks.
@@ -116,7 +131,7 @@ class BlockGeometry:
             np.arange(len(key_blocks)),
         )
         count = np.searchsorted(query_blocks, np.arange(self.blocks + 1))
-        # Which differences occur: a correlation of the two sets of numbers.
+        # Find which differences of block numbers occur by correlating the two sets.
         present = slots >= 0
         size = 2 * self.blocks
         spectrum = np.fft.rfft(present[0], size) * np.conj(np.fft.rfft(present[1], size))
@@ -137,12 +152,15 @@ class BlockGeometry:
 
     @property
     def all_keys(self) -> bool:
-        """No block of keys is absent, so that a key's slot is its position."""
+        """Whether no key block is absent, so that a key's slot is its position."""
         return self.key_blocks.numel() == self.blocks
 
     @cached_property
     def key_starts(self) -> torch.Tensor:
-        """int32 [blocks + 1], the slot of the first key of each block, negative where it is absent and for the number beyond the last."""
+        """int32 [blocks + 1], slot of each block's first key.
+
+        Negative for absent blocks and for the entry past the last block.
+        """
         return torch.nn.functional.pad(self.key_slot, (0, 1), value=-1) * self.block
 
 
@@ -155,7 +173,7 @@ def _whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
     )
     if not np.array_equal(whole, positions):
         raise ValueError(
-            f"A shard of {len(positions)} positions does not consist of whole blocks of {block}."
+            f"A shard of {len(positions)} positions is not made of whole blocks of {block}."
         )
     return numbers
 
@@ -164,12 +182,15 @@ def _whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
 class Tiles:
     """What one kernel call computes: queries [batch, q] against keys [batch, k].
 
-    low, high: int32 [batch, q] on the compute device, the key slots that a row sees (`KeySpans`).
-    num_keys: key slots k. pairs: query-key pairs computed, summed over the batch, per head.
-    slices: per sequence of the batch, the same mask as rectangles.
-    cache: what a kernel derives from the mask (block lists), kept for the other layers and for backward.
-    geometry, index: set where a dynamic index narrows the mask; pairs then counts the mask alone.
-    of_index: what a kernel derives from the index (slots of columns), kept as long as these tiles are, from forward to backward of a layer.
+    low, high: int32 [batch, q] on the device, the key slots that each row sees (`KeySpans`).
+    num_keys: key slots k.
+    pairs: query-key pairs per head that the mask allows, summed over the batch.
+    slices: the mask as rectangles, per sequence of the batch.
+    cache: what a kernel derives from the mask (block lists), shared by all layers and by backward.
+    geometry: block positions; required for an index.
+    index: narrows the mask for one layer; None for dense attention.
+    index_cache: what a kernel derives from the index (slots of columns), kept from a layer's
+        forward to its backward.
     """
 
     low: torch.Tensor
@@ -180,7 +201,7 @@ class Tiles:
     cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     geometry: BlockGeometry | None = None
     index: Index | None = None
-    of_index: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    index_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def make(
@@ -188,7 +209,7 @@ class Tiles:
         device: torch.device | str = "cpu",
         geometry: BlockGeometry | None = None,
     ) -> Tiles:
-        """One `KeySpans` per sequence of the batch, all of one size."""
+        """Build tiles from one `KeySpans` per sequence of the batch, all of one size."""
         host = torch.from_numpy(
             np.stack([np.stack([s.low, s.high]) for s in spans]).astype(np.int32)
         )
@@ -203,20 +224,20 @@ class Tiles:
             geometry=geometry,
         )
 
-    def under(self, index: Index | None) -> Tiles:
-        """The same mask narrowed by the index of one layer; what is cached of the mask is shared."""
+    def with_index(self, index: Index | None) -> Tiles:
+        """Return the same mask narrowed by a layer's index. The mask's cache is shared."""
         if index is None:
             return self
-        assert self.geometry is not None, "tiles for an index know where their blocks stand"
+        assert self.geometry is not None, "an index needs tiles with a block geometry"
         assert (index.block, index.blocks) == (self.geometry.block, self.geometry.blocks)
-        return replace(self, index=index, of_index={})
+        return replace(self, index=index, index_cache={})
 
-    def anew(self) -> Tiles:
-        """The same, as a layer finds them in its forward pass: nothing is derived from the index yet."""
-        return replace(self, of_index={})
+    def without_index_cache(self) -> Tiles:
+        """Return the tiles as a forward pass finds them, with an empty index_cache."""
+        return replace(self, index_cache={})
 
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Global positions of the query and key slots, int64 on the device."""
+        """Return the global positions of the query and key slots, int64 on the device."""
         assert self.geometry is not None
         within = torch.arange(self.geometry.block, device=self.low.device)
         queries, keys = (
@@ -229,17 +250,20 @@ class Tiles:
         return queries, keys
 
     def seen(self) -> torch.Tensor:
-        """bool [batch, heads or 1, queries, keys]: mask and index from their definitions, for the oracle and for small masks."""
+        """Return bool [batch, heads or 1, queries, keys], mask and index by their definitions.
+
+        For the oracle and for small masks.
+        """
         slots = torch.arange(self.num_keys, device=self.low.device)
         seen = ((slots >= self.low[..., None]) & (slots < self.high[..., None]))[:, None]
         return seen if self.index is None else seen & self.index.allowed(*self.positions())
 
     @property
     def empty(self) -> bool:
-        """Nothing to compute: the executor skips the kernel, never the communication."""
+        """Whether there is nothing to compute. Callers skip the kernel, never the communication."""
         return self.pairs == 0
 
     @cached_property
     def same_for_batch(self) -> bool:
-        """All sequences of the batch have the same rectangles, so one kernel call may serve them together."""
+        """Whether all sequences have the same rectangles, so that one kernel call serves them."""
         return all(s == self.slices[0] for s in self.slices)

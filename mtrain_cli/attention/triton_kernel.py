@@ -1,4 +1,4 @@
-"""The portable sparse kernel: block diagonals, listed blocks and packed columns in Triton, on NVIDIA GPUs from Ampere on."""
+"""The portable sparse kernel: block diagonals, block lists and packed columns in Triton."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from mtrain_cli import install_command
-from mtrain_cli.attention.block_lists import ordered_lines
+from mtrain_cli.attention.block_lists import set_indices
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 
 if TYPE_CHECKING:
-    from mtrain_cli.kernels.triton.sparse import Plan
+    from mtrain_cli.kernels.triton.sparse import TilePlan
 
 Derived = TypeVar("Derived")
 HEAD_DIMS = (16, 32, 64, 128)
@@ -25,14 +25,14 @@ BLOCKS = (16, 32, 64, 128)
 
 
 class TritonColumns:
-    """Columns gathered once, by the Triton kernels for packed columns."""
+    """Attention over columns gathered once for all steps, by the Triton column kernels."""
 
     skips = True
 
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(columns.tiles, slashes=False)
+        plan = make_tile_plan(columns.tiles, slashes=False)
         return sparse.forward(
             q,
             q,
@@ -48,7 +48,7 @@ class TritonColumns:
     def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(columns.tiles, slashes=False)
+        plan = make_tile_plan(columns.tiles, slashes=False)
         pair = (packed[0], packed[1])
         dq = sparse.backward_queries(
             dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32
@@ -58,7 +58,10 @@ class TritonColumns:
 
 
 class TritonKernel(TritonColumns):
-    """Bitwise repeatable: no atomics, one program owns each result (arXiv:2205.14135, algorithm 1; two-pass backward)."""
+    """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
+
+    Backward takes two passes. Bitwise repeatable: no atomics, one program owns each result.
+    """
 
     name = "triton"
     needs_out = False
@@ -85,7 +88,7 @@ class TritonKernel(TritonColumns):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(tiles)
+        plan = make_tile_plan(tiles)
         return sparse.forward(q, k, v, pack_columns(k, v, tiles), plan, scale)
 
     def backward(
@@ -102,9 +105,9 @@ class TritonKernel(TritonColumns):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_plan(tiles, backward=True)
+        plan = make_tile_plan(tiles, backward=True)
         lse = lse.contiguous()
-        delta = given_delta(out, dout, delta)
+        delta = ensure_delta(out, dout, delta)
         columns = pack_columns(k, v, tiles)
         dq = sparse.backward_queries(dout, q, k, v, columns, lse, delta, plan, scale)
         dk, dv = sparse.backward_keys(dout, q, k, v, lse, delta, plan, scale)
@@ -116,10 +119,10 @@ class TritonKernel(TritonColumns):
         return dq, dk, dv
 
 
-def given_delta(
+def ensure_delta(
     out: torch.Tensor | None, dout: torch.Tensor, delta: torch.Tensor | None
 ) -> torch.Tensor:
-    """delta, derived from out and dout where it is not given."""
+    """Return delta; if it is None, compute rowsum(out * dout)."""
     from mtrain_cli.kernels.triton import sparse
 
     if delta is not None:
@@ -128,35 +131,40 @@ def given_delta(
     return sparse.row_delta(out, dout)
 
 
-def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> Plan:
-    """The index of the tiles as the kernels read it. slashes: for blocks, not for columns alone. backward: for the gradient of keys, too.
+def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
+    """Return the index of the tiles in the form that the kernels read.
 
-    Of all keys, what is small is kept with the tiles (`local_columns`); the lists of a bitmap and the bits of columns are made each time.
+    Small tables are cached with the tiles if these hold all keys (`local_columns`). Block lists of
+    a bitmap and the bits of covered columns are built on every call.
+
+    Args:
+        slashes: include the blocks; False for columns only.
+        backward: include the transpose, which the gradient of keys needs.
     """
-    from mtrain_cli.kernels.triton.sparse import Plan, covered_columns, list_blocks
+    from mtrain_cli.kernels.triton.sparse import TilePlan, covered_columns, list_blocks
 
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
     assert geometry is not None
     flat = index.heads[0] * index.heads[1]
-    lines: torch.Tensor | None = None
-    upto: torch.Tensor | None = None
-    lines_t: torch.Tensor | None = None
-    upto_t: torch.Tensor | None = None
+    entries: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    entries_t: torch.Tensor | None = None
+    counts_t: torch.Tensor | None = None
     if isinstance(index, VerticalSlash):
         if slashes:
-            lines, upto = lines_t, upto_t = _kept(tiles, "diagonals", _diagonals)
+            entries, counts = entries_t, counts_t = _cached(tiles, "diagonals", _diagonals)
         slash, listed = index.slashes, False
         column_positions = local_columns(tiles)[0].reshape(flat, -1)
-        columns_upto = (
-            _kept(tiles, "columns below blocks", _columns_below_blocks)
+        columns_below = (
+            _cached(tiles, "columns below blocks", _columns_below_blocks)
             if column_positions.shape[-1]
             else None
         )
     else:
         assert isinstance(index, BlockBitmap)
-        # Lists hold the keys (or, transposed, the queries) at hand only, by their numbers in the sequence, which ascend as slots do.
-        what = (
+        # Lists hold local blocks only, by global number. Numbers ascend in the order of the slots.
+        list_inputs = (
             index.bits,
             index.slots,
             geometry.query_blocks,
@@ -164,18 +172,18 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
             geometry.first_min,
             index.block,
         )
-        lines, upto = list_blocks(*what, transposed=False)
+        entries, counts = list_blocks(*list_inputs, transposed=False)
         if backward:
-            lines_t, upto_t = list_blocks(*what, transposed=True)
+            entries_t, counts_t = list_blocks(*list_inputs, transposed=True)
         slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=index.bits.device)
-        column_positions, columns_upto, listed = None, None, True
+        column_positions, columns_below, listed = None, None, True
     table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
     covered = (
         covered_columns(table, column_positions, geometry.query_blocks, index.block)
-        if columns_upto is not None
+        if columns_below is not None
         else None
     )
-    return Plan(
+    return TilePlan(
         block=index.block,
         blocks=index.blocks,
         first=geometry.first,
@@ -187,13 +195,13 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
         query_count=geometry.query_count,
         first_min=geometry.first_min,
         first_max=geometry.first_max,
-        lines=lines,
-        upto=upto,
-        lines_t=lines_t,
-        upto_t=upto_t,
+        entries=entries,
+        counts=counts,
+        entries_t=entries_t,
+        counts_t=counts_t,
         slash=table,
-        column_positions=column_positions if columns_upto is not None else None,
-        columns_upto=columns_upto,
+        column_positions=column_positions if columns_below is not None else None,
+        columns_below=columns_below,
         covered=covered,
         listed=listed,
         holes=geometry.holes,
@@ -203,33 +211,34 @@ def make_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> 
     )
 
 
-def _kept(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
-    """What `make` derives from the index of the tiles: made once for tiles of all keys, and each time for the steps of a ring."""
+def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
+    """Return make(tiles), cached if the tiles hold all keys; ring steps compute it anew."""
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
         return make(tiles)
-    if name not in tiles.of_index:
-        tiles.of_index[name] = make(tiles)
-    return tiles.of_index[name]
+    if name not in tiles.index_cache:
+        tiles.index_cache[name] = make(tiles)
+    return tiles.index_cache[name]
 
 
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Plan.lines` and `Plan.upto` of diagonals: those that the two shards have. A striped ring step visits one residue class and skips
-    nothing.
+    """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
+
+    With a striped layout these are one residue class per ring step, so no visited block is absent.
     """
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)
     assert geometry is not None
-    return ordered_lines((index.slashes & geometry.diagonals).flatten(0, 1))
+    return set_indices((index.slashes & geometry.diagonals).flatten(0, 1))
 
 
 def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
-    """`Plan.columns_upto`."""
+    """Return `TilePlan.columns_below`."""
     index = tiles.index
     assert index is not None
     flat = index.heads[0] * index.heads[1]
     column_positions = local_columns(tiles)[0].reshape(flat, -1)
-    key = f"starts of blocks, {flat} times"  # the same for all layers
+    key = f"starts of blocks, {flat} times"  # in the mask's cache: the same for all layers
     if key not in tiles.cache:
         end = (index.blocks + 1) * index.block
         tiles.cache[key] = torch.arange(

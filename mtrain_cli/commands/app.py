@@ -1,7 +1,7 @@
-"""The command `mtrain`: its subcommands, and how mistakes reach the terminal.
+"""The command `mtrain`: its subcommands, and how errors reach the terminal.
 
-A command is one file beside this one. It raises `ConfigError` for a user's mistake and `RunError` for what went wrong all the same, such as
-a full disk; only here are they printed and turned into exit codes 2 and 1.
+Each command is a file in this folder. It raises `ConfigError` for a user's mistake and `RunError`
+for other failures, such as a full disk. Only this module prints them and exits, with code 2 or 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ORDER = (
 )
 FAILURE = 1
 USAGE_ERROR = 2
-_NAMES = (
+_PATH_ERRORS = (
     errno.ENAMETOOLONG,
     errno.ENOTDIR,
     errno.EISDIR,
@@ -61,15 +61,14 @@ _NAMES = (
     errno.ELOOP,
 )  # mistakes in a path
 _SHOWN = 200  # characters of a path in a message
-INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
+INTERRUPTED = 130  # 128 + SIGINT, a shell's exit code for Ctrl-C
 
-_UsageError: type[Any] = typer.BadParameter.__mro__[
-    1
-]  # typer carries its own click and does not export this class
+# Typer bundles its own click and does not export this class.
+_UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """Commands in the order of use, whose user mistakes end in one line each."""
+    """Command group in order of use that prints each user mistake as one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
@@ -77,38 +76,38 @@ class Group(TyperGroup):
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            # Names of files need not be UTF-8, and a terminal need not know every letter.
+            # File names need not be UTF-8, and terminals need not support every character.
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
-        with _mistakes_as_lines():
+        with _errors_as_lines():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        with _mistakes_as_lines(ctx):
+        with _errors_as_lines(ctx):
             return super().invoke(ctx)
 
 
-def reflow_help(of: typer.Typer) -> None:
-    """Joins the lines of every paragraph of help, so that they break at the width of the terminal. Typer keeps the breaks of docstrings.
+def reflow_help(group: typer.Typer) -> None:
+    """Join the lines of each help paragraph, so that they wrap at the terminal's width.
 
-    Indented lines, which are examples, stay as they are.
+    Typer keeps the line breaks of docstrings. Indented lines, the examples, stay as they are.
     """
-    infos: list[Any] = [*of.registered_commands, *filter(None, [of.registered_callback])]
+    infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
     for info in infos:
         text = inspect.getdoc(info.callback) if info.callback is not None else None
         if text:
             info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
-    for group in of.registered_groups:
-        if group.typer_instance is not None:
-            reflow_help(group.typer_instance)
+    for subgroup in group.registered_groups:
+        if subgroup.typer_instance is not None:
+            reflow_help(subgroup.typer_instance)
 
 
 @contextlib.contextmanager
-def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
+def _errors_as_lines(outer: Any = None) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _tell(error.problems)
+        _print_problems(error.problems)
         raise typer.Exit(USAGE_ERROR) from error
     except RunError as error:
         print(
@@ -117,9 +116,8 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
         )
         raise typer.Exit(FAILURE) from error
     except _UsageError as error:
-        if (
-            type(error).__name__ == "NoArgsIsHelpError"
-        ):  # `mtrain config` alone: making the error has printed the help
+        # `mtrain config` without a command: constructing the error has printed the help.
+        if type(error).__name__ == "NoArgsIsHelpError":
             raise typer.Exit() from error
         ctx = getattr(error, "ctx", None)
         command = (
@@ -127,19 +125,19 @@ def _mistakes_as_lines(outer: Any = None) -> Iterator[None]:
             if ctx is not None
             else " ".join(filter(None, ("mtrain", outer and outer.invoked_subcommand)))
         )
-        _tell((f"{_describe(error)} See `{command} --help`.",))
+        _print_problems((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
     except OSError as error:
-        # The disk, the network or the name of a file: nothing that a traceback would explain.
+        # The disk, the network or a file name: a traceback would not help.
         if error.filename is None or isinstance(error, BrokenPipeError):
             raise
-        _tell((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror}",))
-        raise typer.Exit(USAGE_ERROR if error.errno in _NAMES else FAILURE) from error
+        _print_problems((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror}",))
+        raise typer.Exit(USAGE_ERROR if error.errno in _PATH_ERRORS else FAILURE) from error
     except RuntimeError as error:
         if str(error) != "Could not determine home directory.":
             raise
-        _tell(
-            ("~: this machine does not know that user, or has no home folder; give the whole path",)
+        _print_problems(
+            ("~: that user is unknown on this machine or has no home folder; give the whole path",)
         )
         raise typer.Exit(USAGE_ERROR) from error
     except KeyboardInterrupt:
@@ -150,8 +148,11 @@ def _clipped(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _tell(problems: Iterable[str]) -> None:
-    """One line each on stderr. In a torchrun or srun job all ranks find the same, so that one of each machine speaks."""
+def _print_problems(problems: Iterable[str]) -> None:
+    """Print one line each on stderr, once per machine.
+
+    In a torchrun or srun job all ranks find the same problems.
+    """
     rank = job_rank()
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
         return
@@ -180,25 +181,28 @@ def _describe(error: Any) -> str:
 
 
 def _wrong_value(error: Any) -> str | None:
-    """``--option=value: what is allowed``, where pydantic refused the value of an option for typer: its own words do not name the value."""
-    find = getattr(error.__cause__, "errors", None)
+    """Return ``--option=value: what is allowed`` if pydantic rejected an option's value.
+
+    Pydantic's own message does not contain the value.
+    """
+    list_errors = getattr(error.__cause__, "errors", None)
     param = getattr(error, "param", None)
-    if find is None or param is None:
+    if list_errors is None or param is None:
         return None
-    found = find()[0]
-    bounds = found.get("ctx", {})
+    detail = list_errors()[0]
+    bounds = detail.get("ctx", {})
     if "ge" in bounds:
         reason = f"must be at least {bounds['ge']:g}"
     elif "le" in bounds:
         reason = f"must be at most {bounds['le']:,}"
-    elif " is not one of " in found["msg"]:
-        reason = "expected one of " + found["msg"].partition(" is not one of ")[2].replace("'", "")
+    elif " is not one of " in detail["msg"]:
+        reason = "expected one of " + detail["msg"].partition(" is not one of ")[2].replace("'", "")
     else:
-        reason = _EXPECTED.get(found["type"], found["msg"])
-    return f"{max(param.opts, key=len)}={found['input']}: {reason}"
+        reason = _EXPECTED.get(detail["type"], detail["msg"])
+    return f"{max(param.opts, key=len)}={detail['input']}: {reason}"
 
 
-# Subcommands take the names of the help option from here.
+# Subcommands inherit the names of the help option.
 app = typer.Typer(
     name="mtrain",
     cls=Group,
@@ -208,8 +212,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"mtrain {__version__}")
         raise typer.Exit()
 
@@ -220,20 +224,23 @@ def mtrain(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Print the version and stop."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version and exit.",
         ),
     ] = False,
 ) -> None:
-    """Train language models on very long sequences, each spread over many workers.
+    """Train language models on very long sequences, each shared by many workers.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain train[/cyan]
-          a small model on your Python's own source code; 2 processes on a CPU
+          Train a small model on Python's own sources, on two CPU processes
       [cyan]mtrain train model=qwen3b seq=128k train.steps=20[/cyan]
-          Qwen2.5-3B at 131,072 tokens per sequence, over all GPUs of this machine
+          Train Qwen2.5-3B on 131,072-token sequences, on all GPUs here
       [cyan]mtrain train model=llama8b seq=4m topology.workers=64 --dry-run[/cyan]
-          memory, FLOP and choices of a run that needs 64 GPUs, found without one
+          Plan a run on 64 GPUs, without a GPU: memory, FLOP, kernel and exchange
     """
     del version
     if ctx.invoked_subcommand is None:
@@ -242,7 +249,7 @@ def mtrain(
 
 app.command("train")(train.train)
 app.command("status")(status.status)
-# All add their command to that of commands/profile.py.
+# These modules add their command to the group of commands/profile.py.
 assert (
     profile_links.app
     is profile_non_attention.app

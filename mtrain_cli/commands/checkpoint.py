@@ -1,4 +1,4 @@
-"""`mtrain checkpoint`: weights between mtrain and Hugging Face, and a check that both compute the same."""
+"""`mtrain checkpoint`: import, export and verify weights in Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED
 from mtrain_cli.printable import printable
 
 app = typer.Typer(
-    help="Bring weights in from Hugging Face folders and out to them, and check them.",
+    help="Import weights from Hugging Face folders, export them, and verify them.",
     rich_markup_mode="rich",
     no_args_is_help=True,
     epilog="Example: [cyan]mtrain checkpoint export runs/latest my-model-hf[/cyan]",
@@ -33,7 +33,8 @@ def import_weights(
         Path,
         typer.Argument(
             metavar="HF_FOLDER",
-            help="config.json and safetensors of a qwen2, qwen3, llama or mistral model.",
+            help="Folder with config.json and safetensors of a qwen2, qwen3, llama or mistral "
+            "model.",
             show_default=False,
         ),
     ],
@@ -41,18 +42,19 @@ def import_weights(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Folder to make; its checkpoint step-0 gets the weights.",
+            help="Run folder to create; the weights become its checkpoint step-0.",
             show_default=False,
         ),
     ],
 ) -> None:
-    """Make a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
+    """Create a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
 
-    To train from a Hugging Face folder no import is needed: mtrain train train.init_from=HF_FOLDER.
+    Training from a Hugging Face folder needs no import: mtrain train train.init_from=HF_FOLDER.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain checkpoint import Qwen2.5-3B runs/qwen3b-start[/cyan]
+          Create runs/qwen3b-start, which you can resume
     """
     from mtrain_cli.model.huggingface_config import remarks
     from mtrain_cli.training.conversion import import_folder
@@ -60,8 +62,10 @@ def import_weights(
     config = import_folder(hf_folder, run)
     for line in remarks(hf_folder):
         _warn(line)
-    _say(
-        f"Wrote {run / 'checkpoints' / 'step-0'}: {config.model.family}, {config.model.num_layers} layers, weights of {hf_folder}"
+    model = config.model
+    _print_result(
+        f"Wrote {run / 'checkpoints' / 'step-0'}: {model.family}, {model.num_layers} layers, "
+        f"weights of {hf_folder}"
     )
 
 
@@ -71,33 +75,37 @@ def export_weights(
         Path,
         typer.Argument(
             metavar="RUN_OR_CHECKPOINT",
-            help="A run (its newest checkpoint) or one of its step-N.",
+            help="A run (its newest checkpoint), or one of its step-N folders.",
             show_default=False,
         ),
     ],
     hf_folder: Annotated[
         Path,
         typer.Argument(
-            metavar="HF_FOLDER", help="Folder to make, new or empty.", show_default=False
+            metavar="HF_FOLDER", help="Folder to create; new or empty.", show_default=False
         ),
     ],
-    dtype: Annotated[Dtype, typer.Option(help="Format of the exported weights.")] = Dtype.bfloat16,
+    dtype: Annotated[Dtype, typer.Option(help="Dtype of the exported weights.")] = Dtype.bfloat16,
     tokenizer: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER",
-            help="Copy the tokenizer files, and the token ids of config.json, of this folder, instead of the run's own tokenizer.",
+            metavar="DIR",
+            help="Copy the tokenizer files, and the token ids of config.json, from this folder "
+            "instead of using the run's tokenizer.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write a model that mtrain trained, with its tokenizer, as a folder that transformers and inference servers open.
+    """Export a checkpoint and its tokenizer to a folder for transformers and inference servers.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain checkpoint export runs/latest my-model-hf[/cyan]
-      [cyan]mtrain checkpoint export runs/long/checkpoints/step-200 my-model-hf --dtype float32[/cyan]
+          Export the newest checkpoint of the last run
+      [cyan]mtrain checkpoint export runs/x/checkpoints/step-20 hf --dtype float32[/cyan]
+          Export a certain checkpoint in float32
       [cyan]mtrain checkpoint export runs/long my-model-hf --tokenizer Qwen2.5-3B[/cyan]
+          Add the tokenizer of another folder
     """
     import torch
 
@@ -108,10 +116,11 @@ def export_weights(
     )
     size = sum(file.stat().st_size for file in hf_folder.glob("*.safetensors"))
     family = exported.config.model.family
-    _say(
-        f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, {size / 2**20:,.1f} MiB of weights"
+    _print_result(
+        f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, "
+        f"{size / 2**20:,.1f} MiB of weights"
     )
-    _say(f"  {exported.tokenizer}")
+    _print_result(f"  {exported.tokenizer}")
 
 
 @app.command("verify")
@@ -120,13 +129,13 @@ def verify_weights(
         Path,
         typer.Argument(
             metavar="HF_FOLDER_OR_RUN",
-            help="A Hugging Face folder, a run, or one of its step-N.",
+            help="A Hugging Face folder, a run, or one of its step-N folders.",
             show_default=False,
         ),
     ],
     tokens: Annotated[
         int,
-        typer.Option(min=1, max=MOST_COMPARED, metavar="N", help="Random tokens to compare on."),
+        typer.Option(min=1, max=MOST_COMPARED, metavar="N", help="Number of random tokens."),
     ] = 256,
     tolerance: Annotated[
         float,
@@ -134,18 +143,21 @@ def verify_weights(
             min=0.0,
             max=LARGEST_TOLERANCE,
             metavar="X",
-            help="Largest difference of a logit that counts as agreement.",
+            help="Largest logit difference that counts as agreement.",
         ),
     ] = 1e-3,
 ) -> None:
-    """Compare the logits of mtrain's decoder with those of transformers, in float32 on the CPU; exit code 1 if they disagree.
+    """Compare mtrain's logits with transformers'. The exit code is 1 if they differ.
 
-    A run is compared by way of an export to a temporary folder, so that this checks the export too.
+    Both compute in float32 on the CPU. A run is first exported to a temporary folder, so this also
+    checks the export.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain checkpoint verify Qwen2.5-3B[/cyan]
+          Check mtrain's decoder on released weights
       [cyan]mtrain checkpoint verify runs/latest --tokens 1024[/cyan]
+          Check the export of the last run on more tokens
     """
     import torch
 
@@ -153,39 +165,43 @@ def verify_weights(
     from mtrain_cli.model.verify import require_transformers, verify
 
     version = require_transformers()
-    what = str(source)
+    subject = str(source)
     if (source / "config.json").is_file():
-        agreement = verify(source, tokens, _tell)
+        agreement = verify(source, tokens, _report)
     else:
         from mtrain_cli.training.conversion import export_checkpoint, find_source
 
-        find_source(source)  # a mistake is told before anything is begun
+        find_source(source)  # report a mistake before the work starts
         with private_folder() as folder:
             exported = folder / "hf"
-            _tell(f"exporting {source} to a temporary folder")
-            what = f"{source}, step {export_checkpoint(source, exported, dtype=torch.float32, report=_warn).step},"
-            agreement = verify(exported, tokens, _tell)
+            _report(f"exporting {source} to a temporary folder")
+            checkpoint = export_checkpoint(source, exported, dtype=torch.float32, report=_warn)
+            subject = f"{source}, step {checkpoint.step},"
+            agreement = verify(exported, tokens, _report)
     agrees = agreement.largest_difference <= tolerance  # false for NaN
-    _say(f"{what} in float32 on {tokens:,} random tokens, mtrain against transformers {version}")
-    _say(
-        f"  largest difference of a logit {agreement.largest_difference:.2e}  (largest logit {agreement.largest_logit:.2f})"
+    _print_result(
+        f"{subject} in float32 on {tokens:,} random tokens, mtrain against transformers {version}"
     )
-    _say(f"  mean KL divergence            {agreement.mean_kl:.2e} nats")
-    _say(f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}")
+    _print_result(
+        f"  largest logit difference {agreement.largest_difference:.2e}  "
+        f"(largest logit {agreement.largest_logit:.2f})"
+    )
+    _print_result(f"  mean KL divergence       {agreement.mean_kl:.2e} nats")
+    _print_result(f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}")
     if not agrees:
         raise typer.Exit(1)
 
 
-def _tell(line: str) -> None:
-    """What is under way, beside the result."""
+def _report(line: str) -> None:
+    """Print progress on stderr, apart from the result."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def _warn(line: str) -> None:
-    _tell(f"warning: {line}")
+    _report(f"warning: {line}")
 
 
-def _say(line: str) -> None:
+def _print_result(line: str) -> None:
     from mtrain_cli.console import Console
 
     Console(soft_wrap=True, highlight=False).print(line, markup=False)

@@ -1,4 +1,4 @@
-"""What the shell offers on TAB: keys, groups, their options and words. Reads file names and the schema; imports neither Hydra nor torch."""
+"""Shell completion of keys, groups, options and values. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from mtrain_cli.config import keys
 from mtrain_cli.config.groups import Groups, open_groups, summary
 from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
-Candidate = tuple[str, str]  # what to insert, and the help beside it
+Candidate = tuple[str, str]  # text to insert, and its help
 
 
 def complete_overrides(incomplete: str) -> list[Candidate]:
-    """Completions of one override, whether or not the shell has cut it at its ``=``."""
+    """Complete one override, whether or not the shell has split it at its ``=``."""
     try:
         groups = open_groups(_config_dir())
     except ConfigError:
         groups = open_groups()
-    cut = _cut_by_bash()
-    if cut is None:
+    split = _split_by_bash()
+    if split is None:
         return candidates(incomplete, groups)
-    key, value = cut
+    key, value = split
     if key in keys.PATHS:
-        return []  # bash then offers file names by itself, and adds no space behind a folder
+        return []  # bash then completes file names itself, without a space after a folder
     return [(name, help) for name, help in _values(key, groups) if name.startswith(value)]
 
 
 def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
-    """Completions of an uncut word such as ``mo``, ``optim.w`` or ``model=qw``.
+    """Complete an unsplit word such as ``mo``, ``optim.w`` or ``model=qw``.
 
-    A single match is given with its values behind it: the shell then inserts as far as ``model=`` and, the rest being open, no space.
+    A single match comes with its values, so that the shell inserts ``model=`` without a space.
     """
     key, equals, value = incomplete.partition("=")
     if equals:
-        found = _files(value) if key in keys.PATHS else _values(key, groups)
-        return [(f"{key}={name}", help) for name, help in found if name.startswith(value)]
+        values = _files(value) if key in keys.PATHS else _values(key, groups)
+        return [(f"{key}={name}", help) for name, help in values if name.startswith(value)]
     names = _names(groups, everything=bool(incomplete))
     matches = [(name, help) for name, help in names if name.startswith(incomplete)]
     if len(matches) == 1:
@@ -50,7 +50,7 @@ def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
 
 
 def complete_runs(incomplete: str) -> list[str]:
-    """Names of runs under runs/."""
+    """Complete names of runs under runs/."""
     return sorted(
         file.parent.name
         for file in Path("runs").glob("*/resolved.yaml")
@@ -59,7 +59,7 @@ def complete_runs(incomplete: str) -> list[str]:
 
 
 def complete_measured(incomplete: str) -> list[str]:
-    """Names of runs and measurements, whatever they hold."""
+    """Complete names of runs and measurements."""
     folders = [
         folder
         for root in ("runs", "measurements")
@@ -71,58 +71,57 @@ def complete_measured(incomplete: str) -> list[str]:
 
 
 def complete_options(incomplete: str) -> list[Candidate]:
-    """GROUP/NAME of every option of every group."""
-    found = open_groups().options.items()
+    """Complete GROUP/NAME for every option of every group."""
     pairs = [
         (f"{group}/{option}", summary(file))
-        for group, options in found
+        for group, options in open_groups().options.items()
         for option, file in options.items()
     ]
     return [(name, help) for name, help in pairs if name.startswith(incomplete)]
 
 
 def complete_layouts(incomplete: str) -> list[str]:
-    """Layouts in a list with commas."""
+    """Complete a comma-separated list of layouts."""
     return in_list(LAYOUTS, incomplete)
 
 
 def complete_exchanges(incomplete: str) -> list[str]:
-    """Exchanges in a list with commas."""
+    """Complete a comma-separated list of exchanges."""
     return in_list(EXCHANGES, incomplete)
 
 
 def complete_kernels(incomplete: str) -> list[str]:
-    """Kernels in a list with commas, of those that are timed."""
+    """Complete a comma-separated list of kernels that can be timed."""
     return in_list([name for name in KERNELS if name != "auto"], incomplete)
 
 
 def complete_clusters(incomplete: str) -> list[Candidate]:
-    """Clusters that ship, or a file."""
+    """Complete a shipped cluster, or a file."""
     from mtrain_cli.simulation.cluster import shipped
 
     return _or_files([(name, summary(file)) for name, file in shipped().items()], incomplete)
 
 
 def complete_tokenizers(incomplete: str) -> list[Candidate]:
-    """Tokenizers that need no file, or a file."""
+    """Complete a tokenizer that needs no file, or a file."""
     return _or_files(
         [("bytes", "raw bytes"), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete
     )
 
 
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
-    """Completions of the last name in a list with commas; none is offered twice."""
-    before, comma, begun = incomplete.rpartition(",")
+    """Complete the last name of a comma-separated list, without names that it has already."""
+    before, comma, start = incomplete.rpartition(",")
     given = before.split(",")
     return [
-        f"{before}{comma}{name}" for name in allowed if name.startswith(begun) and name not in given
+        f"{before}{comma}{name}" for name in allowed if name.startswith(start) and name not in given
     ]
 
 
 def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
-    found = [(word, help) for word, help in words if word.startswith(incomplete)]
-    # Where nothing is offered bash gives file names by itself, and adds no space behind a folder.
-    return found or ([] if _in_bash() else _files(incomplete))
+    matches = [(word, help) for word, help in words if word.startswith(incomplete)]
+    # If nothing is offered, bash completes file names itself, without a space after a folder.
+    return matches or ([] if _in_bash() else _files(incomplete))
 
 
 def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
@@ -137,7 +136,7 @@ def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
 
 
 def _values(name: str, groups: Groups) -> list[Candidate]:
-    """Values of a group or key: options or words when there are some, else its default."""
+    """Return the options of a group, or the allowed words of a key, else its default."""
     if name in groups.options:
         return [(option, summary(file)) for option, file in groups.options[name].items()]
     key = keys.all_keys().get(name)
@@ -159,7 +158,7 @@ def _words_of(key: keys.ConfigKey) -> tuple[str, ...]:
 
 
 def _default(name: str, groups: Groups) -> str:
-    """The value of a key in the default option of its group, or nothing when it has none."""
+    """Return a key's value in the default option of its group, or "" if it has none."""
     import yaml
 
     section = name.partition(".")[0]
@@ -187,10 +186,11 @@ def _files(prefix: str) -> list[Candidate]:
     ]
 
 
-def _cut_by_bash() -> tuple[str, str] | None:
-    """Key and begun value when bash has split ``key=value`` at the ``=``, which is in its COMP_WORDBREAKS; else None.
+def _split_by_bash() -> tuple[str, str] | None:
+    """Return key and partial value if bash has split ``key=value`` at the ``=``, else None.
 
-    Bash then replaces what stands behind the ``=`` only, so that values must come without their key.
+    ``=`` is in bash's COMP_WORDBREAKS. Bash then replaces only the text after the ``=``, so
+    candidates must come without the key.
     """
     if not _in_bash():
         return None

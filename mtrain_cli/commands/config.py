@@ -1,4 +1,4 @@
-"""`mtrain config`: what can be set, and what it means."""
+"""`mtrain config`: list the groups and keys, and show what they mean."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(
-    help="See what can be configured.",
+    help="List configuration groups and keys, and show what they mean.",
     rich_markup_mode="rich",
     no_args_is_help=True,
-    epilog="Example: [cyan]mtrain config show model/qwen3b[/cyan]",
+    epilog="Example: [cyan]mtrain config show model/qwen3b[/cyan] shows the keys of a model",
 )
 
 VALUE, ALLOWED = "value", "allowed"
-_READABLE = 44  # characters that values and their meaning need beside a key
-RECIPE = "recipe"  # a group whose options set keys of all the others
+_READABLE = 44  # columns that values and descriptions need next to a key
+RECIPE = "recipe"  # a group whose options set keys of all other groups
 ConfigDir = Annotated[
     Path | None,
     typer.Option(
         "--config-dir",
         metavar="DIR",
-        help="Your own groups, as in `mtrain train`.",
+        help="Folder of your own groups, as in `mtrain train`.",
         show_default=False,
     ),
 ]
@@ -38,12 +38,14 @@ ConfigDir = Annotated[
 
 @app.command("list")
 def list_groups(config_dir: ConfigDir = None) -> None:
-    """List the groups with their options, and the names of all keys.
+    """List all groups with their options, and the names of all keys.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain config list[/cyan]
+          List the shipped groups
       [cyan]mtrain config list --config-dir my-conf[/cyan]
+          List your own groups too
     """
     from mtrain_cli.config import keys
     from mtrain_cli.config.groups import open_groups, summary
@@ -54,20 +56,20 @@ def list_groups(config_dir: ConfigDir = None) -> None:
         for option, file in options.items():
             chosen = "default" if groups.defaults.get(group) == option else ""
             rows.append((f"{group}={option}", chosen, summary(file)))
-    _print_table("Groups", ("override", "", "what it is"), rows)
+    _print_table("Groups", ("override", "", "description"), rows)
     top = [(f"{key.name}=...", key.help) for key in keys.all_keys().values() if "." not in key.name]
-    _print_table("Top-level keys", ("override", "what it is"), top)
-    of_groups: dict[str, list[str]] = {}
+    _print_table("Top-level keys", ("override", "description"), top)
+    names_by_group: dict[str, list[str]] = {}
     for name in keys.all_keys():
         group, dot, rest = name.partition(".")
         if dot:
-            of_groups.setdefault(f"{group}.", []).append(rest)
+            names_by_group.setdefault(f"{group}.", []).append(rest)
     _print_table(
         "Keys",
         ("group", "keys, such as optim.lr=1e-4"),
-        [(group, ", ".join(names)) for group, names in of_groups.items()],
+        [(group, ", ".join(names)) for group, names in names_by_group.items()],
     )
-    print("`mtrain config show GROUP/NAME` says what the keys of a group mean.")
+    print("`mtrain config show GROUP/NAME` shows what the keys of a group mean.")
 
 
 @app.command("show")
@@ -76,18 +78,20 @@ def show_option(
         str,
         typer.Argument(
             metavar="GROUP/NAME",
-            help="An option of `mtrain config list`.",
+            help="An option from `mtrain config list`.",
             autocompletion=complete_options,
         ),
     ],
     config_dir: ConfigDir = None,
 ) -> None:
-    """Show the keys of an option: value, meaning and what is allowed.
+    """Show the keys of an option: value, description and what is allowed.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain config show model/qwen3b[/cyan]
+          Show the shape of a model
       [cyan]mtrain config show topology/local[/cyan]
+          Show how workers share a sequence
     """
     from mtrain_cli.config import keys, validate
     from mtrain_cli.config.compose import composed_values
@@ -111,18 +115,20 @@ def show_option(
         ]
     for key in keys.all_keys().values():
         if key.name.startswith(f"{group}.") and key.name in values:
-            if group == "sparsity" and not _has(
+            if group == "sparsity" and not _is_shown(
                 str(values.get("sparsity.pattern")), key.name, values[key.name]
             ):
                 continue
             rows.append((key.name, keys.show(values[key.name]), key.help, validate.allowed(key)))
     _print_table(
-        f"{group}={name}  {summary(file)}".rstrip(), ("key", VALUE, "what it is", ALLOWED), rows
+        f"{group}={name}  {summary(file)}".rstrip(),
+        ("key", VALUE, "description", ALLOWED),
+        rows,
     )
 
 
-def _has(pattern: str, name: str, value: object) -> bool:
-    """Whether a key of the group sparsity is one of the pattern's; one that has a value all the same is shown too."""
+def _is_shown(pattern: str, name: str, value: object) -> bool:
+    """Return whether a sparsity key belongs to the pattern or has a value anyway."""
     from mtrain_cli.config.schema import PATTERN_KEYS
 
     return value is not None or name.removeprefix("sparsity.") in (
@@ -134,27 +140,27 @@ def _has(pattern: str, name: str, value: object) -> bool:
 def _split(
     option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]
 ) -> tuple[str, str]:
-    """Group and name of ``GROUP/NAME``; ``GROUP=NAME`` and ``GROUP`` alone (its default) are understood too."""
+    """Split ``GROUP/NAME`` or ``GROUP=NAME``. ``GROUP`` alone gives its default option."""
     from mtrain_cli.config.suggest import did_you_mean
 
     group, _, name = option.replace("=", "/").strip("/").rpartition("/")
     if not group:
         group, name = name, defaults.get(name, "")
     if group not in options:
+        hint = did_you_mean(group, options)
         raise ConfigError(
-            f"{option}: no group is called {group}{did_you_mean(group, options)}; groups: {', '.join(options)}"
+            f"{option}: no group is called {group}{hint}; groups: {', '.join(options)}"
         )
     if name not in options[group]:
-        raise ConfigError(
-            f"{option}: no such {group}; options: {', '.join(options[group])}{did_you_mean(name, options[group])}"
-        )
+        hint = did_you_mean(name, options[group])
+        raise ConfigError(f"{option}: no such {group}; options: {', '.join(options[group])}{hint}")
     return group, name
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table that folds at the width of the terminal, or of COLUMNS; aligned columns, never cut, for a pipe or a file.
+    """Print a table that wraps at the terminal's width or COLUMNS; a pipe gets unwrapped columns.
 
-    Where it folds, the words that a key allows stand below its help: with a column of their own both would be too narrow to read.
+    Where it wraps, the allowed values stand below the description: two columns would be too narrow.
     """
     from rich.text import Text
 
@@ -213,19 +219,19 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:
-    """A row as lines of its own, for terminals on which a table has no room beside its keys."""
+    """Return a row as separate lines, for terminals too narrow for a table."""
     from rich.padding import Padding
     from rich.text import Text
 
     key, *rest = row
-    of_rest = [(name, cell) for name, cell in zip(header[1:], rest, strict=True) if cell]
+    cells = [(name, cell) for name, cell in zip(header[1:], rest, strict=True) if cell]
     head = Text(key, style="cyan", overflow="fold")
-    if of_rest and of_rest[0][0] == VALUE:
-        head.append(f"  {of_rest.pop(0)[1]}", style="default")
+    if cells and cells[0][0] == VALUE:
+        head.append(f"  {cells.pop(0)[1]}", style="default")
     return [
         head,
         *(
             Padding(Text(cell, style="dim" if name == ALLOWED else ""), (0, 0, 0, 4))
-            for name, cell in of_rest
+            for name, cell in cells
         ),
     ]

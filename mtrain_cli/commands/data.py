@@ -1,4 +1,4 @@
-"""`mtrain data`: tokenise a corpus once for many runs, and look at the result."""
+"""`mtrain data`: tokenize a corpus once for many runs, and inspect the result."""
 
 from __future__ import annotations
 
@@ -31,47 +31,34 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="data",
-    help="Tokenise a corpus once for many runs, and look at the result.",
+    help="Tokenize a corpus once for many runs, and inspect the result.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 
-_PREPARE_EXAMPLES = """Examples:
-
-mtrain data prepare stdlib data/python --tokenizer bpe --vocab-size 8192
-
-mtrain data prepare corpus/ data/corpus --tokenizer Qwen2.5-3B/tokenizer.json
-
-mtrain data prepare books.jsonl data/books --text-key body
-
-mtrain data prepare prolong-data-512K data/prolong --from-tokenizer llama3.json --tokenizer qwen.json --min-tokens 512k"""
-_SHOW_EXAMPLES = """Examples:
-
-mtrain data show data/python
-
-mtrain data show data/python --document 17 --check
-
-mtrain data show prolong-data-512K/book-524288 --tokenizer llama3.json"""
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0
 
 
-@app.command(epilog=_PREPARE_EXAMPLES)
+@app.command()
 def prepare(
     source: Annotated[
         str,
         typer.Argument(
-            help="a .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS shards, or 'stdlib' for Python's own sources"
+            metavar="SOURCE",
+            help="A .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS "
+            "shards, or 'stdlib' for Python's own sources.",
         ),
     ],
     out: Annotated[
-        Path, typer.Argument(help="folder of the token store; must not hold anything else")
+        Path,
+        typer.Argument(metavar="OUT", help="Folder of the token store; must hold nothing else."),
     ],
     tokenizer: Annotated[
         str,
         typer.Option(
             metavar="bytes|bpe|FILE",
-            help="raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json",
+            help="Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.",
             autocompletion=complete_tokenizers,
         ),
     ] = "bytes",
@@ -79,21 +66,19 @@ def prepare(
         int | None,
         typer.Option(
             metavar="N",
-            help="ids of the BPE to train, 8192 unless told; only with --tokenizer bpe",
+            help="Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.",
             max=MOST_IDS,
         ),
     ] = None,
     text_key: Annotated[
         str,
-        typer.Option(
-            metavar="KEY", help="key or column that holds the text in .jsonl and .parquet"
-        ),
+        typer.Option(metavar="KEY", help="Field that holds the text in .jsonl and .parquet files."),
     ] = "text",
     from_tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="bytes|FILE",
-            help="MDS shards: the tokenizer whose ids they hold",
+            help="Tokenizer of the ids in SOURCE; only for MDS shards.",
             show_default=False,
         ),
     ] = None,
@@ -101,22 +86,28 @@ def prepare(
         str | None,
         typer.Option(
             metavar="A,B",
-            help="these domains only: a record's key or column 'domain', else its first folder below SOURCE",
+            help="Keep only these domains. A document's domain is its field 'domain', else its "
+            "first folder below SOURCE.",
             show_default=False,
         ),
     ] = None,
     min_tokens: Annotated[
-        str, typer.Option(metavar="N", help="leave out documents with fewer tokens, such as 64k")
+        str, typer.Option(metavar="N", help="Leave out documents with fewer tokens, such as 64k.")
     ] = "0",
     max_tokens: Annotated[
-        str, typer.Option(metavar="N", help="leave out documents with more tokens; 0 = none")
+        str, typer.Option(metavar="N", help="Leave out documents with more tokens; 0 = no limit.")
     ] = "0",
     truncate: Annotated[
-        bool, typer.Option("--truncate", help="cut them at --max-tokens instead")
+        bool,
+        typer.Option("--truncate", help="Cut longer documents at --max-tokens instead."),
     ] = False,
     min_chars: Annotated[
         int,
-        typer.Option(metavar="N", help="leave out documents with less text", max=MOST_DOCUMENTS),
+        typer.Option(
+            metavar="N",
+            help="Leave out documents with fewer characters; 0 = no limit.",
+            max=MOST_DOCUMENTS,
+        ),
     ] = 0,
     threads: Annotated[
         int | None,
@@ -124,15 +115,26 @@ def prepare(
             metavar="N",
             min=1,
             max=MOST_THREADS,
-            help="cores to use; all unless told",
+            help="CPU threads of the tokenizer; all cores by default.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Tokenise SOURCE into memory-mapped arrays in OUT, for data=tokens.
+    """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
-    Document boundaries and domains are kept. Tokenizers of files run on all cores. After an interruption of any kind the same command goes
-    on where it stopped, with the same result.
+    Keeps document boundaries and domains. A tokenizer.json or BPE runs on all cores. If the command
+    is interrupted, run it again: it continues where it stopped, with the same result.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain data prepare stdlib data/python --tokenizer bpe --vocab-size 8192[/cyan]
+          Train a BPE on Python's own sources and tokenize them with it
+      [cyan]mtrain data prepare corpus/ data/qwen --tokenizer Qwen2.5-3B/tokenizer.json[/cyan]
+          Tokenize a folder of text with a model's tokenizer
+      [cyan]mtrain data prepare books.jsonl data/books --text-key body[/cyan]
+          Read the text from another field
+      [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
+          Tokenize MDS shards again, for another model
     """
     from mtrain_cli.console import Console
     from mtrain_cli.data.filters import Filters
@@ -140,30 +142,29 @@ def prepare(
 
     if threads is not None:
         os.environ["RAYON_NUM_THREADS"] = str(threads)
-    wanted = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
+    domains = tuple(part.strip() for part in (domain or "").split(",") if part.strip())
     filters = Filters(
-        wanted,
-        _count("--min-tokens", min_tokens),
-        _count("--max-tokens", max_tokens),
+        domains,
+        _parse_count("--min-tokens", min_tokens),
+        _parse_count("--max-tokens", max_tokens),
         truncate,
         min_chars,
     )
     console = Console(soft_wrap=True, highlight=False)
-    corpus = _corpus(source, text_key, from_tokenizer, wanted)
+    corpus = _corpus(source, text_key, from_tokenizer, domains)
     had_store = (out.expanduser() / "meta.json").is_file()
     try:
         with _progress_bar() as report:
             store = prepare_store(corpus, out, tokenizer, vocab_size, report, filters)
     except KeyboardInterrupt:
-        console.print("Interrupted. What is done stays: run the same command to go on.")
+        console.print("Interrupted. Finished work is kept: run the same command to continue.")
         raise typer.Exit(130) from None
     meta = store.meta
     rounded = -(-meta.vocab_size // 8) * 8
+    console.print(f"{'Already complete' if had_store else 'Wrote'}: {out}", markup=False)
     console.print(
-        f"{'Already there, nothing to do' if had_store else 'Wrote'}: {out}", markup=False
-    )
-    console.print(
-        f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, {store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}"
+        f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, "
+        f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}"
     )
     ending = (
         "documents have no end token"
@@ -181,7 +182,7 @@ def prepare(
             + ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
         )
     if meta.cut:
-        console.print(f"  cut: {meta.cut:,} longer than --max-tokens, which have no end token")
+        console.print(f"  cut at --max-tokens: {meta.cut:,}, which have no end token")
     if (table := _domain_table(*_by_domain(store))) is not None:
         console.print(table)
     console.print("Next:")
@@ -194,7 +195,7 @@ def prepare(
 def _corpus(
     source: str, text_key: str, from_tokenizer: str | None, domains: tuple[str, ...]
 ) -> Corpus:
-    """Where documents come from: shards of token ids, Python's own sources, or files of text."""
+    """Return the corpus of SOURCE: MDS shards of token ids, Python's own sources, or text files."""
     from mtrain_cli.config.schema import ConfigError
     from mtrain_cli.data.corpora import stdlib_corpus
     from mtrain_cli.data.mds_corpus import mds_corpus, mds_folders
@@ -205,65 +206,79 @@ def _corpus(
     if source != "stdlib" and path.is_dir() and mds_folders(path):
         if from_tokenizer is None:
             raise ConfigError(
-                f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE (or bytes)"
+                f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE "
+                "(or bytes)"
             )
         return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
     if from_tokenizer is not None:
         raise ConfigError(
-            f"--from-tokenizer {from_tokenizer}: only for MDS shards, and SOURCE={source} is no folder of them"
+            f"--from-tokenizer {from_tokenizer}: only for MDS shards, and SOURCE={source} is not "
+            "a folder of them"
         )
     if source == "stdlib":
         return stdlib_corpus(origin="SOURCE=stdlib")
     return text_corpus(source, text_key, path_option="SOURCE", key_option="--text-key")
 
 
-def _count(option: str, text: str) -> int:
+def _parse_count(option: str, text: str) -> int:
     from mtrain_cli.config.schema import ConfigError
     from mtrain_cli.config.sizes import EXPECTED, parse_size
 
     try:
-        found = 0 if text == "0" else parse_size(text)
-        if not 0 <= found <= MOST_DOCUMENTS:
+        count = 0 if text == "0" else parse_size(text)
+        if not 0 <= count <= MOST_DOCUMENTS:
             raise ValueError(text)
-        return found
+        return count
     except ValueError:
         raise ConfigError(
-            f"{option} {text}: expected {EXPECTED}, or 0 for any number; at most 2^40"
+            f"{option} {text}: expected {EXPECTED}, or 0 for no limit; at most 2^40"
         ) from None
 
 
-@app.command(epilog=_SHOW_EXAMPLES)
+@app.command()
 def show(
     path: Annotated[
         Path,
         typer.Argument(
-            help="a folder written by mtrain data prepare, a folder of MDS shards (or of such folders), or a .npy or .bin"
+            metavar="PATH",
+            help="A folder written by mtrain data prepare, a folder of MDS shards (or of such "
+            "folders), or a .npy or .bin file.",
         ),
     ],
     document: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help="which document the snippet is from, counted from 0",
+            help="Number of the document to show as text, from 0.",
             max=MOST_DOCUMENTS,
         ),
     ] = 0,
     check: Annotated[
-        bool, typer.Option("--check", help="read everything and compare checksums")
+        bool, typer.Option("--check", help="Read everything and verify the checksums.")
     ] = False,
     tokenizer: Annotated[
         str | None,
         typer.Option(
             metavar="bytes|FILE",
-            help="turns ids of shards and arrays into the snippet",
+            help="Tokenizer that decodes the ids of MDS shards and arrays.",
             show_default=False,
         ),
     ] = None,
     token_dtype: Annotated[
-        str, typer.Option(metavar="uint16|uint32", help="numbers in a .bin")
+        str, typer.Option(metavar="uint16|uint32", help="Integer type of a .bin file.")
     ] = "uint16",
 ) -> None:
-    """Show what holds tokens: counts, lengths of documents, domains, and the beginning of one document as text."""
+    """Show tokenized data: counts, document lengths, domains, and the start of a document.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain data show data/python[/cyan]
+          Show the size and document lengths of a token store
+      [cyan]mtrain data show data/python --document 17 --check[/cyan]
+          Show the start of document 17, and verify the checksums
+      [cyan]mtrain data show prolong-data-512K/book-524288 --tokenizer llama3.json[/cyan]
+          Show MDS shards, decoded with their tokenizer
+    """
     from mtrain_cli.config.schema import ConfigError
     from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
@@ -282,16 +297,16 @@ def show(
         return
     array = folder.suffix in SUFFIXES and not folder.is_dir()
     if not array and not (folder / "meta.json").is_file():
-        found = (
+        problem = (
             "holds no tokens"
             if folder.is_dir()
-            else "is no token array"
+            else "is not a token array"
             if folder.exists()
             else "no such folder or file"
         )
         kinds = f"a folder of MDS shards, or a {' or '.join(SUFFIXES)}"
         raise ConfigError(
-            f"{origin}: {found}; give a folder written by `mtrain data prepare`, {kinds}"
+            f"{origin}: {problem}; give a folder written by `mtrain data prepare`, {kinds}"
         )
     store = open_array(folder, origin, token_dtype, 0) if array else TokenStore.open(path, origin)
     meta = store.meta
@@ -300,9 +315,9 @@ def show(
             f"--document {document}: the store has documents 0 to {meta.num_documents - 1}"
         )
     if check and not array:
-        store.check()
+        store.verify()
     console.print(
-        f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens of {meta.source}",
+        f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens from {meta.source}",
         markup=False,
     )
     if array:
@@ -311,7 +326,8 @@ def show(
         console.print(f"  {meta.tokenizer}; largest id {largest:,}{where}", markup=False)
     else:
         console.print(
-            f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, end token {meta.eos}",
+            f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
+            f"end token {meta.eos}",
             markup=False,
         )
         console.print(f"  sha256 {meta.sha256}{' (checked)' if check else ''}")
@@ -335,7 +351,7 @@ def _show_shards(
     check: bool,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Folders of MDS shards: columns, samples, tokens by domain and length."""
+    """Print columns, sample counts, and tokens by domain and length of MDS folders."""
     import numpy as np
 
     from mtrain_cli.config.schema import ConfigError
@@ -343,7 +359,7 @@ def _show_shards(
     from mtrain_cli.data.mds_corpus import mds_folders
     from mtrain_cli.data.mds_source import DOMAIN, TOKENS, require_tokens, sample_lengths
 
-    found: dict[str, list[np.ndarray]] = {}
+    lengths_by_domain: dict[str, list[np.ndarray]] = {}
     folders = mds_folders(root)
     first: MdsFolder | None = None
     for path in folders:
@@ -353,13 +369,14 @@ def _show_shards(
         lengths = sample_lengths(shards)
         size = sum(shard.packed[1] if shard.packed else shard.size for shard in shards.shards)
         console.print(
-            f"{path}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in {len(shards.shards)} MDS shards "
-            f"({size / 2**20:,.1f} MiB{f', {shards.compression}' if shards.compression else ''})",
+            f"{path}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in "
+            f"{len(shards.shards)} MDS shards ({size / 2**20:,.1f} MiB"
+            f"{f', {shards.compression}' if shards.compression else ''})",
             markup=False,
         )
-        console.print(f"  columns {shards.described()}", markup=False)
+        console.print(f"  columns {shards.describe_columns()}", markup=False)
         if name or DOMAIN not in shards.columns:
-            found.setdefault(name, []).append(lengths)
+            lengths_by_domain.setdefault(name, []).append(lengths)
         else:
             labels = np.array(
                 [
@@ -368,19 +385,20 @@ def _show_shards(
                 ]
             )
             for label in np.unique(labels):
-                found.setdefault(str(label), []).append(lengths[labels == label])
+                lengths_by_domain.setdefault(str(label), []).append(lengths[labels == label])
         if check:
             for number in range(shards.num_samples):
                 shards.sample(
                     number,
                     list(shards.columns)
-                    if all(c.known for c in shards.columns.values())
+                    if all(c.is_readable for c in shards.columns.values())
                     else [TOKENS],
                 )
         first = first or shards
     if check:
-        console.print("  every sample was read; sizes and the checksums that there are agree")
-    names, by_name = list(found), [np.concatenate(parts) for parts in found.values()]
+        console.print("  every sample was read; sizes and available checksums match")
+    names = list(lengths_by_domain)
+    by_name = [np.concatenate(parts) for parts in lengths_by_domain.values()]
     if (table := _domain_table(names, by_name)) is not None:
         console.print(table)
     console.print(_length_table(np.concatenate(by_name)))
@@ -393,7 +411,7 @@ def _show_shards(
 
 
 def _by_domain(store: TokenStore) -> tuple[list[str], list[np.ndarray]]:
-    """Names of the domains, and lengths of the documents of each; one without a name where the store has none."""
+    """Return the domain names and each domain's document lengths; [""] if there are no domains."""
     import numpy as np
 
     lengths = np.diff(store.offsets)
@@ -411,7 +429,7 @@ def _concatenated(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table | None:
-    """Documents and lengths of each domain; None where no domain has a name."""
+    """Return a table of documents and lengths by domain, or None if no domain has a name."""
     import numpy as np
     from rich.table import Table
 
@@ -441,7 +459,7 @@ def _domain_table(names: Sequence[str], lengths: Sequence[np.ndarray]) -> Table 
 
 @contextmanager
 def _progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
-    """A function that shows each ``PreparationProgress`` that it is given: as bars on a terminal, else as a line now and then."""
+    """Yield a function that shows progress: as bars on a terminal, else as a line now and then."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -504,17 +522,18 @@ def _counts(progress: PreparationProgress) -> str:
     )
 
 
-_BAR = 14  # of a line of the table, which has to fit 80 columns whatever the lengths
+_BAR = 14  # columns of a full bar; the table must fit 80 columns whatever the lengths
 
 
 def _length_table(lengths: np.ndarray) -> Table:
-    """Documents and tokens by length of document, in powers of four."""
+    """Return a table of documents and tokens by document length, in powers of four."""
     import numpy as np
     from rich.table import Table
 
     low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
     table = Table(
-        title=f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, longest {lengths.max():,} tokens",
+        title=f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, "
+        f"longest {lengths.max():,} tokens",
         title_justify="left",
         title_style="",
     )
@@ -545,7 +564,8 @@ def _print_snippet(
 
     if tokenizer is None:
         console.print(
-            f"document {number} ({ids.size:,} tokens) begins with ids {', '.join(map(str, ids[:12]))}; --tokenizer shows text"
+            f"document {number} ({ids.size:,} tokens) begins with ids "
+            f"{', '.join(map(str, ids[:12]))}; give --tokenizer to show text"
         )
         return
     console.print(f"document {number} ({ids.size:,} tokens) begins:")
@@ -554,7 +574,7 @@ def _print_snippet(
     except ConfigError as error:
         console.print(f"  (not shown: {error})", markup=False)
         return
-    # A corpus may hold escape sequences, which a terminal must not obey.
+    # A corpus may contain escape sequences; the terminal must not execute them.
     console.print(
         re.sub(r"[^\S\n]|[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text), markup=False, style="dim"
     )

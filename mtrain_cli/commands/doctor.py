@@ -1,4 +1,7 @@
-"""`mtrain doctor`: what this machine has, which kernels serve a run here or why not, and what is missing. Needs no GPU and no extra."""
+"""`mtrain doctor`: show devices, versions, missing packages, and which kernels are usable.
+
+Needs neither a GPU nor an optional package.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from mtrain_cli import install_command
-from mtrain_cli.launch.environment import host_memory, on_loopback
+from mtrain_cli.launch.environment import host_memory, loopback_variables
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-# (what is shown, distributions that provide it, the extra that installs it, what it is for)
+# (name to show, distributions that provide it, extra that installs it, purpose)
 _PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
     ("torch", ("torch",), None, ""),
     ("numpy", ("numpy",), None, ""),
@@ -38,6 +41,7 @@ _PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
     ("transformers", ("transformers",), "hf", "mtrain checkpoint verify"),
     ("tensorboard", ("tensorboard",), "tensorboard", "run.tensorboard=true"),
 )
+# The path classes of `nvidia-smi topo -m`.
 _LINKS = {
     "X": "itself",
     "SYS": "PCIe and the link between sockets",
@@ -50,7 +54,12 @@ _LINKS = {
 
 @dataclass(frozen=True)
 class DetectedGpu:
-    """memory_gib: all of it; free_gib: not in use by any process now."""
+    """One GPU.
+
+    memory_gib: GiB in total.
+    free_gib: GiB that no process uses now.
+    capability: compute capability, (major, minor).
+    """
 
     index: int
     name: str
@@ -61,7 +70,10 @@ class DetectedGpu:
 
 @dataclass(frozen=True)
 class DetectedLink:
-    """How GPU ``a`` reaches GPU ``b``: NV and the number of NVLinks, nvidia-smi's word for a PCIe path, or ``peer`` / ``no peer``."""
+    """The path from GPU ``a`` to GPU ``b``.
+
+    kind: NV and the number of NVLinks, a PCIe path class of nvidia-smi, or ``peer`` / ``no peer``.
+    """
 
     a: int
     b: int
@@ -70,7 +82,12 @@ class DetectedLink:
 
 @dataclass(frozen=True)
 class Package:
-    """version: None when missing; then extra and purpose say what would install it and what needs it."""
+    """A Python package that mtrain can use.
+
+    version: None if it is not installed.
+    extra: mtrain's extra that installs it.
+    purpose: what needs it.
+    """
 
     name: str
     version: str | None
@@ -80,7 +97,10 @@ class Package:
 
 @dataclass(frozen=True)
 class KernelState:
-    """reason: why the kernel cannot serve a run on this device; None where it can."""
+    """Whether a kernel can serve a run on a device.
+
+    reason: why it cannot; None if it can.
+    """
 
     name: str
     device: str
@@ -90,7 +110,10 @@ class KernelState:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was really tried. detail: what was seen, or the error."""
+    """The result of something that was run.
+
+    detail: what was observed, or the error.
+    """
 
     name: str
     passed: bool
@@ -99,7 +122,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `mtrain doctor` knows; the object of ``--json``."""
+    """Everything that `mtrain doctor` finds; the object of ``--json``."""
 
     python: str
     system: str
@@ -120,23 +143,32 @@ def doctor(
     check: bool = typer.Option(
         False,
         "--check",
-        help="Also try: two processes over gloo, and each usable kernel against the reference.",
+        help="Also run two processes over gloo, and each usable kernel against the reference. "
+        "Exit code 1 if a check fails.",
     ),
 ) -> None:
-    """Show devices, links, versions, and which attention kernels are usable here (and why not)."""
-    found = diagnose(check)
+    """Show devices, links, versions, and which attention kernels are usable here, and why not.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain doctor[/cyan]
+          Show what is installed and what is missing
+      [cyan]mtrain doctor --check[/cyan]
+          Also run each usable kernel
+    """
+    diagnosis = diagnose(check)
     if as_json:
-        typer.echo(json.dumps(asdict(found), indent=2))
+        typer.echo(json.dumps(asdict(diagnosis), indent=2))
     else:
         from mtrain_cli.console import Console
 
-        Console().print(render(found))
-    if not all(result.passed for result in found.checks):
+        Console().print(render(diagnosis))
+    if not all(result.passed for result in diagnosis.checks):
         raise typer.Exit(1)
 
 
 def diagnose(check: bool) -> Diagnosis:
-    """Look at this machine; with ``check``, also run something on it."""
+    """Inspect this machine; with ``check``, also run processes and kernels on it."""
     import torch
 
     gpus = []
@@ -194,7 +226,7 @@ def _version(distributions: tuple[str, ...]) -> str | None:
 
 
 def _nvidia_smi(*arguments: str) -> str | None:
-    """What nvidia-smi prints; None where it is missing or fails."""
+    """Return the output of nvidia-smi, or None if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return None
     try:
@@ -227,7 +259,7 @@ def _links(gpus: int) -> list[DetectedLink]:
 
 
 def parse_topology(text: str) -> list[DetectedLink]:
-    """The GPU part of the matrix of `nvidia-smi topo -m`: every ordered pair of different GPUs."""
+    """Parse the GPU part of `nvidia-smi topo -m`: every ordered pair of different GPUs."""
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
     rows = {
         int(words[0][3:]): words[1:]
@@ -243,7 +275,7 @@ def parse_topology(text: str) -> list[DetectedLink]:
 
 
 def describe_links(links: list[DetectedLink]) -> list[str]:
-    """One line for each kind of link, with the pairs that have it; one line in all when every pair is alike."""
+    """Return one line per kind of link with its GPU pairs, or "every pair" if all are equal."""
     kinds: dict[str, list[str]] = {}
     for link in links:
         if link.a < link.b:
@@ -251,21 +283,21 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
     lines = []
     for kind, pairs in sorted(kinds.items()):
         if kind.startswith("NV"):
-            what = f"{kind}: NVLink, {kind[2:]} links"
+            path = f"{kind}: NVLink, {kind[2:]} links"
         elif kind in ("peer", "no peer"):
-            what = (
+            path = (
                 "direct access between the two GPUs"
                 if kind == "peer"
                 else "no direct access, through host memory"
             )
         else:
-            what = f"{kind}: {_LINKS.get(kind, 'unknown path')}"
-        lines.append(f"{what} ({'every pair' if len(kinds) == 1 else ', '.join(pairs)})")
+            path = f"{kind}: {_LINKS.get(kind, 'unknown path')}"
+        lines.append(f"{path} ({'every pair' if len(kinds) == 1 else ', '.join(pairs)})")
     return lines
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
-    """What the registry says for the usual request of each kind of device: float32 on the CPU, bfloat16 on a GPU, head_dim 128."""
+    """Ask the registry about a typical request per device: head_dim 128, float32 on the CPU."""
     from mtrain_cli.attention.kernel import KernelRequest
     from mtrain_cli.attention.kernel_registry import survey
 
@@ -283,8 +315,9 @@ def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
 
 _GLOO = """
 import os, sys, torch, torch.distributed as dist
-dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=int(sys.argv[1]), world_size=2)
-number = torch.tensor([float(sys.argv[1]) + 1])
+rank, meet = int(sys.argv[1]), "file://" + sys.argv[2]
+dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+number = torch.tensor([rank + 1.0])
 dist.all_reduce(number)
 dist.destroy_process_group()
 print(int(number.item()))
@@ -292,7 +325,7 @@ print(int(number.item()))
 
 
 def _check_gloo() -> CheckResult:
-    """Two processes add a number over gloo, as CPU workers would."""
+    """Sum a number over gloo in two processes, as CPU workers do."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
@@ -300,7 +333,7 @@ def _check_gloo() -> CheckResult:
             [sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")]
             for rank in range(2)
         ]
-        environment = {**os.environ, **on_loopback(), "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, **loopback_variables(), "OMP_NUM_THREADS": "1"}
         workers = [
             subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -313,7 +346,7 @@ def _check_gloo() -> CheckResult:
             return CheckResult(
                 "two processes over gloo",
                 False,
-                "no answer within 60 s; is the local network interface blocked?",
+                "no answer within 60 s; is the loopback network interface blocked?",
             )
         finally:
             for worker in workers:
@@ -325,7 +358,7 @@ def _check_gloo() -> CheckResult:
 
 
 def _check_kernel(state: KernelState) -> CheckResult:
-    """One small causal call against the reference in float64; passed when off by no more than the dtype's rounding explains."""
+    """Compare one small causal call with the float64 reference, within the dtype's rounding."""
     import numpy as np
     import torch
 
@@ -355,7 +388,7 @@ def _check_kernel(state: KernelState) -> CheckResult:
         out, _ = kernel.forward(
             q.to(state.device), k.to(state.device), v.to(state.device), tiles, 128**-0.5
         )
-    except Exception as error:  # whatever a third-party kernel raises is the finding
+    except Exception as error:  # a third-party kernel may raise anything; report it
         return CheckResult(
             name,
             False,
@@ -369,8 +402,8 @@ def _check_kernel(state: KernelState) -> CheckResult:
     )
 
 
-def render(found: Diagnosis) -> RenderableType:
-    """The tables for a person, 80 columns wide at most."""
+def render(diagnosis: Diagnosis) -> RenderableType:
+    """Return the diagnosis as tables for a terminal, at most 80 columns wide."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -390,24 +423,27 @@ def render(found: Diagnosis) -> RenderableType:
         return table
 
     devices = section("Devices")
-    memory = f", {found.cpu_memory_gib:.0f} GiB" if found.cpu_memory_gib is not None else ""
-    devices.add_row("cpu", f"{found.cpu_cores} cores{memory}, {found.system}")
-    for gpu in found.gpus:
-        state = f"{gpu.memory_gib:.0f} GiB ({gpu.free_gib:.0f} free), compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-        devices.add_row(f"cuda:{gpu.index}", f"{gpu.name}, {state}")
-    if not found.gpus:
+    memory = f", {diagnosis.cpu_memory_gib:.0f} GiB" if diagnosis.cpu_memory_gib is not None else ""
+    devices.add_row("cpu", f"{diagnosis.cpu_cores} cores{memory}, {diagnosis.system}")
+    for gpu in diagnosis.gpus:
+        capability = ".".join(map(str, gpu.capability))
+        state = f"{gpu.memory_gib:.0f} GiB ({gpu.free_gib:.0f} free)"
         devices.add_row(
-            "cuda", "no GPU visible" + ("" if found.cuda else "; this torch is built without CUDA")
+            f"cuda:{gpu.index}", f"{gpu.name}, {state}, compute capability {capability}"
         )
-    for number, line in enumerate(describe_links(found.links)):
+    if not diagnosis.gpus:
+        no_cuda = "" if diagnosis.cuda else "; this torch is built without CUDA"
+        devices.add_row("cuda", f"no GPU visible{no_cuda}")
+    for number, line in enumerate(describe_links(diagnosis.links)):
         devices.add_row("" if number else "links", line)
 
     versions = section("\nVersions")
-    versions.add_row("python", found.python)
-    for name, version in [("cuda", found.cuda), ("driver", found.driver), ("nccl", found.nccl)]:
+    versions.add_row("python", diagnosis.python)
+    libraries = (("cuda", diagnosis.cuda), ("driver", diagnosis.driver), ("nccl", diagnosis.nccl))
+    for name, version in libraries:
         if version is not None:
             versions.add_row(name, version)
-    for package in found.packages:
+    for package in diagnosis.packages:
         if package.version is not None:
             versions.add_row(package.name, package.version)
         elif package.extra is not None:
@@ -416,11 +452,11 @@ def render(found: Diagnosis) -> RenderableType:
         else:
             versions.add_row(
                 package.name,
-                Text("not installed, and mtrain needs it: reinstall mtrain", style="red"),
+                Text("not installed, but required: reinstall mtrain", style="red"),
             )
 
     kernels = section("\nAttention kernels")
-    for kernel in found.kernels:
+    for kernel in diagnosis.kernels:
         where = f"{kernel.device}, {kernel.dtype}"
         state_text = (
             Text("usable", style="green")
@@ -430,10 +466,10 @@ def render(found: Diagnosis) -> RenderableType:
         kernels.add_row(kernel.name, Text.assemble(f"{where:<15}  ", state_text))
 
     parts = [devices, versions, kernels]
-    if found.checks:
+    if diagnosis.checks:
         checks = section("\nChecks")
         checks.columns[0].min_width = 26
-        for result in found.checks:
+        for result in diagnosis.checks:
             word = Text("passed", style="green") if result.passed else Text("FAILED", style="red")
             checks.add_row(result.name, Text.assemble(word, f"  {result.detail}"))
         parts.append(checks)

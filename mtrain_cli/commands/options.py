@@ -1,4 +1,4 @@
-"""Options that name several things, such as ``--layout zigzag,striped``."""
+"""Parse options that hold lists or shares, such as ``--layout zigzag,striped``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
 
-# The largest numbers that options take. Larger ones overflow, or keep the command busy for longer than anybody waits.
+# Upper limits of numeric options. Larger values overflow or keep the command busy for days.
 MOST_STEPS = 10**9  # as train.steps
 MOST_TOKENS = 2**26  # as seq
 MOST_WORKERS = 2**14  # as topology.workers
@@ -21,64 +21,70 @@ MOST_THREADS = 4096  # more than any machine has cores
 MOST_HEADS = 65_535  # as model.num_heads
 MOST_HEAD_DIM = 4096  # as model.head_dim
 MOST_IDS = 2**31 - 1  # as model.vocab_size
-MOST_DOCUMENTS = 2**40  # a token each would fill the largest disks
-MOST_COMPARED = 2**16  # tokens: their logits in float32 take 40 GiB with 152k ids
-LARGEST_DEGREE = MOST_WORKERS  # of imbalance: one worker does everything
-LARGEST_TOLERANCE = 1e3  # of a logit: beyond it everything agrees
-MOST_DIGITS = 18  # of a whole number in a list
+MOST_DOCUMENTS = 2**40  # at one token each, these fill the largest disks
+MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
+LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
+LARGEST_TOLERANCE = 1e3  # logit difference; above it everything agrees
+MOST_DIGITS = 18  # digits of a whole number in a list
 
 
-def names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:
-    """The names in a list with commas, each once.
+def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:
+    """Split a comma-separated list of names and drop duplicates.
 
-    allowed: None where others check them; nothing at all is then a list of none.
+    Args:
+        allowed: the allowed names; None if the caller checks them, and the list may then be empty.
 
     Raises:
-        ConfigError: there is none, or one that is not allowed.
+        ConfigError: the list is empty, or a name is not allowed.
     """
     from mtrain_cli.config.suggest import did_you_mean
 
-    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    if not found and (text or allowed is not None):
+    parsed = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not parsed and (text or allowed is not None):
         raise ConfigError(
             f"{option} {text!r}: names nothing"
             + (f"; allowed: {', '.join(allowed)}" if allowed is not None else "")
         )
-    for name in found:
+    for name in parsed:
         if allowed is not None and name not in allowed:
-            raise ConfigError(
-                f"{option} {name}: unknown{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
-            )
-    return found
+            hint = did_you_mean(name, allowed)
+            raise ConfigError(f"{option} {name}: unknown{hint}; allowed: {', '.join(allowed)}")
+    return parsed
 
 
-def share(option: str, text: str | None) -> float | None:
-    """A share above 0 and at most 1; None where the option was not given.
+def parse_share_option(option: str, text: str | None) -> float | None:
+    """Parse a share above 0 and at most 1. Returns None if the option is not given.
 
     Raises:
-        ConfigError: no number, or beyond.
+        ConfigError: not a number, or out of range.
     """
     from mtrain_cli.config.sizes import parse_share
 
     if text is None:
         return None
     try:
-        found = parse_share(text)
+        parsed = parse_share(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= 1:
+        parsed = 0.0
+    if not 0 < parsed <= 1:
         raise ConfigError(f"{option} {text}: must be above 0 and at most 1, such as 0.05 or 5%")
-    return found
+    return parsed
 
 
-def whole_number(text: str) -> int:
-    """A whole number of at least 0 in digits. Raises ValueError for anything else; `int` alone takes signs, spaces and other digits."""
+def parse_whole_number(text: str) -> int:
+    """Parse a whole number of at least 0 written in plain digits.
+
+    `int` would also accept signs, spaces and non-ASCII digits.
+
+    Raises:
+        ValueError: anything else.
+    """
     if not (text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS):
         raise ValueError(text)
     return int(text)
 
 
-def warn_of_idle(
+def warn_of_unused_settings(
     words: Sequence[str],
     config: Config | None = None,
     config_dir: Path | None = None,
@@ -86,14 +92,19 @@ def warn_of_idle(
     exchange: str = "",
     device: str = "",
 ) -> None:
-    """One line on stderr for each typed setting that changes nothing. config: None where a command uses few keys by design."""
-    from mtrain_cli.config.unused_settings import idle, repeated
+    """Warn on stderr of each typed setting that has no effect, a line each.
+
+    Args:
+        config: None for commands that use only a few keys; they warn of repeated keys only.
+        exchange, device: what the topology's ``auto`` resolved to, if known.
+    """
+    from mtrain_cli.config.unused_settings import repeated_keys, unused_keys
     from mtrain_cli.launch.job import job_rank
 
     if job_rank():
         return
-    found = repeated(words, config_dir)
+    lines = repeated_keys(words, config_dir)
     if config is not None:
-        found += idle(words, config, config_dir, exchange=exchange, device=device)
-    for line in found:
+        lines += unused_keys(words, config, config_dir, exchange=exchange, device=device)
+    for line in lines:
         print(f"mtrain: warning: {line}", file=sys.stderr)

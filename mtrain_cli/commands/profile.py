@@ -1,4 +1,4 @@
-"""`mtrain profile`: measure attention on this machine."""
+"""`mtrain profile`: `sparsity` and `kernels`, and what all profile commands share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from mtrain_cli.commands.options import (
     MOST_THREADS,
     MOST_TOKENS,
     MOST_WORKERS,
-    warn_of_idle,
-    whole_number,
+    parse_whole_number,
+    warn_of_unused_settings,
 )
 from mtrain_cli.config.schema import ConfigError
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mtrain_cli.sparsity.pattern import Pattern
 
 app = typer.Typer(
-    help="Measure on this machine: attention, messages, whole steps.",
+    help="Measure attention, messages and training steps on this machine.",
     rich_markup_mode="rich",
     no_args_is_help=True,
 )
@@ -58,14 +58,15 @@ def sparsity(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Patterns to measure on the same queries and keys; they need not be the one trained with.",
+            help="Patterns to measure on the same queries and keys; the model may train with "
+            "another one.",
         ),
     ] = "vertical_slash",
     steps: Annotated[
         int,
         typer.Option(
             metavar="N",
-            help="Training steps; the first and the last are measured.",
+            help="Number of training steps; the first and the last are measured.",
             min=1,
             max=MOST_STEPS,
         ),
@@ -83,7 +84,7 @@ def sparsity(
         int,
         typer.Option(
             metavar="N",
-            help="Queries sampled in each layer, outside those that patterns probe.",
+            help="Sampled queries per layer, outside those that the patterns probe.",
             min=1,
             max=MOST_TOKENS,
         ),
@@ -92,31 +93,33 @@ def sparsity(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Parquet file, one row per step, pattern, layer and head; by default it goes into a folder of measurements/, which "
-            "`mtrain report` draws.",
+            help="Parquet file with one row per step, pattern, layer and head; by default a folder "
+            "in measurements/, which `mtrain report` can show.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """How much of dense attention patterns keep, layer by layer, on real training steps: by queries that were not probed.
+    """Measure how much of dense attention the patterns cover on real training steps, per layer.
+
+    Only queries that the patterns did not probe count.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile sparsity[/cyan]
-          the tiny model at its first and second step
-      [cyan]mtrain profile sparsity --pattern vertical_slash,moba --steps 100 --every 25 sparsity.chunk=256 sparsity.top_k=3[/cyan]
-          two patterns while a model learns; keys of a pattern apply to the pattern that has them
+          Measure the tiny model at its first and second step
+      [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
+          Compare two patterns as a model learns; a key goes to its own pattern
     """
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.pattern_quality import profile_sparsity
-    from mtrain_cli.sparsity.pattern import shown_name
+    from mtrain_cli.sparsity.pattern import display_name
 
     if out is not None and out.suffix != ".parquet":
         raise ConfigError(f"--out {out}: give a file that ends in .parquet")
     words = list(overrides or ())
     config, patterns = _patterns(words, pattern)
-    warn_of_idle(words)
-    replaced = "" if out is None else check_out(out, _is_sparsity_file, "sparsity profile")
+    warn_of_unused_settings(words)
+    replaced = "" if out is None else check_output(out, _is_sparsity_file, "sparsity profile")
     measured = sorted({1, steps, *range(every, steps + 1, every)} if every else {1, steps})
     console = Console(highlight=False, soft_wrap=True)
 
@@ -126,12 +129,12 @@ def sparsity(
     records = profile_sparsity(config, patterns, measured, rows, progress)
     for name in dict.fromkeys(r.pattern for r in records):
         for step in (measured[0], measured[-1])[: len(measured)]:
-            title = f"{next(shown_name(p) for p in patterns if p.name == name)}, step {step}"
+            title = f"{next(display_name(p) for p in patterns if p.name == name)}, step {step}"
             console.print(
                 _layers([r for r in records if r.pattern == name and r.step == step], title)
             )
     if out is None:
-        folder = _leave_measurement(
+        folder = _save_measurement(
             config,
             words,
             records,
@@ -144,41 +147,41 @@ def sparsity(
             markup=False,
         )
         return
-    with writing(out):
+    with reporting_write_errors(out):
         _write_parquet(records, out)
     console.print(f"{len(records)} rows in {out}{replaced}", markup=False)
 
 
-def _leave_measurement(
+def _save_measurement(
     config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]
 ) -> Path:
-    """A folder in measurements/, as the other measurements leave one."""
-    from mtrain_cli.commands.profile_imbalance import in_own_folder
+    """Save the records as a folder in measurements/ and return it."""
+    from mtrain_cli.commands.profile_imbalance import with_measurement_folder
     from mtrain_cli.launch import run_dir
     from mtrain_cli.profiling.records import HEAD_ROWS, SPARSITY, write_summary
 
-    run = run_dir.create(in_own_folder(config, SPARSITY), words)
+    run = run_dir.create(with_measurement_folder(config, SPARSITY), words)
     facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}
     try:
-        with writing(run.path / HEAD_ROWS):
+        with reporting_write_errors(run.path / HEAD_ROWS):
             _write_parquet(records, run.path / HEAD_ROWS)
-            told = {
+            header = {
                 "kind": SPARSITY,
                 "complete": True,
                 "command": facts.get("command", []),
                 "environment": facts,
                 "workers": 1,
             }
-            write_summary(run.path, {**told, **about})
+            write_summary(run.path, {**header, **about})
     finally:
         run.release()
     return run.path
 
 
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
-    """The configuration to train with, and the patterns with the keys of the command line that are theirs.
+    """Return the configuration to train with, and the patterns to measure.
 
-    A key such as sparsity.chunk goes to the measured pattern that has it, and to the trained one if it has it too.
+    A key such as sparsity.chunk goes to each of these patterns that has it.
     """
     from mtrain_cli.config.compose import compose
     from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS
@@ -190,7 +193,8 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     for name in wanted:
         if name not in allowed:
             raise ConfigError(
-                f"--pattern {name}: no such pattern{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+                f"--pattern {name}: no such pattern{did_you_mean(name, allowed)}; "
+                f"allowed: {', '.join(allowed)}"
             )
     if not wanted:
         raise ConfigError(f"--pattern {names!r}: names no pattern; allowed: {', '.join(allowed)}")
@@ -207,14 +211,15 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
         key = word.partition("=")[0].removeprefix("sparsity.")
         if key == "pattern":
             raise ConfigError(
-                f"{word}: give what is measured as --pattern NAME,... and what the model trains with as sparsity=NAME"
+                f"{word}: give the patterns to measure as --pattern NAME,... and the one to train "
+                "with as sparsity=NAME"
             )
         if not any(
             key in PATTERN_KEYS[name] for name in (*wanted, trained) if name in PATTERN_KEYS
         ):
-            raise ConfigError(f"{word}: is a key of none of the patterns {', '.join(wanted)}")
+            raise ConfigError(f"{word}: none of the patterns {', '.join(wanted)} has this key")
 
-    def composed(name: str) -> Config:
+    def compose_with(name: str) -> Config:
         own = [
             word
             for word in keys
@@ -222,13 +227,13 @@ def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
         ]
         return compose([*rest, f"sparsity={name}", "topology.workers=1", *own])
 
-    made = []
+    patterns = []
     for name in wanted:
-        config = composed(name)
-        found = make_pattern(config.sparsity, config.seed)
-        assert found is not None
-        made.append(found)
-    return composed(trained), made
+        config = compose_with(name)
+        built = make_pattern(config.sparsity, config.seed)
+        assert built is not None
+        patterns.append(built)
+    return compose_with(trained), patterns
 
 
 def _layers(records: list[HeadRecord], title: str) -> Table:
@@ -258,11 +263,18 @@ def is_calibration(out: Path, kind: str = "kernels") -> bool:
     return isinstance(document, dict) and document.get("kind") == kind and "schema" in document
 
 
-def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
-    """What to say of an earlier result that will be replaced, if there is one. Makes the folders above.
+def check_output(out: Path, is_own: Callable[[Path], bool], description: str) -> str:
+    """Check before a long measurement that the file can be written, and create its folders.
+
+    Args:
+        is_own: whether an existing file is an earlier result, which may be replaced.
+        description: what the file holds, for messages.
+
+    Returns:
+        A remark that an earlier result will be replaced, or "".
 
     Raises:
-        ConfigError: nothing can be written there, or something else would be lost. It is better known before a long measurement.
+        ConfigError: the file cannot be written, or something else would be lost.
     """
     try:
         if out.is_dir():
@@ -274,9 +286,10 @@ def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
                 return ""
             if not is_own(out):
                 raise ConfigError(
-                    f"--out {out}: exists and is no {what} of mtrain; give another name, or remove it"
+                    f"--out {out}: exists and is not a {description} of mtrain; "
+                    "give another name, or remove it"
                 )
-            return f", in place of the {what} that was there"
+            return f", in place of the {description} that was there"
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("xb"):
             pass
@@ -289,7 +302,7 @@ def check_out(out: Path, is_own: Callable[[Path], bool], what: str) -> str:
 
 
 @contextlib.contextmanager
-def within_memory() -> Iterator[None]:
+def reporting_out_of_memory() -> Iterator[None]:
     import torch
 
     from mtrain_cli.launch.failures import RunError
@@ -304,39 +317,42 @@ def within_memory() -> Iterator[None]:
         ):
             raise
         raise RunError(
-            "The next of these shapes does not fit the memory; give shorter --seq, fewer --heads or a smaller --head-dim"
+            "The next of these shapes does not fit in memory; give shorter --seq, fewer --heads "
+            "or a smaller --head-dim"
         ) from error
 
 
 @contextlib.contextmanager
-def kept_beside(
+def saving_partial_results(
     out: Path | None, save: Callable[[list[Any], Path], None]
 ) -> Iterator[Callable[[Any], None]]:
-    """For times as they are taken: each is saved at once beside ``out``, whose place they take when all are there. Until then an earlier
-    file stays, and what ends the measurement before says where they are. out: None keeps nothing.
+    """Yield a function that saves each measured time at once, to a file next to ``out``.
+
+    It replaces ``out`` when the measurement is complete. If it stops early, an earlier ``out``
+    stays, and a message names the partial file. With out=None nothing is saved.
     """
-    so_far: list[Any] = []
+    times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
 
-    def keep(time: Any) -> None:
-        so_far.append(time)
+    def add(time: Any) -> None:
+        times.append(time)
         if draft is not None:
-            with writing(draft):
-                save(so_far, draft)
+            with reporting_write_errors(draft):
+                save(times, draft)
 
     try:
-        yield keep
+        yield add
     except BaseException:
-        if draft is not None and so_far:
-            print(f"stopped: {len(so_far)} times are kept in {draft}", file=sys.stderr)
+        if draft is not None and times:
+            print(f"stopped: {len(times)} times are kept in {draft}", file=sys.stderr)
         raise
     if draft is not None and out is not None:
-        with writing(out):
+        with reporting_write_errors(out):
             draft.replace(out)
 
 
 @contextlib.contextmanager
-def writing(out: Path) -> Iterator[None]:
+def reporting_write_errors(out: Path) -> Iterator[None]:
     from mtrain_cli.launch.failures import RunError
 
     try:
@@ -353,39 +369,49 @@ def _write_parquet(records: list[HeadRecord], out: Path) -> None:
 
 @app.command("kernels")
 def kernels(
-    seq: Annotated[str, typer.Option(metavar="N,...", help="Lengths, such as 32k,128k.")] = "auto",
+    seq: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU, 1k,2k on a CPU.",
+        ),
+    ] = "auto",
     density: Annotated[
         str,
         typer.Option(
             metavar="D,...",
-            help="Shares of the causal blocks that diagonals fill, such as 0.05 or 5%.",
+            help="Shares of the causal blocks that slashes fill, such as 0.05 or 5%.",
         ),
     ] = "0.1,0.05,0.02",
     columns: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Single columns a head; 2048 on a GPU and 1/64 of the length on a CPU.",
+            help="Columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.",
             min=0,
             max=MOST_TOKENS,
             show_default=False,
         ),
     ] = None,
     heads: Annotated[
-        str, typer.Option(metavar="Q/KV,...", help="Query and key-value heads.")
+        str, typer.Option(metavar="Q/KV,...", help="Numbers of query and key-value heads.")
     ] = "16/2",
-    head_dim: Annotated[int, typer.Option(metavar="N", min=16, max=MOST_HEAD_DIM)] = 128,
+    head_dim: Annotated[
+        int, typer.Option(metavar="N", help="Width of one head.", min=16, max=MOST_HEAD_DIM)
+    ] = 128,
     block: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Tokens of a block; 128 on a GPU and 16 on a CPU.", show_default=False
+            metavar="N",
+            help="Tokens per block; by default 128 on a GPU, 16 on a CPU.",
+            show_default=False,
         ),
     ] = None,
     kernel: Annotated[
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Kernels under an index; empty = all that serve.",
+            help="Kernels to time with an index; by default all that support it.",
             autocompletion=complete_kernels,
         ),
     ] = "",
@@ -393,44 +419,48 @@ def kernels(
         str,
         typer.Option(
             metavar="N,...",
-            help="Also time the calls of one worker of so many, such as 8,32: steps of a ring, gathered keys.",
+            help="Also time the calls of one worker among N, such as 8,32: ring steps and gathered "
+            "keys.",
             show_default=False,
         ),
     ] = "",
     whole: Annotated[
         bool,
         typer.Option(
-            "--whole/--no-whole", help="Whole sequences; with --workers they may be left out."
+            "--whole/--no-whole",
+            help="Time whole sequences; --no-whole times only the calls of --workers.",
         ),
     ] = True,
     threads: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Threads on a CPU, as workers have them: cores / workers.",
+            help="CPU threads; a worker has cores / workers.",
             min=1,
             max=MOST_THREADS,
             show_default=False,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_SAMPLES)] = 7,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Samples per time.", min=1, max=MOST_SAMPLES)
+    ] = 7,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False),
+        typer.Option(metavar="FILE", help="Calibration file to write (JSON).", show_default=False),
     ] = None,
 ) -> None:
-    """Time the attention kernels of this machine, dense and under synthetic indices, side by side.
+    """Time this machine's attention kernels, dense and with synthetic indices.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile kernels[/cyan]
-          lengths that suit this machine
-      [cyan]mtrain profile kernels --seq 512 --density 20%,5% --columns 8 --heads 4/2 --head-dim 32 --repeats 3[/cyan]
-          a few seconds on a CPU, which shows the table and no speed: there nothing is skipped
+          Time lengths that suit this machine
+      [cyan]mtrain profile kernels --seq 512 --density 20%,5% --columns 8 --heads 4/2[/cyan]
+          Try the command on a CPU, in seconds; CPU kernels skip no pairs
       [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
-          a calibration for the simulator
-      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 4,8 --out mine.json[/cyan]
-          the same with the small calls that workers of a ring make
+          Write a calibration for the simulator
+      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 8 --out mine.json[/cyan]
+          Include the smaller calls of ring workers
     """
     import torch
 
@@ -438,19 +468,19 @@ def kernels(
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import (
         KernelCase,
-        missing,
         profile_kernels,
         save_calibration,
+        unsupported_kernels,
     )
     from mtrain_cli.reporting.terminal_width import limit, say
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    lengths = numbers(
+    lengths = parse_numbers(
         "--seq", ("32k,128k" if device == "cuda" else "1k,2k") if seq == "auto" else seq, parse_size
     )
     if any(not 2 <= s <= MOST_TOKENS for s in lengths):
         raise ConfigError(f"--seq {seq}: each must be at least 2 tokens and at most 64m")
-    densities = numbers("--density", density, parse_share)
+    densities = parse_numbers("--density", density, parse_share)
     if any(not 0 < d <= 1 for d in densities):
         raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
     if block is None:
@@ -481,72 +511,71 @@ def kernels(
         for s in lengths
         for d in densities
     ]
-    of_so_many = numbers("--workers", workers, whole_number) if workers else []
-    for n in of_so_many:
+    worker_counts = parse_numbers("--workers", workers, parse_whole_number) if workers else []
+    for n in worker_counts:
         if not 2 <= n <= MOST_WORKERS:
             raise ConfigError(
                 f"--workers {workers}: each must be at least 2 workers and at most {MOST_WORKERS:,}"
             )
         if not any(s % (2 * n * block) == 0 for s in lengths):
             raise ConfigError(
-                f"--workers {n}: none of --seq {seq} can be dealt to so many in whole blocks: a multiple of {2 * n * block}"
+                f"--workers {n}: none of --seq {seq} divides into whole blocks for {n} workers; "
+                f"give a multiple of {2 * n * block}"
             )
-    if not whole and not of_so_many:
-        raise ConfigError("--no-whole: leaves nothing to time; give --workers N, too")
+    if not whole and not worker_counts:
+        raise ConfigError("--no-whole: leaves nothing to time; add --workers N")
     if threads is not None:
         if device == "cuda":
-            raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
+            raise ConfigError(f"--threads {threads}: only for CPUs; leave it out")
         torch.set_num_threads(threads)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     names = [name.strip() for name in kernel.split(",") if name.strip()]
     _check_kernels(names)
-    absent = [
+    unsupported = [
         (name, reason)
-        for name, reason, everywhere in missing(cases, names, dtype, device)
+        for name, reason, everywhere in unsupported_kernels(cases, names, dtype, device)
         if everywhere
     ]
-    if names and {name for name, _ in absent} >= set(names):
-        raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in absent))
-    replaced = "" if out is None else check_out(out, is_calibration, "calibration")
+    if names and {name for name, _ in unsupported} >= set(names):
+        raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in unsupported))
+    replaced = "" if out is None else check_output(out, is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
     width = limit(console)
     narrow = width is not None and width < len(_header(False, device == "cuda"))
-    # A CPU computes whole products and masks them, so FLOP/s would say nothing of the kernel.
+    # CPU kernels compute whole products and mask them, so their FLOP/s would be meaningless.
     speed = device == "cuda"
     console.print(_header(narrow, speed))
     command = " ".join(["mtrain", *sys.argv[1:]])
     with (
-        within_memory(),
-        kept_beside(
+        reporting_out_of_memory(),
+        saving_partial_results(
             out, lambda times, file: save_calibration(times, file, command, dtype, device)
-        ) as keep,
+        ) as add,
     ):
 
-        def whole_one(found: KernelTime) -> None:
-            console.print(_line(found, narrow, speed))
-            keep(found)
+        def add_whole(time: KernelTime) -> None:
+            console.print(_line(time, narrow, speed))
+            add(time)
 
-        def share_of_one(found: KernelTime) -> None:
+        def add_worker_call(time: KernelTime) -> None:
             console.print(
-                _line(found, narrow, speed)
+                _line(time, narrow, speed)
                 + (_NEXT if narrow else "  ")
-                + f"1/{found.workers} {found.what}"
+                + f"1/{time.workers} {time.what}"
             )
-            keep(found)
+            add(time)
 
-        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, whole_one)
-        if of_so_many:
+        times = profile_kernels(cases if whole else [], names, dtype, device, repeats, add_whole)
+        if worker_counts:
             from mtrain_cli.profiling.worker_calls import profile_worker_calls
 
-            console.print("one worker's calls")
+            console.print("calls of one worker")
             times += profile_worker_calls(
-                cases, of_so_many, names, dtype, device, repeats, share_of_one
+                cases, worker_counts, names, dtype, device, repeats, add_worker_call
             )
-    say(
-        console,
-        f"{_LEGEND}{_LEGEND_OF_SPEED if speed and not narrow else ''}.{_left_out(speed) if narrow else ''}",
-    )
-    for name, reason, everywhere in missing(cases, names, dtype, device):
+    legend = _LEGEND + (_LEGEND_OF_SPEED if speed and not narrow else "") + "."
+    say(console, legend + (_left_out(speed) if narrow else ""))
+    for name, reason, everywhere in unsupported_kernels(cases, names, dtype, device):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
     if out is not None:
         console.print(f"{len(times)} times in {out}{replaced}")
@@ -554,27 +583,27 @@ def kernels(
 
 def _heads(heads: str, query: str, kv: str) -> tuple[int, int]:
     try:
-        found = whole_number(query), whole_number(kv)
+        parsed = parse_whole_number(query), parse_whole_number(kv)
     except ValueError:
-        found = 0, 0
-    if not (0 < found[1] <= found[0] <= MOST_HEADS and found[0] % found[1] == 0):
+        parsed = 0, 0
+    if not (0 < parsed[1] <= parsed[0] <= MOST_HEADS and parsed[0] % parsed[1] == 0):
         raise ConfigError(
-            f"--heads {heads}: expected query heads / key-value heads that divide them, such as 16/2; at most {MOST_HEADS:,}"
+            f"--heads {heads}: expected QUERY/KV heads, where KV divides QUERY, such as 16/2; "
+            f"at most {MOST_HEADS:,}"
         )
-    return found
+    return parsed
 
 
 def _check_kernels(names: list[str]) -> None:
     from mtrain_cli.config.schema import KERNELS
 
+    allowed = [name for name in KERNELS if name != "auto"]
     for name in names:
-        if name not in KERNELS or name == "auto":
-            raise ConfigError(
-                f"--kernel {name}: no such kernel; allowed: {', '.join(k for k in KERNELS if k != 'auto')}"
-            )
+        if name not in allowed:
+            raise ConfigError(f"--kernel {name}: no such kernel; allowed: {', '.join(allowed)}")
 
 
-def numbers(option: str, text: str, parse):
+def parse_numbers(option: str, text: str, parse):
     values = []
     for part in text.split(","):
         try:
@@ -582,31 +611,42 @@ def numbers(option: str, text: str, parse):
         except ValueError:
             example = {"--seq": "32k,128k", "--workers": "8,32"}.get(option, "0.05 or 5%")
             raise ConfigError(
-                f"{option} {text}: {part.strip() or 'an empty item'} is no number; give items such as {example}"
+                f"{option} {text}: {part.strip() or 'an empty item'} is not a number; "
+                f"give items such as {example}"
             ) from None
     return values
 
 
 _NEXT = "\n" + " " * 11
-_LEGEND = "diagonals: share of the causal blocks asked for; columns: single ones a head; pairs: share of the causal pairs that is computed"
-_LEGEND_OF_SPEED = ", for which TF (TFLOP/s) counts"
+_LEGEND = (
+    "slashes: requested share of the causal blocks; columns: per head; pairs: share of the causal "
+    "pairs that is computed"
+)
+_LEGEND_OF_SPEED = " and that TF (TFLOP/s) counts"
 
 
 def _header(narrow: bool, speed: bool) -> str:
     if narrow:
-        return f"{'kernel':<10} {'seq':>8} {'diagonals':>9} {'columns':>8} {'pairs':>7} {'forward':>13} {'backward':>13}"
+        return (
+            f"{'kernel':<10} {'seq':>8} {'slashes':>9} {'columns':>8} {'pairs':>7} "
+            f"{'forward':>13} {'backward':>13}"
+        )
     times = f"{'forward':>23} {'backward':>23}" if speed else f"{'forward':>13} {'backward':>13}"
-    return f"{'kernel':<10} {'seq':>8} {'heads':>6} {'diagonals':>9} {'columns':>8} {'pairs':>7} {times}   ratio to dense"
+    return (
+        f"{'kernel':<10} {'seq':>8} {'heads':>6} {'slashes':>9} {'columns':>8} {'pairs':>7} "
+        f"{times}   ratio to dense"
+    )
 
 
 def _left_out(speed: bool) -> str:
-    return f" For want of width without heads{', TFLOP/s' if speed else ''} and ratios; a wider terminal has them."
+    columns = f"heads{', TFLOP/s' if speed else ''} and ratios"
+    return f" A wider terminal also shows {columns}."
 
 
-def _line(found: KernelTime, narrow: bool, speed: bool) -> str:
-    """speed: whether TFLOP/s are shown."""
-    case = found.case
-    what = "dense" if case.density is None else f"{case.density:.1%}"
+def _line(time: KernelTime, narrow: bool, speed: bool) -> str:
+    """Return a table row. speed: whether to show TFLOP/s."""
+    case = time.case
+    slashes = "dense" if case.density is None else f"{case.density:.1%}"
     columns = (
         ""
         if case.density is None
@@ -614,18 +654,17 @@ def _line(found: KernelTime, narrow: bool, speed: bool) -> str:
         if case.columns == case.seq
         else str(case.columns)
     )
-    share = found.pairs / (case.heads * math.comb(case.seq + 1, 2))
+    share = time.pairs / (case.heads * math.comb(case.seq + 1, 2))
+    counts = f"{slashes:>9} {columns:>8} {share:>7.1%}"
     if narrow:
-        times = f"{found.forward_ms:>10.3f} ms {found.backward_ms:>10.3f} ms"
-        return f"{found.kernel:<10} {case.seq:>8} {what:>9} {columns:>8} {share:>7.1%} {times}"
-    parts = [
-        f"{found.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {what:>9} {columns:>8} {share:>7.1%}"
-    ]
+        times = f"{time.forward_ms:>10.3f} ms {time.backward_ms:>10.3f} ms"
+        return f"{time.kernel:<10} {case.seq:>8} {counts} {times}"
+    parts = [f"{time.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {counts}"]
     for ms, tflops in (
-        (found.forward_ms, found.forward_tflops),
-        (found.backward_ms, found.backward_tflops),
+        (time.forward_ms, time.forward_tflops),
+        (time.backward_ms, time.backward_tflops),
     ):
         parts.append(f"{ms:>10.3f} ms" + (f" {tflops:>6.1f} TF" if speed else ""))
-    if found.forward_ratio and found.backward_ratio:
-        parts.append(f"  {found.forward_ratio:.2f}x / {found.backward_ratio:.2f}x")
+    if time.forward_ratio and time.backward_ratio:
+        parts.append(f"  {time.forward_ratio:.2f}x / {time.backward_ratio:.2f}x")
     return " ".join(parts)

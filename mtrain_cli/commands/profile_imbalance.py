@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance`: who computes how much in which step of an exchange, and who waits."""
+"""`mtrain profile imbalance`: measure which workers compute how long, and which ones wait."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mtrain_cli.commands.options import (
     LARGEST_DEGREE,
     MOST_SAMPLES,
     MOST_STEPS,
-    names,
-    warn_of_idle,
+    parse_names,
+    warn_of_unused_settings,
 )
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
@@ -43,7 +43,7 @@ def imbalance(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Layouts to compare; default: that of topology.layout.",
+            help="Layouts to compare; by default topology.layout.",
             autocompletion=complete_layouts,
         ),
     ] = "",
@@ -51,7 +51,7 @@ def imbalance(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Exchanges to compare; default: that of topology.exchange.",
+            help="Exchanges to compare; by default topology.exchange.",
             autocompletion=complete_exchanges,
         ),
     ] = "",
@@ -59,16 +59,20 @@ def imbalance(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Patterns to compare; sparsity.* keys go to those that have them. Default: that of sparsity=.",
+            help="Patterns to compare, by default that of sparsity=. A sparsity.* key goes to each "
+            "pattern that has it.",
         ),
     ] = "",
     seq: Annotated[
-        str, typer.Option(metavar="N,...", help="Lengths to compare (with --attention-only).")
+        str,
+        typer.Option(
+            metavar="N,...", help="Sequence lengths to compare; only with --attention-only."
+        ),
     ] = "",
     steps: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Recorded iterations of each case.", min=1, max=MOST_SAMPLES
+            metavar="N", help="Number of recorded steps per case.", min=1, max=MOST_SAMPLES
         ),
     ] = 5,
     warmup: Annotated[
@@ -90,43 +94,47 @@ def imbalance(
         bool,
         typer.Option(
             "--attention-only",
-            help="One layer's attention on random data, without a model: for lengths that no model fits.",
+            help="Measure one layer's attention on random data, without a model: for lengths at "
+            "which no model fits.",
         ),
     ] = False,
     peer: Annotated[
         bool,
         typer.Option(
             "--peer",
-            help="With --attention-only on GPUs: also time PyTorch's own context parallelism, dense.",
+            help="With --attention-only on GPUs: also time PyTorch's context parallelism, dense.",
         ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")
+        bool, typer.Option("--json", help="Print the summary as JSON only.")
     ] = False,
     fail_above: Annotated[
         str,
         typer.Option(
             metavar="DEGREE=X,...",
-            help="Exit with 1 if a degree of any case is above: worker, step, total or critical of time, or work.worker and so on of work.",
+            help="Exit with code 1 if an imbalance degree of any case is above X. DEGREE: worker, "
+            "step, total or critical (of time), or work.worker and so on (of work).",
         ),
     ] = "",
 ) -> None:
-    """Who computes how long in which step of an exchange, who waits, for whom, and why: on real training steps.
+    """Measure who computes how long in each step of an exchange, who waits, for whom, and why.
 
-    Every recorded step is computed by all cases, forward and backward, from the same weights and tokens, each once as it is and once
-    recorded; then it is trained. Imbalance degrees of workers and of steps are largest over mean time of attention: across the workers of a
-    step, and across the steps of a worker; 1 is perfect. Files are left in measurements/; `mtrain report` draws them.
+    Runs real training steps. All cases compute each recorded step, forward and backward, from the
+    same weights and tokens, once without and once with recording; then the model is updated.
+    Imbalance degrees are the largest attention time over the mean: worker-level across the workers
+    of a step, step-level across the steps of a worker. 1 is perfect. The records are saved in
+    measurements/, for `mtrain report`.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain profile imbalance --layout zigzag,striped topology.workers=4 topology.exchange=ring sparsity=vertical_slash[/cyan]
-          two layouts under one dynamic index, on four CPU processes or the GPUs there are
-      [cyan]mtrain profile imbalance --exchange ring,hierarchical_ring model=qwen3b seq=128k topology.gpus_per_node=2 --warmup 20[/cyan]
-          two exchanges after 20 steps of training
-      [cyan]mtrain profile imbalance --attention-only --pattern dense,vertical_slash --seq 128k,512k model=qwen3b --peer[/cyan]
-          one layer at two lengths, beside PyTorch's own
-      [cyan]mtrain profile imbalance topology.layout=zigzag --fail-above worker=1.2 --json[/cyan]
-          for scripts: exit code 1 above that
+      [cyan]mtrain profile imbalance --layout zigzag,striped sparsity=vertical_slash[/cyan]
+          Compare two layouts with one dynamic index
+      [cyan]mtrain profile imbalance --exchange ring,all_gather model=qwen3b --warmup 9[/cyan]
+          Compare two exchanges after nine steps of training
+      [cyan]mtrain profile imbalance --attention-only --seq 128k,512k --peer[/cyan]
+          Compare one layer at two lengths with PyTorch's context parallelism
+      [cyan]mtrain profile imbalance --layout zigzag --fail-above worker=1.2 --json[/cyan]
+          Print JSON for a script, with exit code 1 above that imbalance
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
@@ -134,11 +142,11 @@ def imbalance(
 
     words = list(overrides or ())
     limits = _limits(fail_above)
-    _only_together(attention_only, seq=seq, peer=peer)
+    _require_attention_only(attention_only, seq=seq, peer=peer)
     cases = _cases(
         words,
         *(
-            names(o, t)
+            parse_names(o, t)
             for o, t in (
                 ("--layout", layout),
                 ("--exchange", exchange),
@@ -147,12 +155,13 @@ def imbalance(
             )
         ),
     )
-    config = in_own_folder(cases[0][1])
+    config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
-    warn_of_idle(words)
+    warn_of_unused_settings(words)
     if limits and environment.launcher != "mtrain":
         raise ConfigError(
-            f"--fail-above {fail_above}: exit codes are those of torchrun or srun here; read summary.json instead"
+            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
+            "summary.json instead"
         )
     if peer and (
         environment.device == "cpu"
@@ -160,9 +169,10 @@ def imbalance(
         or config.train.dtype == "float32"
     ):
         raise ConfigError(
-            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and bfloat16; leave it out"
+            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and "
+            "bfloat16; leave it out"
         )
-    # Only now: they take seconds to import, and a mistake is told at once.
+    # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
 
@@ -178,57 +188,61 @@ def imbalance(
     raise typer.Exit(code)
 
 
-def _only_together(attention_only: bool, *, seq: str, peer: bool) -> None:
+def _require_attention_only(attention_only: bool, *, seq: str, peer: bool) -> None:
     if not attention_only:
         if seq:
             raise ConfigError(
-                f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N"
+                f"--seq {seq}: several lengths need --attention-only; training steps have one, "
+                "seq=N"
             )
         if peer:
-            raise ConfigError("--peer: compares one layer's attention; give --attention-only, too")
+            raise ConfigError("--peer: compares one layer's attention; add --attention-only")
 
 
 def _limits(text: str) -> dict[tuple[str, str], float]:
-    """``worker=1.2,work.step=1.1`` -> {("time", "worker"): 1.2, ("work", "step"): 1.1}."""
+    """Parse ``worker=1.2,work.step=1.1`` to {("time", "worker"): 1.2, ("work", "step"): 1.1}."""
     from mtrain_cli.config.suggest import did_you_mean
 
-    allowed = [f"{of}{name}" for of in ("", "work.") for name in DEGREES]
-    found = {}
+    allowed = [f"{quantity}{name}" for quantity in ("", "work.") for name in DEGREES]
+    limits = {}
     for word in filter(None, (w.strip() for w in text.split(","))):
         name, _, value = word.partition("=")
         if name.removeprefix("time.") not in allowed:
             raise ConfigError(
-                f"--fail-above {word}: no such degree{did_you_mean(name, allowed)}; allowed: {', '.join(allowed)}"
+                f"--fail-above {word}: no such degree{did_you_mean(name, allowed)}; "
+                f"allowed: {', '.join(allowed)}"
             )
-        of, _, degree = name.rpartition(".")
+        quantity, _, degree = name.rpartition(".")
         try:
-            found[of or "time", degree] = limit = float(value)
+            limits[quantity or "time", degree] = limit = float(value)
             if not 0 < limit <= LARGEST_DEGREE:
                 raise ValueError(value)
         except ValueError:
             raise ConfigError(
-                f"--fail-above {word}: expected DEGREE=X with a number above 0 and at most {LARGEST_DEGREE:,}, such as worker=1.2"
+                f"--fail-above {word}: expected DEGREE=X with a number above 0 and at most "
+                f"{LARGEST_DEGREE:,}, such as worker=1.2"
             ) from None
-    return found
+    return limits
 
 
 def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> None:
     from mtrain_cli.launch.failures import RunError
 
     problems = [
-        f"{of} {degree} imbalance {case[of][degree]['mean']:.3f} of {facts['label']} is above --fail-above {degree}={limit:g}"
+        f"{quantity} {degree} imbalance {case[quantity][degree]['mean']:.3f} of {facts['label']} "
+        f"is above --fail-above {degree}={limit:g}"
         for facts, case in zip(summary["cases"], summary["results"], strict=True)
-        for (of, degree), limit in limits.items()
-        if not case[of][degree]["mean"] <= limit
+        for (quantity, degree), limit in limits.items()
+        if not case[quantity][degree]["mean"] <= limit
     ]
     if problems:
         raise RunError("\n".join(problems))
 
 
-def in_own_folder(config: Config, what: str = "imbalance") -> Config:
-    """Measurements lie apart from the runs that can be resumed."""
+def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
+    """Point ``run.dir`` to measurements/, apart from runs that can be resumed."""
     name = (
-        f"{what}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
+        f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
     )
     if config.run.dir != "auto":
         return config
@@ -237,7 +251,7 @@ def in_own_folder(config: Config, what: str = "imbalance") -> Config:
     )
 
 
-# What an option compares, and the words that would say it otherwise.
+# Keys that conflict with an option that compares them.
 _COMPARED = {
     "topology.layout": "--layout",
     "topology.exchange": "--exchange",
@@ -253,7 +267,7 @@ def _cases(
     patterns: list[str],
     lengths: list[str],
 ) -> list[tuple[str, Config]]:
-    """Every combination with its label, checked as a whole before anything runs. What is not compared is as the words say."""
+    """Compose every combination with its label. Check all of them before anything runs."""
     from mtrain_cli.config.compose import compose
     from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS
     from mtrain_cli.config.suggest import did_you_mean
@@ -263,20 +277,22 @@ def _cases(
         option = {**_COMPARED, "seq": "--seq"}.get(word.partition("=")[0])
         if option is not None and given[option]:
             raise ConfigError(
-                f"{word}: is compared by {option} {','.join(given[option])} already; give one of the two"
+                f"{word}: {option} {','.join(given[option])} compares it already; give one of the "
+                "two"
             )
     for name in patterns:
         if name not in PATTERNS:
             raise ConfigError(
-                f"--pattern {name}: no such pattern{did_you_mean(name, PATTERNS)}; allowed: {', '.join(PATTERNS)}"
+                f"--pattern {name}: no such pattern{did_you_mean(name, PATTERNS)}; "
+                f"allowed: {', '.join(PATTERNS)}"
             )
     sparse = [word for word in words if word.startswith("sparsity.")] if patterns else []
     rest = [word for word in words if word not in sparse]
     for word in sparse:
         key = word.partition("=")[0].removeprefix("sparsity.")
         if not any(key in PATTERN_KEYS[name] for name in patterns):
-            raise ConfigError(f"{word}: is a key of none of the patterns {', '.join(patterns)}")
-    found = []
+            raise ConfigError(f"{word}: none of the patterns {', '.join(patterns)} has this key")
+    cases = []
     for length, pattern, layout, exchange in itertools.product(
         lengths or [""], patterns or [""], layouts or [""], exchanges or [""]
     ):
@@ -285,14 +301,14 @@ def _cases(
             for word in sparse
             if word.partition("=")[0].removeprefix("sparsity.") in PATTERN_KEYS[pattern]
         ]
-        asked = {
+        compared = {
             "seq": length,
             "sparsity": pattern,
             "topology.layout": layout,
             "topology.exchange": exchange,
         }
-        pairs = [f"{key}={value}" for key, value in asked.items() if value]
+        pairs = [f"{key}={value}" for key, value in compared.items() if value]
         config = compose([*rest, *pairs, *own])
         label = f"{config.sparsity.pattern} {config.layout} {config.topology.exchange}"
-        found.append((f"{label} {length}".strip() if len(lengths) > 1 else label, config))
-    return found
+        cases.append((f"{label} {length}".strip() if len(lengths) > 1 else label, config))
+    return cases

@@ -1,4 +1,4 @@
-"""`mtrain profile links`: how fast messages are between the workers there are, as a cluster for the simulator."""
+"""`mtrain profile links`: measure the links between workers, as a cluster for the simulator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_SAMPLES, MOST_WORKERS, warn_of_idle
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_WORKERS, warn_of_unused_settings
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.profile_imbalance import in_own_folder
+from mtrain_cli.commands.profile_imbalance import with_measurement_folder
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
 _LEAST, _MOST = 64, 4 << 30  # bytes
-_LABEL = len("device  ")  # what lines begin with
+_LABEL = len("device  ")  # width of the label that begins each line
 
 
 @app.command("links")
@@ -28,7 +28,8 @@ def links(
         list[str] | None,
         typer.Argument(
             metavar="OVERRIDES",
-            help="topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and topology.device=, as in `mtrain train`.",
+            help="topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and "
+            "topology.device=, as in `mtrain train`.",
             autocompletion=complete_overrides,
             show_default=False,
         ),
@@ -37,20 +38,22 @@ def links(
         str,
         typer.Option(
             metavar="N,...",
-            help="Bytes of a message; of a collective, what a worker receives. auto: 4k to 128m on GPUs, 4k to 4m on a CPU.",
+            help="Bytes per message; for a collective, what each worker receives. auto = 4k to "
+            "128m on GPUs, 4k to 4m on CPUs.",
         ),
     ] = "auto",
     repeats: Annotated[
-        int, typer.Option(metavar="N", help="Samples of each size.", min=3, max=MOST_SAMPLES)
+        int, typer.Option(metavar="N", help="Samples per size.", min=3, max=MOST_SAMPLES)
     ] = 7,
     load: Annotated[
-        bool, typer.Option("--load/--no-load", help="Measure again while everybody computes.")
+        bool,
+        typer.Option("--load/--no-load", help="Measure again while all workers compute."),
     ] = True,
     cluster_out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Cluster to write, for `mtrain simulate --cluster FILE`.",
+            help="Cluster file to write, for `mtrain simulate --cluster FILE`.",
             show_default=False,
         ),
     ] = None,
@@ -58,7 +61,7 @@ def links(
         int | None,
         typer.Option(
             metavar="N",
-            help="Nodes of that cluster, where it has more than took part.",
+            help="Number of nodes of that cluster, if more than were measured.",
             min=1,
             max=MOST_WORKERS,
             show_default=False,
@@ -68,7 +71,7 @@ def links(
         int | None,
         typer.Option(
             metavar="N",
-            help="GPUs of its nodes, where they have more than took part.",
+            help="GPUs per node of that cluster, if more than were measured.",
             min=1,
             max=MOST_WORKERS,
             show_default=False,
@@ -78,19 +81,20 @@ def links(
         bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")
     ] = False,
 ) -> None:
-    """Measure messages between workers: hops of a ring, all-gather, reduce-scatter and all-to-all, alone and while everybody computes.
+    """Measure messages between workers: ring hops, all-gather, reduce-scatter and all-to-all.
 
-    Links inside a node and between nodes are measured apart. A latency and a bandwidth are fitted to each; with --cluster-out they become
-    a cluster whose constants are measured, with bounds that hold all samples. Files are left in measurements/.
+    Measures links within a node and between nodes separately, with idle and with computing workers,
+    and fits a latency and a bandwidth to each. With --cluster-out, writes them as a cluster, with
+    bounds that contain all samples. The measurement is saved in measurements/.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile links --cluster-out my.yaml[/cyan]
-          the GPUs of this machine, or two CPU processes
-      [cyan]mtrain profile links --sizes 64k,1m,16m topology.workers=4 topology.gpus_per_node=2 --repeats 3[/cyan]
-          four workers as two nodes of two
+          Measure the GPUs of this machine, or two CPU processes
+      [cyan]mtrain profile links topology.workers=4 topology.gpus_per_node=2[/cyan]
+          Measure four workers as two nodes of two
       [cyan]mtrain simulate --cluster my.yaml model=tiny seq=16k[/cyan]
-          what the measurement predicts
+          Predict a step from the measurement
     """
     from mtrain_cli.config.compose import compose
     from mtrain_cli.launch import run_dir
@@ -99,10 +103,10 @@ def links(
 
     if cluster_out is not None:
         _check_cluster(cluster_out)
-    config = in_own_folder(compose(list(overrides or ())), "links")
+    config = with_measurement_folder(compose(list(overrides or ())), "links")
     environment = resolve_environment(config)
-    warn_of_idle(list(overrides or ()))
-    wanted = _sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
+    warn_of_unused_settings(list(overrides or ()))
+    message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
     if environment.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
     if environment.dp > 1:
@@ -111,14 +115,16 @@ def links(
         )
     if nodes is not None and nodes > 1 and environment.nodes == 1:
         raise ConfigError(
-            f"--nodes {nodes}: links between nodes were not measured; give topology.gpus_per_node=N, or several nodes"
+            f"--nodes {nodes}: links between nodes were not measured; give "
+            "topology.gpus_per_node=N for virtual nodes, or run on several nodes"
         )
-    # Only now: it takes seconds to import, and most mistakes are told at once.
-    from mtrain_cli.profiling import link_benchmark as measuring
+    # Imported late: it takes seconds, and most mistakes are reported above.
+    from mtrain_cli.profiling import link_benchmark
 
     if cluster_out is not None and environment.launcher != "mtrain":
         raise ConfigError(
-            f"--cluster-out {cluster_out}: torchrun and srun end each process by itself; copy {measuring.CLUSTER} of the folder"
+            f"--cluster-out {cluster_out}: only works without torchrun or srun; copy "
+            f"{link_benchmark.CLUSTER} from the measurement's folder instead"
         )
     run = run_dir.create(config, list(overrides or ()))
     name = (
@@ -126,18 +132,19 @@ def links(
         if cluster_out is not None
         else f"measured_{environment.nodes}x{environment.workers_per_node}"
     )
-    measuring.LinkBenchmarkPlan(wanted, repeats, load, name, per_node, nodes, quiet=as_json).save(
-        run
+    plan = link_benchmark.LinkBenchmarkPlan(
+        message_sizes, repeats, load, name, per_node, nodes, quiet=as_json
     )
-    code = launch(run, environment, resume=False, target=measuring.TARGET, config=config)
-    file = run.path / measuring.FILE
+    plan.save(run)
+    code = launch(run, environment, resume=False, target=link_benchmark.TARGET, config=config)
+    file = run.path / link_benchmark.FILE
     if code or not file.is_file():
         raise typer.Exit(code)
-    document = measuring.read_links(run.path)
+    document = link_benchmark.read_links(run.path)
     if not document["complete"]:
         raise typer.Exit(1)
-    text = measuring.cluster_text(document)
-    _write(run.path / measuring.CLUSTER, text)
+    text = link_benchmark.cluster_text(document)
+    _write(run.path / link_benchmark.CLUSTER, text)
     if cluster_out is not None:
         _write(cluster_out, text)
     if as_json:
@@ -146,26 +153,27 @@ def links(
     _show(document, run.path, cluster_out)
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     from mtrain_cli.config.sizes import parse_size
 
-    found = []
+    parsed = []
     for word in text.split(","):
         try:
-            found.append(parse_size(word.strip()))
+            parsed.append(parse_size(word.strip()))
         except ValueError:
             raise ConfigError(
-                f"--sizes {text}: {word.strip() or 'an empty item'} is no size; give items such as 4k,1m,128m"
+                f"--sizes {text}: {word.strip() or 'an empty item'} is not a size; "
+                "give items such as 4k,1m,128m"
             ) from None
-        if not _LEAST <= found[-1] <= _MOST:
+        if not _LEAST <= parsed[-1] <= _MOST:
             raise ConfigError(f"--sizes {word.strip()}: must be from {_LEAST} bytes to 4g")
-    if len(set(found)) < 2:
+    if len(set(parsed)) < 2:
         raise ConfigError(f"--sizes {text}: a latency and a bandwidth need at least two sizes")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(parsed)))
 
 
 def _check_cluster(path: Path) -> None:
-    """It is better known before a long measurement."""
+    """Check before a long measurement that the file can be written."""
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--cluster-out {path}: give a file that ends in .yaml")
     if path.is_dir():
@@ -176,7 +184,8 @@ def _check_cluster(path: Path) -> None:
         and not path.read_text(encoding="utf-8", errors="replace").startswith("# Measured on ")
     ):
         raise ConfigError(
-            f"--cluster-out {path}: exists and was not measured by mtrain; give another name, or remove it"
+            f"--cluster-out {path}: exists and was not measured by mtrain; give another name, "
+            "or remove it"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -209,21 +218,22 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
     machine = document["machine"]
     say(
         console,
-        f"device  {machine['gpu']}: copy {machine['copy_gbps']:.4g} GB/s, addition {machine['added_gbps']:.4g} GB/s, "
-        f"launch {machine['launch_us'][1]:.1f} us",
+        f"device  {machine['gpu']}: copy {machine['copy_gbps']:.4g} GB/s, "
+        f"addition {machine['added_gbps']:.4g} GB/s, launch {machine['launch_us'][1]:.1f} us",
         _LABEL,
     )
-    for link, of in document["fits"].items():
-        for what, fit in of.items():
+    for link, fits in document["fits"].items():
+        for operation, fit in fits.items():
             say(
                 console,
-                f"fit     {link} {what}: {fit['latency_us']:.1f} us + bytes / {fit['gbps']:.4g} GB/s, mean error {fit['error']:.1%}, "
-                f"worst {fit['worst']:.1%}",
+                f"fit     {link} {operation}: {fit['latency_us']:.1f} us + bytes / "
+                f"{fit['gbps']:.4g} GB/s, mean error {fit['error']:.1%}, worst {fit['worst']:.1%}",
                 _LABEL,
             )
     if document["virtual_nodes"]:
         console.print(
-            "note    nodes are parts of this host: its outer links are no network", style="yellow"
+            "note    the nodes are parts of this host, so links between them use no network",
+            style="yellow",
         )
     console.print(f"files   {folder}")
     path = cluster_out or folder / "cluster.yaml"
@@ -236,23 +246,26 @@ def _table(document: dict[str, Any]) -> Table:
 
     from mtrain_cli.config.sizes import format_size
 
-    title = f"{document['workers']} workers, {document['nodes']} x {document['per_node']}, {document['backend']}: messages"
+    title = (
+        f"{document['workers']} workers, {document['nodes']} x {document['per_node']}, "
+        f"{document['backend']}: messages"
+    )
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("link", "what"):
+    for name in ("link", "operation"):
         table.add_column(name)
-    for name in ("bytes", "us", "10-90 %", "GB/s", "us, computing", "computing takes"):
+    for name in ("bytes", "us", "10-90 %", "GB/s", "us under load", "compute time"):
         table.add_column(name, justify="right")
     last = None
-    for found in document["times"]:
-        label = (found["link"], found["what"])
-        slower = found["slowdown"]
+    for row in document["times"]:
+        label = (row["link"], row["what"])
+        slower = row["slowdown"]
         table.add_row(
             *(label if label != last else ("", "")),
-            format_size(found["size"]),
-            f"{found['us']:.1f}",
-            f"{found['low']:.0f} - {found['high']:.0f}",
-            f"{found['gbps']:.3f}",
-            "" if found["loaded_us"] is None else f"{found['loaded_us']:.1f}",
+            format_size(row["size"]),
+            f"{row['us']:.1f}",
+            f"{row['low']:.0f} - {row['high']:.0f}",
+            f"{row['gbps']:.3f}",
+            "" if row["loaded_us"] is None else f"{row['loaded_us']:.1f}",
             "" if slower is None else f"x {slower:.2f}",
         )
         last = label

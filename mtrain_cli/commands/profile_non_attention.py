@@ -1,4 +1,4 @@
-"""`mtrain profile non-attention`: what a training step computes beside attention, for the simulator."""
+"""`mtrain profile non-attention`: time the rest of a training step, for the simulator."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_idle
+from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_unused_settings
 from mtrain_cli.commands.profile import (
     app,
-    check_out,
+    check_output,
     is_calibration,
-    kept_beside,
-    numbers,
-    within_memory,
+    parse_numbers,
+    reporting_out_of_memory,
+    saving_partial_results,
 )
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -31,7 +31,8 @@ def non_attention(
         list[str] | None,
         typer.Argument(
             metavar="OVERRIDES",
-            help="As in `mtrain train`: model=, train.activation_checkpoint= and so on; with sparsity=NAME its estimate is timed, too.",
+            help="As in `mtrain train`, such as model= and train.activation_checkpoint=. With "
+            "sparsity=NAME, the index estimate is timed too.",
             autocompletion=complete_overrides,
             show_default=False,
         ),
@@ -40,38 +41,40 @@ def non_attention(
         str,
         typer.Option(
             metavar="N,...",
-            help="Tokens of one worker. auto: 1k to 64k on a GPU, 256 to 4k on a CPU.",
+            help="Tokens of one worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.",
         ),
     ] = "auto",
     threads: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Threads on a CPU, as workers have them: cores / workers.",
+            help="CPU threads; a worker has cores / workers.",
             min=1,
             max=MOST_THREADS,
             show_default=False,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(metavar="N", min=1, max=MOST_SAMPLES)] = 5,
+    repeats: Annotated[
+        int, typer.Option(metavar="N", help="Samples per time.", min=1, max=MOST_SAMPLES)
+    ] = 5,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Calibration to write, as JSON.", show_default=False),
+        typer.Option(metavar="FILE", help="Calibration file to write (JSON).", show_default=False),
     ] = None,
 ) -> None:
-    """Time what a training step computes beside attention: layers without it, the loss, the estimate of an index, on one device.
+    """Time a training step without attention on one device: layers, loss and index estimate.
 
-    `mtrain simulate --calibration FILE` takes these times in place of the constants of the cluster, for any number of workers. Whole steps
-    are predicted of GPUs only.
+    `mtrain simulate --calibration FILE` then uses these times instead of the cluster's constants,
+    for any number of workers. Whole steps are predicted for GPUs only.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile non-attention model=tiny[/cyan]
-          seconds on a CPU
-      [cyan]mtrain profile non-attention model=qwen3b sparsity=vertical_slash --out non-attention.json[/cyan]
-          on a GPU; 1k to 64k tokens of one worker
-      [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
-          whole steps, priced by it
+          Try the command on a CPU, in seconds
+      [cyan]mtrain profile non-attention model=qwen3b sparsity=moba --out rest.json[/cyan]
+          Write a calibration on a GPU, for 1k to 64k tokens per worker
+      [cyan]mtrain simulate model=qwen3b seq=512k --calibration rest.json[/cyan]
+          Predict whole steps with it
     """
     import torch
 
@@ -85,47 +88,48 @@ def non_attention(
     from mtrain_cli.simulation.calibration import NON_ATTENTION_FILE
 
     words = list(overrides or ())
-    device = resolve_environment(_alone(words, 1024)).device
-    warn_of_idle(words)
-    lengths = numbers(
+    device = resolve_environment(_single_worker(words, 1024)).device
+    warn_of_unused_settings(words)
+    lengths = parse_numbers(
         "--seq",
         ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq,
         parse_size,
     )
-    configs = [_alone(words, length) for length in dict.fromkeys(lengths)]
+    configs = [_single_worker(words, length) for length in dict.fromkeys(lengths)]
     if threads is not None:
         if device == "cuda":
-            raise ConfigError(f"--threads {threads}: is for CPUs; leave it out")
+            raise ConfigError(f"--threads {threads}: only for CPUs; leave it out")
         torch.set_num_threads(threads)
     replaced = (
         ""
         if out is None
-        else check_out(out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration")
+        else check_output(out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration")
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
     command = " ".join(["mtrain", *sys.argv[1:]])
     with (
-        within_memory(),
-        kept_beside(
+        reporting_out_of_memory(),
+        saving_partial_results(
             out, lambda times, file: save_non_attention(times, file, command, configs[0], device)
-        ) as keep,
+        ) as add,
     ):
 
-        def found(time: NonAttentionTime) -> None:
+        def report(time: NonAttentionTime) -> None:
             console.print(_line(time))
-            keep(time)
+            add(time)
 
-        times = profile_non_attention(configs, repeats, found)
+        times = profile_non_attention(configs, repeats, report)
     console.print(
-        "TF: TFLOP/s of the matrix products; backward with what is computed again; all without attention and messages"
+        "TF: TFLOP/s of the matrix products. backward includes recomputation. "
+        "All times are without attention and messages."
     )
     if out is not None:
         console.print(f"{len(times)} times in {out}{replaced}")
 
 
-def _alone(words: list[str], length: int) -> Config:
-    """The configuration of one worker that has all tokens, with no more layers than are timed."""
+def _single_worker(words: list[str], length: int) -> Config:
+    """Compose a configuration in which one worker has all tokens, with only the timed layers."""
     from mtrain_cli.config.compose import compose
     from mtrain_cli.profiling.non_attention_benchmark import LAYERS
 
@@ -139,12 +143,14 @@ def _alone(words: list[str], length: int) -> Config:
             "train.offload_activations",
         ):
             raise ConfigError(
-                f"{word}: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,..."
+                f"{word}: only one worker and one sequence on the device are timed; give lengths "
+                "as --seq N,..."
             )
     config = compose([*words, f"seq={length}", "topology.workers=1", "train.offload_activations=0"])
     if config.train.memory == "auto":
         raise ConfigError(
-            "train.memory=auto: what it chooses depends on the number of workers; give the settings to time"
+            "train.memory=auto: its choice depends on the number of workers; give the settings to "
+            "time"
         )
     return dataclasses.replace(
         config,
@@ -152,9 +158,9 @@ def _alone(words: list[str], length: int) -> Config:
     )
 
 
-_HEADER = f"{'part':<10} {'tokens':>8} {'a tile':>8} {'ms':>10} {'TF':>7}"
+_HEADER = f"{'part':<10} {'tokens':>8} {'tile':>8} {'ms':>10} {'TF':>7}"
 
 
-def _line(found: NonAttentionTime) -> str:
-    tflops = f"{found.flop / found.ms / 1e9:>7.3g}" if found.flop else ""
-    return f"{found.part:<10} {found.tokens:>8} {found.rows:>8} {found.ms:>10.3f} {tflops}".rstrip()
+def _line(time: NonAttentionTime) -> str:
+    tflops = f"{time.flop / time.ms / 1e9:>7.3g}" if time.flop else ""
+    return f"{time.part:<10} {time.tokens:>8} {time.rows:>8} {time.ms:>10.3f} {tflops}".rstrip()

@@ -1,4 +1,4 @@
-"""`mtrain profile step`: where one training step goes."""
+"""`mtrain profile step`: break down the time of one training step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_STEPS, warn_of_idle
+from mtrain_cli.commands.options import MOST_STEPS, warn_of_unused_settings
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.profile_imbalance import in_own_folder
+from mtrain_cli.commands.profile_imbalance import with_measurement_folder
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -28,8 +28,9 @@ def step(
         int | None,
         typer.Option(
             metavar="N",
-            help="Training steps before the first recorded one. Timed are those like it: without the first, dense ones before sparse ones "
-            "(sparsity.dense_steps) and the first sparse one, unless there is no other. 2, or two more than sparsity.dense_steps.",
+            help="Training steps before the first recorded one; by default sparsity.dense_steps + "
+            "2. The step time comes from those that resemble the recorded one: not the first step, "
+            "dense steps before sparse ones, or the first sparse step, unless there is no other.",
             min=1,
             max=MOST_STEPS,
             show_default=False,
@@ -38,62 +39,67 @@ def step(
     steps: Annotated[
         int,
         typer.Option(
-            metavar="N", help="Recorded steps; figures are of one.", min=1, max=MOST_STEPS
+            metavar="N",
+            help="Number of recorded steps; the figures are their mean per step.",
+            min=1,
+            max=MOST_STEPS,
         ),
     ] = 1,
     trace: Annotated[
         bool,
         typer.Option(
             "--trace/--no-trace",
-            help="Leave the trace of every rank, for Perfetto and chrome://tracing.",
+            help="Save the trace of every rank, for Perfetto and chrome://tracing.",
         ),
     ] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON and nothing else.")
+        bool, typer.Option("--json", help="Print the summary as JSON only.")
     ] = False,
 ) -> None:
-    """Where one training step goes: attention, index, matrix products, loss, optimizer, messages that nothing hides, idle devices.
+    """Break down one training step into attention, index, matrix products, loss, optimizer,
+    exposed communication and idle time.
 
-    Trains as `mtrain train` with the same settings, without checkpoints, evaluations and its own profiles, and records the step after
-    --warmup on every rank. Every instant of it belongs to one part, so that the parts add up to the step: on GPUs by kernels, on CPU
-    processes by operators. Files are left in measurements/;
-    `mtrain report` shows them again.
+    Trains like `mtrain train` with the same settings, but without checkpoints, evaluation and
+    profiles, and records the step after --warmup on every rank. Each instant belongs to one part,
+    by kernels on GPUs and by operators on CPUs, so the parts add up to the step. The records are
+    saved in measurements/, for `mtrain report`.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile step[/cyan]
-          the small model of `mtrain train`, two CPU processes or the GPUs there are
+          Record the default model, on all GPUs or two CPU processes
       [cyan]mtrain profile step model=qwen3b seq=64k sparsity=vertical_slash --warmup 3[/cyan]
-          Qwen2.5-3B under a dynamic index, over all GPUs of this machine
+          Record Qwen2.5-3B with a dynamic index, on all GPUs of this machine
       [cyan]mtrain profile step model=qwen3b seq=64k --steps 3 --no-trace --json[/cyan]
-          the mean of three steps, for scripts
+          Print the mean of three steps, for scripts
     """
     from mtrain_cli.config.compose import compose
-    from mtrain_cli.config.validate import require_listed
+    from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
 
     words = list(overrides or ())
-    config = in_own_folder(compose(words), "step")
-    # The step that is timed without records is to be like those that are recorded.
+    config = with_measurement_folder(compose(words), "step")
+    # The step that is timed without recording must resemble the recorded ones.
     dense = (config.sparsity.dense_steps or 0) if config.sparsity.pattern != "dense" else 0
     if warmup is None:
         warmup = dense + 2
     elif warmup <= dense:
         raise ConfigError(
-            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} dense; give --warmup {dense + 1} or more, or "
-            "sparsity.dense_steps=0"
+            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} "
+            f"dense; give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
         )
     if warmup + steps > config.train.steps:
         raise ConfigError(
-            f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and train.steps={config.train.steps} ends before; give fewer, "
+            f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and "
+            f"train.steps={config.train.steps} ends first; give fewer, "
             f"or train.steps={warmup + steps}"
         )
-    require_listed(config.data)
+    require_manifest(config.data)
     environment = resolve_environment(config)
-    warn_of_idle(words, config, device=environment.device)
-    # Only now: they take seconds to import, and a mistake is told at once.
+    warn_of_unused_settings(words, config, device=environment.device)
+    # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan
 
@@ -102,7 +108,7 @@ def step(
     code = launch(run, environment, resume=False, target=TARGET, config=config)
     summary = run.path / records.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():
-        typer.echo("stopped before the recorded step ended: nothing is left", err=True)
+        typer.echo("stopped before the recorded step ended: nothing was saved", err=True)
     if as_json and summary.is_file():
         typer.echo(summary.read_text().rstrip())
     raise typer.Exit(code)

@@ -1,4 +1,4 @@
-"""`mtrain profile what-if`: recorded indices under other layouts, exchanges and worker counts."""
+"""`mtrain profile what-if`: replay recorded indices with other layouts, exchanges and workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.options import MOST_DIGITS, MOST_WORKERS, names
+from mtrain_cli.commands.options import MOST_DIGITS, MOST_WORKERS, parse_names
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mtrain_cli.profiling.index_file import RecordedIndices
     from mtrain_cli.simulation.what_if import ReplayedSetup, ReplaySetup
 
-_MOST_WORKERS = 512  # a schedule holds a step for every two of them
+_MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
 _BAR = 32  # characters
 
 
@@ -30,7 +30,7 @@ def what_if(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="A profile: folder, name under measurements/ or runs/, or index.npz.",
+            help="A profile: its folder, its name under measurements/ or runs/, or an index.npz.",
         ),
     ] = Path("latest"),
     layout: Annotated[
@@ -43,7 +43,7 @@ def what_if(
         str,
         typer.Option(
             metavar="N,...",
-            help="Workers that share a sequence; as recorded if not given.",
+            help="Numbers of workers that share a sequence; as recorded by default.",
             show_default=False,
         ),
     ] = "",
@@ -51,7 +51,7 @@ def what_if(
         int | None,
         typer.Option(
             metavar="N",
-            help="Workers of a node; as recorded if not given.",
+            help="Workers per node; as recorded by default.",
             min=1,
             max=MOST_WORKERS,
             show_default=False,
@@ -59,15 +59,13 @@ def what_if(
     ] = None,
     layers: Annotated[
         str,
-        typer.Option(
-            metavar="N,...", help="Layers to replay; all if not given.", show_default=False
-        ),
+        typer.Option(metavar="N,...", help="Layers to replay; all by default.", show_default=False),
     ] = "",
     pattern: Annotated[
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Patterns to replay; all that were recorded if not given.",
+            help="Patterns to replay; all recorded ones by default.",
             show_default=False,
         ),
     ] = "",
@@ -75,18 +73,20 @@ def what_if(
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Replay the dynamic indices of a profile under other layouts, exchanges and worker counts, on this machine and without a GPU.
+    """Replay a profile's dynamic indices with other layouts, exchanges and worker counts.
 
-    Work is counted exactly, in query-key pairs; times are not predicted. worker, step, total and critical are imbalance degrees of work,
-    largest over mean, of the forward and the backward pass; 1 is perfect. largest: share of the worker with most work, beside that of
-    perfect balance. sent: by the worker that sends most, in both passes of a layer. The bar shows the work of every worker.
+    Runs on this machine without a GPU. Counts work exactly, in query-key pairs, and predicts no
+    times. worker, step, total and critical are imbalance degrees of work (largest over mean,
+    forward and backward; 1 is perfect). largest: share of the worker with most work, and of perfect
+    balance. sent: bytes from the worker that sends most, in both passes of a layer. The bar shows
+    the work of every worker.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile what-if measurements/imbalance-20260101-120000[/cyan]
-          three layouts under two exchanges, on as many workers as recorded
-      [cyan]mtrain profile what-if RUN --exchange ring,hierarchical_ring --workers 8,32 --per-node 8 --layers 0,8,16[/cyan]
-          the same index on one node and on four
+          Compare three layouts and two exchanges on the recorded workers
+      [cyan]mtrain profile what-if RUN --workers 8,32 --per-node 8[/cyan]
+          Compare the same index on one node and on four
     """
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.console import Console
@@ -95,60 +95,62 @@ def what_if(
     from mtrain_cli.simulation.what_if import setups_of
 
     layouts, exchanges = (
-        names("--layout", layout, LAYOUTS),
-        names("--exchange", exchange, EXCHANGES),
+        parse_names("--layout", layout, LAYOUTS),
+        parse_names("--exchange", exchange, EXCHANGES),
     )
-    counts = _numbers("--workers", workers)
-    for n in counts:
+    worker_counts = _parse_whole_numbers("--workers", workers)
+    for n in worker_counts:
         if not 1 <= n <= _MOST_WORKERS:
             raise ConfigError(
                 f"--workers {workers}: {n} is out of range; allowed: 1 to {_MOST_WORKERS}"
             )
-    wanted = _numbers("--layers", layers)
+    layer_numbers = _parse_whole_numbers("--layers", layers)
     recorded = load_indices(_index_file(run))
     patterns = (
-        names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
+        parse_names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
     )
     for name in patterns:
-        for layer in wanted:
+        for layer in layer_numbers:
             if layer not in recorded.layers(name):
-                there = ", ".join(map(str, recorded.layers(name)))
+                available = ", ".join(map(str, recorded.layers(name)))
                 raise ConfigError(
-                    f"--layers {layers}: layer {layer} of {name} was not recorded; allowed: {there}"
+                    f"--layers {layers}: layer {layer} of {name} was not recorded; "
+                    f"allowed: {available}"
                 )
     setups = list(
         setups_of(
             layouts,
             exchanges,
-            counts or [recorded.setup.workers],
+            worker_counts or [recorded.setup.workers],
             per_node or recorded.setup.per_node,
         )
     )
     console = Console(highlight=False, soft_wrap=True)
-    found = {name: _replay(recorded, name, setups, wanted or None) for name in patterns}
+    replays = {name: _replay(recorded, name, setups, layer_numbers or None) for name in patterns}
     if as_json:
-        typer.echo(json.dumps(_document(recorded, found), indent=1))
+        typer.echo(json.dumps(_document(recorded, replays), indent=1))
         return
-    for name, rows in found.items():
+    for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows), _SPARE)
     say(console, _LEGEND)
 
 
-# What a narrow terminal does without, in this order.
+# Columns that a narrow terminal omits, in this order.
 _SPARE = ("\ncritical", "\ntotal", "\nsent", "\nlargest", "\nstep")
 _LEGEND = (
-    "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over layers. "
-    "sent: by one worker in both passes of a layer."
+    "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over "
+    "layers. sent: by one worker in both passes of a layer."
 )
 
 
-def _numbers(option: str, text: str) -> list[int]:
-    """Empty where nothing is given."""
+def _parse_whole_numbers(option: str, text: str) -> list[int]:
+    """Parse a comma-separated list of whole numbers; "" gives an empty list."""
     parts = [part.strip() for part in text.split(",")] if text else []
     for part in parts:
         if not (part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS):
             raise ConfigError(
-                f"{option} {text}: {part or 'an empty item'} is no whole number of at least 0; give some such as 8,32"
+                f"{option} {text}: {part or 'an empty item'} is not a whole number of at least 0; "
+                "give numbers such as 8,32"
             )
     return list(dict.fromkeys(map(int, parts)))
 
@@ -167,10 +169,11 @@ def _index_file(run: Path) -> Path:
         if (place / INDEX).is_file()
     ]
     if files:
-        # A run goes on after its last profile, so the newest folder need not hold the newest profile.
+        # A run continues after its last profile, so the newest folder may hold an older profile.
         return max(files, key=lambda file: file.stat().st_mtime_ns)
     raise ConfigError(
-        f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` and `mtrain train profile.every=N` leave one beside their records"
+        f"RUN {run}: holds no {INDEX}; `mtrain profile imbalance` and "
+        "`mtrain train profile.every=N` write one next to their records"
     )
 
 
@@ -194,28 +197,31 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
     from rich.table import Table
 
     setup, layers = recorded.setup, rows[0].layers
-    of_layers = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
-    title = f"{pattern}, seq {setup.seq}, {of_layers} of iteration {setup.iteration}, recorded with {setup.workers} workers, {setup.layout}"
+    layer_text = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
+    title = (
+        f"{pattern}, seq {setup.seq}, {layer_text} of iteration {setup.iteration}, recorded with "
+        f"{setup.workers} workers, {setup.layout}"
+    )
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for column in ("layout", "exchange"):
         table.add_column(f"\n{column}")
     table.add_column("\nworkers", justify="right")
-    # Where both passes have the same work, as they mostly have, it stands once.
-    alike = all(
-        len({tuple(vars(found.degrees).values()) for found in row.passes.values()}) == 1
+    # Show both passes once where they have the same work, as they mostly have.
+    same = all(
+        len({tuple(vars(replayed.degrees).values()) for replayed in row.passes.values()}) == 1
         for row in rows
     )
-    for name in ("both passes",) if alike else ("forward", "backward"):
+    for name in ("both passes",) if same else ("forward", "backward"):
         for i, degree in enumerate(("worker", "step", "total", "critical")):
             table.add_column(f"{name if not i else ''}\n{degree}", justify="right")
     table.add_column("\nlargest", justify="right")
     table.add_column("\nsent", justify="right")
     table.add_column("work of\neach worker")
     for row in rows:
-        passes = list(row.passes.values())[: 1 if alike else None]
+        passes = list(row.passes.values())[: 1 if same else None]
         degrees = [
-            getattr(found.degrees, name)
-            for found in passes
+            getattr(replayed.degrees, name)
+            for replayed in passes
             for name in ("worker", "step", "total", "critical")
         ]
         per_node = row.setup.per_node
@@ -230,7 +236,7 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
             nodes,
             *(f"{degree:.2f}" for degree in degrees),
             f"{row.shares.max():.1%} / {1 / row.setup.workers:.1%}",
-            _readable(sum(found.sent for found in row.passes.values())),
+            _readable(sum(replayed.sent for replayed in row.passes.values())),
             _bar(row.shares.tolist()),
         )
     return table
@@ -244,27 +250,30 @@ def _readable(size: float) -> str:
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """A character for every worker, as high as its share of the largest; for several neighbours where there are many, the most of them."""
-    together = -(-len(shares) // _BAR)
-    heights = [max(shares[i : i + together]) for i in range(0, len(shares), together)]
+    """Return a character per worker, as high as its share of the largest.
+
+    Where workers outnumber the characters, each shows the largest share of several neighbors.
+    """
+    group = -(-len(shares) // _BAR)
+    heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]
     largest = max(heights) or 1.0
     return "".join(" ▁▂▃▄▅▆▇█"[min(8, round(8 * height / largest))] for height in heights)
 
 
-def _document(recorded: RecordedIndices, found: dict[str, list[ReplayedSetup]]) -> dict[str, Any]:
+def _document(recorded: RecordedIndices, replays: dict[str, list[ReplayedSetup]]) -> dict[str, Any]:
     import dataclasses
 
     setup = recorded.setup
     cases = []
-    for pattern, rows in found.items():
+    for pattern, rows in replays.items():
         for row in rows:
             passes = {
                 name: {
-                    **dataclasses.asdict(of_pass.degrees),
-                    "pairs": of_pass.pairs.tolist(),
-                    "sent_bytes": round(of_pass.sent),
+                    **dataclasses.asdict(replayed.degrees),
+                    "pairs": replayed.pairs.tolist(),
+                    "sent_bytes": round(replayed.sent),
                 }
-                for name, of_pass in row.passes.items()
+                for name, replayed in row.passes.items()
             }
             case = {
                 "pattern": pattern,

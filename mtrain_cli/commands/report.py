@@ -1,4 +1,4 @@
-"""`mtrain report`: what a run, profile or simulation says, in the terminal, as a page and as CSV."""
+"""`mtrain report`: show a run, profile or simulation in the terminal, as a page and as CSV."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def report(
         list[str] | None,
         typer.Argument(
             metavar="RUN",
-            help="Folders of runs, profiles or simulations, or their names under runs/ and measurements/; the newest by default.",
+            help="Folders of runs, profiles or simulations, or their names under runs/ and "
+            "measurements/; the newest one by default.",
             autocompletion=complete_measured,
             show_default=False,
         ),
@@ -34,68 +35,75 @@ def report(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where the files go; beside the run by default. Needed for several.",
+            help="Folder for the files; the run's own by default. Required for several runs.",
             show_default=False,
         ),
     ] = None,
     html: Annotated[
         bool,
         typer.Option(
-            "--html/--no-html", help=f"Write {PAGE}: one file, figures included, no network needed."
+            "--html/--no-html", help=f"Write {PAGE}, one self-contained file with figures."
         ),
     ] = True,
-    csv: Annotated[bool, typer.Option("--csv/--no-csv", help="Write one CSV file a table.")] = True,
+    csv: Annotated[
+        bool, typer.Option("--csv/--no-csv", help="Write one CSV file per table.")
+    ] = True,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print the analysis as JSON and nothing else; write no files."),
+        typer.Option("--json", help="Print the analysis as JSON only; write no files."),
     ] = False,
     show: Annotated[
         bool, typer.Option("--open", help="Open the page in a browser, if there is one.")
     ] = False,
 ) -> None:
-    """Show who computed how much in which step, who waited and why: of any training run with a profile, measurement or simulation, or of
-    several side by side.
+    """Show which worker computed how much in which step, which ones waited, and why.
+
+    Reads training runs with a profile, measurements and simulations. Several of them are compared.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain report[/cyan]
-          the newest run or measurement of this folder; without any, a profile that ships with mtrain
+          Show the newest run or measurement here, or else a shipped profile
       [cyan]mtrain report my-run[/cyan]
-          its name under runs/ or measurements/, or a folder
+          Show a run by its name under runs/ or measurements/, or by its folder
       [cyan]mtrain report before after --out compared[/cyan]
-          two of them, with ratios and what is inside the noise
+          Compare two runs, with ratios, and mark differences within the noise
     """
-    from mtrain_cli.reporting import report_source as sources_of
+    from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources
 
     if as_json and out is not None:
         raise ConfigError(f"--out {out}: --json writes no files; give one of the two")
-    paths = [sources_of.find(name) for name in runs or ()] or sources_of.default()
-    sources = [sources_of.open_source(path) for path in paths]
+    paths = [report_source.find(name) for name in runs or ()] or report_source.default()
+    sources = [report_source.open_source(path) for path in paths]
     if as_json:
         typer.echo(json.dumps([_document(source) for source in sources], indent=1))
         return
     recorded = [source for source in sources if not source.tables_only]
-    ours = all(sources_of.ships(path) for path in paths)
-    wanted = bool(recorded) and (html or csv) and not (ours and out is None)
+    all_shipped = all(report_source.ships(path) for path in paths)
+    writes_files = bool(recorded) and (html or csv) and not (all_shipped and out is None)
     if out is not None and not recorded:
         raise ConfigError(
-            f"--out {out}: {sources[0].name} is of an older kind, a table without figures or files; give no --out"
+            f"--out {out}: {sources[0].name} is an older table without files; leave out --out"
         )
-    if len(recorded) > 1 and out is None and wanted:
+    if len(recorded) > 1 and out is None and writes_files:
         raise ConfigError(
-            "--out DIR: needed for several runs, since none of their folders is the place for all; or --no-html --no-csv"
+            "--out DIR: required for several runs, to say where the files go; "
+            "or give --no-html --no-csv"
         )
-    folder = _folder(out, recorded) if wanted else None
+    folder = _folder(out, recorded) if writes_files else None
     console = make_console()
-    # Files first: a reader of the tables that stops early must not keep them from being written.
+    # Write the files first: a reader that closes the pipe early must not prevent them.
     written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
     if not runs:
-        others = ", ".join(path.stem for path in sources_of.shipped() if path not in paths)
-        said = f"nothing in runs/ or measurements/ of this folder; here is a profile that ships with mtrain, as do {others}"
-        console.print(said if ours else str(sources[0].folder), soft_wrap=True)
+        others = ", ".join(path.stem for path in report_source.shipped() if path not in paths)
+        shipped_note = (
+            "nothing in runs/ or measurements/ here; showing a profile that ships with mtrain. "
+            f"Others: {others}"
+        )
+        console.print(shipped_note if all_shipped else str(sources[0].folder), soft_wrap=True)
     show_sources(console, sources)
-    if ours and recorded and not wanted and (html or csv):
+    if all_shipped and recorded and not writes_files and (html or csv):
         console.print(
             f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR",
             soft_wrap=True,
@@ -103,7 +111,7 @@ def report(
     for line in written:
         console.print(line, soft_wrap=True)
     if show and page is not None:
-        _show(page, console)
+        _open_in_browser(page, console)
 
 
 def _document(source: ReportSource) -> dict[str, Any]:
@@ -132,10 +140,10 @@ def _document(source: ReportSource) -> dict[str, Any]:
 
 
 def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
-    """Where files go; it exists and can be written to.
+    """Return the folder for the files. Create it if needed.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: it cannot be created or written to.
     """
     folder = (out or sources[0].folder).expanduser()
     advice = "" if out is not None else "; give another folder as --out DIR, or --no-html --no-csv"
@@ -143,7 +151,7 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"--out {folder}: is no folder and cannot be made ({error.strerror})"
+            f"--out {folder}: is not a folder and cannot be created ({error.strerror})"
         ) from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder}: cannot be written to{advice}")
@@ -153,29 +161,29 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
 def _write(
     folder: Path, sources: list[ReportSource], html: bool, csv: bool
 ) -> tuple[list[str], Path | None]:
-    """-> what to say of the files, and the page."""
+    """Write the files. Return a line about each kind, and the path of the page."""
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.reporting.html import write_page
     from mtrain_cli.reporting.sweeps import sheet as sweep_sheet
     from mtrain_cli.reporting.tables import sheets
 
-    said, page = [], None
+    lines, page = [], None
     try:
         if csv:
             tables = folder / TABLES
             tables.mkdir(exist_ok=True)
             swept = [(source.name, source.swept) for source in sources if source.swept]
-            found = [*sheets(sources), *([sweep_sheet(swept)] if swept else [])]
-            said.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in found)}")
+            written = [*sheets(sources), *([sweep_sheet(swept)] if swept else [])]
+            lines.append(f"{tables}: {', '.join(sheet.write(tables).name for sheet in written)}")
         if html:
             page = write_page(folder / PAGE, sources)
-            said.append(str(page))
+            lines.append(str(page))
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
-    return said, page
+    return lines, page
 
 
-def _show(page: Path, console: Console) -> None:
+def _open_in_browser(page: Path, console: Console) -> None:
     import webbrowser
 
     try:
@@ -188,5 +196,5 @@ def _show(page: Path, console: Console) -> None:
         opened = False
     if not opened:
         console.print(
-            "no browser here; the page is one file, open it on another machine", soft_wrap=True
+            "no browser here; the page is a single file, open it on another machine", soft_wrap=True
         )

@@ -1,4 +1,4 @@
-"""`mtrain simulate`: steps of training on clusters, layouts and exchanges that are not here."""
+"""`mtrain simulate`: predict training steps on clusters, with any layout and exchange."""
 
 from __future__ import annotations
 
@@ -21,8 +21,20 @@ from mtrain_cli.commands.completion import (
     complete_layouts,
     complete_overrides,
 )
-from mtrain_cli.commands.options import MOST_TOKENS, MOST_WORKERS, names, share, warn_of_idle
-from mtrain_cli.commands.simulate_args import CLUSTERED, DENSE, SimulateRequest, count, dollars
+from mtrain_cli.commands.options import (
+    MOST_TOKENS,
+    MOST_WORKERS,
+    parse_names,
+    parse_share_option,
+    warn_of_unused_settings,
+)
+from mtrain_cli.commands.simulate_args import (
+    CLUSTERED,
+    DENSE,
+    SimulateRequest,
+    check_price,
+    parse_tokens,
+)
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -42,7 +54,7 @@ def simulate(
         list[str] | None,
         typer.Argument(
             metavar="OVERRIDES",
-            help="As in `mtrain train`: model=, seq= and so on.",
+            help="As in `mtrain train`, such as model= and seq=.",
             autocompletion=complete_overrides,
             show_default=False,
         ),
@@ -51,7 +63,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help=f"A cluster of conf/cluster, or a YAML file of that form; {_CLUSTER} if not given. cluster=NAME says the same.",
+            help="A cluster of conf/cluster, or a YAML file like those; by default "
+            f"{_CLUSTER}. cluster=NAME is the same.",
             autocompletion=complete_clusters,
             show_default=False,
         ),
@@ -60,7 +73,7 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Layouts to compare; {_LAYOUTS} if not given.",
+            help=f"Layouts to compare; by default {_LAYOUTS.replace(',', ', ')}.",
             autocompletion=complete_layouts,
             show_default=False,
         ),
@@ -69,7 +82,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help=f"Exchanges to compare; {_EXCHANGES} (the second between nodes), or with --recommend all.",
+            help="Exchanges to compare; by default ring and all_gather, hierarchical_ring between "
+            "nodes, and all with --recommend.",
             autocompletion=complete_exchanges,
             show_default=False,
         ),
@@ -78,7 +92,8 @@ def simulate(
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE,...",
-            help="Also every combination of these: nodes, workers, density, columns, and any setting. May be repeated.",
+            help="Also predict every combination of these: nodes, workers, density, columns, and "
+            "any setting. Can be repeated.",
             show_default=False,
         ),
     ] = None,
@@ -86,18 +101,21 @@ def simulate(
         bool,
         typer.Option(
             "--recommend",
-            help="Try layouts, exchanges, context groups, recomputation and train.keep_mlp; say which to take, and why.",
+            help="Try layouts, exchanges, context groups, recomputation and train.keep_mlp; "
+            "recommend a configuration and explain why.",
         ),
     ] = False,
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Tokens of a training, such as 20b: days and dollars."),
+        typer.Option(
+            metavar="N", help="Tokens to train on, such as 20b, to predict days and dollars."
+        ),
     ] = None,
     price: Annotated[
         float | None,
         typer.Option(
             metavar="X",
-            help="Dollars of a GPU and hour; of the cluster if not given.",
+            help="Dollars per GPU and hour; by default the cluster's.",
             show_default=False,
         ),
     ] = None,
@@ -105,8 +123,9 @@ def simulate(
         str | None,
         typer.Option(
             metavar="FILE|NAME",
-            help="Pairs that are computed: index.npz of a profile (or its folder), dense, or a family: local, clustered, uniform, "
-            "drifting. Otherwise what sparsity= says: dense by default, clustered with --density or --columns.",
+            help="Pairs to compute: index.npz of a profile (or its folder), dense, or a synthetic "
+            "family: local, clustered, uniform, drifting. By default as sparsity= says (dense), or "
+            "clustered with --density or --columns.",
             show_default=False,
         ),
     ] = None,
@@ -114,8 +133,9 @@ def simulate(
         str | None,
         typer.Option(
             metavar="X",
-            help="Sparse attention of a family: share of the causal blocks on its diagonals, such as 0.05 or 5%. With --columns or --index "
-            "alone 5%, or as many diagonals as sparsity.min_slashes and max_slashes leave.",
+            help="Share of the causal blocks on a synthetic index's slashes, such as 0.05 or 5%. "
+            "By default, with --columns or --index, 5% within sparsity.min_slashes and "
+            "max_slashes.",
             show_default=False,
         ),
     ] = None,
@@ -123,7 +143,7 @@ def simulate(
         int | None,
         typer.Option(
             metavar="N",
-            help="Of a family: single columns a head; 2048.",
+            help="Columns per head of a synthetic index; 2048 by default.",
             min=0,
             max=MOST_TOKENS,
             show_default=False,
@@ -133,7 +153,8 @@ def simulate(
         int | None,
         typer.Option(
             metavar="N",
-            help="Layers that get an index of their own; by default 1, or all layers of a recorded file.",
+            help="Number of layers with an index of their own; by default 1, or all layers of a "
+            "recorded file.",
             min=1,
             max=MOST_WORKERS,
             show_default=False,
@@ -142,7 +163,9 @@ def simulate(
     workers: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="GPUs in all; those of the cluster if not given.", show_default=False
+            metavar="N",
+            help="Number of GPUs in total; by default all of the cluster.",
+            show_default=False,
         ),
     ] = None,
     nodes: Annotated[
@@ -151,7 +174,7 @@ def simulate(
             metavar="N",
             min=1,
             max=MOST_WORKERS,
-            help="Nodes, instead of the cluster's own.",
+            help="Number of nodes, instead of the cluster's own.",
             show_default=False,
         ),
     ] = None,
@@ -159,7 +182,8 @@ def simulate(
         list[Path] | None,
         typer.Option(
             metavar="RUN...",
-            help="Predict the cases of these profiles instead, and compare with what was measured.",
+            help="Predict the cases of these profiles, and compare the predictions with the "
+            "measurements.",
             show_default=False,
         ),
     ] = None,
@@ -167,22 +191,24 @@ def simulate(
         list[Path] | None,
         typer.Option(
             metavar="DIR",
-            help="With --validate: what was written down before (--out DIR) instead of a new prediction.",
+            help="With --validate: use predictions that --out DIR saved before, instead of new "
+            "ones.",
             show_default=False,
         ),
     ] = None,
     kernel: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Attention kernel; auto = train.kernel, by the GPU's name."
+            metavar="NAME",
+            help="Attention kernel; auto = train.kernel, or the GPU's usual kernel.",
         ),
     ] = "auto",
     calibration: Annotated[
         str | None,
         typer.Option(
             metavar="FILE,...",
-            help="Times of your GPU in place of those that ship, from --out FILE of `mtrain profile kernels` and "
-            "`mtrain profile non-attention`.",
+            help="Times of your GPU instead of the shipped ones, written by --out FILE of "
+            "`mtrain profile kernels` and `mtrain profile non-attention`.",
             show_default=False,
         ),
     ] = None,
@@ -190,86 +216,93 @@ def simulate(
         bool,
         typer.Option(
             "--attention-only",
-            help="Of the attention of a layer alone; so it is of a recorded index without model=.",
+            help="Predict only the attention of one layer, which is all that a recorded index "
+            "without model= allows.",
         ),
     ] = False,
     recompute: Annotated[
         bool,
         typer.Option(
             "--recompute",
-            help="With --attention-only: also the forward pass that full recomputation repeats.",
+            help="With --attention-only: add the forward pass that full recomputation repeats.",
         ),
     ] = False,
     slow: Annotated[
         str,
         typer.Option(
-            metavar="RANK=X,...", help="Ranks, of all workers, that compute X times as long."
+            metavar="RANK=X,...",
+            help="Ranks, among all workers, that take X times as long to compute.",
         ),
     ] = "",
     jitter: Annotated[
         float,
         typer.Option(
-            metavar="X", help="Spread of message times: standard deviation of their logarithm."
+            metavar="X",
+            help="Spread of message times, as the standard deviation of their logarithm.",
         ),
     ] = 0.0,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where files go; a new folder in measurements/. A sweep that was ended there goes on.",
+            help="Folder for the files; by default a new one in measurements/. An interrupted "
+            "sweep there is continued.",
             show_default=False,
         ),
     ] = None,
     files: Annotated[
-        bool, typer.Option("--files/--no-files", help="Leave records that `mtrain report` reads.")
+        bool,
+        typer.Option("--files/--no-files", help="Write records for `mtrain report`."),
     ] = True,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object instead of a table.")
     ] = False,
 ) -> None:
-    """Predict the steps of a training on a cluster, for every layout and exchange, on this machine and without a GPU.
+    """Predict training steps on a cluster for every layout and exchange, without a GPU.
 
-    Work is counted exactly, memory is that of `mtrain train --dry-run`. Times come from kernels that were measured and from constants of
-    the cluster, each with its source; best and worst say how far these may be off.
+    Counts work exactly and plans memory as `mtrain train --dry-run` does. Times come from measured
+    kernels and from the cluster's constants, each with its source; best and worst show how far off
+    they may be.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          dense attention, two layouts under three exchanges on 32 GPUs
+          Compare two layouts and three exchanges on 32 GPUs, dense
       [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
-          the same under a synthetic sparse index
-      [cyan]mtrain simulate model=qwen3b seq=1m --cluster h100_4x8 --recommend --tokens 20b --price 2.5[/cyan]
-          which configuration to take, why, how long it trains and for how much
-      [cyan]mtrain simulate model=qwen3b --cluster a100_4x8 --layout striped --sweep "seq=512k,1m nodes=1,2,4,8,16"[/cyan]
-          how it scales; `mtrain report` draws it
-      [cyan]mtrain simulate model=llama8b seq=256k train.global_batch=4 topology.context_parallel=8 --cluster h100_4x8[/cyan]
-          four sequences at once, each on the eight GPUs of a node
-      [cyan]mtrain simulate --index measurements/imbalance-20260101-120000 --cluster h100_4x8[/cyan]
-          the attention of a profile on a cluster that is not here
-      [cyan]mtrain simulate model=qwen3b seq=4m --nodes 128 --cluster my.yaml --exchange hierarchical_ring --no-files[/cyan]
-          1,024 GPUs of your own description
-      [cyan]mtrain simulate --validate measurements/imbalance-20260101-120000 --cluster my.yaml --calibration mine.json[/cyan]
-          how far to trust it: predicted against measured, every step and worker
+          Use a synthetic sparse index
+      [cyan]mtrain simulate model=qwen3b --cluster h100_4x8 --recommend --tokens 20b[/cyan]
+          Recommend a configuration, with reasons, training time and cost
+      [cyan]mtrain simulate model=qwen3b --sweep "seq=512k,1m workers=2,4,8"[/cyan]
+          Predict how it scales; `mtrain report` plots the result
+      [cyan]mtrain simulate seq=256k train.global_batch=4 topology.context_parallel=8[/cyan]
+          Train four sequences at a time, each on the eight GPUs of a node
+      [cyan]mtrain simulate --index measurements/imbalance-x --cluster h100_4x8[/cyan]
+          Predict the attention of a profile on another cluster
+      [cyan]mtrain simulate model=qwen3b seq=4m --cluster my.yaml --nodes 128[/cyan]
+          Use 128 nodes of a cluster that you describe in my.yaml
+      [cyan]mtrain simulate --validate measurements/imbalance-x --cluster my.yaml[/cyan]
+          Compare predictions with measurements, for every step and worker
     """
     from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS
     from mtrain_cli.simulation.cluster import load_cluster
 
-    overrides, cluster = _cluster_named(overrides or [], cluster)
-    layout, exchange = _typed("layout", layout, overrides), _typed("exchange", exchange, overrides)
-    layouts = names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
+    overrides, cluster = _split_cluster(overrides or [], cluster)
+    layout = _compared("layout", layout, overrides)
+    exchange = _compared("exchange", exchange, overrides)
+    layouts = parse_names("--layout", _LAYOUTS if layout is None else layout, LAYOUTS)
     every = ",".join(name for name in EXCHANGES if name != "auto")
-    exchanges = names(
+    exchanges = parse_names(
         "--exchange",
         (every if recommend else _EXCHANGES) if exchange is None else exchange,
         EXCHANGES,
     )
-    if len(names("--kernel", kernel, KERNELS)) > 1:
+    if len(parse_names("--kernel", kernel, KERNELS)) > 1:
         raise ConfigError(f"--kernel {kernel}: give one of {', '.join(KERNELS)}")
-    training, cost = count("--tokens", tokens), dollars("--price", price)
-    asked = SimulateRequest(
+    training, cost = parse_tokens("--tokens", tokens), check_price("--price", price)
+    request = SimulateRequest(
         tuple(overrides or ()),
         index,
-        share("--density", density),
+        parse_share_option("--density", density),
         columns,
         layers,
         kernel,
@@ -277,25 +310,29 @@ def simulate(
         slow,
         jitter,
     )
-    found = load_cluster(cluster, nodes=nodes)
-    if cost is None and found.dollars_per_gpu_hour is not None:
-        cost = found.dollars_per_gpu_hour.value
+    target = load_cluster(cluster, nodes=nodes)
+    if cost is None and target.dollars_per_gpu_hour is not None:
+        cost = target.dollars_per_gpu_hour.value
     if validate:
         from mtrain_cli.commands.simulate_validate import validate as compare
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
 
-        beside = {"--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only, "--tokens": tokens, "--price": price,
-                  "--layout": layout, "--exchange": exchange, "--index": index}  # fmt: skip
-        if ignored := [option for option, value in beside.items() if value]:
+        excluded = {
+            "--sweep": sweep, "--recommend": recommend, "--attention-only": attention_only,
+            "--tokens": tokens, "--price": price, "--layout": layout, "--exchange": exchange,
+            "--index": index,
+        }  # fmt: skip
+        if ignored := [option for option, value in excluded.items() if value]:
             raise ConfigError(
-                f"--validate {validate[0]} and {ignored[0]}: what was measured says that itself; leave {ignored[0]} out"
+                f"--validate {validate[0]} and {ignored[0]}: the measurement determines it; "
+                f"leave {ignored[0]} out"
             )
-        own = own_calibration(calibration)
-        # RUN... after one option: what follows the first stands where overrides would.
+        own = load_user_calibration(calibration)
+        # RUN... after one option: the runs after the first arrive as overrides.
         compare(
             [*map(str, validate), *(overrides or [])],
             prediction or [],
-            found,
+            target,
             own,
             out,
             files=files,
@@ -304,43 +341,46 @@ def simulate(
         return
     if prediction:
         raise ConfigError(
-            f"--prediction {prediction[0]}: is compared with what was measured; give --validate RUN, too"
+            f"--prediction {prediction[0]}: needs a measurement to compare with; add --validate RUN"
         )
-    several = found.nodes > 1 or any(
+    several = target.nodes > 1 or any(
         "nodes=" in word or "gpus_per_node=" in word
         for word in (*(overrides or ()), *(sweep or ()))
     )
     if exchange is None and not several:
-        # Inside a node they are the plain ones.
+        # Within a node, hierarchical exchanges equal the plain ones.
         exchanges = [name for name in exchanges if not name.startswith("hierarchical_")]
-    count_of = _workers(found, workers, asked.words)
+    worker_count = _workers(target, workers, request.words)
     if price and not (tokens or recommend or sweep):
         print(
-            f"mtrain: warning: --price {price}: has no effect without --tokens, which says how much to train",
+            f"mtrain: warning: --price {price}: has no effect without --tokens",
             file=sys.stderr,
         )
-    warn_of_idle(asked.words)
-    if not sweep:  # which may say what the words lack
-        asked.check(count_of)
+    warn_of_unused_settings(request.words)
+    if not sweep:  # a sweep may complete the settings
+        request.check(worker_count)
     if recommend and attention_only:
         raise ConfigError(
-            "--attention-only and --recommend: what is recommended are whole steps; leave one of them out"
+            "--attention-only and --recommend: recommendations are about whole steps; leave one of "
+            "them out"
         )
     job = _SimulateJob(
-        found, asked, layouts, exchanges, count_of, out, files, as_json, training, cost
+        target, request, layouts, exchanges, worker_count, out, files, as_json, training, cost
     )
     if sweep and (recommend or attention_only):
         raise ConfigError(
-            f"--sweep and --{'recommend' if recommend else 'attention-only'}: ask for one of them"
+            f"--sweep and --{'recommend' if recommend else 'attention-only'}: give only one of them"
         )
     alone = attention_only or job.without_a_model
-    if found.gpu.is_cpu and (sweep or recommend or not alone):
+    if target.gpu.is_cpu and (sweep or recommend or not alone):
         raise ConfigError(
-            f"--cluster {cluster}: {found.gpu.name} is a CPU, and steps are predicted of GPUs alone; give --attention-only"
+            f"--cluster {cluster}: {target.gpu.name} is a CPU, and steps are predicted for GPUs "
+            "only; give --attention-only"
         )
     if recompute and (sweep or recommend or not alone):
         raise ConfigError(
-            "--recompute: is for --attention-only; steps recompute what train.activation_checkpoint says"
+            "--recompute: only with --attention-only; steps recompute as "
+            "train.activation_checkpoint says"
         )
     if sweep:
         job.sweep(
@@ -356,16 +396,20 @@ def simulate(
         job.steps()
 
 
-def _cluster_named(words: Sequence[str], option: str | None) -> tuple[list[str], str]:
-    """-> settings, and the cluster: ``cluster=NAME`` says it like a group of settings, which it is not in a training.
+def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str]:
+    """Split ``cluster=NAME``, which is not a setting of a training, from the settings.
+
+    Returns:
+        The other settings, and the cluster.
 
     Raises:
-        ConfigError: it is said twice.
+        ConfigError: two different clusters are given.
     """
     named = [word.partition("=")[2] for word in words if word.startswith("cluster=")]
     if len({*named, *([] if option is None else [option])}) > 1:
         raise ConfigError(
-            f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} says another; give one of them"
+            f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} "
+            "names another; give one of them"
         )
     return [word for word in words if not word.startswith("cluster=")], option or (
         named[0] if named else _CLUSTER
@@ -373,56 +417,61 @@ def _cluster_named(words: Sequence[str], option: str | None) -> tuple[list[str],
 
 
 def _workers(cluster: Cluster, workers: int | None, words: Sequence[str]) -> int:
-    """Raises ConfigError where the cluster has not so many, or they would leave one of its nodes half empty."""
-    from mtrain_cli.simulation.cluster import uneven
+    """Return the number of workers.
 
-    found = cluster.gpus if workers is None else workers
+    Raises:
+        ConfigError: the cluster has fewer GPUs, or one of its nodes would be only partly used.
+    """
+    from mtrain_cli.simulation.cluster import uneven_nodes
+
+    count = cluster.gpus if workers is None else workers
     most, each = min(cluster.gpus, _MOST_WORKERS), cluster.gpus_per_node
-    if not 1 <= found <= most:
+    if not 1 <= count <= most:
         more = (
-            f", or more with --nodes {-(-found // each)}"
-            if most < found <= _MOST_WORKERS and cluster.outer is not None
+            f", or more with --nodes {-(-count // each)}"
+            if most < count <= _MOST_WORKERS and cluster.outer is not None
             else ""
         )
-        alone = (
+        single_node = (
             " on its one node; a100_4x8 and others have several"
-            if most < found and cluster.outer is None
+            if most < count and cluster.outer is None
             else ""
         )
         raise ConfigError(
-            f"--workers {found}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}{alone}"
+            f"--workers {count}: {cluster.name} has {cluster.gpus} GPUs; "
+            f"allowed: 1 to {most}{more}{single_node}"
         )
     virtual = any(word.startswith("topology.gpus_per_node=") for word in words)
-    if not virtual and (why := uneven(cluster, found)):
-        raise ConfigError(f"--workers {found}: {why}")
-    return found
+    if not virtual and (why := uneven_nodes(cluster, count)):
+        raise ConfigError(f"--workers {count}: {why}")
+    return count
 
 
-def _typed(key: str, option: str | None, overrides: Sequence[str]) -> str | None:
-    """What is compared: an option, or the same setting of a training.
+def _compared(key: str, option: str | None, overrides: Sequence[str]) -> str | None:
+    """Return what to compare: an option's value, or the equivalent setting of a training.
 
     Raises:
-        ConfigError: both were given.
+        ConfigError: both are given.
     """
-    found = next(
+    setting = next(
         (word.partition("=")[2] for word in overrides if word.startswith(f"topology.{key}=")), None
     )
-    if found in (None, "auto"):
+    if setting in (None, "auto"):
         return option
     if option is not None:
         raise ConfigError(
-            f"topology.{key}={found}: is compared by --{key} {option} already; leave one of them out"
+            f"topology.{key}={setting}: --{key} {option} compares it already; leave one of them out"
         )
-    return found
+    return setting
 
 
 class _SimulateJob:
-    """One command: what it was asked for, on which cluster."""
+    """One call of the command: a request and the cluster to predict it for."""
 
     def __init__(
         self,
         cluster: Cluster,
-        asked: SimulateRequest,
+        request: SimulateRequest,
         layouts: Sequence[str],
         exchanges: Sequence[str],
         workers: int,
@@ -432,51 +481,47 @@ class _SimulateJob:
         tokens: float | None,
         price: float | None,
     ) -> None:
-        self.cluster, self.asked, self.layouts, self.exchanges, self.workers = (
-            cluster,
-            asked,
-            layouts,
-            exchanges,
-            workers,
-        )
-        self.out, self.files, self.as_json, self.tokens, self.price = (
-            out,
-            files,
-            as_json,
-            tokens,
-            price,
-        )
-        self.began = time.perf_counter()
-        # Workers on a CPU compute in another dtype and with other kernels.
+        self.cluster = cluster
+        self.request = request
+        self.layouts = layouts
+        self.exchanges = exchanges
+        self.workers = workers
+        self.out = out
+        self.files = files
+        self.as_json = as_json
+        self.tokens = tokens
+        self.price = price
+        self.started = time.perf_counter()
+        # CPU workers compute in another dtype and with other kernels.
         if (
             cluster.gpu.is_cpu
             and not self.without_a_model
-            and not any(word.startswith("topology.device=") for word in asked.words)
+            and not any(word.startswith("topology.device=") for word in request.words)
         ):
-            self.asked = replace(asked, words=(*asked.words, "topology.device=cpu"))
+            self.request = replace(request, words=(*request.words, "topology.device=cpu"))
 
     @property
     def without_a_model(self) -> bool:
-        """A recorded index says the shape of attention, and nothing of the rest."""
-        return self.asked.file(self.asked.words) is not None and not any(
-            word.startswith("model=") for word in self.asked.words
+        """Whether only a recorded index is given, which has only the shape of attention."""
+        return self.request.recorded_file() is not None and not any(
+            word.startswith("model=") for word in self.request.words
         )
 
     def steps(self) -> None:
-        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.scenario import check_dealt, evaluate, plan_on
+        from mtrain_cli.simulation.scenario import check_enough_blocks, evaluate, plan_on
         from mtrain_cli.simulation.sweep import row_of
 
         scenario = self._scenario()
-        folder = shown.new_folder(self.out) if self.files else None
-        context = self.asked.context(scenario.config) or self.workers
+        folder = output.new_folder(self.out) if self.files else None
+        context = self.request.context_parallel(scenario.config) or self.workers
         outcomes: list[PredictedScenario] = []
         for number, (layout, exchange) in enumerate(
             itertools.product(self.layouts, self.exchanges)
         ):
-            with self._unfit(exchange):
-                check_dealt(scenario.config, layout, self.workers, context)
+            with self._errors_by_option(exchange):
+                check_enough_blocks(scenario.config, layout, self.workers, context)
                 plan = plan_on(
                     self.cluster,
                     scenario.config,
@@ -489,57 +534,57 @@ class _SimulateJob:
                     evaluate(self.cluster, scenario, plan, number=number, rows=self.files)
                 )
         predictions = [outcome.attention for outcome in outcomes]
-        content = shown.document(
+        rows = [self._with_cost(row) for row in map(row_of, outcomes)]
+        content = output.document(
             self.cluster,
             scenario.calibration,
-            **shown.of_predictions(
-                scenario.problem, predictions, [self._with_cost(o) for o in map(row_of, outcomes)]
-            ),
+            **output.prediction_entries(scenario.problem, predictions, rows),
         )
         if folder is not None:
-            shown.leave(folder, content, predictions)
+            output.write_files(folder, content, predictions)
         if self.as_json:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        shown.print_lines(console, [f"pairs  {self.asked.assumed(scenario.problem.pattern)}"])
+        pairs = self.request.describe_pairs(scenario.problem.pattern)
+        output.print_lines(console, [f"pairs  {pairs}"])
         print_table(
             console,
-            shown.step_table(self.cluster, scenario.problem, outcomes),
-            shown.SPARE_OF_STEPS,
+            output.step_table(self.cluster, scenario.problem, outcomes),
+            output.SPARE_OF_STEPS,
         )
-        say(console, shown.step_legend())
+        say(console, output.step_legend())
         if len(outcomes) > 1 or not outcomes[0].step.fits:
-            shown.print_lines(console, [shown.best_line(outcomes)])
-        shown.print_lines(
-            console, shown.step_lines(shown.told_of(outcomes), self.tokens, self.price)
-        )
-        shown.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
-        self._ended(console, folder)
+            output.print_lines(console, [output.best_line(outcomes)])
+        main = output.main_outcome(outcomes)
+        output.print_lines(console, output.step_lines(main, self.tokens, self.price))
+        output.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
+        self._print_end(console, folder)
 
     def attention(self, recompute: bool) -> None:
-        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.prediction import predict
         from mtrain_cli.simulation.scenario import slowest_group
 
-        asked = self.asked
-        own = own_calibration(asked.calibration)
-        asked.per_node(self.workers)
+        request = self.request
+        own = load_user_calibration(request.calibration)
+        request.per_node(self.workers)
         scenario = None if self.without_a_model else self._scenario()
         if scenario is None:
-            problem, conditions = asked.shape_alone(), asked.conditions(self.workers)
+            problem = request.load_without_model()
+            conditions = request.disturbances(self.workers)
         else:
             problem, conditions = scenario.problem, scenario.conditions
-        folder = shown.new_folder(self.out) if self.files else None
+        folder = output.new_folder(self.out) if self.files else None
         predictions = []
         for number, (layout, exchange) in enumerate(
             itertools.product(self.layouts, self.exchanges)
         ):
-            with self._unfit(exchange):
+            with self._errors_by_option(exchange):
                 setup, kernel, choice = self._group(scenario, layout, exchange)
-                played = partial(
+                predict_group = partial(
                     predict,
                     self.cluster,
                     problem,
@@ -551,44 +596,47 @@ class _SimulateJob:
                     rows=self.files,
                     choice=choice,
                 )
-                predictions.append(slowest_group(conditions, setup.workers, played))
-        content = shown.document(self.cluster, own, **shown.of_predictions(problem, predictions))
+                predictions.append(slowest_group(conditions, setup.workers, predict_group))
+        content = output.document(
+            self.cluster, own, **output.prediction_entries(problem, predictions)
+        )
         if folder is not None:
-            shown.leave(folder, content, predictions)
+            output.write_files(folder, content, predictions)
         if self.as_json:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        shown.print_lines(console, [f"pairs  {asked.assumed(problem.pattern)}"])
+        output.print_lines(console, [f"pairs  {request.describe_pairs(problem.pattern)}"])
         print_table(
             console,
-            shown.attention_table(self.cluster, problem, predictions),
-            shown.SPARE_OF_ATTENTION,
+            output.attention_table(self.cluster, problem, predictions),
+            output.SPARE_OF_ATTENTION,
         )
-        say(console, shown.LEGEND)
-        shown.print_notes(
+        say(console, output.LEGEND)
+        output.print_notes(
             console, (remark for prediction in predictions for remark in prediction.remarks)
         )
-        self._ended(console, folder)
+        self._print_end(console, folder)
 
     def _group(
         self, scenario: Scenario | None, layout: str, exchange: str
     ) -> tuple[ReplaySetup, str | None, ExchangeChoice | None]:
-        """-> what a context group does, with which kernel; with the exchange where it is that of a training step."""
-        from mtrain_cli.simulation.scenario import check_dealt, plan_on, setup_of
+        """Return a context group's setup and kernel, and its exchange in a training step."""
+        from mtrain_cli.simulation.scenario import check_enough_blocks, plan_on, setup_of
         from mtrain_cli.simulation.what_if import ReplaySetup
 
-        per_node = self.asked.per_node(self.workers) or min(
+        per_node = self.request.per_node(self.workers) or min(
             self.cluster.gpus_per_node, self.workers
         )
-        kernel = None if self.asked.kernel == "auto" else self.asked.kernel
+        kernel = None if self.request.kernel == "auto" else self.request.kernel
         if scenario is None:
             return ReplaySetup(layout, exchange, self.workers, per_node), kernel, None
         config = scenario.config
-        context = self.asked.context(config) or self.workers
-        check_dealt(config, layout, self.workers, context)
+        context = self.request.context_parallel(config) or self.workers
+        check_enough_blocks(config, layout, self.workers, context)
         if config.topology.device == "cpu":
-            # There are no steps of processes on a CPU, and attention is what links and kernels of its cluster say.
+            # Steps of CPU processes are not predicted. Attention follows the cluster's links and
+            # kernels.
             if self.workers % context:
                 raise ConfigError(
                     f"topology.context_parallel={context}: must divide the {self.workers} workers"
@@ -610,91 +658,98 @@ class _SimulateJob:
         return setup_of(plan), plan.kernel, plan.exchange
 
     def recommend(self) -> None:
-        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.reporting.terminal_width import print_table
         from mtrain_cli.simulation.recommend import label, recommend
         from mtrain_cli.simulation.sweep import row_of
 
         scenario = self._scenario()
-        if self.asked.slow and self.asked.context(scenario.config) is None:
-            # A rank is one of a group, and groups of different sizes are tried.
+        if self.request.slow and self.request.context_parallel(scenario.config) is None:
+            # A rank belongs to a group, and groups of different sizes are tried.
             raise ConfigError(
-                f"--slow {self.asked.slow}: --recommend tries groups of any size; give topology.context_parallel=N, too, or leave it out"
+                f"--slow {self.request.slow}: --recommend tries groups of any size; add "
+                "topology.context_parallel=N, or leave --slow out"
             )
-        folder = shown.new_folder(self.out) if self.files else None
-        # A setting that was typed is not searched.
+        folder = output.new_folder(self.out) if self.files else None
+        # Settings that the user typed stay fixed.
         given = [
-            word for word in self.asked.words if word.startswith("train.activation_checkpoint=")
+            word for word in self.request.words if word.startswith("train.activation_checkpoint=")
         ]
         kinds = {"recomputations": (scenario.config.train.activation_checkpoint,)} if given else {}
-        with self._unfit(self.exchanges[0]), self._progress("configurations") as told:
-            found = recommend(
+        with (
+            self._errors_by_option(self.exchanges[0]),
+            self._progress("configurations") as progress,
+        ):
+            result = recommend(
                 self.cluster,
                 scenario,
                 self.workers,
                 self.layouts,
                 self.exchanges,
-                progress=told,
+                progress=progress,
                 **kinds,
             )
-        ranked = [{"configuration": label(o.plan), **row_of(o)} for o in found.ranked]
-        content = shown.document(
+        ranked = [{"configuration": label(o.plan), **row_of(o)} for o in result.ranked]
+        content = output.document(
             self.cluster,
             scenario.calibration,
             **(
-                shown.of_predictions(scenario.problem, [found.best.attention], [row_of(found.best)])
-                if found.ranked
+                output.prediction_entries(
+                    scenario.problem, [result.best.attention], [row_of(result.best)]
+                )
+                if result.ranked
                 else {"workers": self.workers}
             ),
             recommended={
                 "ranked": [self._with_cost(row) for row in ranked],
-                "rejected": [{"what": r.what, "why": r.why} for r in found.rejected],
-                "needed": list(found.needed),
-                "lines": list(shown.recommendation_lines(self.cluster, found, scenario.words)),
+                "rejected": [{"what": r.what, "why": r.why} for r in result.rejected],
+                "needed": list(result.needed),
+                "lines": list(output.recommendation_lines(self.cluster, result, scenario.words)),
             },
         )
-        if folder is not None and found.ranked:
-            self._leave_best(folder, content, found.best, scenario)
+        if folder is not None and result.ranked:
+            self._write_best(folder, content, result.best, scenario)
         if self.as_json:
             typer.echo(json.dumps(content, indent=1))
         else:
             console = self._console()
-            shown.print_lines(console, [f"pairs  {self.asked.assumed(scenario.problem.pattern)}"])
-            if found.ranked:
-                fastest = sorted(found.ranked, key=lambda outcome: outcome.step.seconds.value)[:8]
+            pairs = self.request.describe_pairs(scenario.problem.pattern)
+            output.print_lines(console, [f"pairs  {pairs}"])
+            if result.ranked:
+                by_time = sorted(result.ranked, key=lambda outcome: outcome.step.seconds.value)
                 print_table(
                     console,
-                    shown.step_table(self.cluster, scenario.problem, fastest),
-                    shown.SPARE_OF_STEPS,
+                    output.step_table(self.cluster, scenario.problem, by_time[:8]),
+                    output.SPARE_OF_STEPS,
                 )
-                if len(found.ranked) > 8:
-                    console.print(f"and {len(found.ranked) - 8} slower ones that fit")
-            shown.print_lines(console, content["recommended"]["lines"])
-            if found.ranked:
-                shown.print_lines(console, shown.step_lines(found.best, self.tokens, self.price))
-                shown.print_notes(console, found.best.remarks)
-            self._ended(console, folder if found.ranked else None)
-        if not found.ranked:
+                if len(result.ranked) > 8:
+                    console.print(f"and {len(result.ranked) - 8} slower ones that fit")
+            output.print_lines(console, content["recommended"]["lines"])
+            if result.ranked:
+                output.print_lines(console, output.step_lines(result.best, self.tokens, self.price))
+                output.print_notes(console, result.best.remarks)
+            self._print_end(console, folder if result.ranked else None)
+        if not result.ranked:
             raise typer.Exit(1)
 
-    def _leave_best(
+    def _write_best(
         self, folder: Path, content: dict[str, Any], best: PredictedScenario, scenario: Scenario
     ) -> None:
-        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.simulation.scenario import evaluate
 
-        again = evaluate(self.cluster, scenario, best.plan, rows=True, bounds=False)
-        shown.leave(folder, content, [again.attention])
+        with_rows = evaluate(self.cluster, scenario, best.plan, rows=True, bounds=False)
+        output.write_files(folder, content, [with_rows.attention])
 
     def sweep(
         self, texts: Sequence[str], cluster_of: Callable[[int | None], Cluster], workers: int | None
     ) -> None:
-        from mtrain_cli.commands import simulate_output as shown
+        from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.launch.failures import RunError
         from mtrain_cli.profiling.records import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.terminal_width import print_table, say
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.sweep import (
             COLUMNS,
             DENSITY,
@@ -706,42 +761,43 @@ class _SimulateJob:
             shared_remarks,
         )
 
-        if self.asked.slow:
+        if self.request.slow:
             raise ConfigError(
-                f"--slow {self.asked.slow}: which rank that is changes with the points of a --sweep; leave it out"
+                f"--slow {self.request.slow}: a rank means something else at each point of a "
+                "--sweep; leave it out"
             )
         swept = axes(texts)
         if WORKERS in swept and workers is not None:
             raise ConfigError(
-                f"--workers {workers}: --sweep gives workers too; leave one of them out"
+                f"--workers {workers}: --sweep sets workers too; leave one of them out"
             )
         for value in swept.get(NODES, ()):
             cluster_of(int(value))
         for value in swept.get(WORKERS, ()):
             if int(value) > self.cluster.gpus:
                 raise ConfigError(
-                    f"--sweep workers={value}: {self.cluster.name} has {self.cluster.gpus} GPUs; allowed: 1 to {self.cluster.gpus}"
+                    f"--sweep workers={value}: {self.cluster.name} has {self.cluster.gpus} GPUs; "
+                    f"allowed: 1 to {self.cluster.gpus}"
                 )
         todo = points(swept, self.layouts, self.exchanges)
-        folder = shown.new_folder(self.out) if self.files else None
-        own = own_calibration(self.asked.calibration)
-        # A file that was measured again is another one, whatever its name.
-        about = json.dumps([repr(own), repr(self.asked), repr(self.cluster), workers])
-        job = Sweep(todo, cluster_of, self.asked.scenario, workers, about)
-        # Settings are wrong before anything is written.
+        folder = output.new_folder(self.out) if self.files else None
+        own = load_user_calibration(self.request.calibration)
+        # Identifies the sweep by content: a calibration file that was measured again differs.
+        about = json.dumps([repr(own), repr(self.request), repr(self.cluster), workers])
+        job = Sweep(todo, cluster_of, self.request.scenario, workers, about)
+        # Check all settings before anything is written.
         drawn = bool({DENSITY, COLUMNS} & swept.keys())
-        assumed: dict[str, None] = {}
+        pair_lines: dict[str, None] = {}
         for settings in dict.fromkeys(tuple(point.settings) for point in todo):
-            pairs = self.asked.scenario(settings).problem.pattern
-            assumed[
-                self.asked.assumed(CLUSTERED if drawn and pairs == DENSE else pairs, settings)
-            ] = None
+            pairs = self.request.scenario(settings).problem.pattern
+            shown_pairs = CLUSTERED if drawn and pairs == DENSE else pairs
+            pair_lines[self.request.describe_pairs(shown_pairs, settings)] = None
         try:
-            with self._progress("configurations") as told:
+            with self._progress("configurations") as progress:
                 rows = list(
                     job.rows(
                         None if folder is None else folder / SWEEP,
-                        lambda done: told(done, len(todo)),
+                        lambda done: progress(done, len(todo)),
                     )
                 )
         except OSError as error:
@@ -751,34 +807,32 @@ class _SimulateJob:
         rows = [row if "cannot" in row else self._with_cost(row) for row in rows]
         remarks, rows = shared_remarks(rows)
         most = max(row["workers"] for row in rows)
-        content = shown.document(
+        content = output.document(
             self.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows
         )
         if folder is not None:
             sheet([(folder.name, rows)]).write(folder)
-            shown.leave(folder, content)
+            output.write_files(folder, content)
         if self.as_json:
             typer.echo(json.dumps(content, indent=1))
             return
         console = self._console()
-        shown.print_lines(console, (f"pairs  {line}" for line in assumed))
+        output.print_lines(console, (f"pairs  {line}" for line in pair_lines))
         print_table(console, sweep_table(rows), SPARE)
         say(console, LEGEND)
-        shown.print_lines(console, (f"not    {why}" for why in why_not(rows)))
+        output.print_lines(console, (f"not    {why}" for why in why_not(rows)))
         own_remarks = len({remark for row in rows for remark in row.get("remarks", ())})
-        more = (
-            [f"{own_remarks} more of some of these alone: remarks of --json"] if own_remarks else []
-        )
-        shown.print_notes(console, [*remarks, *more])
-        self._ended(console, folder)
+        more = [f"{own_remarks} more remarks on single rows: see --json"] if own_remarks else []
+        output.print_notes(console, [*remarks, *more])
+        self._print_end(console, folder)
 
     def _scenario(self) -> Scenario:
-        found = self.asked.scenario()
-        self.asked.conditions(self.workers)
-        return found
+        scenario = self.request.scenario()
+        self.request.disturbances(self.workers)
+        return scenario
 
     def _with_cost(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row with days and dollars, where they were asked for."""
+        """Return a row with days and dollars, if --tokens is given."""
         if self.tokens is None:
             return row
         seconds = {
@@ -803,8 +857,8 @@ class _SimulateJob:
         }
 
     @contextmanager
-    def _unfit(self, exchange: str) -> Iterator[None]:
-        """Configurations that cannot be are told by their options."""
+    def _errors_by_option(self, exchange: str) -> Iterator[None]:
+        """Report impossible configurations under the option that asked for them."""
         from mtrain_cli.simulation.what_if import InvalidSetup
 
         try:
@@ -822,7 +876,7 @@ class _SimulateJob:
 
     @contextmanager
     def _progress(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """A bar on stderr, where somebody may look at it."""
+        """Show a progress bar if stderr is a terminal."""
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -839,7 +893,7 @@ class _SimulateJob:
             *columns, console=console, transient=True, disable=not sys.stderr.isatty()
         ) as bar:
             task = bar.add_task(what)
-            yield lambda done, of: bar.update(task, completed=done, total=of)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
 
     @staticmethod
     def _console() -> Console:
@@ -847,8 +901,8 @@ class _SimulateJob:
 
         return Console(highlight=False, soft_wrap=True)
 
-    def _ended(self, console: Console, folder: Path | None) -> None:
-        console.print(f"took   {time.perf_counter() - self.began:.1f} s")
+    def _print_end(self, console: Console, folder: Path | None) -> None:
+        console.print(f"took   {time.perf_counter() - self.started:.1f} s")
         if folder is not None:
             from mtrain_cli.simulation.validation import digest
 

@@ -1,4 +1,4 @@
-"""What `mtrain simulate` was asked for: settings and options -> which training computes which pairs."""
+"""The request of `mtrain simulate`: turn settings and options into a training and its pairs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,16 @@ _UNITS = {"b": 10**9, "t": 10**12}
 
 @dataclass(frozen=True)
 class SimulateRequest:
-    """Options as they were typed; None where one was not."""
+    """The settings and options as typed; None for an option that was not given.
+
+    words: settings, such as model=qwen3b.
+    index: a file, a folder, or the name of a family of synthetic indices.
+    density: share of the causal blocks that slashes fill.
+    columns: per head.
+    layers: number of layers with an index of their own.
+    slow: RANK=X,..., the factors by which ranks are slower.
+    jitter: standard deviation of the logarithm of message times.
+    """
 
     words: tuple[str, ...]
     index: str | None
@@ -37,44 +46,53 @@ class SimulateRequest:
     def scenario(
         self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
     ) -> Scenario:
-        """extra, density, columns: of a point of a sweep, instead of those that were typed.
+        """Compose the training to predict.
+
+        Args:
+            extra, density, columns: values of a sweep's point, which replace the typed ones.
 
         Raises:
             ConfigError: a setting or an option is wrong.
         """
         from mtrain_cli.config.compose import compose
-        from mtrain_cli.simulation.calibration import own_calibration
+        from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         words = [*self.words, *extra]
         for word in words:
             _check_workers(word)
-        if recorded := self.file(words):
-            problem = self.recorded(recorded, words, density, columns)
-            more = _as_recorded(problem, words, pattern_words(problem.pattern))
+        if file := self.recorded_file():
+            problem = self.load_recorded(file, words, density, columns)
+            more = _recorded_settings(problem, words, pattern_words(problem.pattern))
             config = compose([*words, *more])
             if len(problem.masks) != config.train.micro_batch:
                 raise ConfigError(
-                    f"train.micro_batch={config.train.micro_batch}: --index {recorded} holds {len(problem.masks)} sequences"
+                    f"train.micro_batch={config.train.micro_batch}: --index {file} holds "
+                    f"{len(problem.masks)} sequences"
                 )
             if problem.layers[-1] >= config.model.num_layers:
                 raise ConfigError(
-                    f"model.num_layers={config.model.num_layers}: --index {recorded} holds layer {problem.layers[-1]}; is of another model"
+                    f"model.num_layers={config.model.num_layers}: --index {file} holds layer "
+                    f"{problem.layers[-1]}, so it is from another model"
                 )
         else:
             config = compose(words)
-            pairs = self.pairs(words, config, density, columns)
+            pairs = self.pair_source(words, config, density, columns)
             more = [] if _own_sparsity(words, config) else pairs.sparsity()
             config = compose([*words, *more]) if more else config
             problem = pairs.problem(config)
         return Scenario(
             config, problem, None if self.kernel == "auto" else self.kernel,
-            own_calibration(self.calibration),
-            self.conditions(), (*words, *more),
+            load_user_calibration(self.calibration),
+            self.disturbances(), (*words, *more),
         )  # fmt: skip
 
     def check(self, workers: int) -> None:
-        """Raises ConfigError where settings or slow ranks are wrong in themselves: at once, before anything heavy is imported."""
+        """Check settings and slow ranks before anything heavy is imported.
+
+        Raises:
+            ConfigError: one of them is wrong.
+        """
         from mtrain_cli.config.compose import compose
 
         for word in self.words:
@@ -82,18 +100,25 @@ class SimulateRequest:
         compose(list(self.words))
         self.slow_ranks(workers)
 
-    def context(self, config: Config) -> int | None:
+    def context_parallel(self, config: Config) -> int | None:
+        """Return ``topology.context_parallel``, or None for auto."""
         given = config.topology.context_parallel
         return given if isinstance(given, int) else None
 
-    def pairs(
+    def pair_source(
         self,
         words: Sequence[str],
         config: Config,
         density: float | None = None,
         columns: int | None = None,
     ) -> PairSource:
-        """Of a name, or of the sparsity that the settings ask for, which is dense by default; --density and --columns ask for a family."""
+        """Return the source of the pairs: the index's name, else the settings' sparsity.
+
+        --density and --columns ask for a synthetic family.
+
+        Raises:
+            ConfigError: options and settings contradict each other.
+        """
         from mtrain_cli.simulation.families import FAMILIES
         from mtrain_cli.simulation.scenario import PairSource
 
@@ -101,7 +126,7 @@ class SimulateRequest:
         columns = self.columns if columns is None else columns
         pattern = config.sparsity.pattern if _own_sparsity(words, config) else None
         if pattern is None and self.index is None and density is None and columns is None:
-            pattern = DENSE  # the default of a training
+            pattern = DENSE  # a training's default
         layers = self._layers(config)
         if (
             self.index is not None
@@ -113,29 +138,32 @@ class SimulateRequest:
             )
         if self.index == FIXED and pattern != FIXED:
             raise ConfigError(
-                "--index fixed: is that of sparsity=fixed; give it, with its keys, or leave --index out"
+                "--index fixed: needs sparsity=fixed with its keys; give it, or leave --index out"
             )
         if self.index == DENSE or (self.index is None and pattern == DENSE):
             for option, value in (("--density", density), ("--columns", columns)):
                 if value is not None:
                     raise ConfigError(
-                        f"{option} {value:g}: dense attention leaves no pair out; leave it out"
+                        f"{option} {value:g}: has no effect on dense attention; leave it out"
                     )
             return PairSource(DENSE, layers=layers)
         if pattern in ("moba", "xattention"):
             raise ConfigError(
-                f"sparsity={pattern}: there are no synthetic lists of blocks; give --index FILE of a profile of such a training"
+                f"sparsity={pattern}: there are no synthetic block lists; give --index FILE from "
+                "a profile of such a training"
             )
         if pattern == FIXED and self.index in (None, FIXED):
             for option, value in (("--density", density), ("--columns", columns)):
                 if value is not None:
                     raise ConfigError(
-                        f"{option} {value:g}: sparsity=fixed says it itself, as sparsity.density, sparsity.slashes and sparsity.columns"
+                        f"{option} {value:g}: sparsity=fixed has its own keys: sparsity.density, "
+                        "sparsity.slashes and sparsity.columns"
                     )
             return PairSource(FIXED, layers=layers)
         if pattern == FIXED and self.index in FAMILIES:
             raise ConfigError(
-                f"--index {self.index}: contradicts sparsity=fixed, which draws its own lines; leave one of them out"
+                f"--index {self.index}: contradicts sparsity=fixed, which draws its own index; "
+                "leave one of them out"
             )
         if columns is None:
             columns = COLUMNS
@@ -164,28 +192,32 @@ class SimulateRequest:
             index, DENSITY if density is None else density, columns, layers, fewest, most
         )
 
-    def assumed(self, pairs: str, extra: Sequence[str] = ()) -> str:
-        """One line: which pairs a prediction takes to be computed, and what would change that. pairs: what they are called. extra: settings
-        of a point of a sweep.
+    def describe_pairs(self, pairs: str, extra: Sequence[str] = ()) -> str:
+        """Return a line that says which pairs the prediction assumes, and how to change that.
+
+        Args:
+            pairs: name of the pairs' pattern.
+            extra: settings of a sweep's point.
         """
         from mtrain_cli.config.compose import compose
 
-        if (recorded := self.file(self.words)) is not None:
-            return f"recorded in {recorded} ({pairs})"
+        if (file := self.recorded_file()) is not None:
+            return f"recorded in {file} ({pairs})"
         if pairs == DENSE:
             default = self.index is None and not _sparsity([*self.words, *extra])
             why = (
-                ", the default of mtrain train; sparsity=, --density or --index ask for fewer"
+                ", the default of mtrain train; use sparsity=, --density or --index for fewer"
                 if default
                 else ""
             )
             return f"dense: all causal pairs, each sequence one document{why}"
         if pairs == FIXED:
-            return "as sparsity=fixed draws them, each sequence one document"
-        asked = compose([*self.words, *extra]).sparsity.pattern
-        of = f" for sparsity={asked}" if asked != DENSE else ""
+            return "as drawn by sparsity=fixed, each sequence one document"
+        trained = compose([*self.words, *extra]).sparsity.pattern
+        purpose = f" for sparsity={trained}" if trained != DENSE else ""
         return (
-            f"synthetic ({pairs}){of}, each sequence one document; --index takes those of a profile"
+            f"synthetic ({pairs}){purpose}, each sequence one document; use --index for those of "
+            "a profile"
         )
 
     def _layers(self, config: Config) -> int:
@@ -196,8 +228,8 @@ class SimulateRequest:
             )
         return self.layers or 1
 
-    def file(self, words: Sequence[str]) -> Path | None:  # noqa: ARG002
-        """index.npz, where that is what --index names."""
+    def recorded_file(self) -> Path | None:
+        """Return the index.npz that --index names, or None if it names no file."""
         if self.index is None or self.index in (DENSE, FIXED):
             return None
         from mtrain_cli.simulation.families import FAMILIES
@@ -206,38 +238,47 @@ class SimulateRequest:
             return None
         path = Path(self.index).expanduser()
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
-        found = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if found is None:
+        file = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if file is None:
             allowed = ", ".join((DENSE, *FAMILIES, FIXED))
             raise ConfigError(
-                f"--index {self.index}: is neither a file nor a folder with index.npz; allowed besides: {allowed}"
+                f"--index {self.index}: is neither a file nor a folder with index.npz; "
+                f"also allowed: {allowed}"
             )
-        return found
+        return file
 
-    def shape_alone(self) -> AttentionWorkload:
-        """The indices of a profile, where no model was named.
+    def load_without_model(self) -> AttentionWorkload:
+        """Load a profile's indices if no model is named.
 
         Raises:
-            ConfigError: a setting says what the shape of attention does not, and would be ignored.
+            ConfigError: a setting would have no effect, since only the shape of attention is known.
         """
         for word in self.words:
             key = word.partition("=")[0]
             if key not in _OF_SHAPE and not key.startswith("model."):
                 raise ConfigError(
-                    f"{word}: --index {self.index} without model= says the shape of attention alone; give model=, too"
+                    f"{word}: --index {self.index} without model= gives only the shape of "
+                    "attention; add model="
                 )
-        file = self.file(self.words)
+        file = self.recorded_file()
         assert file is not None
-        return self.recorded(file, self.words)
+        return self.load_recorded(file, self.words)
 
-    def recorded(
+    def load_recorded(
         self,
         file: Path,
         words: Sequence[str],
         density: float | None = None,
         columns: int | None = None,
     ) -> AttentionWorkload:
-        """The indices of a profile. density, columns: of a point of a sweep, which such indices have not."""
+        """Load a profile's indices.
+
+        Args:
+            density, columns: values of a sweep's point, which a recorded index does not allow.
+
+        Raises:
+            ConfigError: the file's shape or layers do not match the settings and options.
+        """
         from mtrain_cli.profiling.index_file import load_indices
         from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
@@ -250,25 +291,30 @@ class SimulateRequest:
         ):
             if value is not None:
                 raise ConfigError(
-                    f"{option} {value:g}: --index {file} has pairs of its own; leave one of them out"
+                    f"{option} {value:g}: --index {file} has its own pairs; leave one of them out"
                 )
         recorded = load_indices(file)
-        made = recorded.setup
+        setup = recorded.setup
         if words:
-            _compare(words, file, made)
+            _compare(words, file, setup)
         pattern = recorded.patterns[0]
-        there = recorded.layers(pattern)
-        if self.layers is not None and self.layers > len(there):
+        available = recorded.layers(pattern)
+        if self.layers is not None and self.layers > len(available):
             raise ConfigError(
-                f"--layers {self.layers}: {file} holds {len(there)} layers of {pattern}; allowed: 1 to {len(there)}"
+                f"--layers {self.layers}: {file} holds {len(available)} layers of {pattern}; "
+                f"allowed: 1 to {len(available)}"
             )
         return AttentionWorkload(
-            made, recorded.masks, there[: self.layers or len(there)], lambda layer: index_of(recorded, pattern, layer), pattern,
-            made.columns.get(pattern, -1),
-        )  # fmt: skip
+            setup,
+            recorded.masks,
+            available[: self.layers or len(available)],
+            lambda layer: index_of(recorded, pattern, layer),
+            pattern,
+            setup.columns.get(pattern, -1),
+        )
 
     def per_node(self, workers: int) -> int | None:
-        """Workers of a node, real or virtual, where the settings say it."""
+        """Return the workers per real or virtual node if the settings give them, else None."""
         given = next(
             (
                 word.partition("=")[2]
@@ -282,18 +328,23 @@ class SimulateRequest:
         if not given.isdigit() or not int(given) or workers % int(given):
             divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
             raise ConfigError(
-                f"topology.gpus_per_node={given}: must divide the {workers} workers; possible are auto, {divisors}"
+                f"topology.gpus_per_node={given}: must divide the {workers} workers; "
+                f"allowed: auto, {divisors}"
             )
         return int(given)
 
-    def conditions(self, workers: int | None = None) -> Disturbances:
-        """workers: in all; None where that is not known yet."""
+    def disturbances(self, workers: int | None = None) -> Disturbances:
+        """Return slow ranks and jitter. workers: number of workers; None if unknown so far."""
         from mtrain_cli.simulation.timeline import Disturbances
 
         return Disturbances(slow=self.slow_ranks(workers), jitter=self.jitter)
 
     def slow_ranks(self, workers: int | None) -> dict[int, float]:
-        """As `conditions`: how many times as long each computes. Raises ConfigError where these cannot be."""
+        """Return each slow rank's factor.
+
+        Raises:
+            ConfigError: a rank or a factor is out of range.
+        """
         if not 0 <= self.jitter <= 2:
             raise ConfigError(f"--jitter {self.jitter:g}: must be between 0 and 2")
         ranks: dict[int, float] = {}
@@ -307,14 +358,14 @@ class SimulateRequest:
                 allowed = f"0 to {workers - 1}" if workers is not None else "0 and above"
                 raise ConfigError(f"--slow {word}: there is no rank {rank}; allowed: {allowed}")
             if not 0.1 <= ranks[int(rank)] <= 100:
-                raise ConfigError(f"--slow {word}: a rank may take 0.1 to 100 times as long")
+                raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
         return ranks
 
 
 def _check_workers(word: str) -> None:
     if word.startswith("topology.workers=") and not word.endswith("=auto"):
         raise ConfigError(
-            f"{word}: how many GPUs there are is what --workers, --nodes or --sweep workers= say; leave it out"
+            f"{word}: --workers, --nodes or --sweep workers= set the number of GPUs; leave it out"
         )
 
 
@@ -323,48 +374,52 @@ def _sparsity(words: Sequence[str]) -> bool:
 
 
 def _own_sparsity(words: Sequence[str], config: Config) -> bool:
-    """Whether the settings, such as a recipe, say which pairs are computed."""
+    """Return whether the settings, or a recipe among them, choose a pattern."""
     return _sparsity(words) or config.sparsity.pattern != DENSE
 
 
-def _as_recorded(
+def _recorded_settings(
     problem: AttentionWorkload, words: Sequence[str], pattern: Sequence[str]
 ) -> list[str]:
-    """Settings that a recording says, where nothing else was typed. pattern: of its name."""
+    """Return the settings that a recording implies and the user did not type."""
     index = problem.index(problem.layers[0])
     typed = {word.partition("=")[0] for word in words}
-    found = [] if "sparsity" in typed else list(pattern)
-    if found and index is not None:
-        found.append(f"sparsity.block={index.block}")
-    found.append(f"topology.block_size={problem.made.block_size}")
-    return [word for word in found if word.partition("=")[0] not in typed]
+    settings = [] if "sparsity" in typed else list(pattern)
+    if settings and index is not None:
+        settings.append(f"sparsity.block={index.block}")
+    settings.append(f"topology.block_size={problem.made.block_size}")
+    return [word for word in settings if word.partition("=")[0] not in typed]
 
 
-def _compare(words: Sequence[str], file: Path, made: Any) -> None:
-    """Raises ConfigError where settings say another shape than the file was recorded with."""
+def _compare(words: Sequence[str], file: Path, setup: Any) -> None:
+    """Compare the settings with the shape that the file was recorded with.
+
+    Raises:
+        ConfigError: they differ.
+    """
     from mtrain_cli.config.compose import compose
 
     config = compose(list(words))
-    said = {
-        "seq": (config.seq, made.seq),
-        "model.num_heads": (config.model.num_heads, made.heads),
-        "model.num_kv_heads": (config.model.num_kv_heads, made.kv_heads),
-        "model.head_dim": (config.model.head_dim, made.head_dim),
+    shapes = {
+        "seq": (config.seq, setup.seq),
+        "model.num_heads": (config.model.num_heads, setup.heads),
+        "model.num_kv_heads": (config.model.num_kv_heads, setup.kv_heads),
+        "model.head_dim": (config.model.head_dim, setup.head_dim),
     }
     wrong = [
-        f"{key}={mine}: --index {file} was recorded with {its}; leave it out"
-        for key, (mine, its) in said.items()
-        if mine != its
+        f"{key}={ours}: --index {file} was recorded with {theirs}; leave it out"
+        for key, (ours, theirs) in shapes.items()
+        if ours != theirs
     ]
     if wrong:
         raise ConfigError(*wrong)
 
 
-def count(option: str, text: str | None) -> float | None:
-    """Tokens of a training: 500m, 20b (10^9) or 1t (10^12); k and m as everywhere, 1024 and 1024^2.
+def parse_tokens(option: str, text: str | None) -> float | None:
+    """Parse tokens to train on: 500m, 20b (10^9) or 1t (10^12); k = 1024 and m = 1024^2.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: not such a number.
     """
     from mtrain_cli.config.sizes import parse_size
 
@@ -372,7 +427,7 @@ def count(option: str, text: str | None) -> float | None:
         return None
     try:
         unit = _UNITS.get(text[-1:].lower())
-        found = (
+        parsed = (
             float(text[:-1]) * unit
             if unit
             else float(text)
@@ -380,16 +435,17 @@ def count(option: str, text: str | None) -> float | None:
             else float(parse_size(text))
         )
     except ValueError:
-        found = float("nan")
-    if not 1 <= found < 1e18:
+        parsed = float("nan")
+    if not 1 <= parsed < 1e18:
         raise ConfigError(
-            f"{option} {text}: expected a number of tokens such as 20b (b = 10^9, t = 10^12) or 512m"
+            f"{option} {text}: expected a number of tokens such as 20b (b = 10^9, t = 10^12) or "
+            "512m"
         )
-    return found
+    return parsed
 
 
-def dollars(option: str, value: float | None) -> float | None:
-    """Raises ConfigError where it is no price."""
+def check_price(option: str, value: float | None) -> float | None:
+    """Return a price in dollars per GPU and hour. Raise ConfigError if it is out of range."""
     if value is not None and not 0 <= value < 1e6:
-        raise ConfigError(f"{option} {value:g}: expected dollars of a GPU and hour, at least 0")
+        raise ConfigError(f"{option} {value:g}: expected dollars per GPU and hour, at least 0")
     return value

@@ -1,4 +1,4 @@
-"""What `mtrain simulate` prints and leaves in files."""
+"""The terminal output and the files of `mtrain simulate`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
 
 DENSE = "dense"
 LEGEND = (
-    "ms: attention of a layer, the slowest worker, mean over layers; best and worst by the bounds of the constants. worker, step: "
-    "imbalance degrees of time, of work in brackets, largest over mean. late: waits for slower workers. exposed: transfer that nothing "
-    "hid, by link."
+    "ms: attention of a layer on the slowest worker, mean over layers. best, worst: by the bounds "
+    "of the constants. worker, step: imbalance degrees of time, largest over mean, and of work in "
+    "brackets. late: waits for slower workers. exposed: transfers that nothing hid, by link."
 )
 _STEPS = (
-    "s / step: one optimizer step; best and worst by the bounds of the constants. MFU, HFU: shares of the peak by what the model asks for, "
-    "and by what is computed. waits: for slower workers, for links to carry keys and values, and to carry weights and gradients. worker, "
-    "step: imbalance degrees of the work of attention, largest over mean. GiB: of a GPU, as `mtrain train --dry-run` has it. all_gather in "
-    "N: parts of the heads, each on its way while the one before is computed."
+    "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
+    "the peak FLOP/s, by the model's FLOP and by all that are computed. waits: for slower workers, "
+    "for transfers of keys and values, and for transfers of weights and gradients. worker, step: "
+    "imbalance degrees of attention work, largest over mean. GiB: per GPU, as planned by "
+    "`mtrain train --dry-run`. all_gather in N: gathers N head groups, each while the previous one "
+    "is computed."
 )
 
 
-# What a narrow terminal does without, in this order.
+# Columns that a narrow terminal omits, in this order.
 SPARE_OF_STEPS = ("waits s", "step", "MFU", "worker", "best - worst", "HFU", "data x context")
 SPARE_OF_ATTENTION = (
     "late ms",
@@ -49,8 +51,8 @@ SPARE_OF_ATTENTION = (
     "best - worst",
 )
 _PROBE = ".mtrain"
-_NAMED = 3  # guesses of a kind in one line
-_LABEL = len("note   ")  # what lines begin with
+_NAMED = 3  # constants named in one line
+_LABEL = len("note   ")  # width of the label that begins each line
 
 
 def step_legend() -> str:
@@ -68,20 +70,21 @@ def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers:
 def attention_table(
     cluster: Cluster, problem: AttentionWorkload, predictions: Sequence[Prediction]
 ) -> Table:
-    """Of the attention of a layer."""
+    """Return the table of predictions of a layer's attention; the fastest is bold."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.parallel.exchange_selection import short_label
 
     layers = f"{len(problem.layers)} layer{'s' * (len(problem.layers) > 1)}"
-    heading = f"{title(cluster, problem, predictions[0].facts['density'], predictions[0].setup.workers)}, {layers}: predicted"
+    density, workers = predictions[0].facts["density"], predictions[0].setup.workers
+    heading = f"{title(cluster, problem, density, workers)}, {layers}: predicted"
     table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layout", "exchange", "kernel"):
         table.add_column(name)
     for name in (
         *predictions[0].passes,
-        "all, ms a layer",
+        "all, ms per layer",
         "best - worst",
         "worker",
         "step",
@@ -93,24 +96,26 @@ def attention_table(
     fastest = min(predictions, key=lambda p: p.duration.value)
     for p in predictions:
         links: dict[str, float] = {}
-        for of_pass in p.passes.values():
-            for link, ms in of_pass.exposed.items():
+        for attention_pass in p.passes.values():
+            for link, ms in attention_pass.exposed.items():
                 links[link] = links.get(link, 0.0) + ms
         both = [p.passes[name] for name in ("forward", "backward")]
         degrees = [
-            f"{sum(getattr(b.time, name) for b in both) / 2:.2f} ({sum(getattr(b.work, name) for b in both) / 2:.2f})"
+            f"{sum(getattr(b.time, name) for b in both) / 2:.2f} "
+            f"({sum(getattr(b.work, name) for b in both) / 2:.2f})"
             for name in ("worker", "step")
         ]
+        busy_ms = sum(b.computed * b.duration.value for b in both)
         table.add_row(
             p.setup.layout,
-            brief(p.exchange),
+            short_label(p.exchange),
             p.kernel,
-            *(f"{of_pass.duration.value:.2f}" for of_pass in p.passes.values()),
+            *(f"{one.duration.value:.2f}" for one in p.passes.values()),
             f"{p.duration.value:.2f}",
             f"{p.duration.low:.1f} - {p.duration.high:.1f}",
             *degrees,
-            f"{sum(b.computed * b.duration.value for b in both) / sum(b.duration.value for b in both):.2f}",
-            f"{sum(of_pass.late for of_pass in p.passes.values()):.2f}",
+            f"{busy_ms / sum(b.duration.value for b in both):.2f}",
+            f"{sum(one.late for one in p.passes.values()):.2f}",
             ", ".join(f"{link} {ms:.2f}" for link, ms in links.items() if ms >= 0.005) or "none",
             style="bold" if p is fastest and len(predictions) > 1 else None,
         )
@@ -120,17 +125,17 @@ def attention_table(
 def step_table(
     cluster: Cluster, problem: AttentionWorkload, outcomes: Sequence[PredictedScenario]
 ) -> Table:
-    """Of whole steps; the fastest that fits is bold."""
+    """Return the table of predicted steps; the fastest that fits is bold."""
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from mtrain_cli.parallel.exchange_selection import brief
+    from mtrain_cli.parallel.exchange_selection import short_label
     from mtrain_cli.reporting.terminal_width import number
 
-    one = outcomes[0]
-    environment, train = one.plan.environment, one.plan.config.train
-    density = one.attention.facts["density"]
-    batch = f"{train.global_batch} sequence{'s' * (train.global_batch > 1)} a step"
+    first = outcomes[0]
+    environment, train = first.plan.environment, first.plan.config.train
+    density = first.attention.facts["density"]
+    batch = f"{train.global_batch} sequence{'s' * (train.global_batch > 1)} per step"
     heading = f"{title(cluster, problem, density, environment.workers)}, {batch}: predicted"
     table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     grouped = any(o.plan.environment.dp > 1 for o in outcomes)
@@ -143,7 +148,7 @@ def step_table(
         *(("recompute",) if recomputed else ()),
     ):
         table.add_column(name)
-    dense = one.dense
+    dense = first.dense
     shares = ("MFU", "HFU") if dense else ("HFU",)
     if len(set(kept)) > 1:
         table.add_column("keep_mlp", justify="right")
@@ -170,7 +175,7 @@ def step_table(
         waits = " + ".join(f"{step.parts[name]:.2f}" for name in ("late", "links", "weights"))
         table.add_row(
             o.layout,
-            brief(o.plan.exchange.label),
+            short_label(o.plan.exchange.label),
             *((f"{o.plan.environment.dp} x {o.context}",) if grouped else ()),
             *((o.plan.config.train.activation_checkpoint,) if recomputed else ()),
             *((str(layers),) if len(set(kept)) > 1 else ()),
@@ -194,8 +199,8 @@ def step_table(
     return table
 
 
-def told_of(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
-    """The one of which most is told: the fastest that fits, or what needs least."""
+def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
+    """Return the outcome to describe in detail: the fastest that fits, or the smallest."""
     fitting = [o for o in outcomes if o.step.fits]
     return (
         min(fitting, key=lambda o: o.step.seconds.value)
@@ -205,26 +210,29 @@ def told_of(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
 
 
 def best_line(outcomes: Sequence[PredictedScenario]) -> str:
-    """Which of several to take, and by how much; what else could be tried."""
+    """Return which outcome to take, by how much it is faster, and what else to try."""
     from mtrain_cli.simulation.recommend import CLOSE
 
     fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
     if not fitting:
-        return "best   none of these fits; --recommend tries what needs less memory, or says what would fit"
+        return (
+            "best   none of these fits; --recommend tries settings that need less memory, or says "
+            "what would fit"
+        )
     best = fitting[0]
-    said = f"best   {best.layout} {best.plan.exchange.label}"
+    line = f"best   {best.layout} {best.plan.exchange.label}"
     if len(fitting) > 1:
         gap = fitting[1].step.seconds.value / best.step.seconds.value - 1
-        said += f", {gap:.1%} faster than the next" + (
-            ": less than the prediction can tell apart, so measure both" if gap < CLOSE else ""
+        line += f", {gap:.1%} faster than the next" + (
+            ": too close for the prediction to tell, so measure both" if gap < CLOSE else ""
         )
-    return f"{said}; --recommend also tries context groups, recomputation and train.keep_mlp"
+    return f"{line}; --recommend also tries context groups, recomputation and train.keep_mlp"
 
 
 def step_lines(
     outcome: PredictedScenario, tokens: float | None, price: float | None
 ) -> Iterable[str]:
-    """Where the time of a step goes, memory by part, and what a training takes."""
+    """Yield lines on the time of a step by part, on memory by part, and on a training's cost."""
     from mtrain_cli.simulation.recommend import usable
     from mtrain_cli.training.memory import GIB
 
@@ -236,32 +244,43 @@ def step_lines(
         for name, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 5e-4
     )
-    yield f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weights hidden"
+    yield (
+        f"time   {outcome.layout} {plan.exchange.label}: {listed}; {step.hidden:.2f} s of weight "
+        "transfers hidden"
+    )
     memory = plan.memory
     parts = {
         **{name.replace("_", " "): size for name, size in memory.peak.parts.items()},
         "CUDA and NCCL": memory.reserve,
     }
-    of = (plan.capacity or 0) / 2**30
-    said = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20)
-    fits = f" ({usable(plan):.1f} can be used)"
-    yield f"memory {memory.total / 2**30:.2f} GiB of {of:.1f}{fits} at its peak, the {memory.peak.name}: {said}"
+    capacity = (plan.capacity or 0) / 2**30
+    listed = ", ".join(
+        f"{name} {size / 2**30:.2f}" for name, size in parts.items() if size >= 2**20
+    )
+    yield (
+        f"memory {memory.total / 2**30:.2f} GiB of {capacity:.1f} ({usable(plan):.1f} usable) at "
+        f"its peak, the {memory.peak.name}: {listed}"
+    )
     if memory.host:
         saving = (
-            f", {memory.saving / GIB:.2f} more while a checkpoint is written"
-            if memory.saving
-            else ""
+            f", {memory.saving / GIB:.2f} more while saving a checkpoint" if memory.saving else ""
         )
-        yield f"host   {memory.host / GIB:.2f} GiB for each GPU{saving}, of {plan.host_share / GIB:.1f} that can be used"
+        yield (
+            f"host   {memory.host / GIB:.2f} GiB per GPU{saving}, of {plan.host_share / GIB:.1f} "
+            "usable"
+        )
     if tokens is None:
         return
     days = step.days(tokens)
     text = f"train  {tokens:.3g} tokens on {plan.environment.workers} GPUs: {_days(days)}"
     if price is None:
-        yield f"{text}; cost unknown, --price X gives the dollars of a GPU and hour"
+        yield f"{text}; cost unknown, give --price X in dollars per GPU and hour"
         return
     cost = step.dollars(tokens, price)
-    yield f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} a GPU and hour"
+    yield (
+        f"{text}; ${cost.value:,.0f} (${cost.low:,.0f} - ${cost.high:,.0f}) at ${price:g} per GPU "
+        "and hour"
+    )
 
 
 def _days(days: BoundedTime) -> str:
@@ -276,7 +295,7 @@ def _days(days: BoundedTime) -> str:
 
 
 def _layers_with_products(plan: RunPlan) -> int:
-    """Layers that keep what the products of their MLP gave: all, where nothing is computed again, nor in tiles."""
+    """Return how many layers keep their MLP products: all, if nothing is recomputed or tiled."""
     from mtrain_cli.model.tiling import layers_with_products, tile_rows
 
     model, train = plan.config.model, plan.config.train
@@ -296,24 +315,24 @@ def _layers_with_products(plan: RunPlan) -> int:
 
 
 def recommendation_lines(
-    cluster: Cluster, found: Recommendation, words: Sequence[str]
+    cluster: Cluster, result: Recommendation, words: Sequence[str]
 ) -> Iterable[str]:
-    """The best and the runner-up with reasons, what was rejected, and what to type."""
+    """Yield the best and the runner-up with reasons, the command to run, and what was rejected."""
     from mtrain_cli.simulation.recommend import label, memory_settings, place, reasons
     from mtrain_cli.simulation.scenario import train_line
 
-    if not found.ranked:
-        yield f"nothing fits {cluster.name}{_least(found)}. What would:"
-        yield from (f"  {line}" for line in found.needed)
+    if not result.ranked:
+        yield f"nothing fits {cluster.name}{_smallest(result)}. What would fit:"
+        yield from (f"  {line}" for line in result.needed)
     else:
-        best, others = found.best, found.ranked[1:]
+        best, others = result.best, result.ranked[1:]
         train = best.plan.config.train
         yield f"best   {label(best.plan)}: {_figures(best)}"
         if others:
             other = (
                 ""
                 if place(others[0]) == place(best)
-                else "; the fastest of another layout, exchange or context group"
+                else "; the fastest with another layout, exchange or context group"
             )
             yield f"next   {label(others[0].plan)}: {_figures(others[0])}{other}"
             yield "why    " + "; ".join(reasons(best, others[0], words))
@@ -326,31 +345,36 @@ def recommendation_lines(
         }
         yield f"type   {train_line(cluster, best.plan, words, changes)}"
     by_reason: dict[str, list[str]] = {}
-    for rejected in found.rejected:
+    for rejected in result.rejected:
         by_reason.setdefault(rejected.why, []).append(rejected.what)
-    yield from (f"not    {_some(what)}: {why}" for why, what in by_reason.items())
+    yield from (f"not    {_first_few(names)}: {why}" for why, names in by_reason.items())
 
 
-def _least(found: Recommendation) -> str:
-    """How much the configuration that lacks least needs."""
+def _smallest(result: Recommendation) -> str:
+    """Return how much memory the smallest configuration needs."""
     from mtrain_cli.simulation.recommend import label, usable
     from mtrain_cli.training.memory import GIB
 
-    plan = found.least
+    plan = result.least
     if plan is None:
         return ""
     host = (
-        f" and {plan.memory.host_peak / GIB:.1f} GiB of the host" if plan.memory.host_peak else ""
+        f" and {plan.memory.host_peak / GIB:.1f} GiB of host memory"
+        if plan.memory.host_peak
+        else ""
     )
-    there = (
+    available = (
         f"{usable(plan):.1f} and {plan.host_share / GIB:.1f} GiB"
         if host
         else f"{usable(plan):.1f} GiB"
     )
-    return f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {there} that can be used ({label(plan)})"
+    return (
+        f": a GPU needs at least {plan.memory.total / GIB:.1f} GiB{host}, of {available} usable "
+        f"({label(plan)})"
+    )
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_few(names: Sequence[str]) -> str:
     return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -358,14 +382,15 @@ def _figures(outcome: PredictedScenario) -> str:
     from mtrain_cli.reporting.terminal_width import number
 
     step = outcome.step
+    seconds = step.seconds
     return (
-        f"{number(step.seconds.value, 4)} s a step ({number(step.seconds.low)} - {number(step.seconds.high)}), "
+        f"{number(seconds.value, 4)} s per step ({number(seconds.low)} - {number(seconds.high)}), "
         f"{step.tokens_per_second_per_gpu.value:,.0f} tokens/s/GPU, {step.gib:.1f} GiB"
     )
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
-    """Each with a label; a command stays one line, so that it can be copied."""
+    """Print labeled lines. A command stays on one line, so that it can be copied."""
     from mtrain_cli.reporting.terminal_width import say
 
     for line in lines:
@@ -383,29 +408,32 @@ def print_notes(console: Console, remarks: Iterable[str]) -> None:
 
 
 def brief_remark(remark: str) -> str:
-    """A remark with a few of many guesses: names of constants tell little to a first reader."""
-    found = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
-    names = found[2].split(", ") if found else []
-    if found is None or len(names) <= _NAMED + 1:
+    """Shorten a list of guessed constants, whose names tell a first reader little."""
+    match = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
+    names = match[2].split(", ") if match else []
+    if match is None or len(names) <= _NAMED + 1:
         return remark
-    return f"{found[1]} constants are guesses ({', '.join(names[:_NAMED])} and {len(names) - _NAMED} more; --json has all, with bounds)"
+    return (
+        f"{match[1]} constants are guesses ({', '.join(names[:_NAMED])} and "
+        f"{len(names) - _NAMED} more; --json has all, with bounds)"
+    )
 
 
-# --- files --------------------------------------------------------------------------------------------------------------------------
+# Files
 
 
-def _range(found: BoundedTime) -> dict[str, float]:
+def _range(time: BoundedTime) -> dict[str, float]:
     return {
-        "low": round(found.low, 5),
-        "value": round(found.value, 5),
-        "high": round(found.high, 5),
+        "low": round(time.low, 5),
+        "value": round(time.value, 5),
+        "high": round(time.high, 5),
     }
 
 
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
-    """What every summary.json of a simulation begins with. calibration: the user's own."""
+    """Return the common part of a simulation's summary.json. calibration: the user's own."""
     from mtrain_cli import __version__
-    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.constants import CONSTANTS
 
     constants = {**cluster.constants(), **CONSTANTS}
@@ -416,24 +444,29 @@ def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> 
         "samples_wanted": 1,
         "samples": 1,
         "command": ["mtrain", *sys.argv[1:]],
-        "environment": {"started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": {"mtrain": __version__}, "gpus": []},
+        "environment": {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "versions": {"mtrain": __version__},
+            "gpus": [],
+        },
         "clock": {"uncertainty_us": 0.0},
         "overhead": None,
         "cluster": {
-            "name": cluster.name, "nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
+            "name": cluster.name, "nodes": cluster.nodes,
+            "gpus_per_node": cluster.gpus_per_node, "gpu": cluster.gpu.name,
             "constants": {key: dataclasses.asdict(constant) for key, constant in constants.items()},
         },
-        "calibration": used(cluster.gpu.name, calibration),
+        "calibration": describe_source(cluster.gpu.name, calibration),
         **more,
     }  # fmt: skip
 
 
-def of_predictions(
+def prediction_entries(
     problem: AttentionWorkload,
     predictions: Sequence[Prediction],
     steps: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """The entries of configurations. steps: of whole steps (`sweep.row_of`), where these were predicted."""
+    """Return the entries of predictions. steps: of whole steps (`sweep.row_of`), if predicted."""
     predicted: list[dict[str, Any]] = [
         {
             "label": p.facts["label"],
@@ -441,14 +474,14 @@ def of_predictions(
             "remarks": list(p.remarks),
             "passes": {
                 name: {
-                    "ms": _range(of_pass.duration),
-                    "time": dataclasses.asdict(of_pass.time),
-                    "work": dataclasses.asdict(of_pass.work),
-                    "computed": of_pass.computed,
-                    "late_ms": of_pass.late,
-                    "exposed_ms": of_pass.exposed,
+                    "ms": _range(attention_pass.duration),
+                    "time": dataclasses.asdict(attention_pass.time),
+                    "work": dataclasses.asdict(attention_pass.work),
+                    "computed": attention_pass.computed,
+                    "late_ms": attention_pass.late,
+                    "exposed_ms": attention_pass.exposed,
                 }
-                for name, of_pass in p.passes.items()
+                for name, attention_pass in p.passes.items()
             },
         }
         for p in predictions
@@ -465,17 +498,17 @@ def of_predictions(
 
 
 def new_folder(out: Path | None) -> Path:
-    """Where files go; nothing is left there yet.
+    """Return the folder for the files. Check that it can be written, but leave nothing there.
 
     Raises:
-        ConfigError: there is a profile already, or nothing can be written.
+        ConfigError: it holds a profile or simulation already, or cannot be written.
     """
     from mtrain_cli.profiling import records
 
     folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / records.SUMMARY).exists():
         raise ConfigError(
-            f"--out {folder}: holds a profile or simulation already; give a new folder"
+            f"--out {folder}: already holds a profile or simulation; give a new folder"
         )
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -492,8 +525,10 @@ def new_folder(out: Path | None) -> Path:
     return folder
 
 
-def leave(folder: Path, content: dict[str, Any], predictions: Sequence[Prediction] = ()) -> None:
-    """The files of a profile."""
+def write_files(
+    folder: Path, content: dict[str, Any], predictions: Sequence[Prediction] = ()
+) -> None:
+    """Write summary.json and the records, in the format of a profile."""
     from mtrain_cli.launch.failures import RunError
     from mtrain_cli.profiling import records
     from mtrain_cli.profiling.analysis import analyse
@@ -508,11 +543,11 @@ def leave(folder: Path, content: dict[str, Any], predictions: Sequence[Predictio
         records.join_parts(folder)
         records.write_summary(folder, content)
         if with_rows:
-            # The digest of the summary is one of everything that was predicted.
+            # The summary's digest then covers the records too.
             content["records_sha256"] = digest(folder / records.RECORDS)
             records.write_summary(folder, content)
             content["results"] = [
-                found.to_json() for found in analyse(records.open_records(folder))
+                result.to_json() for result in analyse(records.open_records(folder))
             ]
             records.write_summary(folder, content)
     except OSError as error:

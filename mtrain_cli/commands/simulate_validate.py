@@ -1,4 +1,4 @@
-"""`mtrain simulate --validate RUN...`: predicted against measured, for every case of profiles."""
+"""`mtrain simulate --validate RUN...`: compare predictions with the measured cases of profiles."""
 
 from __future__ import annotations
 
@@ -29,16 +29,11 @@ if TYPE_CHECKING:
     )
 
 FILE = "validation.json"
-_LABEL = len("imbalance  ")  # what lines begin with
-SPARE = (
-    "step ID",
-    "ranks",
-    "worker ID",
-    "steps",
-    "best - worst",
-)  # what a narrow terminal does without, in this order
+_LABEL = len("imbalance  ")  # width of the label that begins each line
+# Columns that a narrow terminal omits, in this order.
+SPARE = ("step ID", "ranks", "worker ID", "steps", "best - worst")
 _SHOWN = 12  # names in one line
-# Constants of the simulator itself that no calibration replaces (`simulation.costs`).
+# The simulator's own constants, which no calibration replaces (`simulation.costs`).
 ASSUMED = "launches of a step; estimating an index"
 
 
@@ -52,13 +47,13 @@ def validate(
     files: bool,
     as_json: bool,
 ) -> None:
-    """Compares, prints and, with ``files``, leaves a folder with ``validation.json`` and, where they were not given, the predictions."""
+    """Compare and print. With ``files``, write validation.json and any new predictions."""
     if files:
         folder = out or Path("measurements", f"validation-{time.strftime('%Y%m%d-%H%M%S')}")
-        _validate(runs, predictions, cluster, calibration, folder, as_json=as_json, leave=True)
+        _validate(runs, predictions, cluster, calibration, folder, as_json=as_json, write=True)
         return
     if out is not None:
-        raise ConfigError(f"--out {out}: --no-files writes none; give one of the two")
+        raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
     with tempfile.TemporaryDirectory() as place:
         _validate(
             runs,
@@ -67,7 +62,7 @@ def validate(
             calibration,
             Path(place, "validation"),
             as_json=as_json,
-            leave=False,
+            write=False,
         )
 
 
@@ -79,14 +74,14 @@ def _validate(
     folder: Path,
     *,
     as_json: bool,
-    leave: bool,
+    write: bool,
 ) -> None:
     from mtrain_cli.commands.simulate_output import new_folder
     from mtrain_cli.console import Console
     from mtrain_cli.profiling import records
     from mtrain_cli.simulation.validation import (
         MismatchedPrediction,
-        agreement,
+        accuracy,
         compare,
         open_prediction,
         open_run,
@@ -94,55 +89,64 @@ def _validate(
 
     if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
         raise ConfigError(
-            f"--out {folder}: holds a validation, profile or simulation already; give a new folder"
+            f"--out {folder}: already holds a validation, profile or simulation; give a new folder"
         )
     new_folder(folder)
-    opened = [open_run(_place(Path(run).expanduser())) for run in runs]
+    measured_runs = [open_run(_resolve(Path(run).expanduser())) for run in runs]
     given: dict[Any, PredictedCase] = {}
-    predictions = [one for path in predictions for one in _several(_place(path.expanduser()))]
+    predictions = [
+        path
+        for given_path in predictions
+        for path in _predictions_in(_resolve(given_path.expanduser()))
+    ]
     for path in predictions:
         given |= open_prediction(path)
     compared: list[CaseComparison] = []
-    absent = []
-    for number, run in enumerate(opened):
-        found = (
+    missing = []
+    for number, run in enumerate(measured_runs):
+        by_case = (
             given
             if predictions
-            else _replayed(run, cluster, calibration, folder / f"predicted-{number}")
+            else _replay(run, cluster, calibration, folder / f"predicted-{number}")
         )
         for case in run.cases:
-            predicted = found.get(_key(case.facts))
+            predicted = by_case.get(_key(case.facts))
             if predicted is None:
-                absent.append(f"{run.folder.name}: {case.label}")
+                missing.append(f"{run.folder.name}: {case.label}")
                 continue
             try:
                 compared.append(compare(run, case, predicted))
             except MismatchedPrediction as reason:
-                absent.append(f"{run.folder.name}: {case.label}: {reason}")
+                missing.append(f"{run.folder.name}: {case.label}: {reason}")
     if not compared:
-        which = ", ".join(f"--prediction {path}" for path in predictions) or f"--validate {runs[0]}"
-        raise ConfigError(
-            f"{which}: nothing to compare for the {len(absent)} cases that were measured, such as {absent[0]}"
+        source = (
+            ", ".join(f"--prediction {path}" for path in predictions) or f"--validate {runs[0]}"
         )
-    together = agreement(compared)
-    document = _document(opened, predictions, cluster, calibration, compared, together, absent)
-    _leave(folder, document)
+        raise ConfigError(
+            f"{source}: no prediction matches the {len(missing)} measured cases, such as "
+            f"{missing[0]}"
+        )
+    overall = accuracy(compared)
+    document = _document(
+        measured_runs, predictions, cluster, calibration, compared, overall, missing
+    )
+    _write(folder, document)
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
-    _show(Console(highlight=False, soft_wrap=True), document, compared, together)
-    if leave:
+    _show(Console(highlight=False, soft_wrap=True), document, compared, overall)
+    if write:
         typer.echo(f"files  {folder}")
 
 
-def _place(path: Path) -> Path:
-    """A folder, or one of those that ship with mtrain by its name."""
+def _resolve(path: Path) -> Path:
+    """Return the path, or the folder of this name that ships with mtrain."""
     ships = resource_dir("profiles") / path
     return ships if not path.is_absolute() and not path.exists() and ships.is_dir() else path
 
 
-def _several(path: Path) -> list[Path]:
-    """A prediction, or all that a folder holds."""
+def _predictions_in(path: Path) -> list[Path]:
+    """Return the path of a prediction, or all predictions in a folder."""
     inside = (
         sorted(file.parent for file in path.glob("*/summary.json"))
         if path.is_dir() and not (path / "summary.json").is_file()
@@ -157,15 +161,15 @@ def _key(facts: dict[str, Any]) -> Any:
     return key_of(facts)
 
 
-def _replayed(
+def _replay(
     run: MeasuredRun, cluster: Cluster, calibration: Calibration | None, folder: Path
 ) -> dict[Any, PredictedCase]:
-    from mtrain_cli.simulation.validation import keep, open_prediction, replay
+    from mtrain_cli.simulation.validation import open_prediction, replay, write_predictions
 
-    found = [
+    predicted = [
         replay(run, case, cluster, calibration, number) for number, case in enumerate(run.cases)
     ]
-    keep(folder, found, "attention")
+    write_predictions(folder, predicted, "attention")
     return open_prediction(folder)
 
 
@@ -175,12 +179,12 @@ def _document(
     cluster: Cluster,
     calibration: Calibration | None,
     compared: Sequence[CaseComparison],
-    together: PredictionAccuracy,
-    absent: Sequence[str],
+    accuracy: PredictionAccuracy,
+    missing: Sequence[str],
 ) -> dict[str, Any]:
     from mtrain_cli import __version__
     from mtrain_cli.profiling import records
-    from mtrain_cli.simulation.calibration import used
+    from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.validation import digest, sources
 
     if predictions:
@@ -190,7 +194,7 @@ def _document(
         named, files = described.get("name"), first.get("calibration")
     else:
         by_source, named = sources(cluster.constants().items()), cluster.name
-        files = used(cluster.gpu.name, calibration)
+        files = describe_source(cluster.gpu.name, calibration)
     return {
         "schema": 1,
         "kind": "validation",
@@ -207,23 +211,23 @@ def _document(
         "cluster": named,
         "constants": by_source,
         "assumed": ASSUMED,
-        "elsewhere": _elsewhere(runs, predictions, cluster),
+        "elsewhere": _device_mismatches(runs, predictions, cluster),
         "calibration": files,
-        "agreement": together.to_json(),
+        "agreement": accuracy.to_json(),
         "cases": [case.to_json() for case in compared],
-        "not_predicted": list(absent),
+        "not_predicted": list(missing),
     }
 
 
-def _elsewhere(
+def _device_mismatches(
     runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster: Cluster
 ) -> list[str]:
-    """Runs on devices that the cluster does not have."""
+    """Return a line for each run on a device that the cluster does not have."""
     from mtrain_cli.simulation.calibration import same_device
 
     if predictions:
         return []
-    found = []
+    mismatches = []
     for run in runs:
         devices = dict.fromkeys(_devices(run))
         wrong = [
@@ -233,22 +237,22 @@ def _elsewhere(
                 not cluster.gpu.is_cpu if name == "CPU" else not same_device(name, cluster.gpu.name)
             )
         ]
-        found += [
+        mismatches += [
             f"{run.folder} ran on {name}, and {cluster.name} has {cluster.gpu.name}"
             for name in wrong
         ]
-    return found
+    return mismatches
 
 
 def _devices(run: MeasuredRun) -> list[str]:
-    found = run.recorded.summary.get("environment") or {}
-    gpus = found.get("gpus") or []
+    environment = run.recorded.summary.get("environment") or {}
+    gpus = environment.get("gpus") or []
     return [str(gpu.get("name", gpu)) if isinstance(gpu, dict) else str(gpu) for gpu in gpus] or [
         "CPU"
     ]
 
 
-def _leave(folder: Path, document: dict[str, Any]) -> None:
+def _write(folder: Path, document: dict[str, Any]) -> None:
     from mtrain_cli.launch.failures import RunError
 
     try:
@@ -262,7 +266,7 @@ def _show(
     console: Console,
     document: dict[str, Any],
     compared: Sequence[CaseComparison],
-    together: PredictionAccuracy,
+    accuracy: PredictionAccuracy,
 ) -> None:
     from mtrain_cli.commands.simulate_output import brief_remark
     from mtrain_cli.reporting.terminal_width import print_table, say
@@ -273,44 +277,51 @@ def _show(
     print_table(console, _table(compared), SPARE)
     say(
         console,
-        f"ms of a layer, the slowest worker, measured {_how(compared)}; ±: spread of recorded iterations; error: predicted over measured, "
-        "less 1; in: measured is inside the predicted bounds; steps: "
-        "mean absolute error of attention, each worker and step; ranks: largest error of the time of a rank; ID: imbalance degrees of "
-        "time, predicted, and less measured",
+        f"ms: of a layer on the slowest worker, measured {_definition(compared)}. ±: spread of the "
+        "recorded iterations. error: predicted / measured - 1. in: measured is within the "
+        "predicted bounds. steps: mean absolute error of attention over workers and steps. "
+        "ranks: largest error of a rank's time. ID: predicted imbalance degree of time, and its "
+        "difference from the measured one.",
     )
-    said = document["agreement"]
+    results = document["agreement"]
     line(
-        f"time       mean absolute error {together.mape:.1%}, largest of a whole case {together.worst:+.1%}"
-        + "".join(f", {name} {error:.1%}" for name, error in together.passes.items())
+        f"time       mean absolute error {accuracy.mape:.1%}, largest of a whole case "
+        f"{accuracy.worst:+.1%}"
+        + "".join(f", {name} {error:.1%}" for name, error in accuracy.passes.items())
     )
     line(
-        f"common     predictions are x {together.common:.2f} in the median; beside that factor, mean absolute error {together.beside:.1%}"
+        f"common     predictions are x {accuracy.common:.2f} in the median; without that factor, "
+        f"mean absolute error {accuracy.mape_without_common:.1%}"
     )
-    line(f"bounds     hold {together.covered:.0%} of the passes")
+    line(f"bounds     hold for {accuracy.covered:.0%} of the passes")
     line(
-        f"imbalance  degrees off by {together.degree:.3f} in the mean, {together.worst_degree:.3f} at most"
+        f"imbalance  degrees off by {accuracy.degree:.3f} on average, "
+        f"{accuracy.worst_degree:.3f} at most"
     )
-    line(f"work       {together.equal} of {together.cells} counts equal")
-    for name, value in said["spearman"].items():
-        found = (
-            "the fastest was found" if said["fastest_found"][name] else "another was the fastest"
+    line(f"work       {accuracy.equal} of {accuracy.cells} counts equal")
+    for name, value in results["spearman"].items():
+        fastest = (
+            "the fastest was found"
+            if results["fastest_found"][name]
+            else "another one was the fastest"
         )
         folder, _, group = name.rpartition(": ")
         pattern, seq, workers = group.rsplit(" ", 2)
         run = f"{Path(folder).name}, " if len(document["runs"]) > 1 else ""
         line(
-            f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman {value:+.2f}, {found}"
+            f"ranking    {run}{pattern}, {int(seq):,} tokens, {workers} workers: Spearman "
+            f"{value:+.2f}, {fastest}"
         )
-    if not said["spearman"]:
-        line("ranking    fewer than three layouts and exchanges of a kind")
+    if not results["spearman"]:
+        line("ranking    fewer than three comparable layouts and exchanges")
     for source, names in document["constants"].items():
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         line(f"{source:<10} {', '.join(names[:_SHOWN])}{more}")
     line(f"{'assumed':<10} {document['assumed']}")
-    line(f"kernels    {_kernels(document['calibration'])}")
+    line(f"kernels    {_kernel_source(document['calibration'])}")
     for entry in document["predictions"]:
         console.print(f"sha256     {entry['sha256']}  {entry['folder']}/summary.json")
-    _say_when(console, document, compared)
+    _print_order(console, document, compared)
     for remark in dict.fromkeys(remark for case in compared for remark in case.remarks):
         line(f"note       {brief_remark(remark)}", style="yellow")
     for text in document["elsewhere"]:
@@ -319,14 +330,16 @@ def _show(
         line(f"note       measured, but not predicted: {label}", style="yellow")
 
 
-def _kernels(calibration: dict[str, Any] | None) -> str:
+def _kernel_source(calibration: dict[str, Any] | None) -> str:
     if calibration is None:
-        return "by a calibration that the prediction does not tell"
-    said = f"{', '.join(calibration['files'])} of {calibration['device']}"
-    return f"{said}, another device: scaled by peak FLOP/s" if calibration.get("scaled") else said
+        return "from a calibration that the prediction does not name"
+    source = f"{', '.join(calibration['files'])} of {calibration['device']}"
+    return (
+        f"{source}, another device: scaled by peak FLOP/s" if calibration.get("scaled") else source
+    )
 
 
-def _say_when(
+def _print_order(
     console: Console, document: dict[str, Any], compared: Sequence[CaseComparison]
 ) -> None:
     from mtrain_cli.reporting.terminal_width import say
@@ -338,7 +351,8 @@ def _say_when(
         order = "" if None in when else ", before" if when[0] <= when[1] else ", AFTER"  # type: ignore[operator]
         say(
             console,
-            f"when       predicted {written}{order + ' it was measured' if order else ''}, measured {measured}",
+            f"when       predicted {written}{order + ' it was measured' if order else ''}, "
+            f"measured {measured}",
             _LABEL,
         )
 
@@ -377,14 +391,15 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
         lines = []
         for name, p in case.passes.items():
             measured, predicted = p.ranks
-            of_ranks = predicted / np.maximum(measured, 1e-9) - 1
+            rank_errors = predicted / np.maximum(measured, 1e-9) - 1
             degrees = [
                 f"{p.degrees[d][1]:.2f} {p.degrees[d][1] - p.degrees[d][0]:+.3f}"
                 for d in ("worker", "step")
             ]
             lines.append([
-                name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}", f"{p.low:.4g} - {p.high:.4g}",
-                "yes" if p.inside else "no", f"{p.mape:.1%}", f"{of_ranks[np.argmax(np.abs(of_ranks))]:+.1%}", *degrees,
+                name, f"{p.measured:.2f} ±{p.std:.2f}", f"{p.predicted:.2f}", f"{p.error:+.1%}",
+                f"{p.low:.4g} - {p.high:.4g}", "yes" if p.inside else "no", f"{p.mape:.1%}",
+                f"{rank_errors[np.argmax(np.abs(rank_errors))]:+.1%}", *degrees,
             ])  # fmt: skip
         lines.append(
             [
@@ -395,19 +410,19 @@ def _table(compared: Sequence[CaseComparison]) -> Table:
                 *[""] * 6,
             ]
         )
-        # One row a case: its name wraps beside its passes.
+        # One row per case, so that its name wraps next to its passes.
         label = f"{Path(case.run).name}: {case.label}" if several else case.label
         table.add_row(label, *("\n".join(column) for column in zip(*lines, strict=True)))
     return table
 
 
-def _how(compared: Sequence[CaseComparison]) -> str:
-    """By which of the two definitions: what was measured alone without records is not what a report of records shows."""
+def _definition(compared: Sequence[CaseComparison]) -> str:
+    """Return which times were measured: with or without recording (bare in `mtrain report`)."""
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
-    bare = "without records, the median (`mtrain report`: bare)"
-    recorded = "as recorded, the mean (`mtrain report`: pass ms)"
+    bare = "without recording, the median (`mtrain report`: bare)"
+    recorded = "while recording, the mean (`mtrain report`: pass ms)"
     return (
-        f"{bare}, or, of several layers, {recorded}"
+        f"{bare}, or, for several layers, {recorded}"
         if len(kinds) == 2
         else bare
         if kinds == {True}

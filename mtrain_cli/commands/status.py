@@ -1,4 +1,4 @@
-"""`mtrain status`: how a run stands, from any terminal that sees its folder."""
+"""`mtrain status`: show the state of a run, from any terminal that can read its folder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.run_status import RunStatus
 
 WATCH_S = 2.0
-_PIPED = 400  # columns
-LOSSES = 200  # latest ones in the curve
-_COLOURS = {
+_PIPED = 400  # columns, if the output is not a terminal
+LOSSES = 200  # latest losses in the curve
+_COLORS = {
     "running": "green",
     "finished": "green",
     "stalled": "yellow",
@@ -41,65 +41,69 @@ def status(
         str | None,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a run, or its name under runs/; by default the one that runs, or ran last.",
+            help="Folder of a run, or its name under runs/; by default the run that is active, "
+            "or the last one.",
             autocompletion=complete_runs,
             show_default=False,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="A line for each run under runs/, the newest first.")
+        bool, typer.Option("--all", help="Print one line per run under runs/, newest first.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on showing it until the run ends, or Ctrl-C.")
+        bool, typer.Option("--watch", help="Refresh until the run ends or you press Ctrl-C.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a run and line, for scripts.")
+        bool, typer.Option("--json", help="Print one JSON object per line and run, for scripts.")
     ] = False,
 ) -> None:
-    """Show how a run stands: step, loss, speed, time left, last checkpoint, workers, restarts, warnings, and whether it lives.
+    """Show the state of a run.
 
-    It only reads the run's folder, so it works from any terminal, and from another machine on the same disk (there, a run that dies without
-    a word is known to be lost after a minute).
+    Shows step, loss, speed, time left, last checkpoint, workers, restarts, warnings, and whether
+    the run is alive. Reads only the run's folder, so it works from any terminal, and from other
+    machines that share the disk: these recognize a crashed run after a minute.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain status[/cyan]
-          the run that runs here, or ran last
+          Show the run that is active here, or the last one
       [cyan]mtrain status my-run --watch[/cyan]
-          again every two seconds, until it ends
+          Refresh every two seconds, until the run ends
       [cyan]mtrain status --all[/cyan]
-          all runs under runs/
+          List all runs under runs/
       [cyan]mtrain status my-run --json | jq .step[/cyan]
-          for a script
+          Print one field for a script
     """
     from mtrain_cli.commands.train import find_run
-    from mtrain_cli.launch import run_status as statuses
+    from mtrain_cli.launch import run_status
     from mtrain_cli.launch.run_dir import RunDir
 
     if every and run is not None:
         raise ConfigError(f"--all: shows every run under runs/; give it without {run}")
     if not every:
-        chosen = [RunDir(find_run(run).resolve()) if run is not None else statuses.latest()]
+        chosen = [
+            RunDir(find_run(run).resolve()) if run is not None else run_status.find_latest_run()
+        ]
     else:
-        chosen = statuses.runs_here()
+        chosen = run_status.list_runs()
         if not chosen:
             raise ConfigError("--all: there are no runs in runs/")
 
-    def look() -> list[RunStatus]:
-        return [statuses.look(one) for one in chosen]
+    def read() -> list[RunStatus]:
+        return [run_status.read_status(run_dir) for run_dir in chosen]
 
     if as_json:
-        _print_json(look, watch)
+        _print_json(read, watch)
     elif watch:
-        _watch(look, every)
+        _watch(read, every)
     else:
         from mtrain_cli.console import Console
 
         console = Console(highlight=False)
         width = _width(console)
         if width is None:
-            console.width = _PIPED  # nobody said how wide: nothing is cut
-        console.print(_shown(look(), every, width))
+            console.width = _PIPED  # unknown width: cut nothing
+        console.print(_render(read(), every, width))
 
 
 def _width(console: Console) -> int | None:
@@ -108,62 +112,65 @@ def _width(console: Console) -> int | None:
     return limit(console)
 
 
-def _print_json(look: Any, watch: bool) -> None:
+def _print_json(read: Any, watch: bool) -> None:
     while True:
-        found = look()
-        for one in found:
-            print(json.dumps(_plain(one)), flush=True)
-        if not watch or not any(one.alive for one in found):
+        runs = read()
+        for run in runs:
+            print(json.dumps(_plain(run)), flush=True)
+        if not watch or not any(run.alive for run in runs):
             return
         time.sleep(WATCH_S)
 
 
-def _plain(found: RunStatus) -> dict[str, Any]:
-    values = dataclasses.asdict(found)
+def _plain(run: RunStatus) -> dict[str, Any]:
+    values = dataclasses.asdict(run)
     written = values.pop("written") or {}
     values.pop("losses")
     return {
         **{name: value for name, value in written.items() if name not in ("step", "steps")},
         **values,
-        "alive": found.alive,
+        "alive": run.alive,
     }
 
 
-def _watch(look: Any, every: bool) -> None:
+def _watch(read: Any, every: bool) -> None:
     from rich.live import Live
 
     from mtrain_cli.console import Console
 
     console = Console(highlight=False)
-    found = look()
+    runs = read()
     try:
         with Live(
-            _shown(found, every, _width(console)), console=console, auto_refresh=False
+            _render(runs, every, _width(console)), console=console, auto_refresh=False
         ) as live:
-            while any(one.alive for one in found):
+            while any(run.alive for run in runs):
                 time.sleep(WATCH_S)
-                found = look()
-                live.update(_shown(found, every, _width(console)), refresh=True)
+                runs = read()
+                live.update(_render(runs, every, _width(console)), refresh=True)
     finally:
-        if not console.is_terminal:  # Live ends its last line on a terminal only
+        if not console.is_terminal:  # Live ends its last line only on a terminal
             console.line()
 
 
-def _shown(found: list[RunStatus], every: bool, width: int | None) -> RenderableType:
-    return _runs(found, width) if every else _sheet(found[0])
+def _render(runs: list[RunStatus], every: bool, width: int | None) -> RenderableType:
+    return _run_table(runs, width) if every else _sheet(runs[0])
 
 
 _COLUMNS = ("run", "state", "step", "loss", "tok/s/worker", "left", "saved")
 
 
-def _runs(found: list[RunStatus], width: int | None) -> RenderableType:
-    """One line a run. A name is what the next command needs: it is never broken, and stands on a line of its own where there is no room."""
+def _run_table(runs: list[RunStatus], width: int | None) -> RenderableType:
+    """Return one line per run, or two if the table does not fit: names are never broken.
+
+    The next command needs the whole name.
+    """
     from rich import box
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    rows = [_cells(one) for one in found]
+    rows = [_cells(run) for run in runs]
     widths = [max(len(name), *(len(row[i]) for row in rows)) for i, name in enumerate(_COLUMNS)]
     if width is None or sum(widths) + 3 * len(widths) <= width:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -186,142 +193,127 @@ def _runs(found: list[RunStatus], width: int | None) -> RenderableType:
     return Group(head, *(part for name, *cells in rows for part in (name, line(cells))))
 
 
-def _cells(one: RunStatus) -> tuple[Text, ...]:
-    """In the order of `_COLUMNS`."""
+def _cells(run: RunStatus) -> tuple[Text, ...]:
+    """Return a run's cells in the order of `_COLUMNS`."""
     from rich.text import Text
 
-    written = one.written
+    written = run.written
     loss = (
         written.loss
         if written and written.loss is not None
-        else one.losses[-1]
-        if one.losses
+        else run.losses[-1]
+        if run.losses
         else None
     )
     return (
-        Text(Path(one.folder).name),
-        Text(one.what, style=_COLOURS.get(one.what, "")),
-        Text(f"{one.step}/{one.steps}"),
+        Text(Path(run.folder).name),
+        Text(run.what, style=_COLORS.get(run.what, "")),
+        Text(f"{run.step}/{run.steps}"),
         Text("" if loss is None else f"{loss:.4f}"),
         Text(
             f"{written.tokens_per_second_per_gpu:,.0f}"
-            if written and written.tokens_per_second_per_gpu and one.alive
+            if written and written.tokens_per_second_per_gpu and run.alive
             else ""
         ),
         Text(
             _duration(written.seconds_left)
-            if written and one.alive and written.seconds_left is not None
+            if written and run.alive and written.seconds_left is not None
             else ""
         ),
-        Text(f"{one.checkpoint.step}" if one.checkpoint else "none"),
+        Text(f"{run.checkpoint.step}" if run.checkpoint else "none"),
     )
 
 
-def _sheet(found: RunStatus) -> RenderableType:
+def _sheet(run: RunStatus) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    folder = Path(found.folder)
+    folder = Path(run.folder)
     table.add_row(
         "run",
         Text(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)),
     )
-    head = Text(found.what, style=f"bold {_COLOURS.get(found.what, '')}".strip())
+    head = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
     table.add_row(
         "state",
-        head.append("".join(f"; {part}" for part in _state_parts(found)), style="not bold default"),
+        head.append("".join(f"; {part}" for part in _state_parts(run)), style="not bold default"),
     )
-    for label, text in _rows(found):
+    for label, text in _rows(run):
         table.add_row(label, Text(text))
     return table
 
 
-def _state_parts(found: RunStatus) -> list[str]:
-    parts = [found.detail] if found.detail else []
-    if found.alive and found.since_step is not None and found.step:
-        parts.append(f"last step {_duration(found.since_step)} ago")
-    if found.alive and found.holder:
-        parts.append(found.holder)
-    if not found.alive and found.written is not None:
-        parts.append(f"{_duration(time.time() - found.written.time)} ago")
+def _state_parts(run: RunStatus) -> list[str]:
+    parts = [run.detail] if run.detail else []
+    if run.alive and run.since_step is not None and run.step:
+        parts.append(f"last step {_duration(run.since_step)} ago")
+    if run.alive and run.holder:
+        parts.append(run.holder)
+    if not run.alive and run.written is not None:
+        parts.append(f"{_duration(time.time() - run.written.time)} ago")
     return parts
 
 
-def _rows(found: RunStatus) -> list[tuple[str, str]]:
+def _rows(run: RunStatus) -> list[tuple[str, str]]:
     from mtrain_cli.training.progress import sparkline
 
-    written = found.written
-    share = f", {found.step / found.steps:.0%}" if found.steps else ""
+    written = run.written
+    share = f", {run.step / run.steps:.0%}" if run.steps else ""
     left = (
         f", {_duration(written.seconds_left)} left"
-        if written and found.alive and written.seconds_left is not None
+        if written and run.alive and written.seconds_left is not None
         else ""
     )
-    rows = [("step", f"{found.step:,} of {found.steps:,}{share}{left}")]
-    if found.losses:
+    rows = [("step", f"{run.step:,} of {run.steps:,}{share}{left}")]
+    if run.losses:
         norm = (
             f", gradient norm {written.grad_norm:.2f}"
             if written and written.grad_norm is not None
             else ""
         )
-        rows.append(
-            (
-                "loss",
-                f"{found.losses[-1]:.4f}{norm}  {sparkline(found.losses[-LOSSES:], 24)}".rstrip(),
-            )
-        )
+        curve = sparkline(run.losses[-LOSSES:], 24)
+        rows.append(("loss", f"{run.losses[-1]:.4f}{norm}  {curve}".rstrip()))
     if written and written.tokens_per_second_per_gpu:
-        seconds = f", {written.seconds:.2f} s a step" if written.seconds else ""
+        seconds = f", {written.seconds:.2f} s per step" if written.seconds else ""
         rows.append(("speed", f"{written.tokens_per_second_per_gpu:,.0f} tokens/s/worker{seconds}"))
-    if found.checkpoint is None:
-        rows.append(("checkpoint", "none yet" if found.alive else "none"))
+    if run.checkpoint is None:
+        rows.append(("checkpoint", "none yet" if run.alive else "none"))
     else:
-        behind = found.step - found.checkpoint.step
+        behind = run.step - run.checkpoint.step
         lost = f", {behind} step{'s' * (behind > 1)} behind" if behind > 0 else ""
-        rows.append(
-            (
-                "checkpoint",
-                f"step {found.checkpoint.step:,}, {_duration(found.checkpoint.age)} ago{lost}",
-            )
-        )
+        age = _duration(run.checkpoint.age)
+        rows.append(("checkpoint", f"step {run.checkpoint.step:,}, {age} ago{lost}"))
     if written and written.workers:
-        rows += _labelled("workers", _workers(written.workers))
-    if found.restarts:
-        last = found.restarts[-1]
-        rows.append(
-            (
-                "restarts",
-                f"{len(found.restarts)}, the last one {_duration(time.time() - last.time)} ago: {last.reason}",
-            )
-        )
-        rows.append(
+        rows += _labeled("workers", _workers(written.workers))
+    if run.restarts:
+        last = run.restarts[-1]
+        age = _duration(time.time() - last.time)
+        rows += [
+            ("restarts", f"{len(run.restarts)}, the last one {age} ago: {last.reason}"),
             (
                 "",
-                f"after step {last.reached}; from the checkpoint of step {last.step}, on {last.workers} workers",
-            )
-        )
+                f"after step {last.reached}; from the checkpoint of step {last.step}, "
+                f"on {last.workers} workers",
+            ),
+        ]
     if written and written.warnings:
         when, text = written.warnings[-1]
-        rows.append(
-            (
-                "warnings",
-                f"{len(written.warnings)}, the last one {_duration(time.time() - when)} ago: {text}",
-            )
-        )
-    rows += _labelled("damaged", list(found.damaged))
-    rows += _labelled("where", [line.strip() for line in found.where])
-    if not found.alive and found.what != "finished" and found.checkpoint is not None:
+        age = _duration(time.time() - when)
+        rows.append(("warnings", f"{len(written.warnings)}, the last one {age} ago: {text}"))
+    rows += _labeled("damaged", list(run.damaged))
+    rows += _labeled("where", [line.strip() for line in run.where])
+    if not run.alive and run.what != "finished" and run.checkpoint is not None:
         from mtrain_cli.launch.run_dir import RunDir
 
-        rows.append(("go on by", RunDir(Path(found.folder)).resume_command))
+        rows.append(("resume", RunDir(Path(run.folder)).resume_command))
     return rows
 
 
 def _workers(places: tuple[str, ...]) -> list[str]:
-    """A line for each host: its ranks and devices."""
+    """Return a line per host with its ranks and devices."""
     lines = []
     for host, members in groupby(enumerate(places), key=lambda item: item[1].partition(", ")[0]):
         ranks = [(rank, place.partition(", ")[2]) for rank, place in members]
@@ -330,14 +322,16 @@ def _workers(places: tuple[str, ...]) -> list[str]:
         models = {device.partition(" (")[2].rstrip(")") for device in devices}
         shown = devices[0]
         if len(models) == 1 and (model := models.pop()):
-            shown = f"{len(devices)} x {model} ({', '.join(device.partition(' (')[0].removeprefix('GPU ') for device in devices)})"
-        lines.append(
-            f"rank{'s' * (last > first)} {first}{f' to {last}' if last > first else ''} on {host}: {shown}"
-        )
+            numbers = ", ".join(
+                device.partition(" (")[0].removeprefix("GPU ") for device in devices
+            )
+            shown = f"{len(devices)} x {model} ({numbers})"
+        ranks_of_host = f"ranks {first} to {last}" if last > first else f"rank {first}"
+        lines.append(f"{ranks_of_host} on {host}: {shown}")
     return lines
 
 
-def _labelled(label: str, lines: list[str]) -> list[tuple[str, str]]:
+def _labeled(label: str, lines: list[str]) -> list[tuple[str, str]]:
     return [(label if number == 0 else "", line) for number, line in enumerate(lines)]
 
 

@@ -1,4 +1,4 @@
-"""`mtrain train`: compose, then train, print, or plan."""
+"""`mtrain train`: train, or print the configuration or the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides, complete_runs
-from mtrain_cli.commands.options import warn_of_idle
+from mtrain_cli.commands.options import warn_of_unused_settings
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 RESOLVED = "resolved.yaml"
 AUTO = "auto"
-SHOWN = 5  # names of runs in a message
+SHOWN = 5  # run names in a message
 
 
 def train(
@@ -25,27 +25,29 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar="OVERRIDES",
-            help="group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. `mtrain config list` shows them all.",
+            help="group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. "
+            "`mtrain config list` lists them all.",
             autocompletion=complete_overrides,
             show_default=False,
         ),
     ] = None,
     cfg: Annotated[
-        bool, typer.Option("--cfg", help="Print the composed configuration and stop.")
+        bool, typer.Option("--cfg", help="Print the composed configuration and exit.")
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
             "--dry-run",
-            help="Print what would run, with memory and FLOP per worker, and stop; exit code 1 if it does not fit.",
+            help="Print what would run, with memory and FLOP per worker, and exit; exit code 1 if "
+            "it does not fit.",
         ),
     ] = False,
     resume: Annotated[
         str | None,
         typer.Option(
             metavar="RUN",
-            help="Go on from the last checkpoint of a run: its folder, or its name under runs/. auto: of the run that this very line "
-            "began before, if there is one.",
+            help="Resume a run, given by its folder or its name under runs/. auto: resume the run "
+            "that the same command line started before, if there is one.",
             autocompletion=complete_runs,
         ),
     ] = None,
@@ -53,36 +55,39 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Your own groups, such as DIR/model/mine.yaml; searched before mtrain's.",
+            help="Folder of your own groups, such as DIR/model/mine.yaml; searched before the "
+            "shipped ones.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Train a model, with each sequence spread over several workers.
+    """Train a model, with each sequence shared by several workers.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain train[/cyan]
-          a small model on your Python's own source code; 2 processes on a CPU
+          Train a small model on Python's own sources, on two CPU processes
       [cyan]mtrain train data=text data.path=~/books seq=16k train.steps=500[/cyan]
-          the same model on your own text
+          Train the same model on your own text
       [cyan]mtrain train model=qwen3b seq=256k --dry-run[/cyan]
-          does it fit, which kernel and exchange would run, and why
+          Show whether it fits, and which kernel and exchange would run and why
       [cyan]mtrain train recipe=stdlib_8k[/cyan]
-          a recipe: model, data, schedule together; any key of it can be given anew
+          Use a recipe for model, data and schedule; you can override any key
       [cyan]mtrain train --resume my-run train.steps=1000[/cyan]
-          go on from the last checkpoint, for longer
+          Resume a run from its last checkpoint and train for longer
 
-    On several nodes start the same line by `torchrun` or `srun`. With `torchrun --max-restarts=N`, or in a job that SLURM requeues, the
-    line goes on from the last checkpoint by itself when it is started again. On one machine mtrain does so without either: run.restarts.
+    On several nodes, start the same command line with `torchrun` or `srun`. If
+    `torchrun --max-restarts=N` or a requeued SLURM job starts it again, it resumes from the last
+    checkpoint. On one machine, mtrain restarts by itself: see run.restarts.
 
-    Ctrl-C, SIGTERM and SIGHUP save and stop; the exit code is then 130 or 143, that of a finished training 0.
+    Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop the run, with exit code 130 or 143. The
+    exit code of a finished run is 0.
     """
     words = list(overrides or ())
     run_path = _run_to_resume(resume, words, config_dir)
     config = _configuration(words, config_dir, run_path, plan=cfg or dry_run)
     if cfg:
-        warn_of_idle(words, config, config_dir)
+        warn_of_unused_settings(words, config, config_dir)
         _print_configuration(config)
         return
     if dry_run:
@@ -98,23 +103,23 @@ def _configuration(
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan)
-    from mtrain_cli.config.resumed_schedule import with_its_schedule
+    from mtrain_cli.config.resumed_schedule import keep_schedule
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
     saved, job = compose.load(run_path / RESOLVED), current_job()
     step = RunDir(run_path).last_step() or 0
     config = compose.resume(saved, overrides, config_dir)
-    return with_its_schedule(
+    return keep_schedule(
         saved, config, overrides, step, again=job is not None and job.started_again
     )
 
 
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
-    """The folder of the run that is to go on; None for a new one.
+    """Return the folder of the run to resume, or None for a new run.
 
     Raises:
-        ConfigError: there is no such run, or ``auto`` has no way to tell which.
+        ConfigError: there is no such run, or ``auto`` cannot identify it.
     """
     if resume not in (None, AUTO):
         return find_run(resume, "--resume ")
@@ -123,24 +128,25 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
 
     job = current_job()
     if resume is None and (job is None or not job.name):
-        return None  # nothing starts this line again
+        return None  # nothing restarts this command line
     config = _configuration(words, config_dir, None)
     named = config.run.dir != "auto" or config.run.name != "auto"
     if resume == AUTO and job is None and not named:
         raise ConfigError(
-            "--resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again"
+            "--resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line "
+            "finds its run again"
         )
     if resume is None and job is not None and not job.started_again:
         return None
-    found = run_dir.begun(config, this_job=resume is None)
-    return found.path if found else None
+    started = run_dir.find_earlier_start(config, this_job=resume is None)
+    return started.path if started else None
 
 
 def find_run(run: str, option: str = "") -> Path:
-    """The folder of a run, given by its path or by its name under runs/.
+    """Return the folder of a run, given by its path or its name under runs/.
 
     Raises:
-        ConfigError: neither holds a resolved.yaml.
+        ConfigError: neither folder has a resolved.yaml.
     """
     from mtrain_cli.config.suggest import did_you_mean
 
@@ -176,12 +182,16 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
     from mtrain_cli.training.dry_run import fits, render
     from mtrain_cli.training.run_plan import make_plan
 
-    found = make_plan(config)
-    warn_of_idle(
-        words, config, config_dir, exchange=found.exchange.name, device=found.environment.device
+    run_plan = make_plan(config)
+    warn_of_unused_settings(
+        words,
+        config,
+        config_dir,
+        exchange=run_plan.exchange.name,
+        device=run_plan.environment.device,
     )
-    Console().print(render(found))
-    if not fits(found):
+    Console().print(render(run_plan))
+    if not fits(run_plan):
         raise typer.Exit(1)
 
 
@@ -189,17 +199,16 @@ def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
     from mtrain_cli.config import compose
-    from mtrain_cli.config.validate import require_listed
+    from mtrain_cli.config.validate import require_manifest
 
-    require_listed(config.data)  # before anything heavy is imported
+    require_manifest(config.data)  # before anything heavy is imported
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
 
-    environment = resolve_environment(
-        config
-    )  # first: sizes that do not fit this machine leave no folder behind
-    warn_of_idle(overrides, config, config_dir, device=environment.device)
+    # First, so that sizes that do not fit this machine leave no folder behind.
+    environment = resolve_environment(config)
+    warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)

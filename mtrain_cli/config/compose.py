@@ -1,7 +1,7 @@
-"""From YAML groups and overrides to one frozen, typed, checked `Config`, and from a run's resolved.yaml back to it.
+"""Compose YAML groups and overrides into one frozen, checked `Config`; save and load it.
 
-Hydra composes; every leaf is then converted to its type in the schema and the whole is checked across fields. All problems are reported
-together. Nothing that leaves this module knows Hydra or OmegaConf.
+Hydra composes the YAML. Every leaf is then converted to its schema type, and the whole is checked
+across fields. All problems are reported together. No Hydra or OmegaConf object leaves this module.
 """
 
 from __future__ import annotations
@@ -23,121 +23,135 @@ from mtrain_cli.config.overrides import OverrideProblem, parse
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import did_you_mean
 
-# What a resumed run keeps: its weights, its data order and its name were made with these.
+# A resumed run keeps these: its weights, data order and name depend on them.
 FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
 _SHOWN = 80  # characters of a value in a message
 
-# A value that has to be given. (OmegaConf's own mark, ???, gives way to the null that it is merged over.)
+# Marks a value that the user must give. (OmegaConf's own mark, ???, yields to the null below it.)
 _OPEN = "REQUIRED"
-_DISPENSABLE = ("train.init_from",)  # what may be left out all the same
+_DISPENSABLE = ("train.init_from",)  # required keys that the user may set to null
 
-# Keys that say the same in two ways: the first, when given, takes the place of the default of the second.
+# Two keys for one thing: when the first is given, it replaces the default of the second.
 _INSTEAD = {"sparsity.slashes": "sparsity.density"}
 
 
 def compose(
     overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False
 ) -> Config:
-    """The configuration that ``overrides`` ask for, such as ``["model=qwen3b", "seq=512k", "optim.lr=1e-4"]``.
+    """Return the configuration for overrides such as ``["model=qwen3b", "seq=512k"]``.
 
-    Paths come out absolute, so that workers on other machines and resumed runs find them from any folder.
+    Paths become absolute, so that workers on other machines and resumed runs find them.
 
     Args:
         overrides: ``group=option`` and ``key=value``; the last one of a key wins.
-        config_dir: the user's own groups, searched before those that ship.
-        plan: what a recipe leaves to the user (REQUIRED), such as the folder of the weights, may be null: nothing is going to read it.
+        config_dir: the user's own groups, searched before the shipped ones.
+        plan: allow null for values that a recipe leaves to the user (REQUIRED), such as the folder
+            of the weights; a plan does not read them.
 
     Raises:
-        ConfigError: every problem found, one line each.
+        ConfigError: every problem, one line each.
     """
     groups = open_groups(config_dir)
-    asked = parse(overrides, groups)
-    files = _files(groups, asked.groups)
-    raw, unresolved = _composed(groups, asked.groups, asked.values)
-    open_keys, raw = _left_open(raw, asked.groups)
-    given, model = _given_model(groups, asked.groups, asked.values, raw)
+    parsed = parse(overrides, groups)
+    files = _files(groups, parsed.groups)
+    raw, unresolved = _composed(groups, parsed.groups, parsed.values)
+    open_keys, raw = _required_keys(raw, parsed.groups)
+    given, model = _given_model(groups, parsed.groups, parsed.values, raw)
     raw, underivable = derived.fill(raw, given, model, _defaults())
     leaves, wrong = _convert(raw, files)
     if leaves.get("optim.rewarm"):
-        line = f"optim.rewarm={keys.show(leaves['optim.rewarm'])}: is for --resume RUN; a new run warms up anyway. Leave it out"
+        value = keys.show(leaves["optim.rewarm"])
+        line = f"optim.rewarm={value}: is for --resume RUN; a new run warms up anyway. Leave it out"
         wrong = [*wrong, OverrideProblem(line, ("optim.rewarm",))]
-    problems = [*asked.problems, *unresolved, *underivable, *wrong, *([] if plan else open_keys)]
-    return _checked(leaves, problems, files, unsaid=open_keys if plan else ())
+    problems = [*parsed.problems, *unresolved, *underivable, *wrong, *([] if plan else open_keys)]
+    return _checked(leaves, problems, files, tolerated=open_keys if plan else ())
 
 
 def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
-    """``saved`` with ``overrides`` on top, for a run that goes on from its checkpoint.
+    """Return ``saved`` with ``overrides`` on top, for a run that resumes from its checkpoint.
 
     Raises:
         ConfigError: an override is wrong, or changes one of `FIXED`.
     """
     groups = open_groups(config_dir)
-    asked = parse(overrides, groups)
-    files = _files(groups, asked.groups)
+    parsed = parse(overrides, groups)
+    files = _files(groups, parsed.groups)
     before = keys.values(saved)
-    raw, unresolved = _composed(groups, asked.groups, asked.values)
-    raw = derived.without_auto(_left_open(raw, asked.groups)[1])
-    unresolved += _of_another_recipe(
-        groups, asked.groups, {name: raw[name] for name in raw if name not in asked.values}, before
-    )
+    raw, unresolved = _composed(groups, parsed.groups, parsed.values)
+    raw = derived.without_auto(_required_keys(raw, parsed.groups)[1])
+    from_files = {name: raw[name] for name in raw if name not in parsed.values}
+    unresolved += _recipe_conflicts(groups, parsed.groups, from_files, before)
     touched = [
         name
         for name in raw
-        if name in asked.values or any(name.startswith(f"{group}.") for group in asked.groups)
+        if name in parsed.values or any(name.startswith(f"{group}.") for group in parsed.groups)
     ]
     changed, wrong = _convert({name: raw[name] for name in touched}, files)
-    problems = [*asked.problems, *unresolved, *wrong]
+    problems = [*parsed.problems, *unresolved, *wrong]
     for name, value in _absolute(changed).items():
         if not name.startswith(FIXED) or value == before[name]:
             continue
         group = name.partition(".")[0]
-        if group in asked.groups and name not in asked.values:
-            # One line for all the keys of an option.
-            line = f"{group}={asked.groups[group]}: a resumed run keeps its {group}; start a new run to change it"
+        if group in parsed.groups and name not in parsed.values:
+            # One line for all keys of an option.
+            line = (
+                f"{group}={parsed.groups[group]}: a resumed run keeps its {group}; "
+                "start a new run to change it"
+            )
             if not any(problem.line == line for problem in problems):
                 problems.append(OverrideProblem(line, (f"{group}.",)))
         else:
-            line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before[name])}; start a new run to change it"
+            line = (
+                f"{name}={keys.show(value)}: a resumed run keeps its {name}="
+                f"{keys.show(before[name])}; start a new run to change it"
+            )
             problems.append(OverrideProblem(line, (name,)))
+    # The checkpoint holds the weights, so the folder of train.init_from may be gone.
     # The weights that the run started from are in its checkpoint by now.
     return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
 
 
-def _of_another_recipe(
+def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
 ) -> list[OverrideProblem]:
-    """One line where a recipe sets keys of ``raw`` to something else than the run has. The line that began a run may thus be repeated."""
+    """Return one line if a recipe's keys in ``raw`` differ from the run's.
+
+    A recipe that agrees is allowed, so the command line that started a run can be repeated.
+    """
     if choices.get("recipe", "none") == "none":
         return []
     without, _ = _composed(
         groups, {group: option for group, option in choices.items() if group != "recipe"}, {}
     )
-    of_recipe = {
+    from_recipe = {
         name: value
         for name, value in raw.items()
         if value is not None and value != without.get(name)
     }
-    values = _absolute(_convert(of_recipe, {})[0])
-    other = [name for name in of_recipe if name in values and values[name] != before[name]]
+    values = _absolute(_convert(from_recipe, {})[0])
+    other = [name for name in from_recipe if name in values and values[name] != before[name]]
     if not other:
         return []
-    said = ", ".join(
+    differences = ", ".join(
         f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})"
         for name in other[:3]
     )
     more = f" and {len(other) - 3} more" if len(other) > 3 else ""
-    line = f"recipe={choices['recipe']}: a resumed run keeps its recipe, and this one sets {said}{more}"
+    line = (
+        f"recipe={choices['recipe']}: a resumed run keeps its recipe, and this one sets "
+        f"{differences}{more}"
+    )
     return [
         OverrideProblem(f"{line}; start a new run to change it, or give single keys", tuple(other))
     ]
 
 
-def _left_open(
+def _required_keys(
     raw: Mapping[str, Any], choices: Mapping[str, str]
 ) -> tuple[list[OverrideProblem], dict[str, Any]]:
-    """A line for each leaf that is still to be given, and the leaves with null in those places."""
-    found = []
+    """Return a line for each REQUIRED leaf, and the leaves with null in those places."""
+    required = []
     for name in [name for name, value in raw.items() if value == _OPEN]:
         owner = next(
             (
@@ -151,27 +165,29 @@ def _left_open(
         without = (
             f", or {name}=null to do without" if key is not None and name in _DISPENSABLE else ""
         )
-        found.append(
+        required.append(
             OverrideProblem(
-                f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; give {name}=...{without}",
+                f"{name}={_OPEN}: {owner} leaves it to you: {key.help if key else 'a value'}; "
+                f"give {name}=...{without}",
                 (name,),
             )
         )
-    return found, {name: None if value == _OPEN else value for name, value in raw.items()}
+    return required, {name: None if value == _OPEN else value for name, value in raw.items()}
 
 
 def _given_model(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> tuple[set[str], str]:
-    """Leaves under ``model`` that somebody chose, and the choice of all of them in words, empty where single keys were given.
+    """Return the leaves under ``model`` that the user or a file chose, and the option as text.
 
-    The option of the group that is taken when nobody names one is no choice.
+    The text is empty where no option of the group was chosen. The group's default option does not
+    count as a choice.
     """
     given = {name for name in values if name.startswith("model.")}
     option, source = choices.get("model"), ""
-    of_files = [file for folder in groups.folders[:-1] if (file := folder / TOP).is_file()]
+    top_files = [file for folder in groups.folders[:-1] if (file := folder / TOP).is_file()]
     recipe = groups.options.get("recipe", {}).get(choices.get("recipe", "none"))
-    for file in [*of_files, *([recipe] if recipe else [])] if option is None else []:
+    for file in [*top_files, *([recipe] if recipe else [])] if option is None else []:
         chosen, leaves = _model_in(file)
         given |= leaves
         option, source = (chosen, f"{file.stem}'s ") if chosen else (option, source)
@@ -181,11 +197,11 @@ def _given_model(
 
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
-    """The option of the group ``model`` that a recipe or a top-level file chooses, and the leaves under it that it sets."""
+    """Return the ``model`` option that a recipe or top file chooses, and the leaves it sets."""
     try:
         content = read_yaml(file)
     except (OSError, ValueError):
-        return None, set()  # composing has said so
+        return None, set()  # composing has reported it
     if not isinstance(content, dict):
         return None, set()
     entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
@@ -201,15 +217,15 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
-    """Leaves by dotted name with the options ``choices`` of some groups, as the YAML gives them: neither typed nor checked."""
+    """Return the leaves of the chosen options by dotted name, as in the YAML, unchecked."""
     return _composed(open_groups(config_dir), choices, {})[0]
 
 
 def load(path: Path) -> Config:
-    """The configuration of a resolved.yaml. Types are checked; files that it names are not, nor how values fit together.
+    """Read a resolved.yaml. Checks types, but neither the files it names nor values across fields.
 
     Raises:
-        ConfigError: no such file, no YAML, or keys and types that this version does not know.
+        ConfigError: no such file, no YAML, or keys and types that this version does not have.
     """
     try:
         raw = read_yaml(path)
@@ -231,7 +247,7 @@ def load(path: Path) -> Config:
 
 
 def save(config: Config, path: Path) -> None:
-    """Writes ``config`` where `load` reads it, in one move: a reader sees the old file or the new one, never a part."""
+    """Write ``config`` atomically for `load`: a reader sees the old file or the new one."""
     import yaml
 
     text = f"# Composed by mtrain {__version__}.\n" + yaml.safe_dump(
@@ -244,7 +260,7 @@ def save(config: Config, path: Path) -> None:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """``config`` as nested plain dictionaries and lists, in the order of the schema."""
+    """Return ``config`` as nested dictionaries and lists, in schema order."""
     return {name: _plain(value) for name, value in dataclasses.asdict(config).items()}
 
 
@@ -257,7 +273,10 @@ def _plain(value: Any) -> Any:
 def _composed(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Leaves as Hydra composed them from ``choices``, with ``values`` on top and interpolations resolved."""
+    """Return the leaves that Hydra composes from ``choices`` with ``values`` on top, and problems.
+
+    Interpolations are resolved.
+    """
     import yaml
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
@@ -278,13 +297,16 @@ def _composed(
             composed = hydra_compose(TOP.removesuffix(".yaml"), overrides=words)
             named = [group for group in choices if group != "recipe"]
             if named and choices.get("recipe", "none") != "none":
-                # A group from the command line takes the place of all that a recipe says of it: half of each would be neither.
-                own_way = hydra_compose(
+                # A group on the command line replaces all that a recipe says about that group:
+                # half of each would be neither.
+                without_recipe = hydra_compose(
                     TOP.removesuffix(".yaml"),
                     overrides=[word for word in words if not word.startswith("recipe=")],
                 )
                 for group in named:
-                    OmegaConf.update(composed, group, own_way[group], merge=False, force_add=True)
+                    OmegaConf.update(
+                        composed, group, without_recipe[group], merge=False, force_add=True
+                    )
         tree: Any = OmegaConf.to_container(composed, resolve=False)
     except (
         HydraException,
@@ -328,7 +350,10 @@ def _composed(
 
 @contextlib.contextmanager
 def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
-    """Hydra as if nobody else used it in this process, searching ``folders`` before mtrain's own; `hydra.searchpath` puts them behind."""
+    """Isolate Hydra from other users in this process, and search ``folders`` before mtrain's own.
+
+    `hydra.searchpath` would search them last.
+    """
     from hydra.core.global_hydra import GlobalHydra
 
     _register_search_path()
@@ -342,7 +367,7 @@ def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-_user_folders: list[Path] = []  # Hydra makes its plugins itself, without arguments
+_user_folders: list[Path] = []  # global, since Hydra constructs its plugins without arguments
 
 
 @functools.cache
@@ -361,7 +386,7 @@ def _register_search_path() -> None:
 def _convert(
     raw: Mapping[str, Any], files: Mapping[str, Path]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Leaves of ``raw`` in the types of the schema. ``files`` is the YAML file of each group, to name in messages."""
+    """Convert the leaves of ``raw`` to schema types. files: each group's YAML, for messages."""
     leaves: dict[str, Any] = {}
     problems = []
     for name, value in raw.items():
@@ -384,8 +409,8 @@ def _convert(
             continue
         try:
             converted = key.convert(value)
-            if (said := validate.out_of_range(name, converted)) is not None:
-                raise ValueError(said)
+            if (range_error := validate.out_of_range(name, converted)) is not None:
+                raise ValueError(range_error)
             leaves[name] = converted
         except (ValueError, OverflowError) as error:
             problems.append(
@@ -399,31 +424,32 @@ def _checked(
     problems: Sequence[OverrideProblem],
     files: Mapping[str, Path],
     ignore: tuple[str, ...] = (),
-    unsaid: Sequence[OverrideProblem] = (),
+    tolerated: Sequence[OverrideProblem] = (),
 ) -> Config:
-    """The configuration, when nothing is wrong with it but ``unsaid``.
+    """Return the configuration. Raise ConfigError unless all problems are ``tolerated``.
 
-    A leaf that could not be read stands at its default while the others are checked against each other, and a finding that names it is
-    dropped: it may be a mere consequence.
+    A leaf with a problem takes its default while the others are checked across fields. Findings
+    that name it are dropped, since they may only follow from the problem.
     """
     blamed = {name for problem in problems for name in problem.keys}
     missing = [
         name for name in keys.all_keys() if name not in leaves and not _concerns(name, blamed)
     ]
-    unsaid_keys = {name for problem in unsaid for name in problem.keys}
+    tolerated_keys = {name for problem in tolerated for name in problem.keys}
     lines = [problem.line for problem in problems]
     for section in dict.fromkeys(name.split(".")[0] for name in missing):
         names = [name for name in missing if name.split(".")[0] == section]
         named = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         lines.append(
-            f"{files.get(section, TOP)}: does not give {named}; to inherit them from another option begin it with `defaults: [OPTION]`"
+            f"{files.get(section, TOP)}: does not give {named}; to inherit them from another "
+            "option, begin the file with `defaults: [OPTION]`"
         )
     blamed.update(missing)
     complete = {**_defaults(), **leaves} if blamed else leaves
     for line in validate.problems(keys.build(complete)):
         mentioned = re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
         if not any(
-            _concerns(name, blamed | unsaid_keys) for name in mentioned
+            _concerns(name, blamed | tolerated_keys) for name in mentioned
         ) and not line.startswith(ignore or ("\0",)):
             lines.append(line)
     if lines:
@@ -442,16 +468,16 @@ def _concerns(name: str, blamed: set[str]) -> bool:
 
 
 def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """``leaves`` with ~ expanded and relative paths made absolute."""
+    """Expand ~ in ``leaves`` and make relative paths absolute."""
     paths = {name: leaves.get(name) for name in keys.PATHS}
-    found = {
+    absolute = {
         name: str(Path(value).expanduser().absolute())
         for name, value in paths.items()
         if isinstance(value, str) and value and value not in keys.PATHS[name]
     }
     if leaves.get("data.mix") and leaves.get("data.path", "") is None:
-        found["data.path"] = str(Path.cwd())  # where the names of a mixture are looked for
-    return {**leaves, **found}
+        absolute["data.path"] = str(Path.cwd())  # names of a mixture are relative to it
+    return {**leaves, **absolute}
 
 
 @functools.cache
@@ -470,7 +496,7 @@ def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:
 
 
 def _one_line(error: Exception) -> str:
-    """The first line of a library's message and, of a YAML error, the place."""
+    """Return the first line of a library's message, with the place of a YAML error."""
     if isinstance(error, RecursionError | UnicodeDecodeError):
         return reason(error)
     text = (

@@ -1,6 +1,7 @@
-"""Values that a configuration leaves to other files: the model to ``train.init_from``, vocabulary and tokenizer to it or to the data.
+"""Resolve the values that a configuration takes from other files.
 
-Raw leaves go in and come out, with a value in the place of each ``auto`` that means another file. What the user gave stays.
+The model comes from ``train.init_from``; vocabulary and tokenizer come from there or from the data.
+Each ``auto`` that refers to another file is replaced. Values that the user set stay.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from mtrain_cli.config.schema import ConfigError, ModelConfig
 
 AUTO = "auto"
 INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.tokenizer"
-# What the weights of a folder have; the others (rotary settings, name, init_std) may differ from the folder.
+# Properties of a folder's weights. The other keys (rotary settings, name, init_std) may differ.
 SHAPE = (
-    "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "qkv_bias",
-    "qk_norm", "tie_word_embeddings", "rms_norm_eps",
+    "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+    "intermediate_size", "qkv_bias", "qk_norm", "tie_word_embeddings", "rms_norm_eps",
 )  # fmt: skip
 _SHOWN = 3
 
@@ -27,13 +28,14 @@ _SHOWN = 3
 def fill(
     raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """``raw`` with a value for every leaf that another file decides.
+    """Return ``raw`` with a value for every leaf that another file decides, and the problems.
 
     Args:
-        raw: leaves by dotted name, not yet in the types of the schema.
+        raw: leaves by dotted name, not yet converted to schema types.
         given: names of the leaves under ``model`` that the user chose.
-        model: how the user named the model, for messages, such as ``model=qwen3b``.
-        defaults: leaves that stand in where a value cannot be had. A problem, here or in `validate`, then says why.
+        model: the user's choice of model for messages, such as ``model=qwen3b``.
+        defaults: leaves to use where a value cannot be determined; a problem, here or from
+            `validate`, then gives the reason.
     """
     leaves = dict(raw)
     problems: list[OverrideProblem] = []
@@ -41,7 +43,7 @@ def fill(
     folder = folder_of(leaves.get(INIT_FROM))
     if folder is not None:
         problems += _from_folder(leaves, given, model, folder)
-    elif isinstance(leaves.get(INIT_FROM), str):  # `validate` says what is wrong with the folder
+    elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
         _take(
             leaves,
             defaults,
@@ -50,7 +52,8 @@ def fill(
     elif leaves.get("model.family") == AUTO:
         problems.append(
             OverrideProblem(
-                f"model=auto: takes the model from {INIT_FROM}=FOLDER; give it, or another model",
+                f"model=auto: needs {INIT_FROM}=FOLDER to take the model from; "
+                "give it, or choose another model",
                 ("model.",),
             )
         )
@@ -72,7 +75,7 @@ def fill(
 
 
 def folder_of(init_from: object) -> Path | None:
-    """The Hugging Face folder that ``train.init_from`` names, where it has a config.json."""
+    """Return the Hugging Face folder that ``train.init_from`` names, if it has a config.json."""
     if not isinstance(init_from, str) or not init_from:
         return None
     folder = Path(init_from).expanduser()
@@ -80,7 +83,7 @@ def folder_of(init_from: object) -> Path | None:
 
 
 def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """``leaves`` without those that another file decides. A run that goes on keeps what was found when it began."""
+    """Drop the leaves that another file decides. A resumed run keeps the values of its start."""
     group = leaves.get("model.family") == AUTO
     return {
         name: value
@@ -93,7 +96,7 @@ def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_difference(model: ModelConfig, theirs: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """Key, value of ``model`` and value of ``theirs``, for each part of the shape in which they differ."""
+    """Return key, value of ``model`` and value of ``theirs`` where their shapes differ."""
     pairs = ((f"model.{field}", getattr(model, field), getattr(theirs, field)) for field in SHAPE)
     return [(name, ours, other) for name, ours, other in pairs if ours != other]
 
@@ -105,7 +108,7 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
 def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
 ) -> list[OverrideProblem]:
-    """Put the folder's model into ``leaves`` wherever nothing is given. Problems: the folder is unreadable, or of another shape."""
+    """Copy the folder's model into ``leaves``, except for given keys. Return the problems."""
     from mtrain_cli.model.huggingface_config import read_config
 
     try:
@@ -116,19 +119,21 @@ def _from_folder(
         "model.rope.scaling" in given
         and leaves["model.rope.scaling"] == "yarn" != theirs["model.rope.scaling"]
     ):
-        theirs["model.rope.factor"] = (
-            AUTO  # of the folder's own scaling, or 1: neither is what yarn was asked for
-        )
+        # The folder's factor belongs to its own scaling; YaRN needs one of its own.
+        theirs["model.rope.factor"] = AUTO
     _take(leaves, theirs, (name for name in theirs if name not in given))
     other = [name for name in _wrong_shape(leaves, theirs) if name in given]
     if not other:
         return []
-    said = ", ".join(
+    differences = ", ".join(
         f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})"
         for name in other[:_SHOWN]
     )
     more = f" and {len(other) - _SHOWN} more" if len(other) > _SHOWN else ""
-    line = f"{said}{more}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another shape; leave out {_to_leave_out(model, other)}"
+    line = (
+        f"{differences}{more}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another shape; "
+        f"leave out {_to_leave_out(model, other)}"
+    )
     return [OverrideProblem(line, ("model.",))]
 
 
@@ -141,7 +146,7 @@ def _to_leave_out(model: str, other: list[str]) -> str:
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Names whose values differ; one that is not of its type is left to the conversion of all leaves."""
+    """Yield names whose values differ. Skip values of a wrong type: conversion reports them."""
     for name in (f"model.{field}" for field in SHAPE):
         try:
             if keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]:
@@ -155,7 +160,7 @@ def _leaves_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
-    """The folder's tokenizer where text is read and it has one, else bytes."""
+    """Return the folder's tokenizer if it has one and the data are text, else bytes."""
     reads_text = leaves.get("data.kind") in ("text", "stdlib")
     if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
@@ -163,9 +168,12 @@ def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
 
 
 def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
-    """Ids of the data's tokenizer, rounded up to a multiple of 8; auto where `validate` is going to say what is wrong with the data.
+    """Return the vocabulary size of the data's tokenizer, rounded up to a multiple of 8.
 
-    Raises ConfigError when the data do not say how many ids they have.
+    Returns auto where `validate` will report what is wrong with the data.
+
+    Raises:
+        ConfigError: the data do not give the size of their vocabulary.
     """
     kind = leaves.get("data.kind")
     if kind in ("text", "stdlib"):
@@ -194,13 +202,13 @@ def _corpora(leaves: Mapping[str, Any]) -> list[Path]:
 
 
 def _ids_of_store(kind: object, path: Path) -> int:
-    """How many ids a token store has; 0 where there is nothing."""
+    """Return the vocabulary size of a token store, or 0 if nothing is there."""
     if not path.exists():
         return 0
     if kind != "tokens" or not path.is_dir():
         raise ConfigError(
-            f"{VOCABULARY}=auto: {path} does not say how many ids its tokenizer has; give a number, or {INIT_FROM}=FOLDER, "
-            "or tokens that `mtrain data prepare` wrote"
+            f"{VOCABULARY}=auto: {path} does not give the vocabulary size of its tokenizer; "
+            f"give a number, or {INIT_FROM}=FOLDER, or tokens from `mtrain data prepare`"
         )
     from mtrain_cli.data.store import StoreMeta
 

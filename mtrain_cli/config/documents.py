@@ -1,4 +1,4 @@
-"""JSON and YAML of people and of earlier runs. What is wrong with a file is said in words that need no Python."""
+"""Read JSON and YAML that people or earlier runs wrote. Errors are worded without Python terms."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_INTEGER = 2**63  # what other programs hold in an integer
+_MOST_INTEGER = 2**63  # what other programs can hold in an integer
 _MOST_FLOAT = 1e18
-_MAY_DIVERGE = ("loss", "grad_norm")  # to infinity, or no number at all
+_MAY_DIVERGE = ("loss", "grad_norm")  # these may be infinite or NaN
 
 
 class UnreadableError(ValueError):
-    """A file holds no JSON or YAML. The text says why, without the name of the file."""
+    """A file is not valid JSON or YAML. The text gives the reason without the file's name."""
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON holds. Raises UnreadableError, or OSError where the file cannot be read."""
+    """Parse a JSON file.
+
+    Raises:
+        UnreadableError: the file is not valid JSON.
+        OSError: the file cannot be read.
+    """
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -30,7 +35,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """The same of YAML."""
+    """Parse a YAML file. Raises the same errors as `read_json`."""
     import yaml
 
     try:
@@ -40,9 +45,9 @@ def read_yaml(path: Path) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Why something cannot be read, in one line."""
+    """Return in one line why something cannot be read."""
     if isinstance(error, UnicodeDecodeError):
-        return f"it is no text, byte {error.start + 1} is not UTF-8"
+        return f"it is not text: byte {error.start + 1} is not UTF-8"
     if isinstance(error, json.JSONDecodeError):
         return f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
     if isinstance(error, UnreadableError):
@@ -56,30 +61,35 @@ def reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{error.args[0]} is missing" if error.args else "a key is missing"
     if isinstance(error, TypeError | AttributeError | IndexError):
-        return "a value is of the wrong kind"
+        return "a value has the wrong type"
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
-        return f"line {mark.line + 1}, column {mark.column + 1}: {getattr(error, 'problem', None) or 'not YAML'}"
+        problem = getattr(error, "problem", None) or "not YAML"
+        return f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
     text = (str(error).strip() or "it is damaged").splitlines()[0]
     if "digits) for integer string" in text:
         return "a number has too many digits"
     return (
         text
         if not text.startswith(("could not convert", "invalid literal", "cannot convert"))
-        else "a value is no number"
+        else "a value is not a number"
     )
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
-    """The dataclass ``kind`` of a JSON object. Lists stand for tuples, unknown keys are left out, missing ones have their defaults.
+    """Build the dataclass ``kind`` from a JSON object.
 
-    nulls: a missing key without a default is null, and so may be every value.
+    Lists become tuples where the field is one. Unknown keys are dropped; missing ones take their
+    defaults.
+
+    Args:
+        nulls: allow null for every value, and for missing keys without a default.
 
     Raises:
-        UnreadableError: a key is missing, or its value is of another type or no finite number.
+        UnreadableError: a key is missing, or its value has the wrong type or is not finite.
     """
     if not isinstance(values, Mapping):
-        raise UnreadableError("it is no JSON object")
+        raise UnreadableError("it is not a JSON object")
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
@@ -93,7 +103,7 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
 
 
 def _fitting(hint: Any, value: Any, name: str) -> Any:
-    """``value`` as ``hint`` has it."""
+    """Convert ``value`` to the type ``hint``. name: the field, for the message."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         for one in inner:
@@ -128,11 +138,11 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
             return dict(value)
     elif origin is None and not isinstance(hint, type):
         return value
-    raise UnreadableError(f"{name}={_shown(value)} is of the wrong kind")
+    raise UnreadableError(f"{name}={_shown(value)} has the wrong type")
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of a size that can be counted with."""
+    """Return whether ``value`` is a finite number small enough to compute with."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return (

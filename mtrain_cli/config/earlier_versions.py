@@ -1,11 +1,11 @@
-"""Files that earlier versions of mtrain wrote: keys that they lacked, and keys that had another name."""
+"""Files of earlier versions of mtrain: keys that they lack, and keys that have been renamed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that earlier versions lacked, and what those versions did instead.
+# Keys that earlier versions lacked, with the value that matches what those versions did.
 LATER = {
     "profile.every": 0,
     "data.mix": None,
@@ -34,7 +34,7 @@ LATER = {
     "train.z_loss": 0.0,
 }
 
-# Former name -> name now, in resolved.yaml.
+# Old name -> present name, in resolved.yaml.
 RENAMED = {
     "sparsity.bars": "sparsity.columns",
     "sparsity.min_bars": "sparsity.min_columns",
@@ -45,12 +45,12 @@ RENAMED_METRICS = {"bars": "columns"}
 
 
 def renamed(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED) -> dict[str, Any]:
-    """``values`` by their present names."""
+    """Return ``values`` under their present names."""
     return {names.get(name, name): value for name, value in values.items()}
 
 
 def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration of any version, by dotted names, with every key that its version lacked."""
-    # MoBA chose for whole blocks before it had a gate.
+    """Add the keys that a configuration's version lacked. flat: leaves by dotted name."""
+    # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block" if flat.get("sparsity.pattern") == "moba" else None}
     return {**LATER, **gate, **renamed(flat)}

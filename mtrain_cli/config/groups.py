@@ -1,6 +1,6 @@
-"""The folders of YAML that a configuration is composed from: which groups there are, and which options each one has.
+"""The YAML folders that a configuration is composed from: their groups and options.
 
-Reads file names and comments only, so that completion and error messages need no Hydra.
+Reads only file names and comments, so that completion and error messages do not import Hydra.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
-_NO_GROUPS = (
-    "cluster",
-)  # folders of conf/ that no run is composed from: what `mtrain simulate` runs on
-_DEPTH = 3  # folders below a configuration folder that may hold options; keeps `--config-dir .` from walking a home folder
+# Folders of conf/ that no run is composed from; `mtrain simulate` reads cluster/.
+_NO_GROUPS = ("cluster",)
+# Levels of folders that may hold options: `--config-dir .` must not walk a whole home folder.
+_DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Configuration folders in the order in which they are searched."""
+    """Configuration folders in search order."""
 
     folders: tuple[Path, ...]
 
     @functools.cached_property
     def options(self) -> dict[str, dict[str, Path]]:
-        """Option name to file, of each group; the first folder that has a file wins."""
-        found: dict[str, dict[str, Path]] = {}
+        """Option name to file, per group. The first folder that has a file wins."""
+        options: dict[str, dict[str, Path]] = {}
         for folder in reversed(self.folders):
             for depth in range(1, _DEPTH + 1):
                 for file in sorted(folder.glob("*/" * depth + "*.yaml")):
@@ -37,12 +37,12 @@ class Groups:
                     if group.parts[0] not in _NO_GROUPS and not any(
                         part.startswith(".") for part in group.parts
                     ):
-                        found.setdefault(group.as_posix(), {})[file.stem] = file
-        return {group: dict(sorted(found[group].items())) for group in sorted(found)}
+                        options.setdefault(group.as_posix(), {})[file.stem] = file
+        return {group: dict(sorted(options[group].items())) for group in sorted(options)}
 
     @functools.cached_property
     def defaults(self) -> dict[str, str]:
-        """The option of each group that is composed when nothing else is asked for."""
+        """The default option of each group."""
         top = next(folder / TOP for folder in self.folders if (folder / TOP).is_file())
         try:
             content = read_yaml(top) or {}
@@ -55,15 +55,15 @@ class Groups:
         }
 
     def groups_of(self, option: str) -> list[str]:
-        """Groups that have an option of this name."""
+        """Return the groups that have an option of this name."""
         return [group for group, options in self.options.items() if option in options]
 
 
 def open_groups(config_dir: Path | None = None) -> Groups:
-    """The user's folder, when given, before the one that ships.
+    """Return the user's folder, if given, followed by the shipped one.
 
     Raises:
-        ConfigError: ``config_dir`` is no folder, or holds no groups.
+        ConfigError: ``config_dir`` is not a folder, or holds no groups.
     """
     shipped = resource_dir("conf")
     if config_dir is None:
@@ -81,13 +81,14 @@ def open_groups(config_dir: Path | None = None) -> Groups:
         and not (folder / TOP).is_file()
     ):
         raise ConfigError(
-            f"--config-dir {config_dir}: holds no group; expected files such as {config_dir}/model/mine.yaml"
+            f"--config-dir {config_dir}: holds no group; "
+            f"expected files such as {config_dir}/model/mine.yaml"
         )
     return groups
 
 
 def summary(file: Path) -> str:
-    """The first comment line of a YAML file, without its mark; empty when the file opens with something else."""
+    """Return the first comment line of a YAML file without its #, or "" if it has none."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         text = line.strip()
         if text.startswith("#") and not text.removeprefix("#").strip().startswith("@package"):

@@ -1,6 +1,7 @@
-"""Every key of the configuration by its dotted name, and the conversion of a raw value to the key's type.
+"""Every configuration key by dotted name, and the conversion of raw values to the key's type.
 
-The schema's dataclasses are the only source: a field added there is checked, listed and completed without a change here.
+The schema's dataclasses are the only source: a field added there is checked, listed and completed
+without a change here.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from mtrain_cli.config import sizes
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 
-# Keys that count tokens and therefore take sizes such as 512k. A count of steps does not: there 1k would mean 1000 to most people.
+# Keys that count tokens, which accept sizes such as 512k. Step counts do not: most people would
+# read 1k steps as 1000.
 TOKEN_COUNTS = frozenset(
     {
         "seq",
@@ -30,7 +32,7 @@ TOKEN_COUNTS = frozenset(
         "sparsity.chunk",
     }
 )
-# Keys that name a file or a folder when they hold none of these words.
+# Keys that hold a file or folder, unless the value is one of these words.
 PATHS: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
     "data.mix": (),
@@ -38,22 +40,28 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "train.init_from": (),
     "run.dir": ("auto",),
 }
-# Keys that hold a number at last and take auto before: `derived` finds the number when a configuration is composed.
+# Integer keys that accept auto: `derived` replaces it by a number when a configuration is composed.
 DERIVED = frozenset({"model.vocab_size"})
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One leaf of the configuration."""
+    """One leaf of the configuration.
 
-    name: str  # dotted, such as optim.lr
-    type: Any  # int, float, bool, str, a union of them with None, or a tuple of them
+    name: dotted, such as optim.lr.
+    type: int, float, bool, str, a tuple or mapping of them, or a union with None or str.
+    help: one line on what the key does.
+    choices: allowed values; empty = any value of the type.
+    """
+
+    name: str
+    type: Any
     help: str
     choices: tuple[str, ...]
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The members of the type when it is a union, else the type alone."""
+        """The members of a union type, else the type alone."""
         return (
             typing.get_args(self.type)
             if typing.get_origin(self.type) in (types.UnionType, typing.Union)
@@ -62,22 +70,22 @@ class ConfigKey:
 
     @property
     def optional(self) -> bool:
-        """Whether null is a value."""
+        """Whether null is allowed."""
         return type(None) in self.types
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value is numbers by name; text is then the path of a file that holds them."""
+        """Whether the value maps names to numbers; text is then the path of a file with them."""
         return any(typing.get_origin(kind) is dict for kind in self.types)
 
     @property
     def is_text(self) -> bool:
-        """Whether any text is taken as it stands, with nothing to parse."""
+        """Whether any text is allowed and taken literally."""
         return set(self.types) <= {str, type(None)}
 
     @property
     def expected(self) -> str:
-        """What the key takes, in words that follow 'expected'."""
+        """The allowed values, worded to follow 'expected'."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.name in TOKEN_COUNTS:
@@ -101,7 +109,7 @@ class ConfigKey:
 
     @property
     def allowed(self) -> str:
-        """What the key takes, in as few words as a table has room for."""
+        """The allowed values, short enough for a table."""
         if self.choices:
             return ", ".join(self.choices)
         return (
@@ -111,19 +119,19 @@ class ConfigKey:
         )
 
     def convert(self, value: Any) -> Any:
-        """``value``, as YAML or the command line gave it, in the key's type.
+        """Convert a value from YAML or the command line to the key's type.
 
         Raises:
-            ValueError: what is wrong with it, to stand behind ``key=value: ``.
+            ValueError: what is wrong with the value, worded to follow ``key=value: ``.
         """
         for kind in self.types:
-            converted = self._as(kind, value)
+            converted = self._convert_to(kind, value)
             if converted is not _WRONG:
                 return converted
         close = did_you_mean(str(value), self.choices) if self.choices else ""
         raise ValueError(f"expected {self.expected}{close}")
 
-    def _as(self, kind: Any, value: Any) -> Any:
+    def _convert_to(self, kind: Any, value: Any) -> Any:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if kind is type(None):
             return None if value is None else _WRONG
@@ -145,7 +153,7 @@ class ConfigKey:
             return (
                 value
                 if self.is_mapping and isinstance(value, str) and not value.lstrip().startswith("{")
-                else self._as_text(value, number)
+                else self._convert_text(value, number)
             )
         kinds = typing.get_args(kind)
         assert typing.get_origin(kind) is tuple, (
@@ -153,16 +161,16 @@ class ConfigKey:
         )
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             return _WRONG
-        parts = tuple(self._as(part, item) for part, item in zip(kinds, value, strict=True))
+        parts = tuple(self._convert_to(part, item) for part, item in zip(kinds, value, strict=True))
         return _WRONG if any(part is _WRONG for part in parts) else parts
 
-    def _as_text(self, value: Any, number: bool) -> Any:
+    def _convert_text(self, value: Any, number: bool) -> Any:
         if not isinstance(value, str) and not (number and self.is_text and not self.choices):
             return _WRONG
         text = str(value)
-        if self.name in PATHS and (problem := _no_path(text)):
+        if self.name in PATHS and (problem := _path_problem(text)):
             raise ValueError(problem)
-        if not self.is_text:  # int | str and float | str: a number, or the one word auto
+        if not self.is_text:  # int | str or float | str: a number, or the word auto
             return text if text == "auto" else _WRONG
         return text if not self.choices or text in self.choices else _WRONG
 
@@ -170,14 +178,14 @@ class ConfigKey:
 _NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
 
 
-def _no_path(text: str) -> str | None:
-    """Why no file can have this name."""
+def _path_problem(text: str) -> str | None:
+    """Return why no file can have this name, or None."""
     try:
         data = os.fspath(Path(text).expanduser()).encode()
     except UnicodeEncodeError:
         return "is not UTF-8; rename it"
     except RuntimeError:
-        return "begins with the name of a user whom this machine does not know; give the whole path"
+        return "begins with the name of a user unknown on this machine; give the whole path"
     if len(data) > _PATH_MAX or max(map(len, data.split(b"/"))) > _NAME_MAX:
         return f"is too long; a name has at most {_NAME_MAX} bytes, a path {_PATH_MAX}"
     if any(ord(letter) < 32 for letter in text):
@@ -186,7 +194,7 @@ def _no_path(text: str) -> str | None:
 
 
 def _finite(value: float) -> bool:
-    """Whether a float can hold it."""
+    """Return whether a float can hold the number and it is finite."""
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -198,22 +206,25 @@ _WRONG = object()
 
 @functools.cache
 def all_keys() -> dict[str, ConfigKey]:
-    """All keys by dotted name, in the order of the schema."""
+    """Return all keys by dotted name, in schema order."""
     return {key.name: key for key in _flatten(Config, "")}
 
 
 @functools.cache
 def sections() -> tuple[str, ...]:
-    """Dotted names that hold keys: ``model``, ``model.rope``, ``topology``, ..."""
-    found: dict[str, None] = {}
+    """Return the dotted names that hold keys: ``model``, ``model.rope``, ``topology``, ..."""
+    names: dict[str, None] = {}
     for name in all_keys():
         parts = name.split(".")[:-1]
-        found.update({".".join(parts[: i + 1]): None for i in range(len(parts))})
-    return tuple(found)
+        names.update({".".join(parts[: i + 1]): None for i in range(len(parts))})
+    return tuple(names)
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Leaves of a nested mapping by dotted name. A mapping where the schema has a leaf stays whole; an empty one counts as a leaf."""
+    """Return the leaves of a nested mapping by dotted name.
+
+    A mapping that is the value of one key stays whole, and an empty mapping counts as a leaf.
+    """
     leaves: dict[str, Any] = {}
     for name, value in nested.items():
         dotted = f"{prefix}{name}"
@@ -225,19 +236,19 @@ def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def values(config: Config) -> dict[str, Any]:
-    """Every leaf of ``config`` by dotted name."""
+    """Return every leaf of ``config`` by dotted name."""
     return {name: functools.reduce(getattr, name.split("."), config) for name in all_keys()}
 
 
 def build(leaves: Mapping[str, Any]) -> Config:
-    """The configuration whose leaves are ``leaves``: every key, each already converted."""
+    """Build a configuration from a converted value for every key."""
     config = _build(Config, leaves, "")
     assert isinstance(config, Config)
     return config
 
 
 def show(value: Any) -> str:
-    """A value as one would type it on the command line."""
+    """Format a value as a user would type it on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

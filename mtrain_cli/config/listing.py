@@ -1,4 +1,4 @@
-"""A configuration as YAML that says what was changed."""
+"""A configuration as YAML with comments on what was changed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from mtrain_cli.config.schema import Config
 
 
 def annotated_yaml(config: Config, defaults: Config) -> list[tuple[str, bool]]:
-    """Lines of YAML, each with whether its value differs from ``defaults``; such a line ends in a comment that gives the default.
+    """Return lines of YAML, each with whether its value differs from ``defaults``.
 
-    Joined by newlines they are a document that `mtrain_cli.config.compose.load` reads.
+    A line that differs ends in a comment with the default. The lines joined by newlines form a
+    document that `mtrain_cli.config.compose.load` reads.
     """
     return list(_lines(config, defaults))
 

@@ -1,7 +1,7 @@
-"""What a user typed behind a command, read word by word: ``group=option`` and ``key=value``.
+"""Parse the overrides of a command line, ``group=option`` and ``key=value``.
 
-Hydra is given only the groups. A value goes to its key directly, because the key's type is known: a path such as ``~/corpus#1.txt``
-needs no second layer of quotes, and a mistake is reported in terms of the key instead of a grammar.
+Only groups go to Hydra. A value goes to its key directly, because the key's type is known: a path
+such as ``~/corpus#1.txt`` needs no second layer of quotes, and errors name the key, not a grammar.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ _ONE_VALUE = "one value per run; start one run for each"
 
 @dataclass(frozen=True)
 class OverrideProblem:
-    """A mistake, and the keys whose values are unknown because of it (a trailing dot names a whole section)."""
+    """A mistake, and the keys that it leaves without a value.
+
+    line: the message.
+    keys: dotted names; a trailing dot stands for a whole section.
+    """
 
     line: str
     keys: tuple[str, ...] = ()
@@ -29,7 +33,7 @@ class OverrideProblem:
 
 @dataclass
 class Overrides:
-    """Overrides that make sense, and what is wrong with the others."""
+    """Parsed overrides, and what is wrong with the others."""
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -37,16 +41,16 @@ class Overrides:
 
 
 def parse(texts: Sequence[str], groups: Groups) -> Overrides:
-    """Reads ``texts``, each one word of the command line. A later override of the same key or group wins."""
-    found = Overrides()
+    """Parse the words of a command line. A later override of the same key or group wins."""
+    parsed = Overrides()
     for text in texts:
-        problem = _parse_one(text, groups, found)
+        problem = _parse_one(text, groups, parsed)
         if problem is not None:
-            found.problems.append(problem)
-    return found
+            parsed.problems.append(problem)
+    return parsed
 
 
-def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProblem | None:
+def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProblem | None:
     text = raw_text.strip()
     try:
         text.encode()
@@ -60,15 +64,14 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProbl
             f"; set it instead, such as {name}=null"
             if name in all_keys()
             and all_keys()[name].optional
-            and not name.startswith("sparsity.")  # there null means: no such key
+            and not name.startswith("sparsity.")  # null there means that the pattern lacks the key
             else "; leave it out for its default, or give it another value"
         )
         return OverrideProblem(f"{text}: a key cannot be deleted{hint}", (name,))
     if "=" not in text:
         return OverrideProblem(_without_equals(text, groups))
-    name, _, raw = text.lstrip("+").partition(
-        "="
-    )  # +key=value is Hydra's way to add; every key here exists, so it means the same as key=value
+    # +key=value is how Hydra adds a key. Every key exists here, so it means key=value.
+    name, _, raw = text.lstrip("+").partition("=")
     name, raw = (
         name.strip().replace("/", ".")
         if name.strip().replace("/", ".") in all_keys()
@@ -83,19 +86,20 @@ def _parse_one(raw_text: str, groups: Groups, found: Overrides) -> OverrideProbl
         hint = (
             "the folder of a run is run.dir=..."
             if name.startswith(("hydra.run", "hydra.sweep"))
-            else "mtrain uses Hydra to compose only"
+            else "mtrain uses Hydra only to compose configurations"
         )
-        return OverrideProblem(f"{text}: settings of Hydra itself have no effect; {hint}")
+        return OverrideProblem(f"{text}: Hydra's own settings have no effect; {hint}")
     if name in groups.options:
-        return _group(text, name, raw, groups, found)
+        return _parse_group(text, name, raw, groups, parsed)
     if name in all_keys():
-        # A name of a file may begin or end with a space.
+        # A file name may begin or end with a space.
         exact = raw_text.partition("=")[2]
-        return _value(text, all_keys()[name], exact if name in PATHS and raw else raw, found)
+        value = exact if name in PATHS and raw else raw
+        return _parse_value(text, all_keys()[name], value, parsed)
     if name in sections():
         example = next(key for key in all_keys() if key.startswith(f"{name}."))
         return OverrideProblem(
-            f"{text}: {name} is a section, not a value; set its keys one by one, such as {example}=...",
+            f"{text}: {name} is a section, not a value; set one of its keys, such as {example}=...",
             (f"{name}.",),
         )
     return _unknown(text, name, raw, groups)
@@ -109,9 +113,12 @@ def _without_equals(text: str, groups: Groups) -> str:
     if text in groups.options:
         return f"{shown}: expected {text}=OPTION; options: {', '.join(groups.options[text])}"
     if text in all_keys():
-        return f"{shown}: expected {text}=VALUE, where the value is {all_keys()[text].expected}"
+        return f"{shown}: expected {text}=VALUE; VALUE is {all_keys()[text].expected}"
     if text.endswith((".yaml", ".yml")):
-        return f"{shown}: expected key=value; a file of your own is given as --config-dir DIR model=mine when it is DIR/model/mine.yaml"
+        return (
+            f"{shown}: expected key=value; to use your own file, name it DIR/model/mine.yaml and "
+            "give --config-dir DIR model=mine"
+        )
     option = nearest(text, {option for options in groups.options.values() for option in options})
     if option:
         return f"{shown}: expected key=value; did you mean {groups.groups_of(option)[0]}={option}?"
@@ -122,19 +129,19 @@ def _without_equals(text: str, groups: Groups) -> str:
     return f"{shown}: expected key=value, such as model=tiny or optim.lr=1e-3{hint}"
 
 
-def _group(
-    text: str, group: str, raw: str, groups: Groups, found: Overrides
+def _parse_group(
+    text: str, group: str, raw: str, groups: Groups, parsed: Overrides
 ) -> OverrideProblem | None:
     option, options = _unquoted(raw), groups.options[group]
     if option in options:
-        found.groups[group] = option
+        parsed.groups[group] = option
         return None
     if "," in option or _SWEEP.match(option):
         reason = _ONE_VALUE
     else:
         example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
         hint = (
-            f"; to set one value write {example}=..."
+            f"; to set one value, write {example}=..."
             if option.startswith("{") and example
             else did_you_mean(option, options)
         )
@@ -142,22 +149,18 @@ def _group(
     return OverrideProblem(f"{text}: {reason}", (f"{group}.",))
 
 
-def _value(text: str, key: ConfigKey, raw: str, found: Overrides) -> OverrideProblem | None:
+def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> OverrideProblem | None:
     if raw == "":
         return OverrideProblem(f"{text}: the value is empty; expected {key.expected}", (key.name,))
     if key.is_text or (key.is_mapping and not raw.startswith("{")):
-        found.values[key.name] = _text(key, raw)
+        parsed.values[key.name] = _parse_text(key, raw)
         return None
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
-    except (
-        HydraException,
-        ValueError,
-        RecursionError,
-    ):  # its message speaks of the grammar, not of the key
+    except (HydraException, ValueError, RecursionError):  # Hydra's message describes its grammar
         hint = (
             f"; a value with spaces needs quotes: '{key.name}=[a, b]'"
             if raw.count("[") > raw.count("]")
@@ -170,11 +173,11 @@ def _value(text: str, key: ConfigKey, raw: str, found: Overrides) -> OverridePro
             f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE),
             (key.name,),
         )
-    found.values[key.name] = override.value()
+    parsed.values[key.name] = override.value()
     return None
 
 
-def _text(key: ConfigKey, raw: str) -> str | None:
+def _parse_text(key: ConfigKey, raw: str) -> str | None:
     if raw.lower() == "null" or (key.optional and raw.lower() == "none"):
         return None
     return _unquoted(raw)
@@ -183,7 +186,7 @@ def _text(key: ConfigKey, raw: str) -> str | None:
 def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
     if "@" in name:
         return OverrideProblem(
-            f"{text}: groups stay in their place; write {name.partition('@')[0]}={raw}"
+            f"{text}: a group cannot be moved with @; write {name.partition('@')[0]}={raw}"
         )
     bare = name.lstrip("-")
     close = nearest(bare, [*groups.options, *all_keys()])

@@ -1,4 +1,4 @@
-"""Numbers of tokens as people write them: ``512k``, ``1m``, ``524288``."""
+"""Token counts as people write them: ``512k``, ``1m``, ``524288``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _UNITS = {"": 1, "k": K, "m": K * K}
 _SIZE = re.compile(
     r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE
 )
-# An exact fraction of 1e999999999 would take all memory; ranges below this are those of the keys.
+# An exact fraction of 1e999999999 would fill the memory. The keys' own ranges are narrower.
 _BEYOND, _DIGITS = 1e30, 40
 
 EXPECTED = "a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"
 
 
 def parse_size(text: str | int | float) -> int:
-    """Tokens meant by ``text``: ``512k`` is 524288, ``0.5M`` too, ``524_288`` as well.
+    """Parse a number of tokens: ``512k``, ``0.5M`` and ``524_288`` all give 524288.
 
     Raises:
-        ValueError: the text is no number with an optional k or m, or is not a whole number of tokens.
+        ValueError: not a number with an optional k or m, or not a whole number of tokens.
     """
     match = _SIZE.fullmatch(str(text).strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
@@ -35,7 +35,10 @@ def parse_size(text: str | int | float) -> int:
 
 
 def format_size(tokens: int) -> str:
-    """The shortest exact spelling: 524288 is ``512k``, 1000 stays ``1000``. ``parse_size`` is its inverse."""
+    """Return the shortest exact spelling: ``512k`` for 524288, ``1000`` for 1000.
+
+    `parse_size` is the inverse.
+    """
     for unit, size in (("m", K * K), ("k", K)):
         if tokens and tokens % size == 0:
             return f"{tokens // size}{unit}"
@@ -43,6 +46,6 @@ def format_size(tokens: int) -> str:
 
 
 def parse_share(text: str) -> float:
-    """0.05 of ``0.05`` or ``5%``. Raises ValueError for what is no number."""
+    """Parse ``0.05`` or ``5%`` to 0.05. Raises ValueError if the text is not a number."""
     text = text.strip()
     return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)

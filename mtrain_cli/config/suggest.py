@@ -1,31 +1,32 @@
-"""The nearest real name to a mistyped one."""
+"""Suggest the nearest valid name for a mistyped one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-CUTOFF = 0.6  # difflib's own default: below it a suggestion is more often noise than help
+CUTOFF = 0.6  # difflib's own default; less similar names are more often noise than help
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """The name most like ``word``, or None when nothing is close.
+    """Return the name most similar to ``word``, or None if none is close.
 
-    Dotted names are compared part by part, so that the section in front neither hides nor fakes a likeness: ``warmup_steps`` and
-    ``train.warmup_steps`` find ``optim.warmup_steps``, and ``train.lr`` finds ``optim.lr`` rather than ``train.dtype``.
+    Dotted names are compared part by part, so that a common section counts little:
+    ``warmup_steps`` and ``train.warmup_steps`` find ``optim.warmup_steps``, and ``train.lr`` finds
+    ``optim.lr`` rather than ``train.dtype``.
     """
-    scored = [(_likeness(word.lower(), name.lower()), name) for name in names]
+    scored = [(_similarity(word.lower(), name.lower()), name) for name in names]
     best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best[1] if best[0] >= CUTOFF else None
 
 
 def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
-    """``; did you mean NAME?`` with ``suffix`` behind the name, or nothing when no name is close."""
+    """Return ``; did you mean NAME?`` with ``suffix`` after the name, or "" if none is close."""
     name = nearest(word, names)
     return f"; did you mean {name}{suffix}?" if name else ""
 
 
-def _likeness(word: str, name: str) -> float:
+def _similarity(word: str, name: str) -> float:
     section, _, leaf = name.rpartition(".")
     word_section, _, word_leaf = word.rpartition(".")
     ratio = _ratio(word_leaf, leaf)
@@ -36,6 +37,6 @@ def _likeness(word: str, name: str) -> float:
 
 def _ratio(a: str, b: str) -> float:
     ratio = SequenceMatcher(None, a, b).ratio()
-    # Who writes out what is shortened, or the other way round, means the same: ``sequence`` and ``seq``.
+    # An abbreviation and its long form match: ``seq`` and ``sequence``.
     short, long = sorted((a, b), key=len)
     return max(ratio, 0.9) if len(short) >= 3 and long.startswith(short) else ratio

@@ -1,6 +1,7 @@
-"""Checks across the fields of a configuration that need no machine: no GPU, no process group, no model.
+"""Checks across the fields of a configuration that need no GPU, process group or model.
 
-Whether the sizes fit the GPUs at hand is `launch/environment.py`'s question, and whether a kernel can do what is asked is the registry's.
+`launch/environment.py` checks whether sizes fit the GPUs at hand; the kernel registry, whether
+a kernel supports the request.
 """
 
 from __future__ import annotations
@@ -28,21 +29,23 @@ from mtrain_cli.config.sizes import format_size
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
-_READS = {
+_INPUTS = {
     "text": TEXT,
-    "tokens": "what `mtrain data prepare` wrote, or a .npy or .bin of token ids",
-    "mds": "a folder of MDS shards, which holds an index.json",
+    "tokens": "the output of `mtrain data prepare`, or a .npy or .bin of token ids",
+    "mds": "a folder of MDS shards with an index.json",
 }
-_LISTS = {"tokens": "meta.json", "mds": "index.json"}  # in a folder of each kind
+_MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}  # file that each kind of folder must hold
+BLOCKS = (16, 32, 64, 128)  # sizes that a dynamic index may have
+MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
 BLOCKS = (16, 32, 64, 128)  # of a dynamic index
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
 
 def problems(config: Config) -> list[str]:
-    """Everything that does not fit together in ``config``, each a line ``key=value: reason``; empty when all is well."""
+    """Return every conflict in ``config``, one line ``key=value: reason`` each."""
     ranges = list(_ranges(config))
     if any(_beyond(name, value) for name, value in keys.values(config).items()):
-        return ranges  # the checks below count up to some of these numbers
+        return ranges  # the checks below loop up to some of these numbers
     return [
         *ranges,
         *_model(config.model),
@@ -67,7 +70,7 @@ _SHARE = ("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 _LINES = ("must be between 0 and 2^31 - 1", lambda value: 0 <= value < 2**31)
 _FRACTION = ("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
-# What one number may be by itself. A value that is a word (auto) or null is not a number and passes.
+# Allowed range of each number. Words (auto) and null are not checked here.
 _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "seq": ("must be at least 2, a token and the one to predict", lambda value: value >= 2),
     "seed": ("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63),
@@ -154,23 +157,23 @@ _RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
     "train.keep_checkpoints": _POSITIVE,
     "profile.every": _NOT_NEGATIVE,
     "run.log_every": _POSITIVE,
-    "run.restarts": ("must be auto or a whole number of at least 0", lambda value: value >= 0),
+    "run.restarts": ("must be auto or a whole number, 0 or more", lambda value: value >= 0),
     "run.spike_sigma": (
-        "must be 0, or at least 3: below that ordinary steps are spikes",
+        "must be 0 or at least 3: below 3, ordinary steps count as spikes",
         lambda value: value == 0 or value >= 3,
     ),
-    "run.straggler": ("must be auto or a number of at least 0", lambda value: value >= 0),
+    "run.straggler": ("must be auto or a number, 0 or more", lambda value: value >= 0),
 }
 
 
 @dataclass(frozen=True)
 class UpperLimit:
-    """The largest value that a number may have, and why no run needs a larger one."""
+    """The largest allowed value of a number, and why no run needs a larger one."""
 
     value: float
     reason: str
 
-    def words(self, key: str) -> str:
+    def text(self, key: str) -> str:
         shown = format_size(int(self.value)) if key in keys.TOKEN_COUNTS else f"{self.value:,.0f}"
         return f"at most {shown} ({self.reason})"
 
@@ -180,17 +183,18 @@ MOST_TOKENS = UpperLimit(
 )
 MOST_STEPS = UpperLimit(10**9, "a year at 30 steps a second")
 MOST_WORKERS = UpperLimit(2**14, "a plan visits every worker")
-_HEADS = UpperLimit(65_535, "the grid of a GPU kernel has no more places for heads")
-_SEQUENCES = UpperLimit(10**6, "every one is listed")
+_HEADS = UpperLimit(65_535, "a GPU kernel's grid has no more places for heads")
+_SEQUENCES = UpperLimit(10**6, "every sequence is listed")
 _GIB = UpperLimit(2**20, "1 PiB")
 _MIB = UpperLimit(2**20, "1 TiB")
-_OVERFLOW = UpperLimit(100, "products in bfloat16 would overflow or say nothing")
+_OVERFLOW = UpperLimit(100, "products in bfloat16 would overflow or lose all precision")
 _RATIO = UpperLimit(10**6, "float32 would round smaller terms away")
-_FEW_LINES = UpperLimit(2**31 - 1, "lines of an index are 32-bit numbers")
-_VAST = 2.0**100  # a power of two, as some of them must be
+_FEW_LINES = UpperLimit(2**31 - 1, "an index numbers its columns and slashes in 32 bits")
+_VAST = 2.0**100  # a power of two, since some keys require one
 _OTHERS = UpperLimit(10**9, "no run has more")
 
-# How large a number may be, for keys whose range above has no end. Larger ones overflow, or keep a plan busy for hours.
+# Upper limits for keys whose range above has none. Larger values overflow or keep a plan busy for
+# hours.
 _MOST: dict[str, UpperLimit] = {
     "seq": MOST_TOKENS,
     "model.vocab_size": UpperLimit(2**31 - 1, "token ids are 32-bit numbers"),
@@ -200,7 +204,7 @@ _MOST: dict[str, UpperLimit] = {
     "model.num_heads": _HEADS,
     "model.num_kv_heads": _HEADS,
     "model.head_dim": UpperLimit(4096, "no kernel takes wider heads"),
-    "model.rms_norm_eps": UpperLimit(1, "it would outweigh what it keeps from 0"),
+    "model.rms_norm_eps": UpperLimit(1, "it would outweigh the values it protects from 0"),
     "model.init_std": _OVERFLOW,
     "model.rope.theta": UpperLimit(1e12, "angles are float32"),
     "model.rope.factor": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
@@ -231,10 +235,10 @@ _MOST: dict[str, UpperLimit] = {
     "sparsity.columns": _FEW_LINES,
     "data.eval_sequences": _SEQUENCES,
     "optim.lr": _OVERFLOW,
-    "optim.eps": UpperLimit(1, "it would outweigh what it keeps from 0"),
+    "optim.eps": UpperLimit(1, "it would outweigh the values it protects from 0"),
     "optim.weight_decay": _OVERFLOW,
     "optim.warmup_steps": MOST_STEPS,
-    "optim.clip_norm": UpperLimit(1e12, "0 is the word for never"),
+    "optim.clip_norm": UpperLimit(1e12, "0 turns clipping off"),
     "train.steps": MOST_STEPS,
     "train.global_batch": _SEQUENCES,
     "train.micro_batch": _HEADS,
@@ -248,60 +252,78 @@ _MOST: dict[str, UpperLimit] = {
 }
 
 
-def most(name: str) -> UpperLimit | None:
-    """The bound of a number; None where its range has an end of its own."""
+def upper_limit(name: str) -> UpperLimit | None:
+    """Return a number's upper limit, or None if its range already has one."""
     return _MOST.get(name, _OTHERS) if name in _RANGE and _RANGE[name][1](_VAST) else None
 
 
 def allowed(key: keys.ConfigKey) -> str:
-    """What a key takes, with the range of its numbers: the words of `mtrain config show`."""
-    # Null is no choice for a key that the pattern has.
+    """Return what a key allows, including the range of numbers, for `mtrain config show`."""
+    # Null only says that the pattern lacks the key.
     kind = key.allowed.removesuffix(" or null") if key.name.startswith("sparsity.") else key.allowed
     if key.name not in _RANGE:
         return kind
     reason = _RANGE[key.name][0].removeprefix("must be ")
     least = reason if reason.startswith("auto") else f"{kind}, {reason}"
-    bound = most(key.name)
-    return least if bound is None else f"{least}, {bound.words(key.name)}"
+    bound = upper_limit(key.name)
+    return least if bound is None else f"{least}, {bound.text(key.name)}"
 
 
 def out_of_range(name: str, value: object) -> str | None:
-    """What is wrong with a number, to stand behind ``key=value: ``; None where nothing is, or it is no number."""
+    """Return what is wrong with a number, worded to follow ``key=value: ``.
+
+    None if it is in range or not a number.
+    """
     if name not in _RANGE or not isinstance(value, int | float):
         return None
-    said, fits = _RANGE[name]
+    problem, fits = _RANGE[name]
     if not fits(value):
-        return said
-    bound = most(name)
-    return f"must be {bound.words(name)}" if bound is not None and _beyond(name, value) else None
+        return problem
+    bound = upper_limit(name)
+    return f"must be {bound.text(name)}" if bound is not None and _beyond(name, value) else None
 
 
 def _beyond(name: str, value: object) -> bool:
-    bound = most(name)
+    bound = upper_limit(name)
     return bound is not None and isinstance(value, int | float) and value > bound.value
 
 
 def _ranges(config: Config) -> Iterator[str]:
     for name, value in keys.values(config).items():
-        if (said := out_of_range(name, value)) is not None:
-            yield f"{name}={keys.show(value)}: {said}"
+        if (problem := out_of_range(name, value)) is not None:
+            yield f"{name}={keys.show(value)}: {problem}"
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
     heads, kv_heads, rope = model.num_heads, model.num_kv_heads, model.rope
     if heads >= 1 and kv_heads >= 1 and heads % kv_heads:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        yield f"model.num_kv_heads={kv_heads}: does not divide model.num_heads={heads}; allowed: {divisors}"
+        yield (
+            f"model.num_kv_heads={kv_heads}: does not divide model.num_heads={heads}; "
+            f"allowed: {divisors}"
+        )
     if model.head_dim % 2:
-        yield f"model.head_dim={model.head_dim}: must be even, since the rotary embedding turns pairs of dimensions"
+        yield (
+            f"model.head_dim={model.head_dim}: must be even, since the rotary embedding rotates "
+            "pairs of dimensions"
+        )
     if rope.scaling == "yarn" and rope.beta_fast <= rope.beta_slow:
-        yield f"model.rope.beta_fast={rope.beta_fast}: must be above model.rope.beta_slow={rope.beta_slow}"
+        yield (
+            f"model.rope.beta_fast={rope.beta_fast}: must be above "
+            f"model.rope.beta_slow={rope.beta_slow}"
+        )
     if rope.scaling == "llama3":
         if rope.factor == "auto":
-            yield "model.rope.factor=auto: is derived for scaling=yarn only; model.rope.scaling=llama3 needs a number such as 8"
+            yield (
+                "model.rope.factor=auto: is derived for scaling=yarn only; "
+                "model.rope.scaling=llama3 needs a number such as 8"
+            )
         if rope.high_freq_factor <= rope.low_freq_factor:
             low, high = rope.low_freq_factor, rope.high_freq_factor
-            yield f"model.rope.high_freq_factor={high}: must be above model.rope.low_freq_factor={low}"
+            yield (
+                f"model.rope.high_freq_factor={high}: must be above "
+                f"model.rope.low_freq_factor={low}"
+            )
 
 
 def _topology(topology: TopologyConfig) -> Iterator[str]:
@@ -313,11 +335,14 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
         value = numbers[name]
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
             divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-            yield f"topology.{name}={value}: does not divide topology.workers={workers}; allowed: auto, {divisors}"
+            yield (
+                f"topology.{name}={value}: does not divide topology.workers={workers}; "
+                f"allowed: auto, {divisors}"
+            )
     if isinstance(context, int) and isinstance(node, int) and context % node and node % context:
         yield (
-            f"topology.context_parallel={context}: a context group fills whole nodes or shares one evenly, "
-            f"so it must divide topology.gpus_per_node={node} or be a multiple of it"
+            f"topology.context_parallel={context}: must divide topology.gpus_per_node={node} or be "
+            "a multiple of it, so that a context group shares a node evenly or fills whole nodes"
         )
 
 
@@ -327,8 +352,8 @@ def _blocks(config: Config) -> Iterator[str]:
         return
     if config.layout == "striped" and sparse in BLOCKS and topology.block_size % sparse:
         yield (
-            f"topology.block_size={topology.block_size}: is not a multiple of sparsity.block={sparse}; "
-            f"the striped layout deals whole blocks of a pattern, so give {sparse} or a multiple of it"
+            f"topology.block_size={topology.block_size}: must be a multiple of "
+            f"sparsity.block={sparse}, since the striped layout deals out whole pattern blocks"
         )
     workers = (
         topology.context_parallel
@@ -339,13 +364,13 @@ def _blocks(config: Config) -> Iterator[str]:
         blocks = -(-config.seq // topology.block_size)
         if blocks < workers:
             yield (
-                f"topology.block_size={topology.block_size}: seq={config.seq} has {blocks} such blocks for {workers} workers, "
-                "some would hold none; " + _smaller(config.seq, workers, blocks)
+                f"topology.block_size={topology.block_size}: seq={config.seq} has only {blocks} "
+                f"such blocks for {workers} workers; " + _smaller(config.seq, workers, blocks)
             )
 
 
 def _smaller(seq: int, workers: int, blocks: int) -> str:
-    """What to give instead. blocks: how many there are."""
+    """Return advice on what to give instead. blocks: the number of blocks."""
     if workers * MIN_BLOCK > seq:
         most = max(1, seq // MIN_BLOCK)
         smaller = (
@@ -356,7 +381,7 @@ def _smaller(seq: int, workers: int, blocks: int) -> str:
 
 
 def _largest_block(seq: int, workers: int) -> int:
-    """The largest power of two of which each worker gets one."""
+    """Return the largest power of two that leaves a block for each worker."""
     block = MIN_BLOCK
     while -(-seq // (2 * block)) >= workers:
         block *= 2
@@ -367,10 +392,10 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
     own = PATTERN_KEYS[sparsity.pattern]
     absent = [f"sparsity.{name}" for name in own if getattr(sparsity, name) is None]
     if len(absent) > 1:
-        # The pattern was named without its group: one cause, and not a mistake for each key.
+        # The pattern was set without its group: one cause, so one line instead of one per key.
         yield (
             f"sparsity.pattern={sparsity.pattern}: needs {', '.join(absent)}; "
-            f"give sparsity={sparsity.pattern}, which brings its keys, and no sparsity.pattern"
+            f"give sparsity={sparsity.pattern}, which sets them, instead of sparsity.pattern"
         )
         return
     if (
@@ -378,7 +403,10 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         and sparsity.block is not None
         and sparsity.dense_steps is not None
     ):
-        yield "sparsity.pattern=dense: has none of the keys of the pattern given before; give sparsity=dense and no sparsity.pattern"
+        yield (
+            "sparsity.pattern=dense: other keys still belong to another pattern; "
+            "give sparsity=dense instead of sparsity.pattern"
+        )
         return
     complete = True
     for name, value in vars(sparsity).items():
@@ -386,10 +414,16 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
             continue
         if name in own and value is None:
             complete = False
-            yield f"sparsity.{name}=null: sparsity.pattern={sparsity.pattern} needs it; sparsity={sparsity.pattern} gives a default"
+            yield (
+                f"sparsity.{name}=null: sparsity.pattern={sparsity.pattern} needs a value; "
+                f"sparsity={sparsity.pattern} gives a default"
+            )
         if name not in own and value is not None:
             allowed = ", ".join(own) or "none"
-            yield f"sparsity.{name}={keys.show(value)}: is no key of sparsity.pattern={sparsity.pattern}; its keys: {allowed}"
+            yield (
+                f"sparsity.{name}={keys.show(value)}: is not a key of "
+                f"sparsity.pattern={sparsity.pattern}; its keys: {allowed}"
+            )
     if not complete:
         return
     if sparsity.pattern == "vertical_slash":
@@ -404,43 +438,64 @@ def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
         if 0 < s.max_columns < least:
             which = "min_columns" if s.min_columns >= s.sink_tokens else "sink_tokens"
             yield (
-                f"sparsity.max_columns={s.max_columns}: is below the {least} columns of sparsity.{which}; "
-                f"give 0 (no bound) or at least {least}"
+                f"sparsity.max_columns={s.max_columns}: is below the {least} columns of "
+                f"sparsity.{which}; give 0 (no limit) or at least {least}"
             )
         if 0 < s.max_slashes < s.min_slashes:
             least = s.min_slashes
-            yield f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; give 0 (any number) or at least {least}"
+            yield (
+                f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; "
+                f"give 0 (no limit) or at least {least}"
+            )
         if seq > MOST_LINES:
-            yield f"seq={seq}: is above the {MOST_LINES} columns among which sparsity.pattern=vertical_slash can choose"
+            yield (
+                f"seq={seq}: sparsity.pattern=vertical_slash can choose among at most "
+                f"{MOST_LINES} columns"
+            )
         if seq >= 1 and s.last_q > seq:
             yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
         elif s.windows is not None and s.last_q >= 1 and seq >= 1 and s.windows * s.last_q > seq:
             yield (
-                f"sparsity.windows={s.windows}: windows of sparsity.last_q={s.last_q} queries would overlap; "
-                f"seq={seq} has room for {seq // s.last_q}"
+                f"sparsity.windows={s.windows}: windows of sparsity.last_q={s.last_q} queries "
+                f"would overlap; seq={seq} has room for {seq // s.last_q}"
             )
     if sparsity.pattern == "xattention":
         assert sparsity.block is not None
         assert sparsity.stride is not None
         if sparsity.stride >= 1 and sparsity.block % sparsity.stride:
-            yield f"sparsity.stride={sparsity.stride}: does not divide sparsity.block={sparsity.block}"
+            yield (
+                f"sparsity.stride={sparsity.stride}: does not divide "
+                f"sparsity.block={sparsity.block}"
+            )
     if sparsity.pattern == "moba":
         assert sparsity.block is not None
         assert sparsity.chunk is not None
         if sparsity.block >= 1 and sparsity.chunk % sparsity.block:
-            yield f"sparsity.chunk={sparsity.chunk}: must be a multiple of sparsity.block={sparsity.block}"
+            yield (
+                f"sparsity.chunk={sparsity.chunk}: must be a multiple of "
+                f"sparsity.block={sparsity.block}"
+            )
     if sparsity.pattern == "fixed" and sparsity.density and sparsity.slashes:
         given = f"sparsity.density={keys.show(sparsity.density)}"
-        yield f"sparsity.slashes={sparsity.slashes}: {given} says how many block diagonals already; give one of them, or 0 for the other"
+        yield (
+            f"sparsity.slashes={sparsity.slashes}: {given} already sets the number of slashes; "
+            "give one of them, or 0 for the other"
+        )
     if sparsity.pattern == "fixed" and not sparsity.density and not sparsity.slashes:
-        yield "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density"
+        yield (
+            "sparsity.slashes=0: give a number of slashes, or their share of the blocks as "
+            "sparsity.density"
+        )
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
     if train.global_batch < 1 or train.micro_batch < 1:
         return
     if train.global_batch % train.micro_batch:
-        yield f"train.global_batch={train.global_batch}: must be a multiple of train.micro_batch={train.micro_batch}"
+        yield (
+            f"train.global_batch={train.global_batch}: must be a multiple of "
+            f"train.micro_batch={train.micro_batch}"
+        )
         return
     workers, context = topology.workers, topology.context_parallel
     if (
@@ -453,19 +508,22 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         groups = workers // context
         if train.global_batch % (groups * train.micro_batch):
             yield (
-                f"train.global_batch={train.global_batch}: must be a multiple of {groups * train.micro_batch}, "
-                f"train.micro_batch={train.micro_batch} on each of the {groups} groups of "
-                f"topology.context_parallel={context} among topology.workers={workers}"
+                f"train.global_batch={train.global_batch}: must be a multiple of "
+                f"{groups * train.micro_batch}: train.micro_batch={train.micro_batch} for each of "
+                f"the {groups} context groups (topology.workers={workers}, "
+                f"topology.context_parallel={context})"
             )
 
 
-def require_listed(data: DataConfig) -> None:
-    """For a run that is about to begin: a plan needs no data.
+def require_manifest(data: DataConfig) -> None:
+    """Check that a data folder holds its manifest, for a run that is about to start.
+
+    The manifest itself is checked when the data are opened. A plan needs no data.
 
     Raises:
-        ConfigError: a folder lacks the file that says what is in it. What that file says is read when the data are opened.
+        ConfigError: the manifest is missing.
     """
-    name = _LISTS.get(data.kind)
+    name = _MANIFESTS.get(data.kind)
     folder = Path(data.path or "").expanduser()
     if (
         name is None
@@ -477,30 +535,36 @@ def require_listed(data: DataConfig) -> None:
         return
     inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
     hint = (
-        f"; it has folders that do: {', '.join(inside[:8])} (name them in data.mix)"
+        f"; these folders in it have one: {', '.join(inside[:8])} (name them in data.mix)"
         if inside
         else ""
     )
-    raise ConfigError(f"data.path={data.path}: no {name} in it; give {_READS[data.kind]}{hint}")
+    raise ConfigError(f"data.path={data.path}: no {name} in it; give {_INPUTS[data.kind]}{hint}")
 
 
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
-    what = _READS.get(data.kind, "")
+    expected = _INPUTS.get(data.kind, "")
     if data.kind == "stdlib":
         for name, value in (("path", data.path), ("mix", data.mix)):
             if value is not None:
-                yield f"data.{name}={keys.show(value)}: data=stdlib reads no {name}; write data=text, tokens or mds with it"
+                yield (
+                    f"data.{name}={keys.show(value)}: data=stdlib has no {name}; add data=text, "
+                    "data=tokens or data=mds"
+                )
     elif data.mix is not None:
-        yield from _mix(data, what)
+        yield from _mix(data, expected)
     elif data.path is None:
-        yield f"data.path=null: data={data.kind} needs it: {what}"
+        yield f"data.path=null: data={data.kind} needs it; give {expected}"
     elif not Path(data.path).expanduser().exists():
-        yield f"data.path={data.path}: no such file; give {what}"
+        yield f"data.path={data.path}: no such file or folder; give {expected}"
     if data.kind in ("tokens", "mds"):
-        return  # the tokens are there already; their vocabulary is known when they are opened
+        return  # already tokenized; the vocabulary is checked when the data are opened
     if data.tokenizer == "bytes":
         if 2 <= model.vocab_size < BYTE_VOCABULARY:
-            yield f"model.vocab_size={model.vocab_size}: data.tokenizer=bytes needs at least {BYTE_VOCABULARY}"
+            yield (
+                f"model.vocab_size={model.vocab_size}: data.tokenizer=bytes needs at least "
+                f"{BYTE_VOCABULARY}"
+            )
         return
     tokenizer = Path(data.tokenizer).expanduser()
     if tokenizer.is_dir():
@@ -509,57 +573,72 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
             f", {inside}" if inside.is_file() else ""
         )
     elif not tokenizer.is_file():
-        yield f"data.tokenizer={data.tokenizer}: no such file; give bytes or the path of a Hugging Face tokenizer.json"
+        yield (
+            f"data.tokenizer={data.tokenizer}: no such file; give bytes or the path of a Hugging "
+            "Face tokenizer.json"
+        )
 
 
-def _mix(data: DataConfig, what: str) -> Iterator[str]:
-    """Weights that are no weights, and folders that are not there. A file of weights is read when the data are opened."""
+def _mix(data: DataConfig, expected: str) -> Iterator[str]:
+    """Check the weights and folders of a mixture. A YAML file of them is checked when opened."""
     if isinstance(data.mix, str):
         if not Path(data.mix).expanduser().is_file():
-            yield f"data.mix={data.mix}: no such file; give weights such as data.mix={{code: 0.3, book: 0.7}}, or a YAML file of them"
+            yield (
+                f"data.mix={data.mix}: no such file; give weights such as "
+                "data.mix={code: 0.3, book: 0.7}, or a YAML file of them"
+            )
         return
     assert data.mix is not None
     if not data.mix:
         yield "data.mix={}: names no corpus; give weights such as {code: 0.3, book: 0.7}, or null"
     for name, weight in data.mix.items():
         if weight <= 0:
-            yield f"data.mix={keys.show(data.mix)}: the weight of {name} must be above 0; leave out what is not wanted"
+            yield (
+                f"data.mix={keys.show(data.mix)}: the weight of {name} must be above 0; "
+                "leave out corpora you do not want"
+            )
     missing = [name for name in data.mix if not Path(data.path or ".", name).expanduser().exists()]
     if missing:
         place = (
             f"in data.path={data.path}"
             if data.path
-            else "here; if they lie in one folder give it as data.path=FOLDER"
+            else "here; if they are in one folder, add data.path=FOLDER"
         )
         first = ", ".join(missing[:3]) + (
             f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         )
-        yield f"data.mix: {first}: no such folder or file {place}; each name is {what}"
+        yield f"data.mix: {first}: no such folder or file {place}; each name must be {expected}"
 
 
 def _optim(config: Config) -> Iterator[str]:
     optim = config.optim
     if optim.skip_spikes and not config.run.spike_sigma:
-        yield "optim.skip_spikes=true: needs to know what a spike is; give run.spike_sigma a number of at least 3, such as 8"
+        yield (
+            "optim.skip_spikes=true: needs run.spike_sigma to define a spike; "
+            "give it a number of at least 3, such as 8"
+        )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas={keys.show(optim.betas)}: each must be at least 0 and below 1"
     yield from schedule(config)
 
 
 def schedule(config: Config) -> Iterator[str]:
-    """What does not fit together in the schedule of the learning rate."""
+    """Yield conflicts in the learning rate schedule."""
     optim = config.optim
-    asked = f"optim.decay_steps={optim.decay_steps}"
+    decay = f"optim.decay_steps={optim.decay_steps}"
     if optim.decay_steps != "auto" and optim.schedule == "constant":
-        yield f"{asked}: optim.schedule=constant never falls; give optim.decay_steps=auto, or optim.schedule=cosine, linear or wsd"
+        yield (
+            f"{decay}: optim.schedule=constant never decays; give optim.decay_steps=auto, or "
+            "optim.schedule=cosine, linear or wsd"
+        )
     if (
         isinstance(optim.schedule_steps, int)
         and optim.schedule != "constant"
         and optim.schedule_steps <= optim.warmup_steps
     ):
         yield (
-            f"optim.schedule_steps={optim.schedule_steps}: must be above optim.warmup_steps={optim.warmup_steps}, "
-            "or the rate falls to its end at once"
+            f"optim.schedule_steps={optim.schedule_steps}: must be above "
+            f"optim.warmup_steps={optim.warmup_steps}, or no steps are left for the decay"
         )
         return
     if optim.schedule != "wsd" or not isinstance(optim.decay_steps, int):
@@ -570,58 +649,90 @@ def schedule(config: Config) -> Iterator[str]:
         if isinstance(optim.schedule_steps, int)
         else config.train.steps - begin
     )
-    # The last step of the warm-up is the first at the peak.
+    # The last warm-up step is the first at the peak.
     most = span - 1 - optim.warmup_steps
     if optim.decay_steps > most:
         allowed = f"allowed: 1 to {most}" if most >= 1 else "give fewer optim.warmup_steps"
-        yield f"{asked}: the schedule has {span} steps, {optim.warmup_steps} of them warm-up (optim.warmup_steps); {allowed}"
+        yield (
+            f"{decay}: the schedule has {span} steps, of which {optim.warmup_steps} are warm-up "
+            f"(optim.warmup_steps); {allowed}"
+        )
 
 
 def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
     if train.keep_mlp > layers >= 1:
-        yield f"train.keep_mlp={keys.show(train.keep_mlp)}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"
-    asked = f"train.offload_activations={keys.show(train.offload_activations)}"
+        yield (
+            f"train.keep_mlp={keys.show(train.keep_mlp)}: model.num_layers={layers}; "
+            f"allowed: true, false or 0 to {layers}"
+        )
+    offload = f"train.offload_activations={keys.show(train.offload_activations)}"
     if train.offload_activations > layers >= 1:
-        yield f"{asked}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"
+        yield f"{offload}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"
     elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
-        yield f"{asked}: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed with it: {others}"
+        yield (
+            f"{offload}: train.activation_checkpoint=none keeps too much to move; "
+            f"allowed with it: {others}"
+        )
 
 
 def _gradients(optim: OptimConfig) -> Iterator[str]:
     if optim.offload_gradients and not optim.offload:
-        yield "optim.offload_gradients=true: is for optim.offload=true, where the optimizer steps in host memory; give both"
+        yield (
+            "optim.offload_gradients=true: needs optim.offload=true, which runs the optimizer in "
+            "host memory; give both"
+        )
 
 
 def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
     if train.kernel == "flash4":
         if topology.device == "cpu":
-            yield "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; allowed there: auto, reference, sdpa"
+            yield (
+                "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; "
+                "allowed there: auto, reference, sdpa"
+            )
         if train.dtype == "float32":
-            yield "train.kernel=flash4: computes in bfloat16, not train.dtype=float32; allowed with it: auto, reference, sdpa"
+            yield (
+                "train.kernel=flash4: computes in bfloat16, not train.dtype=float32; "
+                "allowed with it: auto, reference, sdpa"
+            )
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
         yield (
-            "train.reduce_dtype=bfloat16: train.shard=optimizer would add up the gradients of micro-batches in it; "
-            "allowed with it: float32, which is sent once a step"
+            "train.reduce_dtype=bfloat16: train.shard=optimizer would sum the gradients of "
+            "micro-batches in bfloat16; give float32, which is sent only once per step"
         )
     if train.init_from is not None:
         folder = Path(train.init_from).expanduser()
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
-            yield f"train.init_from={train.init_from}: {reason}; give a Hugging Face folder with config.json and .safetensors files"
+            yield (
+                f"train.init_from={train.init_from}: {reason}; give a Hugging Face folder with "
+                "config.json and .safetensors files"
+            )
         elif not (folder / "config.json").is_file():
-            yield f"train.init_from={train.init_from}: holds no config.json; give a Hugging Face folder"
+            yield (
+                f"train.init_from={train.init_from}: has no config.json; give a Hugging Face folder"
+            )
 
 
 def _evaluation(config: Config) -> Iterator[str]:
     if config.train.eval_every > 0 and config.data.eval_sequences == 0:
-        yield f"train.eval_every={config.train.eval_every}: nothing is held out to evaluate; give data.eval_sequences=4 or so too"
+        yield (
+            f"train.eval_every={config.train.eval_every}: no held-out sequences to evaluate on; "
+            "add data.eval_sequences=4, for example"
+        )
 
 
 def _run(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
-        yield f"run.name={config.run.name}: may hold letters, digits and . _ - + = only, since it names a folder"
+        yield (
+            f"run.name={config.run.name}: may only contain letters, digits and . _ - + =, since it "
+            "names a folder"
+        )
     if config.run.dir != config.run.dir.strip():
-        yield f"run.dir='{config.run.dir}': begins or ends with a space, which is lost where names are typed; leave the space out"
+        yield (
+            f"run.dir='{config.run.dir}': begins or ends with a space, which is easily lost; "
+            "leave the space out"
+        )
     if config.run.dir == "":
         yield "run.dir=: give a folder, or auto for runs/<name>"

@@ -1,8 +1,8 @@
-"""Plain arrays of token ids: ``.npy`` of any integers, and ``.bin``, which is nothing but uint16 or uint32 end to end.
+"""Read plain arrays of token ids: ``.npy`` of any integer type, and ``.bin``, raw uint16 or uint32.
 
-Documents are, in this order: the rows of a two-dimensional .npy; what an array of offsets beside the file says (``corpus.bin`` or
-``corpus.npy`` with ``corpus.documents.npy``, or ``corpus.documents.bin`` in int64: document d is tokens[offsets[d] : offsets[d + 1]]); else
-the whole file is one document.
+Documents are the rows of a two-dimensional .npy. Otherwise an array of offsets next to the file
+defines them: ``corpus.documents.npy``, or ``corpus.documents.bin`` in int64, where document d is
+tokens[offsets[d] : offsets[d + 1]]. Without offsets the whole file is one document.
 """
 
 from __future__ import annotations
@@ -17,26 +17,29 @@ from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
 from mtrain_cli.launch.failures import read_failure
 
 SUFFIXES = (".npy", ".bin")
-_PROBES, _PROBE = (
-    64,
-    1 << 14,
-)  # places of a file, and elements at each, that its fingerprint is over
+# The fingerprint of a file covers this many samples of this many elements each.
+_PROBES, _PROBE_SIZE = 64, 1 << 14
 
 
 def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> TokenStore:
-    """The array as a token store. ``vocab_size`` (the model's) says for .bin whether ``token_dtype=auto`` is uint16 or uint32.
+    """Open an array as a token store.
 
-    Raises ConfigError for files that are missing, of another kind, or whose offsets do not fit.
+    Args:
+        vocab_size: the model's. For .bin with ``token_dtype=auto`` it decides between uint16 and
+            uint32.
+
+    Raises:
+        ConfigError: the file is missing, has another format, or its offsets do not match.
     """
     try:
         rows = (
-            _npy(path, origin)
+            _open_npy(path, origin)
             if path.suffix == ".npy"
-            else _bin(path, origin, token_dtype, vocab_size)
+            else _open_bin(path, origin, token_dtype, vocab_size)
         )
     except FileNotFoundError:
         raise ConfigError(
-            f"{origin}: no such file; give a token store, or an array ({' or '.join(SUFFIXES)})"
+            f"{origin}: no such file. Give a token store or an array ({' or '.join(SUFFIXES)})."
         ) from None
     except OSError as error:
         raise read_failure(error, f"{origin}: cannot be read ({error.strerror or error})") from None
@@ -46,13 +49,13 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     if rows.ndim == 2:
         offsets, documents = (
             np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1],
-            "a document each row",
+            "one document per row",
         )
     else:
-        offsets, documents = _offsets(path, tokens.size, origin)
+        offsets, documents = _document_offsets(path, tokens.size, origin)
     digest = hashlib.sha256(f"{tokens.dtype.name} {tokens.size}".encode())
-    for start in np.linspace(0, max(0, tokens.size - _PROBE), _PROBES).astype(np.int64):
-        digest.update(np.ascontiguousarray(tokens[start : start + _PROBE]).data)
+    for start in np.linspace(0, max(0, tokens.size - _PROBE_SIZE), _PROBES).astype(np.int64):
+        digest.update(np.ascontiguousarray(tokens[start : start + _PROBE_SIZE]).data)
     digest.update(np.ascontiguousarray(offsets).data)
     meta = StoreMeta(
         version=VERSION,
@@ -69,7 +72,7 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     return TokenStore(meta, tokens, offsets, path)
 
 
-def _npy(path: Path, origin: str) -> np.ndarray:
+def _open_npy(path: Path, origin: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -78,12 +81,13 @@ def _npy(path: Path, origin: str) -> np.ndarray:
         ) from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
         raise ConfigError(
-            f"{origin}: holds {array.dtype} of shape {array.shape}; a row of integers, or rows of them, is expected"
+            f"{origin}: holds {array.dtype} of shape {array.shape}. Give integers in one "
+            "dimension, or in two with one document per row."
         )
     return array.view(np.ndarray)
 
 
-def _bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
+def _open_bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
     dtype = np.dtype(
         "<u2"
         if token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16)
@@ -92,20 +96,21 @@ def _bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarr
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ConfigError(
-            f"{origin}: has {size:,} bytes, no whole number of {dtype.name}; it is truncated, or give data.token_dtype=uint16"
+            f"{origin}: has {size:,} bytes, which is not a multiple of {dtype.name}. The file is "
+            "truncated, or set data.token_dtype=uint16."
         )
     return np.memmap(path, dtype, mode="r").view(np.ndarray) if size else np.zeros(0, dtype)
 
 
-def _offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]:
+def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]:
     for suffix in SUFFIXES:
-        beside = path.with_name(f"{path.stem}.documents{suffix}")
-        if not beside.exists():
+        offsets_file = path.with_name(f"{path.stem}.documents{suffix}")
+        if not offsets_file.exists():
             continue
         offsets = (
-            _npy(beside, f"{origin}: {beside.name}")
+            _open_npy(offsets_file, f"{origin}: {offsets_file.name}")
             if suffix == ".npy"
-            else np.fromfile(beside, "<i8")
+            else np.fromfile(offsets_file, "<i8")
         )
         if (
             offsets.ndim != 1
@@ -115,7 +120,8 @@ def _offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndarray, str]
             or np.any(offsets[1:] <= offsets[:-1])
         ):
             raise ConfigError(
-                f"{origin}: the offsets in {beside.name} do not rise from 0 to its {num_tokens:,} tokens"
+                f"{origin}: the offsets in {offsets_file.name} must rise from 0 to {num_tokens:,}, "
+                "the number of tokens"
             )
-        return np.asarray(offsets, np.int64), f"documents by {beside.name}"
+        return np.asarray(offsets, np.int64), f"documents by {offsets_file.name}"
     return np.array([0, num_tokens], np.int64), "one document"

@@ -1,7 +1,9 @@
-"""Corpora: where documents come from. Each one lists its units (a file, or a package) in a fixed order and streams their documents.
+"""Corpora: where documents come from. A corpus lists its units (files or packages) in a fixed
+order.
 
-A document streams as pieces of text, so that a book of many gigabytes never stands in memory whole. Reading may start behind the first
-documents of a unit, which is how an interrupted `mtrain data prepare` goes on.
+A unit streams its documents, and a document streams as pieces of text, so that a book of many
+gigabytes is never in memory as a whole. Reading may skip the first documents of a unit, which is
+how an interrupted `mtrain data prepare` resumes.
 """
 
 from __future__ import annotations
@@ -18,16 +20,23 @@ from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError, DataConfig
 
-PIECE = 1 << 16  # characters: small enough that a batch of pieces keeps many cores busy
-# Folders of the standard library that slim images leave out, or that hold tests and machine-specific files.
+PIECE = 1 << 16  # characters; small enough that a batch of pieces occupies many cores
+# Folders of the standard library that slim images omit, or that hold tests or machine-specific
+# files.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One document. ``pieces`` joined give its text; ``record`` counts the unit's records up to and with this one, empty ones included;
-    ``end`` is how many of the unit's bytes are behind once it is read (for progress); ``domain`` is empty where none is known."""
+    """One document.
+
+    name: file or record, for messages.
+    pieces: parts of its text, in order.
+    record: records of the unit up to and including this one, empty ones too.
+    end: bytes of the unit read once this document is read, for progress.
+    domain: empty if unknown.
+    """
 
     name: str
     pieces: Iterable[str]
@@ -38,7 +47,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Unit:
-    """A file or a package: ``documents(skip)`` streams what follows its first ``skip`` records. ``size`` in bytes."""
+    """A file or a package. ``documents(skip)`` streams the documents after its first ``skip``
+    records.
+
+    ``size`` is in bytes.
+    """
 
     name: str
     size: int
@@ -47,7 +60,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Corpus:
-    """``signature`` changes whenever the documents may have changed; ``origin`` is how the user named the corpus, for messages."""
+    """A list of units.
+
+    description: for the metadata of a store.
+    origin: how the user named the corpus, for messages.
+    signature: changes whenever the documents may have changed.
+    """
 
     description: str
     origin: str
@@ -61,7 +79,11 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig) -> Corpus:
-    """The corpus of ``data=stdlib`` or ``data=text``; ConfigError when there is none."""
+    """Open the corpus of ``data=stdlib`` or ``data=text``.
+
+    Raises:
+        ConfigError: there is no such corpus.
+    """
     from mtrain_cli.data.text_files import text_corpus
 
     if data.kind == "stdlib":
@@ -69,21 +91,26 @@ def open_corpus(data: DataConfig) -> Corpus:
     assert data.kind == "text"
     if not data.path:
         raise ConfigError(
-            "data.path=null: data=text needs a corpus; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them"
+            "data.path=null: data=text needs a corpus. Give a .txt, .md, .py, .jsonl or .parquet "
+            "file, or a folder of them."
         )
     return text_corpus(data.path, data.text_key)
 
 
 def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Corpus:
-    """The sources of the running Python's standard library, without tests: one document per top-level package or module.
+    """Open the sources of the running Python's standard library, without tests.
 
-    A document is the package's files in order of their relative paths, each after a comment line with its path. The signature is over
-    paths and contents, since both differ between versions of Python. Raises ConfigError where no source is installed.
+    Each top-level package or module is one document: its files in order of their relative paths,
+    each after a comment line with its path. The signature covers paths and contents, since both
+    differ between versions of Python.
+
+    Raises:
+        ConfigError: no sources are installed.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, str]]] = {}
     digest = hashlib.sha256()
-    for path in sorted(_python_sources(root), key=lambda found: found.relative_to(root).parts):
+    for path in sorted(_python_sources(root), key=lambda path: path.relative_to(root).parts):
         text = _decode_source(path)
         if text is None:
             continue
@@ -92,39 +119,41 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
         packages.setdefault(relative.split("/")[0].removesuffix(".py"), []).append((relative, text))
     if not packages:
         raise ConfigError(
-            f"{origin}: no Python sources in {root}; give your own text with data=text data.path=..."
+            f"{origin}: no Python sources in {root}. Give your own text with data=text "
+            "data.path=..."
         )
-    units = tuple(_package(name, files) for name, files in packages.items())
+    units = tuple(_package_unit(name, files) for name, files in packages.items())
     return Corpus(
         f"standard library of Python {platform.python_version()}", origin, digest.hexdigest(), units
     )
 
 
 def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """Join ``blocks`` and cut the text into pieces of at most ``size`` characters, where tokenizers would cut too.
+    """Join ``blocks`` and cut the text into pieces of at most ``size`` characters.
 
-    A cut comes after a single line break between two lines that do not begin or end with space: no usual pre-tokenizer has a token that
-    goes across it. A piece without such a place grows, and is cut anyway at 16 sizes.
+    Cut only where tokenizers would cut too: after a single line break between two lines that do not
+    begin or end with a space. No usual pre-tokenizer has a token across it. A piece without such a
+    place grows up to 16 times ``size``.
     """
-    held = ""
+    pending = ""
     for block in blocks:
-        held += block
-        start, reach = 0, size
-        while len(held) - start >= reach:
-            cut = _last_cut(held, start, start + reach)
-            if cut is None and reach < 16 * size:
-                reach += size
+        pending += block
+        start, limit = 0, size
+        while len(pending) - start >= limit:
+            cut = _find_last_cut(pending, start, start + limit)
+            if cut is None and limit < 16 * size:
+                limit += size
                 continue
-            end = start + reach if cut is None else cut
-            yield held[start:end]
-            start, reach = end, size
-        held = held[start:]
-    if held:
-        yield held
+            end = start + limit if cut is None else cut
+            yield pending[start:end]
+            start, limit = end, size
+        pending = pending[start:]
+    if pending:
+        yield pending
 
 
-def _last_cut(text: str, start: int, end: int) -> int | None:
-    """The largest position in text[start:end] where it may be cut, but not at its beginning."""
+def _find_last_cut(text: str, start: int, end: int) -> int | None:
+    """Return the largest position in text[start:end], except its start, where a cut is allowed."""
     position = text.rfind("\n", start + 1, end - 1)
     while position > 0:
         if not text[position - 1].isspace() and not text[position + 1].isspace():
@@ -148,7 +177,10 @@ def _python_sources(root: Path) -> Iterator[Path]:
 
 
 def _decode_source(path: Path) -> str | None:
-    """Text of a Python file in the encoding that it declares; None for the few that are unreadable on purpose."""
+    """Return the text of a Python file in its declared encoding, or None if it cannot be decoded.
+
+    Some files of the standard library are unreadable on purpose.
+    """
     try:
         content = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
@@ -157,7 +189,7 @@ def _decode_source(path: Path) -> str | None:
         return None
 
 
-def _package(name: str, files: list[tuple[str, str]]) -> Unit:
+def _package_unit(name: str, files: list[tuple[str, str]]) -> Unit:
     size = sum(len(text.encode("utf-8")) for _, text in files)
 
     def pieces() -> Iterator[str]:

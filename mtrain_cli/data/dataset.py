@@ -1,4 +1,4 @@
-"""Documents packed end to end into sequences of equal length, read from where the tokens lie as they are asked for."""
+"""Pack documents end to end into sequences of equal length, and read each one on demand."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ import numpy as np
 from mtrain_cli.config.schema import Config, ConfigError, DataConfig
 from mtrain_cli.data.arrays import SUFFIXES, open_array
 from mtrain_cli.data.corpora import open_corpus
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
 from mtrain_cli.data.token_cache import cached_store
 from mtrain_cli.data.tokenizers import open_tokenizer
 
-IGNORED = -100
-# The end of the stream becomes a padded sequence when at least this part of it is real, and is left out otherwise.
-_LEAST_FILLED = 0.05
+# The end of the stream becomes a padded sequence if at least this share of it is real. Otherwise it
+# is left out.
+_MIN_FILLED = 0.05
 
 
 @dataclass(frozen=True)
 class Sample:
     """One sequence, int32[seq] each.
 
-    ``labels`` are the next tokens, so loss at position t compares logits[t] with labels[t]; -100 is ignored. ``documents`` numbers the
-    packed documents of the sequence from 0 up. Padding stands at the end: token 0, label -100, a document of its own.
+    Padding is at the end: token 0, label -100, in a document of its own.
+
+    tokens: token ids.
+    labels: the next tokens. The loss at position t compares logits[t] with labels[t]; -100 is
+        ignored.
+    documents: numbers of the packed documents, from 0.
     """
 
     tokens: np.ndarray
@@ -36,8 +41,10 @@ class Sample:
 
 
 class TokenSource(Protocol):
-    """Where a dataset reads: units that shuffling keeps whole, end to end. ``offsets`` int64[units + 1]; unit u has tokens offsets[u] to
-    offsets[u + 1]. A ``meta.vocab_size`` of 0 says that nobody knows it.
+    """Where a dataset reads tokens: units, end to end, which shuffling keeps whole.
+
+    ``offsets`` is int64[units + 1]; unit u has the tokens offsets[u] to offsets[u + 1]. A
+    ``meta.vocab_size`` of 0 means unknown.
     """
 
     @property
@@ -50,7 +57,7 @@ class TokenSource(Protocol):
 
 
 class Dataset(Protocol):
-    """What a training reads: sequences by number, some of them held out, and the order in which they come."""
+    """What a training reads: numbered sequences, some of them held out, and their order."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -63,13 +70,17 @@ class Dataset(Protocol):
 
 
 class PackedDataset:
-    """The stream of all documents cut every ``seq`` tokens; ``ds[i]`` reads one slice of it.
+    """The stream of all documents, cut every ``seq`` tokens. ``dataset[i]`` reads one sequence.
 
-    The stream is the source's units end to end, shuffled once by ``seed`` if ``shuffle``. Every token is in exactly one sequence, except a
-    tail of less than 5 % of a sequence, which is left out. A label is the next token of the stream, also across the end of a sequence.
-    With ``document_mask`` the last token of a document has no label; without it the sequence is one document with number 0. The last
-    ``held_out`` sequences of the stream are not among ``ds[0]`` to ``ds[len - 1]``. ``vocab_size`` is the model's, which every token has
-    to be below where the source does not say how many ids it has.
+    The stream is the source's units end to end, shuffled once by ``seed`` if ``shuffle``. Every
+    token is in exactly one sequence, except for a tail of less than 5 % of a sequence, which is
+    left out. A label is the next token of the stream, also across the end of a sequence. With
+    ``document_mask``, the last token of a document has no label. Without it, the sequence is one
+    document with number 0. The last ``held_out`` sequences of the stream are not part of dataset[0]
+    to dataset[len - 1].
+
+    ``vocab_size`` is the model's: every token must be below it if the source does not know its
+    vocabulary.
     """
 
     def __init__(
@@ -80,7 +91,7 @@ class PackedDataset:
         seed: int = 0,
         shuffle: bool = True,
         document_mask: bool = True,
-        where: str = "",
+        location: str = "",
         vocab_size: int = 0,
         held_out: int = 0,
     ) -> None:
@@ -88,32 +99,37 @@ class PackedDataset:
         self.num_tokens = store.meta.num_tokens
         self.vocab_size = store.meta.vocab_size or vocab_size
         self.fingerprint = store.meta.sha256
-        self._store, self._document_mask, self._where = store, document_mask, where
+        self._store, self._document_mask, self._location = store, document_mask, location
         self._order = shuffled_order(store.meta.num_documents, seed) if shuffle else None
         self._starts = store.offsets
         if self._order is not None:
             self._starts = np.zeros(store.meta.num_documents + 1, np.int64)
             np.cumsum(np.diff(store.offsets)[self._order], out=self._starts[1:])
-        whole, rest = divmod(self.num_tokens, seq)
-        self.sequences = whole + (rest >= max(2, _LEAST_FILLED * seq))
+        whole, remainder = divmod(self.num_tokens, seq)
+        self.sequences = whole + (remainder >= max(2, _MIN_FILLED * seq))
         self._length = self.sequences - held_out
 
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, index: int) -> Sample:
-        """Sequence ``index``. Raises IndexError outside 0..len-1 and ConfigError for a corrupt source."""
+        """Return sequence ``index``.
+
+        Raises:
+            IndexError: outside 0 to len - 1.
+            ConfigError: the source is corrupt.
+        """
         if not 0 <= index < self._length:
             raise IndexError(f"Sequence {index} of {self._length}.")
         return self._sample(index)
 
     @property
     def held_out(self) -> list[Sample]:
-        """The sequences behind the last, which are never trained on."""
+        """The sequences after the last one, which are never trained on."""
         return [self._sample(index) for index in range(self._length, self.sequences)]
 
     def sampler(self, seed: int) -> Sampler:
-        """The order of a run: each pass another permutation."""
+        """Return the order of a run: a new permutation for each epoch."""
         return Sampler(self._length, seed)
 
     def _sample(self, index: int) -> Sample:
@@ -124,7 +140,8 @@ class PackedDataset:
             and end == begin + self.seq + 1
             and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1
         ):
-            end -= 1  # the last token has no label, and to look at the unit behind it may mean to unpack a shard
+            # The last token has no label, and reading the next unit may mean to unpack a shard.
+            end -= 1
         stream, ends, targets = self._read(begin, end)
         real = min(self.seq, self.num_tokens - begin)
         tokens = np.zeros(self.seq, np.int32)
@@ -141,30 +158,36 @@ class PackedDataset:
         return Sample(tokens, labels, documents)
 
     def describe(self) -> str:
-        """One line: source, documents, tokens, tokenizer, sequences, and where the tokens lie."""
+        """Return one line: source, documents, tokens, tokenizer, sequences, and location."""
         meta = self._store.meta
-        rest = self.num_tokens - self.sequences * self.seq
+        remainder = self.num_tokens - self.sequences * self.seq
         tail = (
-            f", {rest:,} tokens left out"
-            if rest > 0
-            else f", the last one with {-rest:,} tokens of padding"
-            if rest < 0
+            f", {remainder:,} tokens left out"
+            if remainder > 0
+            else f", the last one with {-remainder:,} tokens of padding"
+            if remainder < 0
             else ""
         )
-        held = (
+        held_out_text = (
             f", {self.sequences - self._length} more held out"
             if self.sequences > self._length
             else ""
         )
         return (
-            f"{meta.source}: {_counted(meta.num_documents, 'document')}, {self.num_tokens:,} tokens "
-            f"({meta.tokenizer}, vocabulary {f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
-            f"{_counted(len(self), 'sequence')} of {self.seq:,}{tail}{held}; {self._where}"
+            f"{meta.source}: {_with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
+            "tokens "
+            f"({meta.tokenizer}, vocabulary "
+            f"{f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
+            f"{_with_count(len(self), 'sequence')} of {self.seq:,}{tail}{held_out_text}; "
+            f"{self._location}"
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Tokens begin..end-1 of the stream; where in them documents end, ends[k] being one past the last token of the k-th; and which of
-        them are targets (None: all).
+        """Read the tokens begin..end-1 of the stream.
+
+        Returns:
+            The tokens; the ends of documents among them, ends[k] being one past the last token of
+            the k-th; and which tokens are targets (None: all).
         """
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
@@ -173,20 +196,20 @@ class PackedDataset:
         if self._order is None and isinstance(self._store, TokenStore):
             stream = self._store.tokens[begin:end]
         else:
-            parts, inner = [], []
+            parts, inner_ends = [], []
             units = range(first, last) if self._order is None else self._order[first:last]
-            for place, unit in enumerate(units):
+            for position, unit in enumerate(units):
                 start, stop = (
-                    max(0, -int(bounds[place])),
-                    min(int(bounds[place + 1]), end - begin) - int(bounds[place]),
+                    max(0, -int(bounds[position])),
+                    min(int(bounds[position + 1]), end - begin) - int(bounds[position]),
                 )
                 part = self._store.read(int(unit), start, stop)
                 parts.append(part)
                 if part.ends is not None:
-                    inner.append(part.ends + max(0, int(bounds[place])))
+                    inner_ends.append(part.ends + max(0, int(bounds[position])))
             stream = np.concatenate([part.tokens for part in parts])
-            if inner:
-                ends = np.sort(np.concatenate([ends, *inner]))
+            if inner_ends:
+                ends = np.sort(np.concatenate([ends, *inner_ends]))
             if any(part.targets is not None for part in parts):
                 targets = np.concatenate(
                     [
@@ -198,33 +221,41 @@ class PackedDataset:
         return stream, ends, targets
 
     def _check(self, stream: np.ndarray) -> None:
-        """Raises ConfigError for ids that the model has no row for."""
+        """Raise ConfigError for token ids outside the vocabulary."""
         largest = int(stream.max())
         lowest = int(stream.min()) if stream.dtype.kind == "i" else 0
         if largest < self.vocab_size and lowest >= 0:
             return
         token = largest if largest >= self.vocab_size else lowest
         if self._store.meta.vocab_size:
-            problem = f"token {token} is outside the vocabulary of {self.vocab_size}; the store is corrupt, prepare it again"
+            problem = (
+                f"token {token} is outside the vocabulary of {self.vocab_size}. "
+                "The store is corrupt: prepare it again."
+            )
         else:
             problem = (
-                f"token {token} does not fit model.vocab_size={self.vocab_size}; these tokens are of another tokenizer: give a model with "
-                f"as many ids, or make new ones with `mtrain data prepare --from-tokenizer`"
+                f"token {token} does not fit model.vocab_size={self.vocab_size}: these tokens are "
+                "from another tokenizer. Give a model with a "
+                f"larger vocabulary, or convert them with `mtrain data prepare --from-tokenizer`."
             )
         raise ConfigError(f"{self._store.folder}: {problem}")
 
 
 def open_dataset(config: Config) -> Dataset:
-    """The dataset of a configuration: groups ``data`` and ``seq``, ``seed``, ``model.vocab_size``.
+    """Open the dataset of a configuration.
 
-    A corpus that is not tokenised yet is tokenised first, once for all workers and runs (see ``cache``). Raises ConfigError for a missing
-    or broken corpus, tokenizer or store, a vocabulary larger than the model's, and a corpus of less than one sequence.
+    It uses the group ``data``, ``seq``, ``seed`` and ``model.vocab_size``. A corpus that is still
+    text is tokenised first, once for all workers and runs (see `token_cache`).
+
+    Raises:
+        ConfigError: the corpus, tokenizer or store is missing or broken, the vocabulary exceeds the
+            model's, or the corpus is shorter than one sequence.
     """
     from mtrain_cli.data.mixture import MixedDataset, parse_mix
 
     data = config.data
     if data.mix is None:
-        return _part(
+        return _open_part(
             config,
             data,
             f"data.path={data.path}" if data.path else f"data={data.kind}",
@@ -235,40 +266,51 @@ def open_dataset(config: Config) -> Dataset:
     for name, weight in weights.items():
         path = str(Path(data.path, name) if data.path else Path(name).expanduser())
         held_out = max(1, round(data.eval_sequences * weight)) if data.eval_sequences else 0
-        parts[name] = _part(config, replace(data, path=path), f"data.mix: {name}: {path}", held_out)
+        parts[name] = _open_part(
+            config, replace(data, path=path), f"data.mix: {name}: {path}", held_out
+        )
     return MixedDataset(parts, weights)
 
 
-def _part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
-    """One corpus as sequences."""
-    store, where = _open(config, data, origin)
+def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
+    """Open one corpus as sequences."""
+    store, location = _open_source(config, data, origin)
     if store.meta.num_tokens < config.seq:
         raise ConfigError(
-            f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than one sequence of {config.seq:,}; "
-            f"give a longer corpus or a smaller seq"
+            f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than "
+            f"one sequence of {config.seq:,}. "
+            f"Give a longer corpus or a smaller seq."
         )
     dataset = PackedDataset(
-        store, config.seq, seed=config.seed, shuffle=data.shuffle, document_mask=data.document_mask, where=where,
-        vocab_size=config.model.vocab_size, held_out=held_out,
-    )  # fmt: skip
+        store,
+        config.seq,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        document_mask=data.document_mask,
+        location=location,
+        vocab_size=config.model.vocab_size,
+        held_out=held_out,
+    )
     if dataset.sequences <= held_out:
         raise ConfigError(
-            f"data.eval_sequences={config.data.eval_sequences}: {origin} has {dataset.sequences} sequences of {config.seq:,} in all, "
-            "and none would be left to train on; give fewer, a smaller seq or a longer corpus"
+            f"data.eval_sequences={config.data.eval_sequences}: {origin} has only "
+            f"{dataset.sequences} sequences of {config.seq:,}, "
+            "so none would be left to train on. Use fewer, a smaller seq or a longer corpus."
         )
     if not store.meta.vocab_size:
-        dataset[0]  # tokens of another tokenizer are found before anything starts
+        dataset[0]  # fail before anything starts if the tokens are from another tokenizer
     return dataset
 
 
-def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
-    """Where the tokens of a corpus lie, and the same in words."""
+def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
+    """Open where the tokens of a corpus are, and describe that place."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
 
         if not data.path:
             raise ConfigError(
-                "data.path=null: data=mds needs a folder of MDS shards, or data.mix with several"
+                "data.path=null: data=mds needs a folder of MDS shards, or data.mix with several "
+                "folders"
             )
         return MdsSource(data.path, origin), f"mapped from {data.path}"
     if data.kind == "tokens":
@@ -276,16 +318,16 @@ def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, s
             raise ConfigError(
                 "data.path=null: data=tokens needs a folder written by `mtrain data prepare`"
             )
-        path, where = Path(data.path).expanduser(), f"mapped from {data.path}"
+        path, location = Path(data.path).expanduser(), f"mapped from {data.path}"
         if path.suffix in SUFFIXES and not path.is_dir():
-            return open_array(path, origin, data.token_dtype, config.model.vocab_size), where
+            return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
         store = TokenStore.open(data.path, origin)
         _check_vocabulary(
             config,
             store.meta.vocab_size,
             f"the token store {data.path} (tokenizer {store.meta.tokenizer})",
         )
-        return store, where
+        return store, location
     tokenizer = open_tokenizer(data.tokenizer)
     _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
     return cached_store(open_corpus(data), tokenizer)
@@ -294,9 +336,10 @@ def _open(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, s
 def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
     if config.model.vocab_size < needed:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids; set model.vocab_size={needed} or more, or auto"
+            f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids. Set "
+            f"model.vocab_size={needed} or more, or auto."
         )
 
 
-def _counted(count: int, noun: str) -> str:
+def _with_count(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

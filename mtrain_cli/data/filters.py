@@ -1,4 +1,4 @@
-"""Which documents of a corpus get into a token store."""
+"""Select the documents of a corpus that go into a token store."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from mtrain_cli.config.schema import ConfigError
 
 @dataclass(frozen=True)
 class Filters:
-    """domains: none means all. Tokens are those of the store, the end token included; 0: any number. truncate: a document that is longer
-    than max_tokens is cut there, and then has no end token, instead of being left out. min_chars: characters of the text.
+    """Conditions that a document must meet.
+
+    domains: allowed domains, empty for all.
+    min_tokens, max_tokens: tokens in the store, the end token included; 0 for no limit.
+    truncate: cut a document at max_tokens, without an end token, instead of leaving it out.
+    min_chars: characters of the text.
     """
 
     domains: tuple[str, ...] = ()
@@ -29,16 +33,17 @@ class Filters:
                 raise ConfigError(f"{option} {value}: must be 0 (any number) or more")
         if 0 < self.max_tokens < self.min_tokens:
             raise ConfigError(
-                f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}; no document would be left"
+                f"--max-tokens {self.max_tokens}: is below --min-tokens {self.min_tokens}, so no "
+                "document would be left"
             )
         if self.truncate and not self.max_tokens:
-            raise ConfigError(
-                "--truncate: cuts documents at --max-tokens, which has to be given too"
-            )
+            raise ConfigError("--truncate: cuts documents at --max-tokens. Give --max-tokens too.")
 
     @property
     def recipe(self) -> dict[str, str]:
-        """What tells stores apart; empty for no filters, as stores of earlier versions say."""
+        """The entry that distinguishes stores; empty without filters, as in stores of earlier
+        versions.
+        """
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 
 

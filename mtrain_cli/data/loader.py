@@ -1,4 +1,4 @@
-"""Micro-batches of one worker, the next step's read and made ready by a background thread while the current one trains."""
+"""Load one worker's micro-batches. A background thread prepares the next step during training."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.sampler import Sampler
 
-Made = TypeVar("Made")
+Batch = TypeVar("Batch")
 
 
-class Loader(Generic[Made]):
-    """Endless iterator over optimizer steps; each is this data-parallel rank's list of micro-batches, a micro-batch what ``make`` gives
-    for a list of ``Sample``. ``make`` is called in the background thread.
+class Loader(Generic[Batch]):
+    """Endless iterator over optimizer steps. Each step is this rank's list of micro-batches.
 
-    A step takes sequences consumed .. consumed + global_batch - 1 of the run, whatever ``dp`` is; rank r of dp gets the r-th equal run of
-    them. All workers of a context group have the same ``dp_rank`` and so the same batches. Reading errors are raised by ``next``.
-    Raises ConfigError when global_batch, dp and micro_batch do not divide.
+    ``make_batch`` turns a list of `Sample` into a micro-batch, in the background thread.
+
+    A step takes the sequences consumed to consumed + global_batch - 1 of the run, for every ``dp``.
+    Data-parallel rank r gets the r-th equal part of them. All workers of a context group have the
+    same ``dp_rank`` and so get the same batches. ``next`` raises errors of reading.
+
+    Raises:
+        ConfigError: global_batch, dp and micro_batch do not divide.
     """
 
     def __init__(
@@ -32,31 +36,37 @@ class Loader(Generic[Made]):
         dp: int,
         global_batch: int,
         micro_batch: int,
-        make: Callable[[list[Sample]], Made],
+        make_batch: Callable[[list[Sample]], Batch],
     ) -> None:
         if global_batch < 1 or global_batch % dp:
             raise ConfigError(
-                f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel groups"
+                f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel "
+                "groups"
             )
         if micro_batch < 1 or (global_batch // dp) % micro_batch:
             raise ConfigError(
-                f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences per data-parallel group "
+                f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences "
+                "per data-parallel group "
                 f"(train.global_batch={global_batch} over {dp})"
             )
         assert 0 <= dp_rank < dp
         assert sampler.num_sequences == len(dataset)
         self._dataset, self._sampler = dataset, sampler
         self._dp_rank, self._local = dp_rank, global_batch // dp
-        self._global_batch, self._micro_batch, self._make = global_batch, micro_batch, make
+        self._global_batch, self._micro_batch, self._make_batch = (
+            global_batch,
+            micro_batch,
+            make_batch,
+        )
         self._closing = threading.Event()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mtrain-data")
-        self._next: Future[list[Made]] | None = None
+        self._next: Future[list[Batch]] | None = None
 
-    def __iter__(self) -> Iterator[list[Made]]:
+    def __iter__(self) -> Iterator[list[Batch]]:
         return self
 
-    def __next__(self) -> list[Made]:
-        """The micro-batches of the next step: local batch / micro_batch of them."""
+    def __next__(self) -> list[Batch]:
+        """Return the micro-batches of the next step: local batch / micro_batch of them."""
         pending, self._next = self._next, None
         if pending is None:
             pending = self._reader.submit(self._read, self._sampler.consumed)
@@ -65,7 +75,7 @@ class Loader(Generic[Made]):
         self._next = self._reader.submit(self._read, self._sampler.consumed)
         return batches
 
-    def __enter__(self) -> Loader[Made]:
+    def __enter__(self) -> Loader[Batch]:
         return self
 
     def __exit__(
@@ -77,12 +87,16 @@ class Loader(Generic[Made]):
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead, after the sequence that is being read. The loader cannot be used again."""
+        """Stop reading ahead once the current sequence is read. The loader cannot be used again."""
         self._closing.set()
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the sampler's two integers, counting every step handed out so far, and which stream they point into."""
+        """Return the state for a checkpoint.
+
+        It holds the sampler's two integers, which count every step handed out so far, and which
+        stream they refer to.
+        """
         return {
             **self._sampler.state(),
             "sequences": len(self._dataset),
@@ -90,13 +104,19 @@ class Loader(Generic[Made]):
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on behind the last step of a saved state, which may come from another ``dp``. ConfigError when the corpus is another one."""
-        found = (int(state["sequences"]), str(state["fingerprint"]))
-        mine = (len(self._dataset), self._dataset.fingerprint)
-        if found != mine:
+        """Continue after the last step of a saved state, which may come from another ``dp``.
+
+        Raises:
+            ConfigError: the corpus is a different one.
+        """
+        saved = (int(state["sequences"]), str(state["fingerprint"]))
+        current = (len(self._dataset), self._dataset.fingerprint)
+        if saved != current:
             raise ConfigError(
-                f"The data changed since the checkpoint: it is of a corpus {found[1][:12]} with {found[0]:,} sequences, "
-                f"this one is {mine[1][:12]} with {mine[0]:,}; give the same data, seq (and for data=stdlib the same Python) to go on"
+                f"The data changed since the checkpoint: it was written for corpus {saved[1][:12]} "
+                f"with {saved[0]:,} sequences, "
+                f"but this corpus is {current[1][:12]} with {current[0]:,}. Resume with the same "
+                "data and seq (and for data=stdlib the same Python)."
             )
         if self._next is not None:
             if not self._next.cancel():
@@ -104,14 +124,14 @@ class Loader(Generic[Made]):
             self._next = None
         self._sampler.load_state(state)
 
-    def _read(self, consumed: int) -> list[Made]:
+    def _read(self, consumed: int) -> list[Batch]:
         first = consumed + self._dp_rank * self._local
-        made = []
+        batches = []
         for start in range(first, first + self._local, self._micro_batch):
             samples = []
             for number in range(start, start + self._micro_batch):
                 if self._closing.is_set():
                     raise CancelledError
                 samples.append(self._dataset[self._sampler.sequence(number)])
-            made.append(self._make(samples))
-        return made
+            batches.append(self._make_batch(samples))
+        return batches

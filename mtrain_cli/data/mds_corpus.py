@@ -1,4 +1,4 @@
-"""MDS shards as a corpus of text: token ids back to characters, so that another tokenizer can make its own of them."""
+"""MDS shards as a corpus of text: decode the token ids for another tokenizer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mtrain_cli.data.mds import INDEX, MdsFolder
 from mtrain_cli.data.mds_source import DOMAIN, SPANS, TOKENS, require_tokens
 from mtrain_cli.data.tokenizers import ByteTokenizer, FileTokenizer
 
-_AT_ONCE = 1 << 21  # tokens that are turned into text together, on all cores
+_DECODED_TOKENS = 1 << 21  # tokens to decode at once, on all cores
 
 
 def mds_folders(root: Path) -> list[Path]:
-    """``root`` if it is a folder of shards, else the folders of shards below it, up to two levels deep."""
+    """Return ``root`` if it is a folder of shards, else those up to two levels below it."""
     if (root / INDEX).is_file():
         return [root]
     return sorted(
@@ -33,10 +33,16 @@ def mds_corpus(
     domains: tuple[str, ...] = (),
     origin: str = "SOURCE",
 ) -> Corpus:
-    """The documents of one folder of shards, or of all below ``path``; of packed samples every span is one.
+    """Open the documents of one folder of shards, or of all folders below ``path``.
 
-    A document's domain is its column ``domain``; where there are several folders, it is the folder's path below ``path``. Documents of
-    other domains than ``domains`` (if there are any) come without text. Raises ConfigError for folders that are broken.
+    In packed samples every span is a document. Its domain is the column ``domain``, or with several
+    folders the folder's path below ``path``.
+
+    Args:
+        domains: documents of other domains come without text. Empty means all.
+
+    Raises:
+        ConfigError: a folder is broken.
     """
     root, place = Path(path).expanduser(), f"{origin}={path}"
     folders = mds_folders(root)
@@ -63,54 +69,56 @@ def _documents(
     domains: tuple[str, ...],
     skip: int,
 ) -> Iterator[Document]:
-    """Documents of a shard behind the first ``skip``, decoded some at a time."""
+    """Yield the documents of a shard after the first ``skip``, decoded in batches."""
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
     columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
-    size, record, held_tokens = shards.shards[shard].size, 0, 0
-    held: list[tuple[Document, np.ndarray | None]] = []
+    size, record, pending_tokens = shards.shards[shard].size, 0, 0
+    pending: list[tuple[Document, np.ndarray | None]] = []
     for number in range(first, last):
         sample = shards.sample(number, columns)
         domain = folder or (str(sample[DOMAIN]) if DOMAIN in sample else "")
         end = size * (number + 1 - first) // (last - first)
-        for ids in _spans(sample[TOKENS], sample.get(SPANS), f"{shards.origin}: sample {number}"):
+        for ids in _split_spans(
+            sample[TOKENS], sample.get(SPANS), f"{shards.origin}: sample {number}"
+        ):
             record += 1
             if record <= skip:
                 continue
             wanted = not domains or domain in domains
-            held.append(
+            pending.append(
                 (
                     Document(f"{shards.shards[shard].name}:{record}", (), record, end, domain),
                     ids if wanted else None,
                 )
             )
-            held_tokens += ids.size
-        if held_tokens >= _AT_ONCE:
-            yield from _with_text(held, decoder)
-            held, held_tokens = [], 0
-    yield from _with_text(held, decoder)
+            pending_tokens += ids.size
+        if pending_tokens >= _DECODED_TOKENS:
+            yield from _decode_documents(pending, decoder)
+            pending, pending_tokens = [], 0
+    yield from _decode_documents(pending, decoder)
 
 
-def _with_text(
-    held: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer
+def _decode_documents(
+    pending: list[tuple[Document, np.ndarray | None]], decoder: ByteTokenizer | FileTokenizer
 ) -> Iterator[Document]:
-    texts = iter(decoder.decode_batch([ids for _, ids in held if ids is not None]))
-    for document, ids in held:
+    texts = iter(decoder.decode_batch([ids for _, ids in pending if ids is not None]))
+    for document, ids in pending:
         pieces: Iterable[str] = () if ids is None else split_text([next(texts)])
         yield Document(document.name, pieces, document.record, document.end, document.domain)
 
 
-def _spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.ndarray]:
+def _split_spans(tokens: np.ndarray, spans: object, place: str) -> Iterator[np.ndarray]:
     if spans is None:
         yield tokens
         return
     try:
         pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
     except (TypeError, ValueError):
-        raise ConfigError(f"{place}: {SPANS} is no list of (begin, end)") from None
+        raise ConfigError(f"{place}: {SPANS} is not a list of (begin, end)") from None
     if np.any(np.diff(pairs.ravel()) < 0) or (
         pairs.size and (pairs.min() < 0 or pairs.max() > tokens.size)
     ):
         raise ConfigError(
-            f"{place}: {SPANS} are not spans that rise inside its {tokens.size} tokens"
+            f"{place}: {SPANS} must be increasing spans within its {tokens.size} tokens"
         )
     yield from (tokens[begin:end] for begin, end in pairs)

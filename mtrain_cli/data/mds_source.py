@@ -1,7 +1,9 @@
-"""Tokens of a folder of MDS shards as the stream that is cut into sequences: raw documents, or samples that are packed already.
+"""Tokens of a folder of MDS shards as one stream: raw documents, or samples that are already
+packed.
 
-Columns: ``input_ids``, one-dimensional integers; of packed samples also ``indices``, the spans of their documents, a list of (begin, end);
-and ``mask``, true where a token is a target. Tokens outside every span are targets neither.
+Columns: ``input_ids``, one-dimensional integers. Packed samples also have ``indices``, the spans of
+their documents as a list of (begin, end), and may have ``mask``, true where a token is a target.
+Tokens outside every span are no targets.
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ _INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "i
 
 
 class MdsSource:
-    """What `PackedDataset` reads: a sample of the shards is a unit, which is never cut up by shuffling."""
+    """Source of tokens for `PackedDataset`. A unit is a sample, which shuffling never cuts."""
 
     folder: Path | None
 
     def __init__(self, path: str | Path, origin: str) -> None:
-        """Raises ConfigError for a folder that is broken or has no column of tokens."""
+        """Open the shards.
+
+        Raises:
+            ConfigError: the folder is broken or has no column of tokens.
+        """
         self.shards = MdsFolder(path, origin)
         self.folder = self.shards.folder
         require_tokens(self.shards)
         self._columns = [TOKENS]
         if SPANS in self.shards.columns:
-            self.shards.require(SPANS, "ndarray", "json")
+            self.shards.require_column(SPANS, "ndarray", "json")
             self._columns.append(SPANS)
         if TARGETS in self.shards.columns:
-            self.shards.require(TARGETS, "ndarray")
+            self.shards.require_column(TARGETS, "ndarray")
             self._columns.append(TARGETS)
         self._origin = origin
         lengths = sample_lengths(self.shards)
@@ -61,36 +67,38 @@ class MdsSource:
         return SPANS in self._columns
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
-        found = self.shards.sample(unit, self._columns)
-        tokens = found[TOKENS]
+        sample = self.shards.sample(unit, self._columns)
+        tokens = sample[TOKENS]
         length = int(self.offsets[unit + 1] - self.offsets[unit])
         if tokens.shape != (length,):
             raise ConfigError(
-                f"{self._origin}: sample {unit} has {tokens.shape} tokens where {length} are expected; the shards have changed"
+                f"{self._origin}: sample {unit} has {tokens.shape} tokens instead of {length}. The "
+                "shards have changed."
             )
         ends = targets = None
-        if SPANS in found:
-            ends, targets = self._documents(found[SPANS], unit, length)
-        if TARGETS in found:
-            mask = np.asarray(found[TARGETS]).astype(bool)
+        if SPANS in sample:
+            ends, targets = self._parse_spans(sample[SPANS], unit, length)
+        if TARGETS in sample:
+            mask = np.asarray(sample[TARGETS]).astype(bool)
             if mask.shape != (length,):
                 raise ConfigError(
-                    f"{self._origin}: sample {unit} has a {TARGETS} of {mask.shape} for {length} tokens"
+                    f"{self._origin}: sample {unit} has a {TARGETS} of shape {mask.shape} for "
+                    f"{length} tokens"
                 )
             targets = mask if targets is None else targets & mask
         if ends is not None:
             ends = ends[(ends > start) & (ends < stop)] - start
         return Stretch(tokens[start:stop], ends, None if targets is None else targets[start:stop])
 
-    def _documents(
+    def _parse_spans(
         self, spans: object, unit: int, length: int
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Where documents end inside a sample, and which tokens are inside one (None: all)."""
+        """Return where documents end in a sample, and which tokens are inside one (None: all)."""
         try:
             pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
         except (TypeError, ValueError):
             raise ConfigError(
-                f"{self._origin}: sample {unit}: {SPANS} is no list of (begin, end)"
+                f"{self._origin}: sample {unit}: {SPANS} is not a list of (begin, end)"
             ) from None
         flat = pairs.ravel()
         if (
@@ -99,7 +107,8 @@ class MdsSource:
             or (flat.size and (flat[0] < 0 or flat[-1] > length))
         ):
             raise ConfigError(
-                f"{self._origin}: sample {unit}: {SPANS} are not spans that rise inside its {length} tokens"
+                f"{self._origin}: sample {unit}: {SPANS} must be increasing spans within its "
+                f"{length} tokens"
             )
         inside = None
         if int((pairs[:, 1] - pairs[:, 0]).sum()) != length:
@@ -110,25 +119,29 @@ class MdsSource:
 
 
 def require_tokens(shards: MdsFolder) -> None:
-    """Raises ConfigError unless the shards hold rows of token ids."""
-    shards.require(TOKENS, "ndarray")
+    """Raise ConfigError unless the shards hold rows of token ids."""
+    shards.require_column(TOKENS, "ndarray")
     encoding = shards.columns[TOKENS]
     wrong_dtype = encoding.dtype is not None and encoding.dtype.name not in _INTEGERS
     if wrong_dtype or (encoding.shape is not None and len(encoding.shape) != 1):
         raise ConfigError(
-            f"{shards.origin}: column {TOKENS} is {shards.encodings[TOKENS]}; rows of integers are expected, such as ndarray:uint32"
+            f"{shards.origin}: column {TOKENS} is {shards.encodings[TOKENS]}. It must hold rows of "
+            "integers, such as ndarray:uint32."
         )
 
 
 def sample_lengths(shards: MdsFolder) -> np.ndarray:
-    """Tokens of every sample, int64. Compressed shards have to be unpacked for it, so that the result is kept in the cache folder."""
+    """Return the number of tokens of every sample, int64.
+
+    This has to unpack compressed shards, so the result is kept in the cache folder.
+    """
     facts = [shards.identity]
     for shard in shards.shards:
         for name in (shard.name, shard.packed[0] if shard.packed else None):
             path = shards.folder / name if name else None
             if path is not None and path.exists():
-                found = path.stat()
-                facts.append(f"{name} {found.st_size} {found.st_mtime_ns}")
+                status = path.stat()
+                facts.append(f"{name} {status.st_size} {status.st_mtime_ns}")
     key = hashlib.sha256(
         "\n".join(["mds lengths 1", str(shards.folder.absolute()), *facts]).encode()
     ).hexdigest()[:32]

@@ -1,10 +1,12 @@
-"""Several corpora in given proportions, by sequences: which sequence of which corpus comes as the n-th of a run.
+"""Mix several corpora in given proportions: choose the corpus and the sequence for every n.
 
-The order is a pure function of n, so that any number of workers agrees on it and a resumed run needs one integer. Numbers are dealt in
-blocks. Up to the end of block b corpus d has had floor(W_d m) - floor(W_(d-1) m) sequences, with m = b x block and W the cumulative
-weights: within one of its share, always. Inside a block a random permutation says which corpus comes when. The sequences of a corpus come
-one after the other from its passes, each another permutation of all of them, so that none comes twice before all have come once. A corpus
-whose weight exceeds its share of the sequences is through early, and begins its next pass while others are still in their first.
+The order is a pure function of n, so any number of workers agrees on it and a resumed run needs one
+integer. Numbers are dealt in blocks. Up to the end of block b, corpus d has had floor(W_d m) -
+floor(W_(d-1) m) sequences, with m = b x block and W the cumulative weights. That is always within
+one of its share. A random permutation in each block decides which corpus comes when. The sequences
+of a corpus come from its epochs one after the other, each another permutation of all of them, so
+that none repeats before all have come once. A corpus whose weight exceeds its share of the
+sequences starts its next epoch while others are still in their first.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from mtrain_cli.data.permutation import Permutation, mix64
 from mtrain_cli.data.sampler import Sampler
 
 _SCALE = 40  # weights are multiples of 2^-40
-_LEAST_BLOCK = 64
+_MIN_BLOCK = 64
 _KEPT_BLOCKS = 4
 
 
 def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
-    """Weights by name that add up to 1. ``mix`` is a mapping, or the path of a YAML file that holds one.
+    """Return weights by name that add up to 1.
 
-    Raises ConfigError for a file that cannot be read, and weights that are no positive numbers.
+    Args:
+        mix: a mapping, or the path of a YAML file with one.
+
+    Raises:
+        ConfigError: the file cannot be read, or a weight is not a positive number.
     """
     origin = f"data.mix={mix}" if isinstance(mix, str) else "data.mix"
     if isinstance(mix, str):
@@ -40,34 +46,42 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
             content: Any = read_yaml(Path(mix).expanduser())
         except FileNotFoundError:
             raise ConfigError(
-                f"{origin}: no such file; give weights such as data.mix={{code: 0.3, book: 0.7}}, or a YAML file of them"
+                f"{origin}: no such file. Give weights such as data.mix={{code: 0.3, book: 0.7}}, "
+                "or a YAML file of them."
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{origin}: cannot be read as YAML ({reason(error)})") from None
     else:
         content = mix
     if not isinstance(content, Mapping) or not content:
-        raise ConfigError(f"{origin}: expected weights by name, such as {{code: 0.3, book: 0.7}}")
+        raise ConfigError(f"{origin}: must be weights by name, such as {{code: 0.3, book: 0.7}}")
     weights = {}
     for name, weight in content.items():
         try:
-            weights[str(name)] = float(weight)  # YAML 1.1 takes 1e-3 for text
+            weights[str(name)] = float(weight)  # YAML 1.1 reads 1e-3 as text
         except (TypeError, ValueError, OverflowError):
             weights[str(name)] = math.nan
         if not 0 < weights[str(name)] < math.inf:
             raise ConfigError(
-                f"{origin}: the weight of {name} is {weight}; expected a number above 0 (leave out what is not wanted)"
+                f"{origin}: the weight of {name} is {weight}. It must be above 0; remove corpora "
+                "that you do not want."
             )
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
     small = [name for name, weight in weights.items() if weight < 1e-5]
     if small:
-        raise ConfigError(f"{origin}: the weight of {small[0]} is below 1e-5 of all; leave it out")
+        raise ConfigError(
+            f"{origin}: the weight of {small[0]} is below 1e-5 of the total. Remove it."
+        )
     return weights
 
 
 class MixtureSampler(Sampler):
-    """The order of a `MixedDataset`. ``sizes`` and ``weights`` by corpus; an index counts through all corpora, one behind the other."""
+    """The order of a `MixedDataset`.
+
+    ``sizes`` and ``weights`` are per corpus. An index counts through all corpora, one after the
+    other.
+    """
 
     def __init__(
         self, sizes: list[int], weights: list[float], seed: int, consumed: int = 0
@@ -82,32 +96,33 @@ class MixtureSampler(Sampler):
         for weight in weights:
             running += weight
             self._cumulative.append(round(running / total * (1 << _SCALE)))
-        least = min(b - a for a, b in pairwise(self._cumulative)) / (1 << _SCALE)
-        self.block = max(_LEAST_BLOCK, 1 << math.ceil(math.log2(2 / least)))
+        smallest_share = min(b - a for a, b in pairwise(self._cumulative)) / (1 << _SCALE)
+        self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
-    def place(self, number: int) -> tuple[int, int]:
-        """Corpus of sequence ``number`` of the run, and how many of that corpus came before."""
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the corpus of sequence ``number`` of the run, and how many of that corpus came
+        before.
+        """
         block, slot = divmod(number, self.block)
-        corpora, counts = self._dealt(block)
+        corpora, counts = self._dealt_block(block)
         return int(corpora[slot]), int(counts[slot])
 
-    def _dealt(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Corpus and count of every number of a block, int32 and int64 [block]."""
+    def _dealt_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the corpus and the count of every number of a block, int32 and int64[block]."""
         if block not in self._blocks:
             if len(self._blocks) >= _KEPT_BLOCKS:
                 self._blocks.clear()
-            self._blocks[block] = self._deal(block)
+            self._blocks[block] = self._deal_block(block)
         return self._blocks[block]
 
-    def _deal(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        before, after = (self._counts(b * self.block) for b in (block, block + 1))
+    def _deal_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        before, after = (self._counts_before(b * self.block) for b in (block, block + 1))
         quotas = np.array(after) - np.array(before)
-        slots = Permutation(self.block, mix64(self.seed, -1, block)).every()
+        slots = Permutation(self.block, mix64(self.seed, -1, block)).images()
         ends = np.cumsum(quotas)
         corpora = np.searchsorted(ends, slots, side="right").astype(np.int32)
-        if (
-            block < self._in_order_from
-        ):  # as earlier versions dealt: within a block, a corpus could begin a pass before the last one ended
+        # Earlier versions could start an epoch of a corpus before the previous one ended.
+        if block < self._in_order_from:
             return corpora, np.array(before)[corpora] + slots - (ends - quotas)[corpora]
         counts = np.empty(self.block, np.int64)
         for corpus, (first, quota) in enumerate(zip(before, quotas, strict=True)):
@@ -115,30 +130,31 @@ class MixtureSampler(Sampler):
         return corpora, counts
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps; ``in_order_from``: the first block that is not dealt as earlier versions dealt."""
+        """Return the state for a checkpoint. Blocks from ``in_order_from`` on use the new order."""
         return {**super().state(), "in_order_from": self._in_order_from}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue from ``state()``.
 
-        A state of an earlier version finishes its block in the old order: no sequence is lost or repeated.
+        After a state of an earlier version, finish its block in the old order, so that no sequence
+        is lost or repeated.
         """
         super().load_state(state)
         self._in_order_from = int(state.get("in_order_from", -(-self.consumed // self.block)))
         self._blocks.clear()
 
     def sequence(self, number: int) -> int:
-        """Index into the dataset of sequence ``number`` of the whole run."""
+        """Return the dataset index of sequence ``number`` of the whole run."""
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
-        corpus, count = self.place(number)
+        corpus, count = self.locate(number)
         epoch, position = divmod(count, self.sizes[corpus])
         return self._starts[corpus] + self._permuted(
             position, self.sizes[corpus], self.seed, corpus, epoch
         )
 
-    def _counts(self, number: int) -> list[int]:
-        """Sequences of each corpus among the first ``number``, at a block's end."""
+    def _counts_before(self, number: int) -> list[int]:
+        """Return the sequences of each corpus among the first ``number``, at the end of a block."""
         reached = [weight * number >> _SCALE for weight in self._cumulative]
         return [b - a for a, b in pairwise(reached)]
 
@@ -152,7 +168,7 @@ class MixtureSampler(Sampler):
 
 
 class MixedDataset:
-    """The sequences of several datasets, one behind the other, to be drawn by weight."""
+    """The sequences of several datasets, one after the other, drawn by weight."""
 
     def __init__(self, parts: dict[str, PackedDataset], weights: dict[str, float]) -> None:
         self.parts, self.weights = parts, weights
@@ -174,7 +190,7 @@ class MixedDataset:
 
     @property
     def held_out(self) -> list[Sample]:
-        """Sequences that are never trained on, of every corpus."""
+        """The sequences of every corpus that are never trained on."""
         return [sample for part in self._datasets for sample in part.held_out]
 
     def sampler(self, seed: int) -> MixtureSampler:
@@ -185,9 +201,12 @@ class MixedDataset:
         )
 
     def describe(self) -> str:
-        """One line: the shares, and sequences of each corpus."""
+        """Return one line: the share and the number of sequences of each corpus."""
         shares = ", ".join(
             f"{name} {self.weights[name]:.1%} of {len(part):,}" for name, part in self.parts.items()
         )
         seq = self._datasets[0].seq
-        return f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; share of each, and its sequences of {seq:,}: {shares}"
+        return (
+            f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; "
+            f"share of each, and its sequences of {seq:,}: {shares}"
+        )

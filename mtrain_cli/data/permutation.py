@@ -1,7 +1,8 @@
-"""Random orders that need no stored list and never change: a keyed bijection of [0, n), and a keyed order of documents.
+"""Random orders that need no stored list: a keyed bijection of [0, n) and a keyed order of
+documents.
 
-Both rest on one 64-bit mixing function instead of a library's random generator, so the order of a run is the same on every machine and
-with every version of numpy.
+Both use one 64-bit mixing function instead of a library's random generator, so the order of a run
+is the same on every machine and with every version of numpy.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 _MASK = (1 << 64) - 1
-# Increment and multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014).
+# Increment and multipliers of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
+# generators, OOPSLA 2014).
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _ROUNDS = 8
 
 
 def mix64(*words: int) -> int:
-    """One 64-bit word that depends on all bits of all ``words`` and on their order."""
+    """Return a 64-bit word that depends on every bit of all ``words`` and on their order."""
     state = 0
     for word in words:
         state = (state ^ (word & _MASK)) + _GOLDEN & _MASK
@@ -26,7 +28,7 @@ def mix64(*words: int) -> int:
 
 
 def shuffled_order(count: int, seed: int) -> np.ndarray:
-    """The numbers 0..count-1 in an order given by ``seed``, int64[count]: sorted by their mixed value."""
+    """Return 0..count-1 in an order given by ``seed``, int64[count], sorted by mixed values."""
     state = np.arange(count, dtype=np.uint64)
     state += np.uint64(mix64(seed))
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -37,10 +39,12 @@ def shuffled_order(count: int, seed: int) -> np.ndarray:
 
 
 class Permutation:
-    """A bijection of [0, size) chosen by integer ``keys``, computed one value at a time in O(1) memory.
+    """A bijection of [0, size) chosen by integer ``keys``; computes one value at a time in O(1)
+    memory.
 
-    A balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17, 1988) permutes the next power of four; values that fall outside
-    [0, size) are sent through again until they are inside ("cycle walking", Black and Rogaway, CT-RSA 2002), on average at most four times.
+    A balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17, 1988) permutes the next power
+    of four. Values outside [0, size) go through it again until they are inside (cycle walking:
+    Black and Rogaway, CT-RSA 2002), at most four times on average.
     """
 
     def __init__(self, size: int, *keys: int) -> None:
@@ -51,24 +55,24 @@ class Permutation:
         self._keys = [mix64(*keys, number) for number in range(_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """The image of ``index``, 0 <= index < size."""
+        """Return the image of ``index``, 0 <= index < size."""
         assert 0 <= index < self.size
         while True:
-            index = self._once(index)
+            index = self._permute(index)
             if index < self.size:
                 return index
 
-    def every(self) -> np.ndarray:
-        """The images of 0..size-1, int64[size]."""
+    def images(self) -> np.ndarray:
+        """Return the images of 0..size-1, int64[size]."""
         images = np.arange(self.size, dtype=np.uint64)
         outside = np.arange(self.size)
         while len(outside):
-            images[outside] = self._once_each(images[outside])
+            images[outside] = self._permute_array(images[outside])
             outside = outside[images[outside] >= self.size]
         return images.astype(np.int64)
 
-    def _once_each(self, indices: np.ndarray) -> np.ndarray:
-        """`_once` of uint64 values at once."""
+    def _permute_array(self, indices: np.ndarray) -> np.ndarray:
+        """Apply `_permute` to an array of uint64 values."""
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         left, right = indices >> half, indices & mask
         for key in self._keys:
@@ -81,7 +85,7 @@ class Permutation:
             left, right = right, left ^ (state & mask)
         return left << half | right
 
-    def _once(self, index: int) -> int:
+    def _permute(self, index: int) -> int:
         mask = (1 << self._half) - 1
         left, right = index >> self._half, index & mask
         for key in self._keys:

@@ -1,7 +1,8 @@
-"""From a corpus and a tokenizer to a token store, in a way that survives an interruption at any moment.
+"""Turn a corpus and a tokenizer into a token store, and survive an interruption at any moment.
 
-The unfinished store is the folder ``OUT.partial``. A journal in it says how far the arrays are complete; a rerun cuts them back to that
-point and goes on from there. Renaming the folder to ``OUT`` is the last act, so ``OUT`` is complete or absent.
+The unfinished store is the folder ``OUT.partial``. Its journal records how far the arrays are
+complete. A rerun cuts the arrays back to that point and continues there. The last step renames the
+folder to ``OUT``, so ``OUT`` is complete or absent.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from mtrain_cli.data.store import (
     StoreMeta,
     StoreWriter,
     TokenStore,
-    journal_sizes,
+    array_sizes,
     write_json,
 )
 from mtrain_cli.data.tokenizers import (
@@ -45,14 +46,15 @@ from mtrain_cli.launch.failures import write_failure
 _JOURNAL, _LOCK = "journal.json", "lock"
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 1 << 13
 _COMMIT_TOKENS, _COMMIT_SECONDS = 1 << 24, 2.0
-# Merges are as good from this much text as from more; BPE training holds every distinct word.
+# Merges from this much text are as good as from more. BPE training holds every distinct word in
+# memory.
 _BPE_CHARACTERS = 1 << 30
 DEFAULT_BPE_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
 class CorpusPosition:
-    """All of a corpus before record ``record`` of unit ``unit``. ``read`` is about how many bytes of the corpus that is."""
+    """Position before a record of a unit. ``read`` is about how many bytes precede it."""
 
     unit: int = 0
     record: int = 0
@@ -61,7 +63,7 @@ class CorpusPosition:
 
 @dataclass(frozen=True)
 class PreparationProgress:
-    """What a progress bar shows: bytes ``read`` of ``size``, and what was written."""
+    """Values for a progress bar: bytes ``read`` of ``size``, and what was written."""
 
     stage: str
     read: int
@@ -91,12 +93,15 @@ def tokenise(
     writer: StoreWriter,
     start: CorpusPosition = CorpusPosition(),
 ) -> Iterator[CorpusPosition]:
-    """Write the documents of ``corpus`` from ``start`` on and yield, batch by batch, the position behind the last complete one."""
+    """Write the documents of ``corpus`` from ``start`` on.
+
+    Yields:
+        The position after the last complete document, once per batch.
+    """
     base = sum(unit.size for unit in corpus.units[: start.unit])
     pieces: list[str] = []
-    ends: list[
-        tuple[int, CorpusPosition, str]
-    ] = []  # so many pieces end a document, which reaches that position and is of that domain
+    # One entry per document end: number of pieces before it, position reached, and domain.
+    ends: list[tuple[int, CorpusPosition, str]] = []
     position, characters = start, 0
 
     def flush() -> CorpusPosition:
@@ -121,7 +126,7 @@ def tokenise(
 
     for number, unit in enumerate(corpus.units[start.unit :], start.unit):
         for document in unit.documents(start.record if number == start.unit else 0):
-            for piece in _encodable(document, tokenizer, writer):
+            for piece in _pieces_to_encode(document, tokenizer, writer):
                 pieces.append(piece)
                 characters += len(piece)
                 if characters >= _BATCH_CHARACTERS or len(pieces) >= _BATCH_PIECES:
@@ -150,16 +155,26 @@ def prepare_store(
     report: Callable[[PreparationProgress], None],
     filters: Filters = EVERYTHING,
 ) -> TokenStore:
-    """Tokenise ``corpus`` into the folder ``out``; go on where an interrupted call with the same arguments stopped.
+    """Tokenise ``corpus`` into the folder ``out``, or continue an interrupted call.
 
-    ``tokenizer`` is ``bytes``, ``bpe`` (trained here, with at most ``vocab_size`` ids) or the path of a tokenizer.json. A store that is
-    already complete is opened and left as it is. Raises ConfigError for mistakes in the arguments or the corpus, for an ``out`` that holds
-    anything else or is not writable, and RunError when the disk is full or fails (what was done stays, for a rerun).
+    A complete store with the same arguments is opened and left alone.
+
+    Args:
+        tokenizer: ``bytes``, ``bpe`` (trained here, with at most ``vocab_size`` ids), or the path
+            of a tokenizer.json.
+
+    Raises:
+        ConfigError: the arguments or the corpus are wrong, or ``out`` holds anything else or is not
+            writable.
+        RunError: the disk is full or fails. What is done stays for a rerun.
     """
-    chosen = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
-    if chosen is not None and vocab_size is not None:
+    given_tokenizer = (
+        None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
+    )
+    if given_tokenizer is not None and vocab_size is not None:
         raise ConfigError(
-            f"--vocab-size {vocab_size}: only for --tokenizer bpe; the tokenizer {tokenizer} has its own vocabulary"
+            f"--vocab-size {vocab_size}: only for --tokenizer bpe. The tokenizer {tokenizer} has "
+            "its own vocabulary."
         )
     bpe_size = DEFAULT_BPE_VOCABULARY if vocab_size is None else vocab_size
     if bpe_size < SMALLEST_BPE:
@@ -168,25 +183,25 @@ def prepare_store(
         )
     recipe = {
         "corpus": corpus.signature,
-        "tokenizer": chosen.identity if chosen else f"bpe {bpe_size}",
+        "tokenizer": given_tokenizer.identity if given_tokenizer else f"bpe {bpe_size}",
         **filters.recipe,
     }
     out = Path(os.path.abspath(out.expanduser()))
-    if store := _finished(out, recipe):
+    if store := _open_finished(out, recipe):
         return store
     partial = out.with_name(out.name + ".partial")
     try:
         partial.mkdir(parents=True, exist_ok=True)
-        with _locked(partial):
-            if store := _finished(out, recipe):  # by another process, just now
+        with _lock(partial):
+            if store := _open_finished(out, recipe):  # another process has just finished it
                 shutil.rmtree(partial)
                 return store
-            journal = _begin(partial, recipe)
+            journal = _open_journal(partial, recipe)
             try:
-                opened = chosen or _trained(corpus, bpe_size, partial, report)
-                if isinstance(chosen, FileTokenizer):
-                    (partial / TOKENIZER).write_bytes(chosen.content)
-                _fill(corpus, opened, partial, journal, filters, report)
+                opened = given_tokenizer or _open_bpe(corpus, bpe_size, partial, report)
+                if isinstance(given_tokenizer, FileTokenizer):
+                    (partial / TOKENIZER).write_bytes(given_tokenizer.content)
+                _write_arrays(corpus, opened, partial, journal, filters, report)
             except ConfigError:
                 if _read_journal(partial).documents == 0:
                     shutil.rmtree(partial)
@@ -197,49 +212,62 @@ def prepare_store(
     except OSError as error:
         raise write_failure(
             error,
-            f"OUT={out}: cannot be written ({error.strerror or error}); what is done stays, run the same command to go on",
+            f"OUT={out}: cannot be written ({error.strerror or error}). What is done stays: run "
+            "the same command again to continue.",
         ) from None
     return TokenStore.open(out)
 
 
-def _encodable(document: Document, tokenizer: Tokenizer, writer: StoreWriter) -> Iterator[str]:
-    """Pieces that may be encoded one by one; non-empty. None of a document that the filters refuse by its domain or text."""
+def _pieces_to_encode(
+    document: Document, tokenizer: Tokenizer, writer: StoreWriter
+) -> Iterator[str]:
+    """Yield non-empty pieces that can be encoded one by one.
+
+    A document that the filters reject for its domain or length yields none.
+    """
     filters = writer.filters
     if filters.domains and document.domain not in filters.domains:
-        writer.leave_out("of another domain")
+        writer.reject("of another domain")
         return
     pieces = iter(document.pieces)
     if filters.min_chars:
-        held: list[str] = []
-        while sum(map(len, held)) < filters.min_chars and (piece := next(pieces, None)) is not None:
-            held.append(piece)
-        if sum(map(len, held)) < filters.min_chars:
-            writer.leave_out("shorter than --min-chars")
+        pending: list[str] = []
+        while (
+            sum(map(len, pending)) < filters.min_chars and (piece := next(pieces, None)) is not None
+        ):
+            pending.append(piece)
+        if sum(map(len, pending)) < filters.min_chars:
+            writer.reject("shorter than --min-chars")
             return
-        pieces = chain(held, pieces)
+        pieces = chain(pending, pieces)
     if tokenizer.exact_pieces:
         yield from pieces
     elif text := "".join(pieces):
         yield text
 
 
-def _finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
-    """The complete store at ``out`` if it was made in the same way, None if nothing is there, ConfigError for anything else."""
+def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
+    """Open a complete store at ``out`` with the same recipe, or return None if nothing is there.
+
+    Raises:
+        ConfigError: anything else is there.
+    """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     if not (out / META).is_file():
-        raise ConfigError(f"OUT={out}: exists and is no token store; give a new folder")
+        raise ConfigError(f"OUT={out}: exists and is not a token store. Give a new folder.")
     meta = StoreMeta.read(out, f"OUT={out}")
     if meta.recipe != recipe:
         raise ConfigError(
-            f"OUT={out}: holds another token store ({meta.source}, tokenizer {meta.tokenizer}, {meta.num_tokens:,} tokens)"
-            f"{_difference(meta.recipe, recipe)}; give another folder, or delete this one"
+            f"OUT={out}: holds another token store ({meta.source}, tokenizer {meta.tokenizer}, "
+            f"{meta.num_tokens:,} tokens)"
+            f"{_describe_difference(meta.recipe, recipe)}. Give another folder, or delete this one."
         )
     return TokenStore.open(out, f"OUT={out}")
 
 
-def _difference(found: dict[str, str], wanted: dict[str, str]) -> str:
-    differing = [part for part in wanted if found.get(part) != wanted[part]]
+def _describe_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
+    differing = [part for part in wanted if stored.get(part) != wanted[part]]
     return (
         f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
         if differing
@@ -252,17 +280,22 @@ def _read_journal(partial: Path) -> _Journal:
         return _Journal(**json.loads((partial / _JOURNAL).read_text(encoding="utf-8")))
     except (ValueError, TypeError):
         raise ConfigError(
-            f"{partial}: its {_JOURNAL} is broken; delete the folder to start again"
+            f"{partial}: its {_JOURNAL} is broken. Delete the folder to start again."
         ) from None
 
 
-def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
-    """The journal to go on from. ConfigError when the folder holds something else, or documents of another recipe."""
+def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
+    """Return the journal to continue from.
+
+    Raises:
+        ConfigError: the folder holds something else, or documents of another recipe.
+    """
     path = partial / _JOURNAL
     if not path.exists():
-        if {found.name for found in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
+        if {entry.name for entry in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
             raise ConfigError(
-                f"{partial}: exists and is no unfinished token store; delete or rename it, or give another OUT"
+                f"{partial}: exists and is not an unfinished token store. Delete or rename it, or "
+                "give another OUT."
             )
         write_json(path, asdict(_Journal(recipe)))
     journal = _read_journal(partial)
@@ -272,13 +305,14 @@ def _begin(partial: Path, recipe: dict[str, str]) -> _Journal:
         write_json(path, asdict(journal))
     if journal.recipe != recipe:
         raise ConfigError(
-            f"{partial}: holds an unfinished store made in another way{_difference(journal.recipe, recipe)}; "
-            f"delete it to start again, or give another OUT"
+            f"{partial}: holds an unfinished store made with other "
+            f"settings{_describe_difference(journal.recipe, recipe)}. "
+            f"Delete it to start again, or give another OUT."
         )
     return journal
 
 
-def _fill(
+def _write_arrays(
     corpus: Corpus,
     tokenizer: Tokenizer,
     partial: Path,
@@ -286,9 +320,9 @@ def _fill(
     filters: Filters,
     report: Callable[[PreparationProgress], None],
 ) -> None:
-    """Write the arrays from where ``journal`` stands to the end, and the meta."""
+    """Write the arrays from where ``journal`` stands to the end, then the metadata."""
     sizes = (
-        journal_sizes(journal.tokens, journal.documents, tokenizer)
+        array_sizes(journal.tokens, journal.documents, tokenizer)
         if journal.documents
         else (0, 0, 0)
     )
@@ -297,7 +331,8 @@ def _fill(
         path.touch()
         if path.stat().st_size < size:
             raise ConfigError(
-                f"{partial}: {name} is shorter than its {_JOURNAL} says; delete the folder to start again"
+                f"{partial}: {name} is shorter than its {_JOURNAL} claims. Delete the folder to "
+                "start again."
             )
         os.truncate(path, size)
     start = CorpusPosition(journal.unit, journal.record, journal.read)
@@ -307,9 +342,17 @@ def _fill(
         (partial / DOMAINS).open("ab") as labels,
     ):
         writer = StoreWriter(
-            tokens, offsets, tokenizer, journal.tokens, journal.documents,
-            labels=labels, domains=journal.domains, filters=filters, left_out=journal.left_out, cut=journal.cut,
-        )  # fmt: skip
+            tokens,
+            offsets,
+            tokenizer,
+            journal.tokens,
+            journal.documents,
+            labels=labels,
+            domains=journal.domains,
+            filters=filters,
+            left_out=journal.left_out,
+            cut=journal.cut,
+        )
         committed_tokens, committed_at = journal.tokens, time.monotonic()
         for position in tokenise(corpus, tokenizer, writer, start):
             report(
@@ -327,16 +370,21 @@ def _fill(
             ):
                 writer.sync()
                 reached = _Journal(
-                    journal.recipe, **asdict(position), tokens=writer.num_tokens, documents=writer.num_documents,
-                    domains=writer.domains, left_out=writer.left_out, cut=writer.cut,
-                )  # fmt: skip
+                    journal.recipe,
+                    **asdict(position),
+                    tokens=writer.num_tokens,
+                    documents=writer.num_documents,
+                    domains=writer.domains,
+                    left_out=writer.left_out,
+                    cut=writer.cut,
+                )
                 write_json(partial / _JOURNAL, asdict(reached))
                 committed_tokens, committed_at = writer.num_tokens, time.monotonic()
         if writer.num_documents == 0:
-            refused = ", ".join(f"{count:,} {reason}" for reason, count in writer.left_out.items())
+            rejected = ", ".join(f"{count:,} {reason}" for reason, count in writer.left_out.items())
             raise ConfigError(
                 f"{corpus.origin}: holds no text"
-                + (f" that the filters keep: {refused}" if refused else "")
+                + (f" that the filters keep: {rejected}" if rejected else "")
             )
         report(
             PreparationProgress(
@@ -346,20 +394,20 @@ def _fill(
         writer.finish(partial, corpus.description, journal.recipe)
 
 
-def _trained(
+def _open_bpe(
     corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]
 ) -> Tokenizer:
-    """The BPE that an earlier, interrupted call trained, else a new one."""
+    """Open the BPE that an earlier, interrupted call trained, or train one."""
     path = partial / TOKENIZER
     if not path.exists():
-        train_bpe(_sample(corpus, report), vocab_size, path)
+        train_bpe(_sample_pieces(corpus, report), vocab_size, path)
     trained = open_tokenizer(str(path), option="tokenizer of the store")
     trained.name = f"bpe {vocab_size}"
     return trained
 
 
-def _sample(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
-    """All pieces of a corpus, or of a large one an evenly spread part of about ``_BPE_CHARACTERS``."""
+def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
+    """Yield all pieces of a corpus, or about ``_BPE_CHARACTERS`` evenly from a large one."""
     kept_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
     for unit in corpus.units:
@@ -373,8 +421,12 @@ def _sample(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> It
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``; ConfigError when another process holds it. The system frees it when its holder dies."""
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the lock of ``folder``. The kernel releases it when its holder ends.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
     with (folder / _LOCK).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

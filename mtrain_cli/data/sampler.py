@@ -1,4 +1,4 @@
-"""Which sequence of the corpus comes when. The whole state is two integers and knows nothing of workers."""
+"""The order of sequences in a run. Its whole state is two integers, independent of the workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mtrain_cli.data.permutation import Permutation
 
 
 class Sampler:
-    """The order of sequences over a run: each epoch is another permutation of the dataset, chosen by (seed, epoch).
+    """Order the sequences of a run: each epoch is another permutation, chosen by (seed, epoch).
 
-    ``consumed`` counts sequences that were handed out since the start of the run, over all workers and epochs. Sequence numbers go on
-    without end: number n belongs to epoch n // num_sequences.
+    ``consumed`` counts the sequences handed out since the start of the run, over all workers and
+    epochs. Sequence numbers have no upper limit: number n belongs to epoch n // num_sequences.
     """
 
     def __init__(self, num_sequences: int, seed: int, consumed: int = 0) -> None:
@@ -26,11 +26,11 @@ class Sampler:
 
     @property
     def epoch(self) -> int:
-        """Full passes over the dataset that are done."""
+        """Number of full passes over the dataset so far."""
         return self.consumed // self.num_sequences
 
     def sequence(self, number: int) -> int:
-        """Index into the dataset of sequence ``number`` of the whole run."""
+        """Return the dataset index of sequence ``number`` of the whole run."""
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         epoch, position = divmod(number, self.num_sequences)
@@ -39,16 +39,18 @@ class Sampler:
         return self._permutations[(epoch,)](position)
 
     def advance(self, count: int) -> None:
-        """Note that ``count`` more sequences were handed out."""
+        """Record that ``count`` more sequences were handed out."""
         assert count >= 0
         self.consumed += count
 
     def state(self) -> dict[str, int]:
-        """What a checkpoint keeps: ``seed`` and ``consumed``."""
+        """Return the state for a checkpoint: ``seed`` and ``consumed``."""
         return {"seed": self.seed, "consumed": self.consumed}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Go on from ``state()`` of an earlier sampler of the same dataset, whatever its number of workers was."""
+        """Continue from the ``state()`` of an earlier sampler of the same dataset, with any
+        workers.
+        """
         seed, consumed = int(state["seed"]), int(state["consumed"])
         if consumed < 0:
             raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")

@@ -1,6 +1,8 @@
-"""The user's own text: .txt, .md and .py files are one document each, .jsonl and .parquet files one document per record.
+"""Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
 
-A new kind of file is one reader function and one entry in ``READERS``. Every mistake in a file is a ConfigError of one line.
+A .txt, .md or .py file is one document; .jsonl and .parquet files have one per record. A new format
+is one reader function and one entry in ``READERS``. Every mistake in a file is a one-line
+ConfigError.
 """
 
 from __future__ import annotations
@@ -19,59 +21,66 @@ from typing import IO, Any
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
-from mtrain_cli.data.parquet_pages import rows_at_once
+from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.launch.failures import read_failure
 
-_BLOCK = 1 << 22  # bytes of a plain file that are read at once
-DOMAIN = "domain"  # key or column that names a record's domain; else that is the first folder on the way to its file
-LONGEST_LINE = 1 << 30  # bytes of a line of .jsonl
-_ROWS = 1024  # parquet rows that are turned into Python strings at once
+_BLOCK = 1 << 22  # bytes of a plain file to read at once
+# Key or column with a record's domain. Without it, the domain is the first folder of its path.
+DOMAIN = "domain"
+LONGEST_LINE = 1 << 30  # bytes of a .jsonl line
+_MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 
 
 class TextKey:
-    """The key or column that holds the text, and the option under which the user gave it."""
+    """The key or column that holds the text, and the option that sets it."""
 
     def __init__(self, name: str, option: str) -> None:
         self.name = name
         self.option = option
 
-    def missing(self, place: str, present: Iterable[str]) -> ConfigError:
-        """The error for a record or file at ``place`` that has only the keys ``present``."""
+    def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
+        """Return the error for a record or file that has only the keys ``present``."""
         names = ", ".join(list(present)[:12]) or "none"
         return ConfigError(
-            f"{self.option}={self.name}: {place} has no such key; its keys are: {names}"
+            f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
         )
 
 
 def text_corpus(
     path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
 ) -> Corpus:
-    """The corpus in a file, or in all readable files below a folder in order of their relative paths.
+    """Open the corpus in a file, or in all readable files below a folder by relative path.
 
-    Hidden files and folders are left out. The signature is over relative paths, sizes and modification times, so that it is cheap for
-    corpora of any size. Raises ConfigError for a missing path or one without a readable kind of file; broken files raise when read.
+    Hidden files and folders are skipped. The signature covers relative paths, sizes and
+    modification times, so it is cheap for a corpus of any size.
+
+    Raises:
+        ConfigError: the path is missing or holds no readable kind of file. Broken files raise when
+            read.
     """
     origin = f"{path_option}={path}"
     root = Path(path).expanduser()
     key = TextKey(text_key, key_option)
     if root.is_dir():
-        files = sorted(_files_below(root), key=lambda found: found.relative_to(root).parts)
+        files = sorted(_files_below(root), key=lambda file: file.relative_to(root).parts)
         if not files:
-            raise ConfigError(f"{origin}: the folder holds no {_kinds()} file")
+            raise ConfigError(f"{origin}: the folder holds no {_readable_kinds()} file")
     elif root.suffix.lower() in READERS or not root.exists():
         files = [root]
     else:
         raise ConfigError(
-            f"{origin}: a {root.suffix or 'nameless'} file is not readable as text; give a {_kinds()} file or a folder of them"
+            f"{origin}: cannot read a {root.suffix or 'nameless'} file as text. Give a "
+            f"{_readable_kinds()} file, or a folder of them."
         )
     digest = hashlib.sha256(text_key.encode())
     units = []
     for file in files:
         try:
-            found = file.stat()
+            status = file.stat()
         except FileNotFoundError:
             raise ConfigError(
-                f"{origin}: no such file{_within(file, root)}; give a {_kinds()} file or a folder of them"
+                f"{origin}: no such file{_relative_hint(file, root)}. Give a {_readable_kinds()} "
+                "file, or a folder of them."
             ) from None
         except OSError as error:
             raise read_failure(
@@ -79,12 +88,14 @@ def text_corpus(
             ) from None
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
         digest.update(
-            f"{name}\0{found.st_size}\0{found.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
+            f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
         )
         reader = READERS[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
-        units.append(Unit(name, found.st_size, partial(_guarded, reader, file, label, key, domain)))
+        units.append(
+            Unit(name, status.st_size, partial(_read_guarded, reader, file, label, key, domain))
+        )
     return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
 
 
@@ -100,20 +111,21 @@ def _files_below(root: Path) -> Iterator[Path]:
         )
 
 
-def _kinds() -> str:
+def _readable_kinds() -> str:
     *first, last = READERS
     return f"{', '.join(first)} or {last}"
 
 
-def _within(file: Path, root: Path) -> str:
+def _relative_hint(file: Path, root: Path) -> str:
     return "" if file == root else f" as {file}"
 
 
-def _guarded(
+def _read_guarded(
     reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
 ) -> Iterator[Document]:
-    """The documents of ``reader``, with the errors of the file system as one line that begins with ``label``; of ``domain`` unless they
-    name one themselves.
+    """Yield the documents of ``reader``, and report file system errors in one line.
+
+    The line begins with ``label``. Documents without a domain get ``domain``.
     """
     try:
         for document in reader(path, label, key, skip):
@@ -124,15 +136,15 @@ def _guarded(
         ) from None
 
 
-def _plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
+def _read_plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
     if skip == 0:
         yield Document(
-            path.name, split_text(_decoded(path, label)), record=1, end=path.stat().st_size
+            path.name, split_text(_decode_blocks(path, label)), record=1, end=path.stat().st_size
         )
 
 
-def _decoded(path: Path, label: str) -> Iterator[str]:
-    """The text of a file block by block, without its byte order mark."""
+def _decode_blocks(path: Path, label: str) -> Iterator[str]:
+    """Yield the text of a file block by block, without its byte order mark."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
@@ -142,36 +154,38 @@ def _decoded(path: Path, label: str) -> Iterator[str]:
                 position += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        # The decoder's own offset counts from the bytes that it carried over from the block before.
+        # The decoder's offset counts from the bytes that it carried over from the previous block.
         raise ConfigError(
-            f"{label}: not UTF-8 text (byte {error.object[error.start]:#04x} near offset {position + error.start:,}); convert it first, "
-            f"for example with iconv -t UTF-8"
+            f"{label}: not UTF-8 text (byte {error.object[error.start]:#04x} near offset "
+            f"{position + error.start:,}). "
+            f"Convert it first, for example with iconv -t UTF-8."
         ) from None
     except OSError as error:
         raise read_failure(error, f"{label}: cannot be read ({error.strerror})") from None
 
 
-def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
     with path.open("rb") as file:
-        lines = _lines(file, label)
+        lines = _read_lines(file, label)
         end = sum(len(line) for line in islice(lines, skip))
         for number, line in enumerate(lines, skip + 1):
             end += len(line)
             if not line.strip():
                 continue
-            place = f"{label} line {number}"
+            location = f"{label} line {number}"
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except UnicodeDecodeError as error:
-                raise ConfigError(f"{place}: not UTF-8 text (byte {error.start})") from None
+                raise ConfigError(f"{location}: not UTF-8 text (byte {error.start})") from None
             except (json.JSONDecodeError, RecursionError) as error:
-                raise ConfigError(f"{place}: not JSON ({error})") from None
+                raise ConfigError(f"{location}: not JSON ({error})") from None
             if not isinstance(record, dict):
                 raise ConfigError(
-                    f"{place}: a JSON object with the key {key.name} is expected, not {_json_kind(record)}"
+                    f"{location}: is {_json_kind(record)}, not a JSON object with the key "
+                    f"{key.name}"
                 )
             if key.name not in record:
-                raise key.missing(f"{path} line {number}", record)
+                raise key.missing_error(f"{path} line {number}", record)
             pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
             yield Document(
                 f"{path.name}:{number}",
@@ -182,32 +196,33 @@ def _jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document
             )
 
 
-def _lines(file: IO[bytes], label: str) -> Iterator[bytes]:
-    """Raise ConfigError for a line that is too long to be a document, before reading all of it."""
+def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
+    """Yield lines, and refuse one that is too long for a document before reading all of it."""
     number = 0
     while line := file.readline(LONGEST_LINE + 1):
         number += 1
         if len(line) > LONGEST_LINE:
             raise ConfigError(
-                f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes; give one document a line"
+                f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes. Put one document "
+                "on each line."
             )
         yield line
 
 
-def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
+def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            f"{label}: reading parquet needs the pyarrow package; {install_command('data')}"
+            f"{label}: reading parquet needs the pyarrow package: {install_command('data')}"
         ) from None
     size = path.stat().st_size
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if key.name not in file.schema_arrow.names:
-                raise key.missing(str(path), file.schema_arrow.names)
+                raise key.missing_error(str(path), file.schema_arrow.names)
             columns = [
                 key.name,
                 *([DOMAIN] if DOMAIN in file.schema_arrow.names and key.name != DOMAIN else []),
@@ -218,14 +233,14 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
                 if row + in_group <= skip:
                     row += in_group
                     continue
-                at_once = rows_at_once(
+                batch_rows = rows_per_read(
                     path,
                     file.metadata.row_group(group),
                     columns,
                     f"{label}: row group {group}",
-                    _ROWS,
+                    _MAX_ROWS,
                 )
-                for batch in file.iter_batches(at_once, row_groups=[group], columns=columns):
+                for batch in file.iter_batches(batch_rows, row_groups=[group], columns=columns):
                     texts = batch.column(key.name).to_pylist()
                     domains = (
                         batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
@@ -243,7 +258,8 @@ def _parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Docume
                             )
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{label}: not UTF-8 text in the {_ROWS} rows behind row {row} (byte {error.object[error.start]:#04x})"
+            f"{label}: not UTF-8 text in the {_MAX_ROWS} rows after row {row} (byte "
+            f"{error.object[error.start]:#04x})"
         ) from None
     except pyarrow.ArrowException as error:
         raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
@@ -253,16 +269,14 @@ def _domain(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _text_pieces(text: Any, key: TextKey, place: str) -> Iterable[str]:
-    """Pieces of one record's text; a null record is an empty document."""
+def _text_pieces(text: Any, key: TextKey, location: str) -> Iterable[str]:
+    """Return the pieces of one record's text. A null record is an empty document."""
     if text is None:
         return ()
     if not isinstance(text, str):
-        raise ConfigError(
-            f"{key.option}={key.name}: {place} holds {_json_kind(text)} there, not text"
-        )
+        raise ConfigError(f"{key.option}={key.name}: {location} holds {_json_kind(text)}, not text")
     if not text.isascii():
-        # JSON can spell half of a surrogate pair, which no encoding of text can hold.
+        # JSON can hold half of a surrogate pair, which no text encoding can.
         text = text.encode("utf-8", "replace").decode("utf-8")
     return split_text([text])
 
@@ -286,9 +300,9 @@ def _json_kind(value: Any) -> str:
 
 Reader = Callable[[Path, str, TextKey, int], Iterator[Document]]
 READERS: dict[str, Reader] = {
-    ".txt": _plain,
-    ".md": _plain,
-    ".py": _plain,
-    ".jsonl": _jsonl,
-    ".parquet": _parquet,
+    ".txt": _read_plain,
+    ".md": _read_plain,
+    ".py": _read_plain,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
 }

@@ -1,4 +1,4 @@
-"""Corpora that are tokenised on the fly are kept as token stores in the user's cache folder, so that workers and later runs share them."""
+"""Cache corpora that are tokenised on the fly, for all workers and later runs of a user."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ from mtrain_cli.data.tokenizers import Tokenizer
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """The token store of a corpus, from the cache if it is there, and where it lies, in words.
+    """Return the token store of a corpus, from the cache if it is there, and describe its location.
 
-    Any number of processes may call this at once: one tokenises, the others wait for it and map the same files. When the cache folder
-    cannot be written (read-only, full, no home), the store is made in this process's memory. Raises ConfigError for a broken corpus.
+    Any number of processes may call this at once: one tokenises, the others wait and map the same
+    files. If the cache folder cannot be written (read-only, full, no home), the store is made in
+    this process's memory.
+
+    Raises:
+        ConfigError: the corpus is broken.
     """
     key = hashlib.sha256(f"{VERSION} {tokenizer.identity} {corpus.signature}".encode()).hexdigest()[
         :32
@@ -36,10 +40,10 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
         entry = root / key
-        with _locked(root / f"{key}.lock", entry) as alone:
-            store = _opened(entry, alone)
+        with _lock(root / f"{key}.lock", entry) as has_lock:
+            store = _open_entry(entry, has_lock)
             if store is None:
-                _write(corpus, tokenizer, entry, alone)
+                _write_entry(corpus, tokenizer, entry, has_lock)
                 store = TokenStore.open(entry)
             # Another path may hold the same corpus.
             return replace(
@@ -47,18 +51,21 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             ), f"cached in {entry}"
     except OSError as error:
         reason = error.strerror or error
-        return _in_memory(
+        return _memory_store(
             corpus, tokenizer
         ), f"in memory, since the cache folder cannot be written ({reason})"
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """The array that ``make`` gives, from the cache folder if another process or run has made it; ``key`` names its content."""
+    """Return the array that ``make`` returns, from the cache folder if it is there.
+
+    ``key`` identifies the content.
+    """
     try:
         root = _cache_root()
         root.mkdir(parents=True, exist_ok=True)
         entry = root / f"{key}.npy"
-        with _locked(root / f"{key}.lock", entry):
+        with _lock(root / f"{key}.lock", entry):
             try:
                 return np.load(entry, allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError):
@@ -74,37 +81,41 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
 
 
 def _cache_root() -> Path:
-    """``$XDG_CACHE_HOME/mtrain/tokens``; the variable counts only when it is absolute (XDG Base Directory Specification)."""
+    """Return ``$XDG_CACHE_HOME/mtrain/tokens``.
+
+    The variable counts only if it is absolute (XDG Base Directory Specification).
+    """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not chosen.is_absolute():
-        chosen = Path(
-            os.path.expanduser("~/.cache")
-        )  # unlike Path.expanduser, leaves ~ where there is no home
+        # Unlike Path.expanduser, this keeps ~ if there is no home.
+        chosen = Path(os.path.expanduser("~/.cache"))
     if not chosen.is_absolute():
         raise OSError("this user has no home folder")
     return chosen / "mtrain" / "tokens"
 
 
 @contextmanager
-def _locked(path: Path, entry: Path) -> Iterator[bool]:
-    """Hold an exclusive lock, waiting for it; false where the file system has none, and then atomic renames alone keep the cache whole.
+def _lock(path: Path, entry: Path) -> Iterator[bool]:
+    """Wait for an exclusive lock and hold it. Yield False if the file system has no locks.
 
-    The file of a lock behind which no ``entry`` came to be, such as that of a broken corpus, is removed.
+    Without locks, atomic renames alone keep the cache intact. If no ``entry`` was made, as for a
+    broken corpus, remove the lock's file.
     """
     while True:
         with path.open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                alone = True
+                has_lock = True
             except OSError:
-                alone = False
-            # Whoever had the lock before may have removed the file: a lock on what it was excludes nobody any more.
-            if alone and not _lies_at(path, lock):
+                has_lock = False
+            # The previous holder may have removed the file. A lock on a removed file excludes
+            # nobody.
+            if has_lock and not _lies_at(path, lock):
                 continue
             try:
-                yield alone
+                yield has_lock
             finally:
-                if alone and not entry.exists():
+                if has_lock and not entry.exists():
                     with suppress(OSError):
                         path.unlink()
             return
@@ -117,9 +128,12 @@ def _lies_at(path: Path, file: IO[str]) -> bool:
         return False
 
 
-def _opened(entry: Path, alone: bool) -> TokenStore | None:
-    """The entry if it is there and whole. Broken ones, and what killed processes left, are removed by whoever holds the lock."""
-    if alone:
+def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
+    """Open the entry if it is there and intact.
+
+    The holder of the lock removes broken entries and what killed processes left behind.
+    """
+    if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
             shutil.rmtree(leftover, ignore_errors=True)
     if not entry.exists():
@@ -131,7 +145,7 @@ def _opened(entry: Path, alone: bool) -> TokenStore | None:
         return None
 
 
-def _write(corpus: Corpus, tokenizer: Tokenizer, entry: Path, alone: bool) -> None:
+def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bool) -> None:
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp", dir=entry.parent))
     try:
         with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
@@ -141,18 +155,18 @@ def _write(corpus: Corpus, tokenizer: Tokenizer, entry: Path, alone: bool) -> No
         try:
             os.rename(folder, entry)
         except OSError:
-            # Without a lock another worker may have been faster with the same content.
-            if alone or not entry.exists():
+            # Without a lock, another worker may have finished the same content first.
+            if has_lock or not entry.exists():
                 raise
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_memory(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
+def _memory_store(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
     tokens, offsets = io.BytesIO(), io.BytesIO()
     writer = StoreWriter(tokens, offsets, tokenizer)
     _tokenise_all(corpus, tokenizer, writer)
-    return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), corpus.description)
+    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus.description)
 
 
 def _tokenise_all(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter) -> None:

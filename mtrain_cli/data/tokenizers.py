@@ -1,4 +1,4 @@
-"""Text to token ids and back: the byte tokenizer, which needs nothing, and Hugging Face ``tokenizer.json`` files."""
+"""Convert text to token ids and back, as bytes or with a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import read_failure
 
-# Looked for, in this order, when no tokenizer_config.json beside the tokenizer names its end token.
+# End tokens to look for, in this order, if no tokenizer_config.json next to the tokenizer names
+# one.
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 END_TOKEN = _USUAL_END_TOKENS[0]
-# A byte-level BPE needs its 256 bytes and the end token before the first merge.
+# A byte-level BPE has 256 bytes and the end token before the first merge.
 SMALLEST_BPE = 256 + 1 + 1
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer.
+    """A tokenizer as the data pipeline needs it.
 
-    ``identity`` changes whenever the same text would give other ids; ``eos`` ends each document (None: documents simply follow each other);
-    ``vocab_size`` is larger than every id; ``exact_pieces`` says whether the pieces of ``corpora.split_text`` may be encoded one by one.
+    identity: changes whenever the same text would give other ids.
+    vocab_size: larger than every id.
+    eos: ends each document. None: documents follow each other directly.
+    exact_pieces: whether the pieces of `corpora.split_text` can be encoded one by one.
     """
 
     name: str
@@ -37,16 +40,16 @@ class Tokenizer(Protocol):
     exact_pieces: bool
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each piece, without special tokens."""
+        """Return the ids of each piece, without special tokens."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of ids[N]; bytes that are no whole character become U+FFFD."""
+        """Return the text of ids[N]. Incomplete characters become U+FFFD."""
         ...
 
 
 class ByteTokenizer:
-    """UTF-8 bytes are ids 0 to 255; then begin, end and padding; the vocabulary is rounded up to a multiple of 8."""
+    """UTF-8 bytes as ids 0 to 255, then begin, end and padding, rounded up to a multiple of 8."""
 
     name = "bytes"
     identity = "bytes-1"
@@ -56,16 +59,16 @@ class ByteTokenizer:
     exact_pieces = True
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """uint8 ids of each piece."""
+        """Return the uint8 ids of each piece."""
         return [np.frombuffer(piece.encode("utf-8"), dtype=np.uint8) for piece in pieces]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of ids[N] without the special tokens."""
+        """Return the text of ids[N] without the special tokens."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Text of each of ``documents``. ConfigError for ids that the vocabulary lacks."""
+        """Return the text of each document. Raise ConfigError for ids outside the vocabulary."""
         _require_ids(documents, self)
         return [self.decode(ids) for ids in documents]
 
@@ -74,32 +77,38 @@ class FileTokenizer:
     """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package."""
 
     def __init__(self, path: Path, content: bytes, tokenizer: Any) -> None:
-        # Files saved for short-context inference carry truncation to 512 tokens and padding; both would silently spoil a corpus.
+        # Files saved for short-context inference truncate to 512 tokens and pad. Both would
+        # silently spoil a corpus.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-        end = _end_token(path, vocabulary)
+        end = _find_end_token(path, vocabulary)
         self._tokenizer = tokenizer
         self.name = path.parent.absolute().name if path.stem == "tokenizer" else path.stem
         self.eos = None if end is None else vocabulary[end]
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()} eos:{self.eos}"
         self.vocab_size = max(vocabulary.values()) + 1
         self.content = content
-        # SentencePiece-like files put a space mark before every text they are given, so pieces encoded alone would gain marks.
+        # SentencePiece-like tokenizers put a space mark before every text, so pieces encoded one by
+        # one would gain marks.
         whole, first, second = self.encode(["one two\nthree", "one two\n", "three"])
         self.exact_pieces = whole.tolist() == [*first.tolist(), *second.tolist()]
 
     def encode(self, pieces: Sequence[str]) -> list[np.ndarray]:
-        """int64 ids of each piece; pieces are spread over the CPU's cores."""
+        """Return the int64 ids of each piece, computed on all CPU cores."""
         encodings = self._tokenizer.encode_batch_fast(list(pieces), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Text of ids[N], special tokens shown by name."""
+        """Return the text of ids[N], with special tokens by name."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Text of each of ``documents`` without special tokens, on all cores. ConfigError for ids that the vocabulary lacks."""
+        """Return the text of each document without special tokens, computed on all cores.
+
+        Raises:
+            ConfigError: an id is outside the vocabulary.
+        """
         _require_ids(documents, self)
         return self._tokenizer.decode_batch(
             [ids.tolist() for ids in documents], skip_special_tokens=True
@@ -107,10 +116,13 @@ class FileTokenizer:
 
 
 def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
-    """The tokenizer that the user chose: ``bytes``, a tokenizer.json, or a folder that holds one.
+    """Open the tokenizer that the user chose: ``bytes``, a tokenizer.json, or a folder with one.
 
-    ``option`` is the name under which the choice was given, for error messages.
-    Raises ConfigError when the file is missing or broken, or when the ``tokenizers`` package is.
+    Args:
+        option: the key or option that made the choice, for messages.
+
+    Raises:
+        ConfigError: the file is missing or broken, or the ``tokenizers`` package is missing.
     """
     if choice == "bytes":
         return ByteTokenizer()
@@ -121,18 +133,19 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
         content = path.read_bytes()
     except FileNotFoundError:
         raise ConfigError(
-            f"{option}={choice}: no such file; give bytes, or the path of a Hugging Face tokenizer.json"
+            f"{option}={choice}: no such file. Give bytes, or the path of a Hugging Face "
+            "tokenizer.json."
         ) from None
     except OSError as error:
         raise read_failure(error, f"{option}={choice}: cannot be read ({error.strerror})") from None
-    library = _library(f"{option}={choice}")
+    library = _import_tokenizers(f"{option}={choice}")
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{option}={choice}: not a Hugging Face tokenizer.json ({documents.reason(error)})"
         ) from None
-    except Exception as error:  # the package raises plain Exception for whatever it dislikes
+    except Exception as error:  # the package raises plain Exception
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"{option}={choice}: not a Hugging Face tokenizer.json ({reason})"
@@ -141,12 +154,13 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
 
 
 def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE of at most ``vocab_size`` ids on ``pieces`` and write it to ``path`` in one go.
+    """Train a byte-level BPE of at most ``vocab_size`` ids on ``pieces`` and write it atomically.
 
-    Ids: the end-of-document token, the 256 bytes, then merges by frequency. Any text is encodable. A small corpus gives fewer merges.
+    Ids: the end token, the 256 bytes, then merges by frequency. It can encode any text. A small
+    corpus gives fewer merges.
     """
     assert vocab_size >= SMALLEST_BPE
-    library = _library("--tokenizer bpe")
+    library = _import_tokenizers("--tokenizer bpe")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -167,11 +181,12 @@ def _require_ids(documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
         if ids.size and (int(ids.max()) >= tokenizer.vocab_size or int(ids.min()) < 0):
             token = int(ids.max()) if int(ids.max()) >= tokenizer.vocab_size else int(ids.min())
             raise ConfigError(
-                f"--from-tokenizer: token {token} is none of the {tokenizer.vocab_size:,} ids of {tokenizer.name}; give the right one"
+                f"--from-tokenizer: token {token} is outside the {tokenizer.vocab_size:,} ids of "
+                f"{tokenizer.name}. Give the tokenizer that made these tokens."
             )
 
 
-def _library(wanted_by: str) -> Any:
+def _import_tokenizers(key: str) -> Any:
     try:
         import tokenizers
         import tokenizers.decoders
@@ -180,13 +195,18 @@ def _library(wanted_by: str) -> Any:
         import tokenizers.trainers
     except ImportError:
         raise ConfigError(
-            f"{wanted_by}: needs the tokenizers package; {install_command('data')}, or use the byte tokenizer"
+            f"{key}: needs the tokenizers package: {install_command('data')}. Or use the byte "
+            "tokenizer."
         ) from None
     return tokenizers
 
 
-def _end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
-    """The token that ends a document: what tokenizer_config.json beside the file says, else the first usual name in the vocabulary."""
+def _find_end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
+    """Return the token that ends a document.
+
+    tokenizer_config.json next to the file names it. Otherwise take the first usual name in the
+    vocabulary.
+    """
     try:
         named = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get(
             "eos_token"

@@ -1,8 +1,9 @@
-"""How the workers of a torchrun or srun job learn that one of them is gone, and which one failed first.
+"""How the ranks of a torchrun or srun job learn that one of them is gone, and which failed first.
 
-There is no launcher of ours above them. A worker that waits inside NCCL cannot see that a peer died, and srun without --kill-on-bad-exit
-does not tell it. So every rank keeps one TCP connection to rank 0: the kernel closes it when its process ends, however that ends, and
-however busy its interpreter is. Rank 0 tells the cause once, and all ranks leave with the same exit code.
+Such a job has no mtrain launcher. A rank that waits inside NCCL cannot see that a peer died, and
+srun without --kill-on-bad-exit does not report it. So every rank keeps one TCP connection to rank
+0. The kernel closes it when the rank's process ends, for whatever reason and however busy its
+interpreter is. Rank 0 then prints the cause once, and all ranks exit with the same code.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from mtrain_cli.printable import printable
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
-BEAT_S = 10.0  # as `launch.run_state`, which cannot be read before rank 0 has a run
-# A machine that loses power says nothing; the kernel then gives up after 10 + 3 * 5 seconds of silence.
+# Equal to `launch.run_state.HEARTBEAT_S`, which cannot be imported before rank 0 has a run.
+HEARTBEAT_S = 10.0
+# A machine that loses power sends nothing. The kernel gives up after 10 + 3 * 5 seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_STORE_KEY = "lifeline"
-_GREETING_BYTES = 96  # the token and a rank are shorter
+_STORE_KEY = "failure_channel"
+_GREETING_BYTES = 96  # longer than a token and a rank
 
 
 class FailureChannel:
-    """This rank's end of the connection to rank 0, which also runs the `_Hub`."""
+    """This rank's end of the connection to rank 0. Rank 0 also runs the `_Hub`."""
 
     def __init__(
         self,
@@ -50,13 +52,18 @@ class FailureChannel:
         on_failure: Callable[[Failure], str] = lambda _: "",
         beat: Callable[[], object] = lambda: None,
     ) -> None:
-        """Connect; returns once rank 0 answers. Rank 0 calls ``on_mistake`` before it leaves because of a user's mistake, ``on_failure``
-        before it leaves because of another failure, and shows the line that this gives; ``beat`` every few seconds.
+        """Connect to rank 0 and return once it answers.
 
-        logs: where ranks keep their records (`progress_record.in_logs`), as far as they share a disk.
+        Args:
+            on_mistake: called by rank 0 before it exits because of a user's mistake.
+            logs: folder of the ranks' activity records (`progress_record.job_record_path`), as far
+                as they share a disk.
+            on_failure: called by rank 0 before it exits because of another failure. Returns a line
+                to print.
+            beat: called by rank 0 every few seconds.
 
         Raises:
-            ConfigError: rank 0's port cannot be reached from this machine.
+            ConfigError: this machine cannot reach rank 0's port.
         """
         store = job_store(job)
         self._hub = (
@@ -65,7 +72,7 @@ class FailureChannel:
             else None
         )
         if self._hub:
-            # With a secret of the job, what shows that a rank is one of it never goes through the store, which anybody may read.
+            # With a job secret, the token never goes through the store, which anybody may read.
             store.set(
                 _STORE_KEY, f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}"
             )
@@ -77,8 +84,9 @@ class FailureChannel:
             )
         except OSError as error:
             raise ConfigError(
-                f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of rank 0 ({error.strerror or error}); "
-                f"workers must reach each other on any port, or on the one that {PORT} names"
+                f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of "
+                f"rank 0 ({error.strerror or error}). "
+                f"Workers must reach each other on any port, or set {PORT} to an open one."
             ) from error
         self._socket.settimeout(None)
         self._rank = job.rank
@@ -86,18 +94,21 @@ class FailureChannel:
         self._logs = logs
         self._closing = self._failed = False
         self._write(f"{token} {job.rank}")
-        self._watcher = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """Report that this rank is done; on rank 0 also wait for the others, which lose their store when it leaves."""
+        """Report that this rank is done. Rank 0 also waits for the others, which need its store."""
         self._closing = True
         self._send({"done": True})
         if self._hub:
             self._hub.join()
 
     def fail(self, failure: Failure) -> NoReturn:
-        """Report this rank's failure, and leave when rank 0 has told the user the cause; without an answer tell it here."""
+        """Report this rank's failure and exit once rank 0 has printed the cause.
+
+        If rank 0 does not answer, print the failure here.
+        """
         self._failed = True
         own = {
             "kind": failure.kind,
@@ -107,35 +118,36 @@ class FailureChannel:
         }
         self._send({"failure": own})
         self._watcher.join(VERDICT_WAIT_S)
-        tell(failure)
-        leave(2 if failure.kind == "config" else 1)
+        print_cause(failure)
+        exit_now(2 if failure.kind == "config" else 1)
 
     def _send(self, message: dict[str, object]) -> None:
         self._write(json.dumps(message))
 
     def _write(self, line: str) -> None:
-        # When rank 0 is gone the watcher knows.
+        # If rank 0 is gone, the watcher notices.
         with contextlib.suppress(OSError):
             self._socket.sendall(line.encode() + b"\n")
 
     def _watch(self) -> None:
-        """Leave with the exit code that rank 0 sends, or when rank 0 is gone."""
+        """Exit with the code that rank 0 sends, or when rank 0 is gone."""
         try:
             verdict = self._socket.recv(1)
         except OSError:
             verdict = b""
         if verdict:
-            leave(verdict[0])
-        # Who has failed tells that itself (`fail`): rank 0 may have left before its answer was read.
+            exit_now(verdict[0])
+        # A rank that failed prints its own failure (`fail`): rank 0 may exit before its answer is
+        # read.
         if not self._closing and not self._failed:
             if self._rank == 1:
-                tell(_lost(0), _where(_records(self._logs, self._world_size), 0))
-            leave(1)
+                print_cause(_lost(0), _activity_lines(_records(self._logs, self._world_size), 0))
+            exit_now(1)
 
 
 @dataclass
 class _Peer:
-    """One connection at the hub; ``rank`` is None until it has shown the token."""
+    """One connection at the hub. ``rank`` is None until it has shown the token."""
 
     socket: socket.socket
     rank: int | None = None
@@ -143,7 +155,7 @@ class _Peer:
 
 
 class _Hub:
-    """Rank 0's thread that hears all ranks."""
+    """Rank 0's thread that listens to all ranks."""
 
     def __init__(
         self,
@@ -154,7 +166,11 @@ class _Hub:
         beat: Callable[[], object] = lambda: None,
         server: socket.socket | None = None,
     ) -> None:
-        """server: that listens; None: one of its own, on loopback."""
+        """Start to listen.
+
+        Args:
+            server: listening socket. None opens one on loopback.
+        """
         self._on_mistake = on_mistake
         self._on_failure = on_failure
         self._beat = beat
@@ -172,7 +188,7 @@ class _Hub:
             bound[1],
         )
         self.token = shared_key(_STORE_KEY) or secrets.token_hex(16)
-        self._thread = threading.Thread(target=self._serve, name="lifeline hub", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="failure hub", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
@@ -181,9 +197,9 @@ class _Hub:
 
     def _serve(self) -> None:
         deadline = None
-        beaten = -BEAT_S
+        beaten = -HEARTBEAT_S
         while self._expected:
-            if time.monotonic() - beaten >= BEAT_S:
+            if time.monotonic() - beaten >= HEARTBEAT_S:
                 self._beat()
                 beaten = time.monotonic()
             for key, _ in self._selector.select(timeout=0.2):
@@ -196,7 +212,7 @@ class _Hub:
                 if time.monotonic() > deadline or not all(
                     failure.is_consequence for failure in self._failures
                 ):
-                    self._end()
+                    self._end_job()
 
     def _accept(self) -> None:
         try:
@@ -206,7 +222,8 @@ class _Hub:
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         except OSError:
-            # Gone again already, or too many files are open here: that of a worker stays in the queue until there is room.
+            # The peer is gone already, or this process has too many open files. Then a worker's
+            # connection stays in the queue until there is room.
             return
         peer = _Peer(connection)
         self._peers.append(peer)
@@ -224,7 +241,8 @@ class _Hub:
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
         if peer.rank is None:
-            # Anyone may connect to this port; only the job's workers can read the token from its store.
+            # Anyone may connect to this port. Only the job's workers can read the token from its
+            # store.
             greeting = lines.pop(0) if lines else None
             peer.rank = None if greeting is None else self._rank_of(greeting)
             if peer.rank is None:
@@ -232,10 +250,13 @@ class _Hub:
                     self._drop(peer)
                 return
         for line in lines:
-            self._hear(peer.rank, line)
+            self._handle_message(peer.rank, line)
 
     def _rank_of(self, greeting: bytes) -> int | None:
-        """The rank that shows the token; None for a stranger, whose bytes may be anything and are never parsed."""
+        """Return the rank that shows the token, or None for a stranger.
+
+        A stranger's bytes are never parsed.
+        """
         token, _, rank = greeting.partition(b" ")
         return (
             int(rank)
@@ -243,7 +264,7 @@ class _Hub:
             else None
         )
 
-    def _hear(self, rank: int, line: bytes) -> None:
+    def _handle_message(self, rank: int, line: bytes) -> None:
         message = json.loads(line)
         if "done" in message:
             self._expected.discard(rank)
@@ -255,20 +276,22 @@ class _Hub:
         self._peers.remove(peer)
         peer.socket.close()
 
-    def _end(self) -> NoReturn:
-        """Tell the cause, then have every rank leave, this one last: what it has not read by then would reset the others' connections."""
+    def _end_job(self) -> NoReturn:
+        """Print the cause and make every rank exit, this one last.
+
+        Read what the others still send: unread bytes would reset their connections.
+        """
         records = _records(self._logs, self._world_size)
         cause = self._cause(records)
-        tell(cause, _where(records, cause.rank))
+        print_cause(cause, _activity_lines(records, cause.rank))
         code = 2 if cause.kind == "config" else 1
         if code == 1 and (line := self._on_failure(cause)):
             with contextlib.suppress(OSError):
                 print(printable(line), file=sys.stderr, flush=True)
         deadline = time.monotonic() + FAREWELL_S
-        others = [
-            peer.socket for peer in self._peers if peer.rank != 0
-        ]  # also workers that were not heard yet
-        # A mistake may be known before the last worker has come; it is to end alike.
+        # Includes workers that have not identified themselves yet.
+        others = [peer.socket for peer in self._peers if peer.rank != 0]
+        # A mistake may be known before the last worker has connected, which must exit the same way.
         while (
             code == 2
             and len(others) < self._world_size - 1
@@ -282,93 +305,102 @@ class _Hub:
                 connection.sendall(bytes([code]))
         for connection in others:
             with contextlib.suppress(OSError):
-                # The deadline holds against a stranger that never stops to talk, too.
+                # The deadline also limits a stranger that never stops sending.
                 while (left := deadline - time.monotonic()) > 0:
                     connection.settimeout(left)
                     if not connection.recv(65536):
                         break
         if code == 2:
-            # Not before the others have left, who write into the folder of the run that goes with this.
+            # Only after the others have exited: they write to the run folder that this may delete.
             self._on_mistake()
-        leave(code)
+        exit_now(code)
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
-        """Whoever failed first, or a rank for which the others waited in vain."""
-        heard = {failure.rank for failure in self._failures}
-        going = [
+        """Return the first failure, or blame a rank that the others waited for."""
+        reported = {failure.rank for failure in self._failures}
+        not_waiting = [
             rank
-            for rank in self._expected - heard
+            for rank in self._expected - reported
             if rank not in records or records[rank].waits_for is None
         ]
-        silent = failures.silence(self._failures, [], going)
-        return failures.cause([*self._failures, silent] if silent else self._failures)
+        silent = failures.find_silent_rank(self._failures, [], not_waiting)
+        return failures.find_cause([*self._failures, silent] if silent else self._failures)
 
 
 def _server(job: Job) -> socket.socket:
-    """What rank 0's hub listens with, at the port that the user names or a free one.
+    """Open the socket that rank 0's hub listens on, at the port in ``MTRAIN_PORT`` or a free one.
 
     Raises:
-        ConfigError: the port is none, or taken.
+        ConfigError: the port is not a valid number, or taken.
     """
     given = os.environ.get(PORT, "0")
     if not given.isdigit() or int(given) > 65535:
-        raise ConfigError(f"{PORT}={given}: must be a port, 1 to 65535, or unset for any free one")
+        raise ConfigError(
+            f"{PORT}={given}: must be a port, 1 to 65535. Unset it for any free port."
+        )
     try:
         return listen(job, int(given))
     except OSError as error:
         raise ConfigError(
-            f"{PORT}={given}: rank 0 cannot listen there ({error.strerror or error}); give a free port"
+            f"{PORT}={given}: rank 0 cannot listen there ({error.strerror or error}). Give a free "
+            "port."
         ) from error
 
 
-def _port_and_token(said: bytes) -> tuple[int, str]:
-    """What rank 0 has left in the store.
+def _port_and_token(entry: bytes) -> tuple[int, str]:
+    """Parse what rank 0 left in the store.
 
     Raises:
-        ConfigError: it is no such thing, or rank 0 has no secret where this rank has one, or the other way round.
+        ConfigError: the entry is invalid, or only one of rank 0 and this rank has a secret.
     """
-    port, _, token = said.decode(errors="replace").partition(" ")
+    port, _, token = entry.decode(errors="replace").partition(" ")
     key = shared_key(_STORE_KEY)
     if not port.isdigit() or (token == "-") != (key is not None):
         raise ConfigError(
-            f"{SECRET}: this rank and rank 0 do not have the same secret; give all ranks the same one, or none"
+            f"{SECRET}: this rank and rank 0 do not have the same secret. Give all ranks the same "
+            "one, or none."
         )
     return int(port), key or token
 
 
 def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
-    """Where each rank was, as far as this machine sees the files of the others."""
+    """Return the activity of each rank, as far as this machine sees the others' files."""
     if logs is None:
         return {}
     return {
         rank: record
         for rank in range(world_size)
-        if (record := progress_record.read(progress_record.in_logs(logs, rank)))
+        if (record := progress_record.read_activity(progress_record.job_record_path(logs, rank)))
     }
 
 
-def _where(records: Mapping[int, WorkerActivity], about: int) -> list[str]:
-    return progress_record.table(records, [about], time.time())
+def _activity_lines(records: Mapping[int, WorkerActivity], rank: int) -> list[str]:
+    return progress_record.activity_lines(records, [rank], time.time())
 
 
-def tell(failure: Failure, where: Sequence[str] = ()) -> None:
-    """Print the cause of a run's end. where: of each rank, see `failures.report`."""
+def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
+    """Print why the run ended.
+
+    Args:
+        where: lines on what each worker was doing (`failures.format_report`).
+    """
     config = failure.kind == "config"
     lines = (
         [f"error: {line}" for line in failure.message.splitlines()]
         if config
-        else [failures.report(failure, None, where)]
+        else [failures.format_report(failure, None, where)]
     )
-    # Whatever became of the terminal, the exit code still has to be given.
+    # Even without a terminal, the process must exit with the right code.
     with contextlib.suppress(OSError):
         print(printable("\n".join(lines)), file=sys.stderr, flush=True)
 
 
-def leave(code: int) -> NoReturn:
-    """End without the interpreter's farewell.
+def exit_now(code: int) -> NoReturn:
+    """Exit without the interpreter's shutdown.
 
-    After a failure, threads of a save or a communicator may wait for peers that are gone. After success, torch 2.11 now and then aborts
-    there ("terminate called without an active exception"), which would make a good run look like a failed one.
+    After a failure, threads of a save or a communicator may wait for peers that are gone. After
+    success, torch 2.11 sometimes aborts during shutdown ("terminate called without an active
+    exception"), which would make a good run look like a failed one.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -381,7 +413,7 @@ def _lost(rank: int) -> Failure:
         rank,
         None,
         "died",
-        "is gone: it was killed (out of memory killer?) or its machine failed",
+        "is gone: its process was killed (host out of memory? see dmesg) or its machine failed",
         "",
         time.time(),
     )

@@ -1,6 +1,7 @@
-"""Why a worker ended: the record that it leaves, which of many failures is the cause, and how that is told.
+"""Why a worker ended: the record it leaves, which failure is the cause, and what the user reads.
 
-When one worker dies its peers fail within moments, with a closed connection or an aborted collective. Those are consequences.
+When one worker dies, its peers fail within moments with a closed connection or an aborted
+collective. Those failures are consequences.
 """
 
 from __future__ import annotations
@@ -19,19 +20,23 @@ from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
 
-# What gloo, NCCL and the store say when a peer has gone, or has kept them waiting for longer than topology.timeout_s.
+# Errors of gloo, NCCL and the store when a peer is gone or kept them waiting longer than
+# topology.timeout_s.
 _PEER_LOST = re.compile(
-    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|Socket (closed|timeout)|recvValue|sendBytes|recvBytes"
-    r"|remote process exited|NCCL (communicator was aborted|error: (remote|unhandled system))|ncclRemoteError|ncclSystemError"
+    r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|Socket (closed|timeout)"
+    r"|recvValue|sendBytes|recvBytes|remote process exited"
+    r"|NCCL (communicator was aborted|error: (remote|unhandled system))"
+    r"|ncclRemoteError|ncclSystemError"
     r"|[Tt]imed out waiting|Timeout waiting for key|collective operation timeout",
 )
 _TIMED_OUT = re.compile(
-    r"[Tt]imed out waiting|Timeout waiting for key|[Tt]imed out after|wait timeout after|Socket Timeout|connectFullMesh failed.*timed out"
+    r"[Tt]imed out waiting|Timeout waiting for key|[Tt]imed out after|wait timeout after"
+    r"|Socket Timeout|connectFullMesh failed.*timed out"
 )
 _LOG_TAIL_LINES = 20
-# What a disk may do to a command that was given in good order.
+# Disk errors that can hit a correct command.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-# What a disk or its network may do to a file that is there; `restart` begins again after their texts.
+# Errors of a disk or its network when an existing file is read. `restart` matches their texts.
 READ_FAILURES = frozenset(
     getattr(errno, name)
     for name in ("EIO", "ESTALE", "ENOTCONN", "ENODEV", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN")
@@ -40,7 +45,10 @@ READ_FAILURES = frozenset(
 
 
 class RunError(RuntimeError):
-    """The run cannot go on for a reason that its text explains in full, such as a full disk or a loss that is no number: no traceback."""
+    """The run cannot go on, for a reason that the message explains fully: no traceback.
+
+    Examples are a full disk or a loss that is not finite.
+    """
 
 
 class PeerLostError(RunError):
@@ -48,22 +56,28 @@ class PeerLostError(RunError):
 
 
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """What a failed write is to the user: a failure of the disk, such as a full one, or a mistake, such as a folder of another user."""
+    """Return RunError for a failed or full disk, else ConfigError: the user may not write there."""
     return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
 
 
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """What a failed read is to the user: a failure of the disk or its network, or a mistake, such as a file of another user."""
+    """Return RunError for a failed disk or network, else ConfigError: the user may not read it."""
     return RunError(text) if error.errno in READ_FAILURES else ConfigError(text)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker ended. ``kind`` is ``config``, ``error``, ``peer lost``, ``died`` (without a record of its own) or ``silent`` (it ran
-    on without a word while the others waited for it).
+    """How one worker ended.
 
-    ``exit_code`` is negative for a signal and None while the process still ran; ``first`` tells that it ended, or left its record, before
-    the launcher began to stop the others.
+    rank: rank of the worker.
+    exit_code: negative for a signal, None while the process still runs.
+    kind: ``config``, ``error``, ``peer lost``, ``died`` (it left no record) or ``silent`` (it ran
+        on without a report while the others waited for it).
+    message: one or more lines for the user.
+    trace: traceback, or empty.
+    time: seconds since the epoch.
+    before_shutdown: whether the worker ended or left its record before the launcher began to stop
+        the others.
     """
 
     rank: int
@@ -72,7 +86,7 @@ class Failure:
     message: str
     trace: str
     time: float
-    first: bool = True
+    before_shutdown: bool = True
 
     @property
     def is_consequence(self) -> bool:
@@ -81,28 +95,37 @@ class Failure:
 
     @property
     def severity(self) -> int:
-        """Place in the search for the cause, 0 first: a user's mistake, a death by signal or unexplained exit, an exception, a worker that
-        keeps the others waiting, an abort (NCCL's watchdog ends a process that way when a peer is gone), a lost connection, and what the
-        launcher itself ended."""
+        """Place of this failure in the search for the cause, 0 first.
+
+        0: a user's mistake. 1: death by a signal or an unexplained exit. 2: an exception. 3: a
+        worker that keeps the others waiting. 4: an abort, the way NCCL's watchdog ends a process
+        when a peer is gone. 5: a lost connection. 6: stopped by the launcher.
+        """
         if self.kind == "died":
-            if not self.first:
+            if not self.before_shutdown:
                 return 6
             return 4 if self.is_abort else 1
         return {"config": 0, "error": 2, "silent": 3}.get(self.kind, 5)
 
     @property
     def is_abort(self) -> bool:
-        """Whether the process aborted itself, as NCCL's watchdog does after a wait that was too long; so does a failed check in C++."""
+        """Whether the process aborted itself.
+
+        NCCL's watchdog does that after a wait that was too long, and so does a failed check in C++.
+        """
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
 
     @property
-    def waited(self) -> str:
-        """``topology.timeout_s=60`` where it waited for longer than that; a peer that only went away leaves a traceback, too."""
+    def exceeded_timeout(self) -> str:
+        """``topology.timeout_s=60`` if the worker waited longer than that, else empty.
+
+        If the peer only went away, the failure has a traceback.
+        """
         return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
-def describe(error: BaseException) -> Failure:
-    """The failure that ``error`` makes of this worker; its rank is for whoever collects failures to fill in."""
+def failure_from(error: BaseException) -> Failure:
+    """Return the failure that ``error`` stands for. The collector fills in the rank."""
     lost = (
         isinstance(error, PeerLostError)
         or getattr(error, "peer_lost", False)
@@ -124,28 +147,36 @@ def describe(error: BaseException) -> Failure:
     )
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Whether gloo, NCCL or the store says that a peer has gone or did not answer in time."""
-    return _PEER_LOST.search(str(error)) is not None or timed_out(error)
+def is_peer_loss(error: BaseException) -> bool:
+    """Return whether the error means that a peer is gone or did not answer in time."""
+    return _PEER_LOST.search(str(error)) is not None or is_timeout(error)
 
 
 def first_sentence(error: BaseException) -> str:
-    """What such an error says, without the line of C++ that says so and without advice."""
+    """Return the first sentence of such an error, without its line of C++ code and its advice."""
     lines = str(error).strip().splitlines()
     return (
         re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0] if lines else type(error).__name__
     )
 
 
-def silence(
+def find_silent_rank(
     failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
 ) -> Failure | None:
-    """What is to be said of ranks without a failure of their own for which the others may have waited; None: nothing.
+    """Blame ranks that left no failure but may have kept the others waiting.
 
-    stopped: whose processes a signal has stopped. running: that go on and, as far as is known, wait for nobody. waited: as
-    `Failure.waited`, where that is known of a worker that could not say so.
+    Args:
+        failed: failures so far.
+        stopped: ranks whose process a signal has stopped.
+        running: ranks that run on and, as far as is known, wait for nobody.
+        waited: `Failure.exceeded_timeout` of a worker that could not report it itself.
+
+    Returns:
+        The failure, or None if other failures explain the wait.
     """
-    waited = next((failure.waited for failure in failed if failure.waited), waited)
+    waited = next(
+        (failure.exceeded_timeout for failure in failed if failure.exceeded_timeout), waited
+    )
     if not all(failure.is_consequence for failure in failed) or not (
         stopped or (waited and running)
     ):
@@ -154,27 +185,35 @@ def silence(
     one = len(ranks) == 1
     message = f"rank{'s' * (not one)} {' and '.join(map(str, ranks))} kept the others waiting"
     if waited:
-        message = f"{waited}: {message} longer than that"
+        message = f"{waited}: {message} longer than this"
     if stopped:
-        message += f": {'its process is' if one else 'their processes are'} stopped (SIGSTOP, or a debugger)"
+        processes = "its process is" if one else "their processes are"
+        message += f": {processes} stopped (SIGSTOP or a debugger)"
     else:
-        message += f" and gave no sign: {'it' if one else 'one of them'} hangs or is slow; if it is slow, give more seconds"
+        culprit = "it" if one else "one of them"
+        message += (
+            f" without reporting an error: {culprit} hangs or is slow. "
+            "If it is slow, increase the value."
+        )
     return Failure(ranks[0], None, "silent", message, "", time.time())
 
 
-def timed_out(error: BaseException) -> bool:
-    """Whether gloo or the store gave up waiting for another worker."""
+def is_timeout(error: BaseException) -> bool:
+    """Return whether gloo or the store gave up waiting for another worker."""
     return _TIMED_OUT.search(str(error)) is not None
 
 
-def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
-    """Write ``failure`` to ``path``, if there is one, in one move and in the layout of torch's elastic agent, so that torchrun shows it."""
+def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
+    """Write ``failure`` to ``path`` atomically; do nothing if ``path`` is empty.
+
+    The layout is that of torch's elastic agent, so torchrun shows the failure.
+    """
     if not path:
         return
     own = {name: getattr(failure, name) for name in ("kind", "message", "trace", "time")}
     extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
     partial = Path(f"{os.fspath(path)}.partial")
-    # On a full disk the exit code alone has to tell that this worker failed.
+    # On a full disk, only the exit code reports the failure.
     with contextlib.suppress(OSError):
         partial.write_text(
             json.dumps({"message": {"message": failure.message, "extraInfo": extra}, "mtrain": own})
@@ -182,24 +221,42 @@ def leave_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
         os.replace(partial, path)
 
 
-def read(rank: int, exit_code: int | None, path: Path, first: bool) -> Failure | None:
-    """The failure of a worker that may have left a record at ``path``; None if it did not fail. It still runs if ``exit_code`` is None."""
+def read_record(
+    rank: int, exit_code: int | None, path: Path, before_shutdown: bool
+) -> Failure | None:
+    """Return the failure of a worker from its record, or from its exit code without one.
+
+    ``exit_code`` is None while the worker runs. Returns None if it did not fail.
+    """
     if path.exists():
-        return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"], first=first)
+        return Failure(
+            rank,
+            exit_code,
+            **json.loads(path.read_text())["mtrain"],
+            before_shutdown=before_shutdown,
+        )
     if not exit_code:
         return None
-    return Failure(rank, exit_code, "died", _how_it_died(exit_code), "", time.time(), first)
+    return Failure(
+        rank, exit_code, "died", _describe_exit(exit_code), "", time.time(), before_shutdown
+    )
 
 
-def cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that explains the others: by `Failure.severity`, then the earliest."""
+def find_cause(failures: Iterable[Failure]) -> Failure:
+    """Return the failure that explains the others: by `Failure.severity`, then the earliest."""
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 
-def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
-    """What to tell the user about the cause: rank and reason in the first line, then the traceback or the worker's last words.
+def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
+    """Return what to tell the user about the cause.
 
-    where: lines that tell where each worker was. They are shown where a worker ended without an exception, or lost a peer.
+    The first line names the rank and the reason. Then follows the traceback or the end of the
+    worker's output.
+
+    Args:
+        log: the worker's log.
+        where: lines on what each worker was doing, shown if a worker ended without an exception or
+            lost a peer.
     """
     explained = failure.kind != "died" and not failure.trace
     if failure.kind == "died":
@@ -219,31 +276,29 @@ def report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str
             if log and log.is_file()
             else []
         )
-        lines += (
-            ["The last lines of its output:", *(f"  {line}" for line in words)] if words else []
-        )
+        lines += ["Last lines of its output:", *(f"  {line}" for line in words)] if words else []
     if failure.kind == "peer lost" and not explained:
         lines.append(
-            "No worker left another error: one waited longer than topology.timeout_s, or a worker on another machine is gone."
+            "No worker reported another error: a wait exceeded topology.timeout_s, or a worker on "
+            "another machine is gone."
         )
     if log and log.is_file() and log.stat().st_size:
         if failure.kind == "silent":
-            lines.append(f"What it was at, if it could still tell, is at the end of {log}.")
+            lines.append(f"Its stack, if it could still write it, is at the end of {log}.")
         elif not explained:
-            what = (
-                "What libraries wrote, and its traceback, are in"
-                if failure.rank == 0
-                else "All of its output is in"
+            contents = (
+                "Library output and its traceback are" if failure.rank == 0 else "Its output is"
             )
-            lines.append(f"{what} {log}; the other workers were stopped.")
+            lines.append(f"{contents} in {log}; the other workers were stopped.")
     return "\n".join(lines)
 
 
-def _how_it_died(exit_code: int) -> str:
+def _describe_exit(exit_code: int) -> str:
     if exit_code > 0:
         return f"ended with exit code {exit_code} and no exception"
     try:
         name = signal.Signals(-exit_code).name
     except ValueError:
         name = f"signal {-exit_code}"
-    return f"was killed by {name}" + " (out of memory killer?)" * (-exit_code == signal.SIGKILL)
+    hint = " (host out of memory? see dmesg)" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name}{hint}"

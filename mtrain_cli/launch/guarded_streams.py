@@ -1,6 +1,8 @@
-"""Standard output and error when what is behind them takes no more: a terminal that was closed, a reader that has gone, a full disk.
+"""Keep the process alive when stdout or stderr is lost: a closed terminal, a closed pipe, a full
+disk.
 
-A command whose output is its result has to say so and fail. A training has its result on disk: it goes on in silence.
+A command whose output is its result must fail then. A training has its result on disk and goes on
+without output.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ import os
 import sys
 from typing import Any, TextIO, cast
 
-CLOSED_PIPE = 141  # 128 + SIGPIPE, what a shell reports for a tool whose reader has gone
+CLOSED_PIPE = 141  # 128 + SIGPIPE: what a shell reports for a tool whose reader has gone
 
 
 class OutputLostError(Exception):
-    """Standard output takes no more. Not an OSError: nobody is to take it for one of a file."""
+    """Standard output accepts no more text. Not an OSError, so that no file handler catches it."""
 
     def __init__(self, error: OSError | ValueError) -> None:
         super().__init__(f"standard output: {getattr(error, 'strerror', None) or error}")
@@ -23,9 +25,10 @@ class OutputLostError(Exception):
 
 
 class GuardedStream:
-    """A text stream that fails at most once. From then on its descriptor leads to the null device.
+    """A text stream that fails at most once and then points its descriptor to the null device.
 
-    So what is still in buffers, and what libraries and child processes write to the descriptor, cannot fail either.
+    After that, buffered text and whatever libraries and child processes write to the descriptor
+    cannot fail either.
     """
 
     def __init__(self, stream: TextIO, required: bool) -> None:
@@ -40,7 +43,7 @@ class GuardedStream:
         """Write ``text``, or drop it once the stream is lost.
 
         Raises:
-            OutputLostError: the stream is required and has just been lost.
+            OutputLostError: the stream is required and was lost just now.
         """
         try:
             if not self._lost:
@@ -50,12 +53,12 @@ class GuardedStream:
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """As `write`, for each of ``lines``."""
+        """Write each of ``lines``, as `write` does."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Raises OutputLostError as `write` does."""
+        """Flush the stream. Raises OutputLostError as `write` does."""
         try:
             if not self._lost:
                 self._stream.flush()
@@ -63,10 +66,10 @@ class GuardedStream:
             self._lose(error)
 
     def _lose(self, error: OSError | ValueError) -> None:
-        if isinstance(error, UnicodeError):  # the text is at fault, not the stream
+        if isinstance(error, UnicodeError):  # the text is wrong, not the stream
             raise error
         self._lost = True
-        # A stream of a test has no descriptor, and a closed one has none any more.
+        # A stream of a test has no descriptor, and a closed stream no longer has one.
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -75,9 +78,13 @@ class GuardedStream:
             raise OutputLostError(error) from error
 
 
-def guard(output_required: bool) -> None:
-    """Guard this process's standard streams, or change whether the loss of standard output is an error. That of standard error never is."""
-    _open_missing()
+def guard_streams(output_required: bool) -> None:
+    """Guard this process's standard streams.
+
+    Call it again to change ``output_required``, whether losing stdout is an error. Losing stderr
+    never is.
+    """
+    _open_closed_descriptors()
     for name, required in (("stdout", output_required), ("stderr", False)):
         stream = getattr(sys, name)
         if isinstance(stream, GuardedStream):
@@ -86,26 +93,34 @@ def guard(output_required: bool) -> None:
             setattr(sys, name, cast(TextIO, GuardedStream(stream, required)))
 
 
-def divert_native(log: TextIO) -> None:
-    """From here on ``log`` gets what libraries and child processes write to standard error, such as the stacks of NCCL's watchdog before it
-    ends a process. What Python writes to `sys.stderr` goes where it went.
+def divert_native_output(log: TextIO) -> None:
+    """Send what libraries and child processes write to standard error to ``log``.
+
+    NCCL's watchdog, for example, writes stacks there before it ends a process. What Python writes
+    to `sys.stderr` still goes where it went before.
     """
     descriptor = os.dup(2)
-    kept = open(
-        descriptor, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace"
-    )
+    encoding = sys.stderr.encoding
+    # Open as long as the process lives.
+    kept = open(descriptor, "w", 1, encoding, "backslashreplace")  # noqa: SIM115
     os.dup2(log.fileno(), 2)
     sys.stderr = cast(TextIO, GuardedStream(kept, required=False))
 
 
-def _open_missing() -> None:
-    """Have the null device where this process was started with a stream closed; otherwise the next file opened would be that stream."""
+def _open_closed_descriptors() -> None:
+    """Open the null device in place of standard streams that were closed when this process started.
+
+    Otherwise the next file opened would take the number of the missing stream.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest free number is the missing one, since those below it are open.
+            # os.open takes the lowest free number, which is the missing one: those below it are
+            # open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, "w", encoding="utf-8", closefd=False))  # noqa: SIM115, for as long as the process lives
+            # Open as long as the process lives.
+            stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)

@@ -1,6 +1,6 @@
-"""A job that torchrun or srun started: the place of this process in it, and the store through which its processes find each other.
+"""A job that torchrun or srun started: this process's place in it, and the store all ranks share.
 
-`mtrain train` starts its own workers when none of this is present.
+Without such a job, `mtrain train` starts its own workers.
 """
 
 from __future__ import annotations
@@ -27,17 +27,22 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_TIMEOUT = timedelta(minutes=10)
-# Environment variables beside MASTER_ADDR and MASTER_PORT, which torchrun and srun users set for a job.
+# Variables that a user may set for a job, in addition to MASTER_ADDR and MASTER_PORT.
 SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
 
 
 @dataclass(frozen=True)
 class Job:
-    """Place of this process among the processes of a job; ranks count from 0, ``local_*`` are within one machine.
+    """Place of this process among the processes of a job.
 
-    restarts: how often torchrun or SLURM has started the job again. most_restarts: how often it would, where that is known. name: the same
-    after such a restart and of no other job, as far as it can be told; empty: it cannot.
+    launcher: ``torchrun`` or ``slurm``.
+    rank, world_size: of all processes, from 0.
+    local_rank, local_world_size: of the processes on this machine.
+    master_addr, master_port: where the job's store listens.
+    restarts: how often torchrun or SLURM has restarted the job.
+    max_restarts: how often it may restart the job, None if unknown.
+    name: equal after a restart and different for other jobs. Empty if that cannot be known.
     """
 
     launcher: str
@@ -48,30 +53,32 @@ class Job:
     master_addr: str
     master_port: int
     restarts: int = 0
-    most_restarts: int | None = None
+    max_restarts: int | None = None
     name: str = ""
 
     @property
     def address(self) -> str:
-        """Where ranks connect to ports that mtrain opens on rank 0: loopback where all of them are on one machine."""
+        """Address at which ranks reach the ports that rank 0 opens; loopback on one machine."""
         return "127.0.0.1" if self.local_world_size == self.world_size else self.master_addr
 
     @property
     def started_again(self) -> bool:
-        """Whether a start of this job may have been before this one. torchrun does not count those after a change of its nodes; there the
-        agent, which is still the same, tells.
+        """Whether this job may have been started before.
+
+        torchrun does not count restarts after its set of nodes changed. Then only the agent's
+        process, which stays the same, identifies the job.
         """
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
 
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
-    """The job that this process belongs to, from torchrun's or srun's environment variables; None when there is none.
+    """Return the job that this process belongs to, from the variables of torchrun or srun.
 
-    One task under srun counts as none, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker for each GPU itself; so does a
-    batch script outside srun, which has SLURM_PROCID but no step.
+    A single srun task is not a job, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker
+    for each GPU itself. Nor is a batch script outside srun, which has SLURM_PROCID but no step.
 
     Raises:
-        ConfigError: the variables contradict each other or miss one.
+        ConfigError: the variables contradict each other, or one is missing.
     """
     variables = os.environ if variables is None else variables
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -86,7 +93,10 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
 
 
 def job_rank() -> int:
-    """Global rank of this process in its torchrun or srun job, 0 outside one: only rank 0 need tell the user what all ranks know."""
+    """Return the global rank of this process in its job, and 0 outside a job.
+
+    Rank 0 reports what all ranks know.
+    """
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
             return int(os.environ[name])
@@ -98,21 +108,32 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
     missing = [name for name in names if name not in variables]
     if missing:
         raise ConfigError(
-            f"RANK={variables['RANK']}: the environment names a rank but not {', '.join(missing)}; torchrun sets all of them"
+            f"RANK={variables['RANK']}: the environment sets a rank but not {', '.join(missing)}. "
+            "torchrun sets all of them."
         )
     rank, world_size, local_rank, local_world_size, port = (
         _number(variables[name], name) for name in names if name != "MASTER_ADDR"
     )
+    count, limit = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
     return Job(
-        "torchrun", rank, world_size, local_rank, local_world_size, variables["MASTER_ADDR"], port,
-        restarts=_number(variables.get("TORCHELASTIC_RESTART_COUNT", "0"), "TORCHELASTIC_RESTART_COUNT"),
-        most_restarts=_number(variables.get("TORCHELASTIC_MAX_RESTARTS", "0"), "TORCHELASTIC_MAX_RESTARTS"),
+        "torchrun",
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        variables["MASTER_ADDR"],
+        port,
+        restarts=_number(variables.get(count, "0"), count),
+        max_restarts=_number(variables.get(limit, "0"), limit),
         name=_torchrun_name(variables.get("TORCHELASTIC_RUN_ID", "none")),
-    )  # fmt: skip
+    )
 
 
 def _torchrun_name(run_id: str) -> str:
-    """torchrun's --rdzv-id where it has one of its own, else the agent: it is the parent of this process, before and after a restart."""
+    """Return torchrun's --rdzv-id if the user gave one, else an id of the agent's process.
+
+    The agent is the parent of this process, before and after a restart.
+    """
     if run_id and run_id != "none":
         return f"torchrun {run_id}"
     with contextlib.suppress(OSError, IndexError):
@@ -130,7 +151,8 @@ def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
     local_sizes = set(re.findall(r"(?:^|,)(\d+)", per_node or str(tasks)))
     if len(local_sizes) != 1:
         raise ConfigError(
-            f"SLURM_TASKS_PER_NODE={per_node}: every node must run the same number of workers; use srun --ntasks-per-node"
+            f"SLURM_TASKS_PER_NODE={per_node}: every node must run the same number of workers. Use "
+            "srun --ntasks-per-node."
         )
     nodes = (
         variables.get("SLURM_STEP_NODELIST")
@@ -138,10 +160,9 @@ def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
         or variables.get("SLURM_NODELIST")
         or "127.0.0.1"
     )
-    # Steps of one job may run side by side, so the step is part of the port.
-    identity = 16 * _number(variables.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID") + int(
-        variables.get("SLURM_STEP_ID", "0")
-    )
+    # Steps of one job may run at the same time, so the port depends on the step.
+    cluster, step = variables.get("SLURM_CLUSTER_NAME", ""), variables.get("SLURM_STEP_ID", "0")
+    identity = 16 * _number(variables.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID") + int(step)
     return Job(
         launcher="slurm",
         rank=_number(variables["SLURM_PROCID"], "SLURM_PROCID"),
@@ -153,22 +174,22 @@ def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
             variables.get("MASTER_PORT") or str(20000 + identity % 20000), "MASTER_PORT"
         ),
         restarts=_number(variables.get("SLURM_RESTART_COUNT") or "0", "SLURM_RESTART_COUNT"),
-        name=f"slurm {variables.get('SLURM_CLUSTER_NAME', '')} {variables.get('SLURM_JOB_ID', '')}.{variables.get('SLURM_STEP_ID', '0')}",
+        name=f"slurm {cluster} {variables.get('SLURM_JOB_ID', '')}.{step}",
     )
 
 
 def _number(text: str, name: str) -> int:
     if not text.isdigit():
-        raise ConfigError(f"{name}={text}: the environment variable must be a whole number")
+        raise ConfigError(f"{name}={text}: the environment variable must be a whole number.")
     return int(text)
 
 
 def first_host(nodes: str) -> str:
-    """First host of a SLURM node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
+    """Return the first host of a SLURM node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
     head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if head is None:
         raise ConfigError(
-            f"SLURM_JOB_NODELIST={nodes}: cannot read the first host; set MASTER_ADDR"
+            f"SLURM_JOB_NODELIST={nodes}: cannot read the first host. Set MASTER_ADDR."
         )
     prefix, ranges, suffix = head.groups()
     return prefix + (re.split(r"[-,]", ranges)[0] if ranges else "") + suffix
@@ -176,10 +197,12 @@ def first_host(nodes: str) -> str:
 
 @functools.cache
 def job_store(job: Job) -> Store:
-    """The key-value store that all processes of ``job`` share; made once, since rank 0 serves it under srun.
+    """Return the key-value store that all processes of ``job`` share.
+
+    Create it once: under srun rank 0 serves it.
 
     Raises:
-        ConfigError: the store's address does not answer or its port is taken.
+        ConfigError: the store's address does not answer, or its port is taken.
     """
     import torch.distributed as dist
 
@@ -205,17 +228,20 @@ def job_store(job: Job) -> Store:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
         raise ConfigError(
-            f"{where}: rank {job.rank} cannot reach the job's store there ({reason}); set both to rank 0's"
+            f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). Set both to "
+            "rank 0's address and port."
         ) from error
-    # torchrun's store outlives its workers: what those before a restart left there would be taken for answers of today.
+    # torchrun's store outlives its workers. Without a prefix, entries from before a restart would
+    # be taken for new ones.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
 
 def listen(job: Job, port: int) -> socket.socket:
-    """A listening socket of rank 0 at ``job.address``; port 0: a free one.
+    """Open a listening socket of rank 0 at ``job.address``; port 0 picks a free port.
 
-    On all interfaces where that address is none of this machine's own, such as that of a service in front of it, or where several machines
-    shall connect and the name means loopback here, as /etc/hosts of some systems has it.
+    Listen on all interfaces if that address is not one of this machine's, such as the address of a
+    service in front of it. Do so too if several machines must connect but the name means loopback
+    here, as in the /etc/hosts of some systems.
 
     Raises:
         OSError: the port is taken.
@@ -242,7 +268,7 @@ def listen(job: Job, port: int) -> socket.socket:
 
 
 def shared_key(purpose: str) -> str | None:
-    """What only ranks with the job's secret (``MTRAIN_SECRET``) can know; None without one."""
+    """Return a key that only ranks with the job's secret know, or None without a secret."""
     secret = os.environ.get(SECRET, "")
     return (
         hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex()
@@ -252,7 +278,10 @@ def shared_key(purpose: str) -> str | None:
 
 
 def _seal(name: str, text: str) -> str:
-    """``text`` as it goes into the store under ``name``, where anybody who reaches the port can write."""
+    """Return ``text`` with a seal for the store entry ``name``.
+
+    Anyone who reaches the store's port can write to it.
+    """
     key = shared_key("decision")
     seal = (
         "" if key is None else hmac.digest(key.encode(), f"{name}\0{text}".encode(), "sha256").hex()
@@ -261,24 +290,25 @@ def _seal(name: str, text: str) -> str:
 
 
 def _unseal(name: str, content: bytes) -> str:
-    """The text, where it comes from a rank with this rank's secret.
+    """Return the sealed text.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it does not come from a rank with this rank's secret.
     """
     text = content.decode(errors="replace").partition("\n")[2]
     if not hmac.compare_digest(content, _seal(name, text).encode()):
         raise ConfigError(
-            f"{SECRET}: what the job's store holds was written with another secret, or none; give all ranks the same one"
+            f"{SECRET}: an entry in the job's store was written with another secret, or with none. "
+            "Give all ranks the same one."
         )
     return text
 
 
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
-    """Do ``action`` on global rank 0 alone and return its text on every rank; without a job, just do it.
+    """Run ``action`` on global rank 0 only and return its text on every rank.
 
-    All ranks must call this the same number of times. When the action fails on rank 0 the error is raised there, and the other ranks
-    leave with the same exit code and without a word.
+    Without a job, just run it. All ranks must call this equally often. If the action fails, rank 0
+    raises the error and the other ranks exit silently with the same exit code.
     """
     job = current_job()
     if job is None or job.world_size == 1:

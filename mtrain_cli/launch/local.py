@@ -1,4 +1,4 @@
-"""Starts a run: its own workers on this machine or, under torchrun and srun, this very process as one of them."""
+"""Start a run: workers on this machine, or this process as one of them under torchrun and srun."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from typing import TYPE_CHECKING
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, run_state
-from mtrain_cli.launch.environment import Environment, nccl_variables, on_loopback
+from mtrain_cli.launch.environment import Environment, loopback_variables, nccl_variables
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.restart import RestartDecision, RestartPolicy, describe, one_line
+from mtrain_cli.launch.restart import (
+    RestartDecision,
+    RestartPolicy,
+    describe_restart,
+    failure_summary,
+)
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
 from mtrain_cli.launch.temporary_folders import private_folder
@@ -28,11 +33,11 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
-MEASURING = "mtrain_cli.profiling."  # targets that save nothing
-KILLED = 130
-DISPLAY_LINES = 2  # of `training.progress`
-# 128 + the signal, as shells count. A hangup is an end by the system like SIGTERM; one code for both is easier to test for.
-_STOPPED = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
+MEASURING_TARGETS = "mtrain_cli.profiling."  # targets that write no checkpoints
+KILLED_CODE = 130
+DISPLAY_LINES = 2  # height of the live display of `training.progress`
+# 128 + the signal, as in a shell. A hangup gets the code of SIGTERM, since the system sends both.
+_STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
 def launch(
@@ -44,31 +49,37 @@ def launch(
 ) -> int:
     """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
 
-    It is called with config, run_dir, environment and resume, and returns whether a request stopped it before its work was done. config: as
-    this process composed it; under torchrun and srun all ranks have to agree on it.
+    The target gets config, run_dir, environment and resume. It returns whether a request stopped it
+    before its work was done.
 
-    SIGTERM, SIGHUP and a first Ctrl-C ask the workers to save and stop; a second Ctrl-C kills them. When a worker is lost all are started
-    again, as `run.restarts` allows. Under torchrun and srun this process is one of the workers, and ends here.
+    SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop. A second Ctrl-C kills
+    them. If a worker is lost, all workers are restarted, within the limit of `run.restarts`. Under
+    torchrun and srun this process is one of the workers and exits here.
+
+    Args:
+        config: the configuration as this process composed it. Under torchrun and srun all ranks
+            must have the same one.
 
     Returns:
-        Exit code: 0 after success; 130 (SIGINT) or 143 (SIGTERM, SIGHUP) after a requested stop, so that `mtrain train && evaluate` does
-        not evaluate half a training; 1 when a worker failed, 130 when killed. Of the latter two stderr tells more, and how to go on from
-        the newest checkpoint.
+        Exit code. 0: success. 130 (SIGINT) or 143 (SIGTERM, SIGHUP): stopped on request, so that
+            `mtrain train && evaluate` does not evaluate an unfinished training. 1: a worker failed.
+            130: killed. After the last two, stderr shows the cause and how to resume from the
+            newest checkpoint.
 
     Raises:
-        ConfigError: a worker found a mistake of the user's, such as a corpus that is too short.
+        ConfigError: a worker found a user's mistake, such as a corpus that is too short.
     """
-    guarded_streams.guard(output_required=False)
+    guarded_streams.guard_streams(output_required=False)
     if environment.launcher != "mtrain":
         from mtrain_cli.launch.worker import run_in_job
 
         run_in_job(run_dir, environment, resume, target, config)
 
     run_dir.stop_request.unlink(missing_ok=True)
-    measuring = target.startswith(MEASURING)
+    measuring = target.startswith(MEASURING_TARGETS)
     restarts = RestartPolicy(run_dir, compose.load(run_dir.resolved), resume)
     with (
-        _signs_of_life(run_dir),
+        _heartbeat(run_dir),
         _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests,
     ):
         attempt = _Attempt(run_dir, environment, resume, target, requests)
@@ -77,65 +88,74 @@ def launch(
             if failure is None:
                 return code
             if not measuring:
-                run_state.change(run_dir, "failed", one_line(failure))
-            again = (
-                "" if requests.asked or measuring else restarts.after(failure, attempt.environment)
+                run_state.set_phase(run_dir, "failed", failure_summary(failure))
+            decision = (
+                ""
+                if requests.requested or measuring
+                else restarts.after(failure, attempt.environment)
             )
-            if isinstance(again, str):
-                for line in filter(None, (again, _way_on(run_dir))):
-                    _say(line)
+            if isinstance(decision, str):
+                for line in filter(None, (decision, _resume_hint(run_dir))):
+                    _print_line(line)
                 return code
-            if not _wait_for_restart(run_dir, again, requests):
+            if not _wait_for_restart(run_dir, decision, requests):
                 return _stopped_before_restart(run_dir, requests)
             attempt = _Attempt(
-                run_dir, again.environment, again.resume, target, requests, again.devices
+                run_dir, decision.environment, decision.resume, target, requests, decision.devices
             )
 
 
 @contextlib.contextmanager
-def _signs_of_life(run_dir: RunDir) -> Iterator[None]:
-    """Renew the lock of the run now and then, whatever this thread waits for: workers, GPUs that may not answer, the time of a restart."""
+def _heartbeat(run_dir: RunDir) -> Iterator[None]:
+    """Renew the run's lock every few seconds, whatever this thread waits for.
+
+    It may wait for workers, for GPUs that do not respond, or before a restart.
+    """
     ended = threading.Event()
 
     def beat() -> None:
         run_dir.beat()
-        while not ended.wait(run_state.BEAT_S):
+        while not ended.wait(run_state.HEARTBEAT_S):
             run_dir.beat()
 
-    thread = threading.Thread(target=beat, name="signs of life", daemon=True)
+    thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
-        thread.join(1.0)  # a disk that hangs is not waited for
+        thread.join(1.0)  # do not wait for a disk that hangs
 
 
-def _wait_for_restart(run_dir: RunDir, again: RestartDecision, requests: _SignalRequests) -> bool:
-    """Tell of the restart, here and in the log, and wait; returns whether nobody asked to stop meanwhile."""
+def _wait_for_restart(
+    run_dir: RunDir, decision: RestartDecision, requests: _SignalRequests
+) -> bool:
+    """Announce the restart and wait for it. Return False if a stop was requested meanwhile."""
     requests.waiting = True
-    line = describe(again, again.environment.restarts)
-    _say(line)
+    line = describe_restart(decision, decision.environment.restarts)
+    _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
-        log.write(f"lost a worker after step {again.entry.reached}: {again.entry.reason}\n{line}\n")
-    run_state.change(run_dir, "restarting", again.entry.reason)
-    deadline = time.monotonic() + again.wait_s
-    while not requests.asked and time.monotonic() < deadline:
+        log.write(
+            f"lost a worker after step {decision.entry.reached}: {decision.entry.reason}\n{line}\n"
+        )
+    run_state.set_phase(run_dir, "restarting", decision.entry.reason)
+    deadline = time.monotonic() + decision.wait_s
+    while not requests.requested and time.monotonic() < deadline:
         time.sleep(0.1)
     requests.waiting = False
-    return not requests.asked
+    return not requests.requested
 
 
 def _stopped_before_restart(run_dir: RunDir, requests: _SignalRequests) -> int:
-    assert requests.asked is not None
+    assert requests.requested is not None
     run_dir.stop_request.unlink(missing_ok=True)
-    run_state.change(run_dir, "stopped", "on request, before a restart")
-    _say(_way_on(run_dir) or "there is no checkpoint to go on from")
-    return _STOPPED[requests.asked]
+    run_state.set_phase(run_dir, "stopped", "on request, before a restart")
+    _print_line(_resume_hint(run_dir) or "there is no checkpoint to resume from")
+    return _STOP_CODES[requests.requested]
 
 
 class _Attempt:
-    """One start of all workers, up to their end."""
+    """One start of all workers, until they end."""
 
     def __init__(
         self,
@@ -146,7 +166,7 @@ class _Attempt:
         requests: _SignalRequests,
         devices: tuple[str, ...] | None = None,
     ) -> None:
-        """devices: the GPUs that the workers see; None: all."""
+        """Prepare the attempt. ``devices`` are the GPUs that the workers see, None for all."""
         self.environment = environment
         self._run_dir, self._requests, self._devices = run_dir, requests, devices
         arguments = [
@@ -161,10 +181,10 @@ class _Attempt:
         self._timeout_s = compose.load(run_dir.resolved).topology.timeout_s
 
     def run(self) -> tuple[int, Failure | None]:
-        """Exit code, and the failure that ended it, which has been told.
+        """Return the exit code and the failure that ended the attempt, which has been reported.
 
         Raises:
-            ConfigError: a worker found a mistake of the user's.
+            ConfigError: a worker found a user's mistake.
         """
         from mtrain_cli.launch.agent import WorkerAgent, worker_command
 
@@ -181,20 +201,20 @@ class _Attempt:
                     environment.workers, command, folder, variables, self._timeout_s
                 )
             except (RuntimeError, OSError) as error:
-                return _not_started(error), None
+                return _report_start_failure(error), None
             return _wait(agent, run_dir, folder, self._requests)
 
 
 def _wait(
     agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
-    """Let the agent run in a thread, so that signals come to this one, and tell how it ended."""
+    """Run the agent in a thread, so that this thread gets signals, and report how it ended."""
     problem: list[Exception] = []
 
     def run() -> None:
         try:
-            agent.finish()
-        except Exception as error:  # handed to the waiting thread
+            agent.run_to_end()
+        except Exception as error:  # passed on to the waiting thread
             problem.append(error)
 
     thread = threading.Thread(target=run, name="workers", daemon=True)
@@ -205,105 +225,123 @@ def _wait(
         agent.kill_workers()
         thread.join(2.0)
         _restore_terminal()
-    # Whoever asked has been heard, whatever came of it.
+    # The request is done, whether or not the workers heeded it.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
-        run_state.change(run_dir, "failed", "ended at once, by a second Ctrl-C")
-        _say(
-            f"ended at once, nothing was saved; {_way_on(run_dir) or 'there is no checkpoint to go on from'}"
+        run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
+        _print_line(
+            "killed, nothing was saved; "
+            f"{_resume_hint(run_dir) or 'there is no checkpoint to resume from'}"
         )
-        return KILLED, None
+        return KILLED_CODE, None
     if agent.failures:
-        return 1, _failed(agent, run_dir)
+        return 1, _report_failure(agent, run_dir)
     if problem:
-        return _not_started(problem[0]), None
-    return _STOPPED[requests.asked] if requests.asked and was_stopped(folder) else 0, None
+        return _report_start_failure(problem[0]), None
+    return _STOP_CODES[requests.requested] if requests.requested and was_stopped(
+        folder
+    ) else 0, None
 
 
-def _failed(agent: WorkerAgent, run_dir: RunDir) -> Failure:
-    """Tell the cause."""
-    failure = failures.cause(agent.failures)
+def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
+    """Print and return the cause.
+
+    Raises:
+        ConfigError: the cause is a user's mistake. Discards the run.
+    """
+    failure = failures.find_cause(agent.failures)
     _restore_terminal()
     if failure.kind == "config":
         run_dir.discard()
         if run_dir.state.exists():
-            run_state.change(run_dir, "failed", failure.message.splitlines()[0])
+            run_state.set_phase(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
     print(
-        printable(failures.report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)),
+        printable(
+            failures.format_report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)
+        ),
         file=sys.stderr,
         flush=True,
     )
     return failure
 
 
-def _way_on(run_dir: RunDir) -> str:
-    """How to go on from the newest checkpoint; nothing where there is none."""
+def _resume_hint(run_dir: RunDir) -> str:
+    """Return how to resume from the newest checkpoint, or nothing without one."""
     step = run_dir.last_step()
     return (
         ""
         if step is None
-        else f"go on from the checkpoint of step {step}: {run_dir.resume_command}"
+        else f"resume from the checkpoint of step {step}: {run_dir.resume_command}"
     )
 
 
-def _not_started(error: Exception) -> int:
+def _report_start_failure(error: Exception) -> int:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    print(f"error: cannot start the workers of this machine: {reason}", file=sys.stderr, flush=True)
+    print(f"error: cannot start the workers on this machine: {reason}", file=sys.stderr, flush=True)
     return 1
 
 
 class _SignalRequests:
-    """Signals to the launcher while workers run: the first asks them to save and stop, a second Ctrl-C sets ``kill``."""
+    """Handle signals to the launcher while workers run.
 
-    def __init__(self, run_dir: RunDir, then: str) -> None:
-        """then: what the workers do when they are asked to stop."""
+    The first signal asks the workers to save and stop. A second Ctrl-C sets ``kill``.
+    """
+
+    def __init__(self, run_dir: RunDir, on_stop: str) -> None:
+        """Prepare the handlers.
+
+        Args:
+            on_stop: what the workers do when they stop, for the message.
+        """
         self._file = run_dir.stop_request
-        self._then = then
-        self.asked: signal.Signals | None = None
+        self._on_stop = on_stop
+        self.requested: signal.Signals | None = None
         self.kill = False
-        self.waiting = False  # for a restart, with no workers that could save
+        self.waiting = False  # whether a restart is pending, with no workers that could save
 
     def __enter__(self) -> _SignalRequests:
         self._before = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # A run under nohup has SIGHUP ignored, and that should stay so.
+                # nohup ignores SIGHUP, and it should stay ignored.
                 if signal.getsignal(signum) is not signal.SIG_IGN:
-                    self._before[signum] = signal.signal(signum, self._heed)
+                    self._before[signum] = signal.signal(signum, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
-    def _heed(self, signum: int, _frame: FrameType | None) -> None:
-        if self.asked and signum == signal.SIGINT:
+    def _handle_signal(self, signum: int, _frame: FrameType | None) -> None:
+        if self.requested and signum == signal.SIGINT:
             self.kill = True
-        elif not self.asked:
-            self.asked = signal.Signals(signum)
+        elif not self.requested:
+            self.requested = signal.Signals(signum)
             if self.waiting:
-                _say("stopping: there is no restart")
+                _print_line("stopping: the restart is cancelled")
                 return
             try:
                 self._file.touch()
-                _say(
-                    f"stopping: the workers {self._then} after this step; Ctrl-C again ends them at once",
+                _print_line(
+                    f"stopping: the workers {self._on_stop} after this step; press Ctrl-C again to "
+                    "kill them",
                     over_display=True,
                 )
             except OSError as error:
-                _say(
-                    f"cannot ask the workers to stop ({self._file}: {error.strerror}); Ctrl-C again ends them at once",
+                _print_line(
+                    f"cannot ask the workers to stop ({self._file}: {error.strerror}); press "
+                    "Ctrl-C again to kill them",
                     over_display=True,
                 )
 
 
-def _say(line: str, over_display: bool = False) -> None:
-    """One line for the user; ``over_display`` where a worker's live display may be on the terminal."""
+def _print_line(line: str, over_display: bool = False) -> None:
+    """Print one line to stderr. Set ``over_display`` if a live display may be on the terminal."""
     line = printable(line)
     if over_display and sys.stderr.isatty():
-        # The cursor stands at the end of the display's last line, and the next refresh clears as many lines as the display has, this one
-        # and those above: they must not be the ones written here.
+        # The cursor is at the end of the display's last line, and the next refresh clears the
+        # display's lines upwards from the cursor. So print this line above them.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
     # After a hangup there is no terminal to write to.
     with contextlib.suppress(OSError):
@@ -311,7 +349,7 @@ def _say(line: str, over_display: bool = False) -> None:
 
 
 def _restore_terminal() -> None:
-    """Show the cursor again, at the beginning of a line: a worker that was killed in the middle of its progress display could not."""
+    """Show the cursor again at the start of a line, which a killed worker could not do."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -320,7 +358,7 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Environment of the workers beyond the agent's, where the user has not set it."""
+    """Return the variables to add to the workers' environment where the user has not set them."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -328,11 +366,11 @@ def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> d
     if environment.device == "cuda":
         defaults |= nccl_variables(run_dir.logs, timeout_s)
     return {name: value for name, value in defaults.items() if name not in os.environ} | dict(
-        on_loopback()
+        loopback_variables()
     )
 
 
 def _defaults(cores: int, workers: int) -> Iterator[tuple[str, str]]:
     yield "OMP_NUM_THREADS", str(max(1, cores // workers))
-    # When a peer dies, c10d warns at length about lost sockets, on the terminal and before the cause is known.
+    # When a peer dies, c10d prints long warnings about lost sockets before the cause is known.
     yield "TORCH_CPP_LOG_LEVEL", "ERROR"

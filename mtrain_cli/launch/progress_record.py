@@ -1,8 +1,9 @@
-"""What the host of each worker did last, in a small file that outlives its process however that ends.
+"""Record what each worker did last, in a small file that outlives its process.
 
-A worker that is killed, hangs or is ended by NCCL's watchdog says nothing any more. So each keeps a record in memory that is mapped to a
-file: a note costs about a microsecond and no system call, and the launcher reads it when it has a failure to report. On a GPU the host
-posts its exchanges ahead of the device: there a record is what was posted last, and the device may be behind it.
+A worker that is killed, hangs or is ended by NCCL's watchdog can no longer report anything. So each
+worker keeps a record in memory mapped to a file. A note costs about a microsecond and no system
+call, and the launcher reads it when it reports a failure. On a GPU the host posts its exchanges
+ahead of the device: the record shows what was posted last, and the device may be behind.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SEVERAL = -1  # in place of a rank that is waited for: the members of a collective
+SEVERAL = -1  # waits for the members of a collective, instead of one rank
 _NOBODY = -2
-_HEAD = struct.Struct("<dii")  # seconds since the epoch, training step, rank that is waited for
+# seconds since the epoch, training step, rank that the worker waits for
+_HEAD = struct.Struct("<dii")
 _SLOT = 256
-# The first byte tells which of two slots holds the record: the other one is written, so no reader ever finds half of a note.
+# The first byte says which of two slots holds the record. The other one is written, so a reader
+# never sees half a note.
 _SLOTS = (_SLOT, 2 * _SLOT)
 _SIZE = 3 * _SLOT
 _SHOWN = 8
@@ -28,9 +31,12 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class WorkerActivity:
-    """Where a worker was: ``doing`` such as ``ring, layer 3, forward, step 2 of 4``, in ``training_step`` (0: before the first).
+    """What a worker did last.
 
-    ``waits_for``: the rank without which it does not go on, SEVERAL in a collective; None: none.
+    time: seconds since the epoch.
+    training_step: counted from 1; 0 before the first.
+    doing: such as ``ring, layer 3, forward, step 2 of 4``.
+    waits_for: the rank that it needs to go on, SEVERAL in a collective, else None.
     """
 
     time: float
@@ -39,7 +45,7 @@ class WorkerActivity:
     waits_for: int | None = None
 
     def text(self, now: float) -> str:
-        """One line; how long ago where that is a second or more."""
+        """Return one line, with the age of the record if that is a second or more."""
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
         step = (
             f"training step {self.training_step}"
@@ -52,7 +58,8 @@ class WorkerActivity:
 class _ProgressRecord:
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            # Blocks of its own: a page of a hole that a full disk cannot fill would end the process by SIGBUS.
+            # Allocate the blocks now. A full disk could not fill a hole later, and SIGBUS would end
+            # the process.
             file.write(bytes(_SIZE))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
@@ -71,57 +78,59 @@ class _ProgressRecord:
         return _parsed(self._map[:])
 
 
-_record: _ProgressRecord | None = None  # of this process, which is one worker
+# The record of this process, which is one worker.
+_record: _ProgressRecord | None = None
 
 
-def keep(path: Path) -> None:
-    """Begin this worker's record in an existing folder. Where the disk does not take it there is none: no reason not to train."""
+def start_record(path: Path) -> None:
+    """Start this worker's record in an existing folder. If the disk refuses, keep none."""
     global _record
     with contextlib.suppress(OSError):
         _record = _ProgressRecord(path)
 
 
 def note(doing: str, waits_for: int | None = None) -> None:
-    """What the host does from here on; nothing without a record."""
+    """Record what the host does from here on; do nothing without a record."""
     if _record is not None:
         _record.write(doing, _NOBODY if waits_for is None else waits_for)
 
 
-def begin(training_step: int) -> None:
-    """The host begins a training step, counted from 1."""
+def begin_step(training_step: int) -> None:
+    """Record that the host begins a training step, counted from 1."""
     if _record is not None:
         _record.training_step = training_step
         _record.write("", _NOBODY)
 
 
-def beside(error_file: str | os.PathLike[str], rank: int) -> Path:
-    """The record of a worker of mtrain's own launcher, in the folder of the workers' failures."""
+def launcher_record_path(error_file: str | os.PathLike[str], rank: int) -> Path:
+    """Return the record of a worker of mtrain's own launcher, next to the workers' failures."""
     return Path(error_file).with_name(f"where-{rank}")
 
 
-def in_logs(logs: Path, rank: int) -> Path:
-    """The record of a rank of a torchrun or srun job, which has no folder but that of the run.
+def job_record_path(logs: Path, rank: int) -> Path:
+    """Return the record of a rank of a torchrun or srun job, which has no folder but the run's.
 
-    Rank 0 reads those of other machines where they share a disk; on a network file system what it finds may be seconds old.
+    Rank 0 reads the records of other machines if they share a disk. On a network file system they
+    may be seconds old.
     """
     return logs / f"rank-{rank}.where"
 
 
-def pattern(logs: Path, launcher: str) -> str:
-    """The record of each rank of this run, with {rank} in the place of its number."""
+def record_pattern(logs: Path, launcher: str) -> str:
+    """Return the path of the ranks' records in this run, with {rank} in place of the number."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if launcher == "mtrain":
         return str(Path(error_file).with_name("where-{rank}")) if error_file else ""
     return str(logs / "rank-{rank}.where")
 
 
-def here() -> WorkerActivity | None:
-    """This worker's own record; None where it keeps none."""
+def own_activity() -> WorkerActivity | None:
+    """Return this worker's last activity, or None without a record."""
     return None if _record is None else _record.last()
 
 
-def read(path: Path) -> WorkerActivity | None:
-    """The record at ``path``; None where nothing was noted there."""
+def read_activity(path: Path) -> WorkerActivity | None:
+    """Return the activity recorded at ``path``, or None if there is none."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -138,9 +147,14 @@ def _parsed(content: bytes) -> WorkerActivity | None:
     return WorkerActivity(seconds, step, doing, None if waits_for == _NOBODY else waits_for)
 
 
-def table(records: Mapping[int, WorkerActivity], about: Iterable[int], now: float) -> list[str]:
-    """A line for each rank, or one where all were at the same; of more than eight ranks those of ``about``, then those that wait for one
-    of them, then the first."""
+def activity_lines(
+    records: Mapping[int, WorkerActivity], about: Iterable[int], now: float
+) -> list[str]:
+    """Return a line for each rank, or a single line if all ranks did the same.
+
+    Of more than eight ranks, show those in ``about``, then those that wait for one of them, then
+    the first ones.
+    """
     texts = {rank: record.text(now) for rank, record in records.items()}
     if len(texts) > 1 and len(set(texts.values())) == 1:
         return [f"  all: {next(iter(texts.values()))}"]

@@ -1,6 +1,7 @@
-"""How the workers of one machine find each other: through a file in a folder that only this user can open.
+"""Let the workers of one machine find each other through a file in a private folder.
 
-torch's own rendezvous opens a port on every interface and unpickles what anybody writes there. Here nothing listens.
+torch's own rendezvous opens a port on every interface and unpickles what anybody sends. Here
+nothing listens.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ STORE = "store"
 
 
 class SingleMachineRendezvous(RendezvousHandler):
-    """torch's elastic agent alone with itself: it keeps its notes in its own memory."""
+    """A rendezvous of torch's elastic agent with itself only, in its own memory."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -34,7 +35,7 @@ class SingleMachineRendezvous(RendezvousHandler):
         return "one-machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Workers get this address in their environment; no one listens there.
+        # Workers get this address in their environment. No one listens there.
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
@@ -55,14 +56,14 @@ class SingleMachineRendezvous(RendezvousHandler):
 
 
 def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
-    """The store of a run on one machine, in its launcher's private folder; every worker opens it.
+    """Open the store of a run on one machine, in its launcher's private folder, on every worker.
 
     Raises:
-        OSError: others than this user can open the folder.
+        OSError: other users can open the folder.
     """
-    found = folder.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise PermissionError(f"{folder}: others than this user can open the folder")
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder}: other users can open the folder")
     store = FileStore(str(folder / STORE), workers)
     store.set_timeout(timeout)
     return store

@@ -1,8 +1,9 @@
-"""Whether a run that lost a worker begins again, from where, on how many workers, and when.
+"""Decide whether a run that lost a worker restarts, from where, on how many workers, and when.
 
-A restart helps against what happens to a machine: a killed process, a device that fails, a peer that hangs. What the program or its input
-does would happen again, so mistakes, exceptions, losses that are no number and full memory end a run. So does a second failure with no
-checkpoint written since the first: whatever it is, it comes back before the run gets anywhere.
+A restart helps against failures of a machine: a killed process, a failed device, a peer that hangs.
+Failures of the program or its input would happen again, so mistakes, exceptions, losses that are
+not finite and out of memory end a run. So does a second failure without a checkpoint since the
+first: the run would make no progress.
 """
 
 from __future__ import annotations
@@ -26,30 +27,36 @@ from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 
-WAITS_S = (
-    1.0,
-    5.0,
-    15.0,
-    30.0,
-    60.0,
-)  # before the first restart within an hour, the second, ...; the last one from then on
+# Wait before the first restart within an hour, the second and so on. The last value repeats.
+WAITS_S = (1.0, 5.0, 15.0, 30.0, 60.0)
 RECENT_S = 3600.0
 PROBE_S = 120.0
-# Errors of a device, a driver or a network, as torch, CUDA and the kernel word them; memory that is full is none, and no bug in a kernel.
+# Errors of a device, driver or network, in the words of torch, CUDA and the kernel. Out of memory
+# and bugs in a kernel are excluded by _PROGRAM.
 _MACHINE = re.compile(
-    r"CUDA error|AcceleratorError|CUDNN_STATUS|CUBLAS_STATUS|NCCL|[Uu]ncorrectable|\bECC\b|GPU is lost|no CUDA-capable device"
-    r"|Input/output error|Stale file handle|Transport endpoint|No such device|Connection timed out|Remote I/O error|Host is down"
+    r"CUDA error|AcceleratorError|CUDNN_STATUS|CUBLAS_STATUS|NCCL|[Uu]ncorrectable|\bECC\b"
+    r"|GPU is lost|no CUDA-capable device"
+    r"|Input/output error|Stale file handle|Transport endpoint|No such device"
+    r"|Connection timed out|Remote I/O error|Host is down"
 )
 _PROGRAM = re.compile(
-    r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image|NotImplementedError"
+    r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image"
+    r"|NotImplementedError"
 )
-_DEVICE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
+_DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, as `restarts.jsonl` has it: time (seconds since the epoch), why, of which rank, after which step the run was lost, from
-    which it goes on (0: the beginning), and on how many workers."""
+    """One restart, as recorded in `restarts.jsonl`.
+
+    time: seconds since the epoch.
+    reason: the failure, in one line.
+    rank: the rank that failed.
+    reached: last step before the failure.
+    step: step of the checkpoint that the run resumes from, 0 for the beginning.
+    workers: number of workers from then on.
+    """
 
     time: float
     reason: str
@@ -61,7 +68,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class _LoggedStep:
-    """What a restart asks of a line of metrics.jsonl."""
+    """The fields of a line of metrics.jsonl that a restart needs."""
 
     step: int
     loss: float | None = None
@@ -69,7 +76,15 @@ class _LoggedStep:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What the launcher is to do. devices: for CUDA_VISIBLE_DEVICES where not all answer; None: as before. remark: on the workers."""
+    """What the launcher must do.
+
+    environment: of the next attempt.
+    resume: whether to resume from a checkpoint.
+    wait_s: seconds to wait first.
+    entry: the restart to record.
+    devices: value for CUDA_VISIBLE_DEVICES if some GPUs do not respond, None to keep it.
+    remark: addition to the number of workers in the message, or empty.
+    """
 
     environment: Environment
     resume: bool
@@ -80,53 +95,71 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """Those of one launch."""
+    """Decides about the restarts of one launch."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
-        """resume: whether the launch itself goes on from a checkpoint."""
+        """Start with no restarts.
+
+        Args:
+            resume: whether the launch itself resumes from a checkpoint.
+        """
         self._run = run
         self._config = config
         self._resume = resume
         self._limit = None if config.run.restarts == "auto" else int(config.run.restarts)
-        self._made: list[Restart] = []
-        self._commit: int | None = None  # of the newest checkpoint at the failure before
+        self._restarts: list[Restart] = []
+        # time of the newest checkpoint at the previous failure
+        self._last_commit: int | None = None
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
-        """What comes after a failure; a line why nothing does, empty where none is expected."""
+        """Decide what follows a failure.
+
+        Returns:
+            The restart, or a line that says why there is none. The line is empty if no restart was
+            to be expected.
+        """
         if self._limit == 0 or failure.kind == "config":
             return ""
-        if not is_of_a_machine(failure):
-            return "not restarted: it would happen again"
-        if self._limit is not None and len(self._made) >= self._limit:
-            return f"not restarted: run.restarts={self._limit} {'has' if self._limit == 1 else 'have'} been made"
+        if not is_machine_failure(failure):
+            return "no restart: the same failure would happen again"
+        if self._limit is not None and len(self._restarts) >= self._limit:
+            return f"no restart: the limit run.restarts={self._limit} is reached"
         commit, step, reached = (
             self._run.last_commit(),
             self._run.last_step(),
             last_step_done(self._run),
         )
         if step is None and self._limit is None:
-            # A failure before the first checkpoint is most often one of how the run was set up.
+            # A failure before the first checkpoint usually means that the run is set up wrong.
             return (
-                "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0"
+                "no restart: there is no checkpoint yet. Set run.restarts=N to restart from step 0."
                 if reached
                 else ""
             )
         if step is None and not reached:
-            return "not restarted: no step was done"
-        if self._commit is not None and commit <= self._commit:
-            return "not restarted: no checkpoint was written since the restart before, so it would go on like this"
-        self._commit = commit
-        found = self._where(environment)
-        if isinstance(found, str):
-            return found
-        environment, devices, remark = found
-        recent = sum(made.time > time.time() - RECENT_S for made in self._made)
+            return "no restart: the run failed before its first step"
+        if self._last_commit is not None and commit <= self._last_commit:
+            return (
+                "no restart: no checkpoint was written since the previous restart, "
+                "so the run would make no progress"
+            )
+        self._last_commit = commit
+        choice = self._choose_workers(environment)
+        if isinstance(choice, str):
+            return choice
+        environment, devices, remark = choice
+        recent = sum(entry.time > time.time() - RECENT_S for entry in self._restarts)
         entry = Restart(
-            time.time(), one_line(failure), failure.rank, reached, step or 0, environment.workers
+            time.time(),
+            failure_summary(failure),
+            failure.rank,
+            reached,
+            step or 0,
+            environment.workers,
         )
-        self._made.append(entry)
+        self._restarts.append(entry)
         _append(self._run, entry)
-        environment = replace(environment, restarts=len(self._made))
+        environment = replace(environment, restarts=len(self._restarts))
         return RestartDecision(
             environment,
             self._resume or step is not None,
@@ -136,8 +169,10 @@ class RestartPolicy:
             remark,
         )
 
-    def _where(self, before: Environment) -> tuple[Environment, tuple[str, ...] | None, str] | str:
-        """On which workers, or why on none."""
+    def _choose_workers(
+        self, before: Environment
+    ) -> tuple[Environment, tuple[str, ...] | None, str] | str:
+        """Return environment, devices and remark for the restart, or why none is possible."""
         if before.device != "cuda":
             return before, None, ""
         listed = visible_devices(before.workers)
@@ -149,13 +184,13 @@ class RestartPolicy:
             return (
                 before,
                 tuple(answering[: before.workers]),
-                f"without GPU {lost}, which does not answer",
+                f"without GPU {lost}, which does not respond",
             )
-        return shrunk(self._config, before, answering, lost)
+        return shrink_environment(self._config, before, answering, lost)
 
 
-def is_of_a_machine(failure: Failure) -> bool:
-    """Whether a failure may be gone when the run begins again."""
+def is_machine_failure(failure: Failure) -> bool:
+    """Return whether a restart may get past this failure."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
     return (
@@ -165,36 +200,46 @@ def is_of_a_machine(failure: Failure) -> bool:
     )
 
 
-def shrunk(
+def shrink_environment(
     config: Config, before: Environment, answering: Sequence[str], lost: str
 ) -> tuple[Environment, tuple[str, ...], str] | str:
-    """As many workers as fit on the devices that are left; the global batch stays, and so does what every step computes."""
+    """Return the environment with the most workers that fit the remaining GPUs, or why none fits.
+
+    The global batch stays, so every step computes the same.
+    """
     left = len(answering)
     if config.topology.workers != "auto":
         return (
-            f"not restarted: GPU {lost} does not answer, and topology.workers={config.topology.workers}; "
-            f"{left} are left: resume with topology.workers=auto"
+            f"no restart: GPU {lost} does not respond, and "
+            f"topology.workers={config.topology.workers} "
+            f"does not fit the {left} that are left. Resume with topology.workers=auto."
         )
     problem = "none is left"
     for workers in range(left, 0, -1):
         tried = replace(config, topology=replace(config.topology, workers=workers))
         try:
-            found = [line for line in validate.problems(tried) if "topology." in line]
-            if not found:
+            conflicts = [line for line in validate.problems(tried) if "topology." in line]
+            if not conflicts:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
                 return (
                     environment,
                     tuple(answering[:workers]),
-                    f"without GPU {lost}, which does not answer",
+                    f"without GPU {lost}, which does not respond",
                 )
         except ConfigError as error:
-            found = list(error.problems)
-        problem = found[0] if workers == left else problem
-    return f"not restarted: GPU {lost} does not answer, and the run does not fit the {left} that are left: {problem}"
+            conflicts = list(error.problems)
+        problem = conflicts[0] if workers == left else problem
+    return (
+        f"no restart: GPU {lost} does not respond, and the run does not fit the {left} that are "
+        f"left: {problem}"
+    )
 
 
 def visible_devices(workers: int) -> list[str]:
-    """The GPUs of this machine as CUDA_VISIBLE_DEVICES names them, at least those of the workers."""
+    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
+
+    Without that variable, return at least one for each of the workers.
+    """
     named = [
         name.strip()
         for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -208,12 +253,15 @@ def visible_devices(workers: int) -> list[str]:
 
 
 def answering_devices(devices: Sequence[str]) -> list[str]:
-    """Those on which a process of its own can compute: what this process knows of them may be of before the failure."""
+    """Return the devices on which a new process can compute.
+
+    What this process knows about them may date from before the failure.
+    """
 
     def answers(device: str) -> bool:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
         with contextlib.suppress(subprocess.SubprocessError, OSError):
-            command = [sys.executable, "-c", _DEVICE]
+            command = [sys.executable, "-c", _DEVICE_PROBE]
             return (
                 subprocess.run(
                     command, env=environment, capture_output=True, timeout=PROBE_S
@@ -228,8 +276,8 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
         ]
 
 
-def read(run: RunDir) -> list[Restart]:
-    """The restarts of a run, oldest first; what cannot be read is left out."""
+def read_restarts(run: RunDir) -> list[Restart]:
+    """Return the restarts of a run, oldest first, without lines that cannot be read."""
     found = []
     with contextlib.suppress(OSError):
         for line in run.restarts.read_text(errors="replace").splitlines():
@@ -238,15 +286,18 @@ def read(run: RunDir) -> list[Restart]:
     return found
 
 
-def unreadable(run: RunDir) -> int:
-    """Lines of restarts.jsonl that `read` leaves out."""
+def count_unreadable_lines(run: RunDir) -> int:
+    """Return how many lines of restarts.jsonl `read_restarts` skips."""
     with contextlib.suppress(OSError):
-        return len(run.restarts.read_text(errors="replace").splitlines()) - len(read(run))
+        return len(run.restarts.read_text(errors="replace").splitlines()) - len(read_restarts(run))
     return 0
 
 
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
-    """(step, loss) of the last whole lines of metrics.jsonl, oldest first; of a long file only the end is read."""
+    """Return (step, loss) of the last complete lines of metrics.jsonl, oldest first.
+
+    Read only the end of a long file.
+    """
     found = []
     with contextlib.suppress(OSError):
         for line in _tail(run.metrics).splitlines():
@@ -257,23 +308,23 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
 
 
 def last_step_done(run: RunDir) -> int:
-    """The last step of metrics.jsonl; 0 where there is none."""
+    """Return the last step in metrics.jsonl, or 0 without one."""
     return max((step for step, _ in latest_steps(run)), default=0)
 
 
-def one_line(failure: Failure) -> str:
-    """What failed, for a list."""
+def failure_summary(failure: Failure) -> str:
+    """Return what failed, in one line."""
     first = failure.message.splitlines()[0] if failure.message else failure.kind
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
 
-def describe(again: RestartDecision, number: int) -> str:
-    """What the user reads before a restart."""
-    entry = again.entry
+def describe_restart(decision: RestartDecision, number: int) -> str:
+    """Return the line that announces a restart."""
+    entry = decision.entry
     start = (
-        f"goes on from the checkpoint of step {entry.step}"
-        if again.resume
-        else "begins again from step 0, there is no checkpoint"
+        f"resumes from the checkpoint of step {entry.step}"
+        if decision.resume
+        else "starts again from step 0 (no checkpoint)"
     )
     lost = ""
     if entry.reached > entry.step:
@@ -282,11 +333,12 @@ def describe(again: RestartDecision, number: int) -> str:
             if entry.reached == entry.step + 1
             else f"{entry.step + 1} to {entry.reached}"
         )
-        lost = f"; step{'s' * (entry.reached > entry.step + 1)} {steps} {'are' if ' to ' in steps else 'is'} done again"
+        several = entry.reached > entry.step + 1
+        lost = f"; step{'s' * several} {steps} {'are' if several else 'is'} repeated"
     workers = f"{entry.workers} worker{'s' * (entry.workers > 1)}" + (
-        f" ({again.remark})" if again.remark else ""
+        f" ({decision.remark})" if decision.remark else ""
     )
-    return f"restart {number}: {start}, on {workers}, in {again.wait_s:g} s{lost}"
+    return f"restart {number}: {start} on {workers} in {decision.wait_s:g} s{lost}"
 
 
 def _tail(path: Path) -> str:

@@ -1,9 +1,10 @@
-"""Where a run stands, for whoever looks from another terminal or machine: what it wrote last, and whether it lives.
+"""The state of a run for other terminals and machines: what it last wrote, and whether it is alive.
 
-The first worker writes `state.json` as steps finish, at most once a second; the launcher writes how the run ended, where the workers cannot
-any more. Whether the run lives is not asked of that file, which a killed process leaves as it was, but of the lock on the run's folder: the
-kernel lets go of it when its holder ends, however it ends. From another machine the lock may look free though it is held; there the time of
-its file counts, which the holder renews.
+The first worker writes `state.json` as steps finish, at most once a second. The launcher writes how
+the run ended if the workers cannot. A killed process leaves that file unchanged, so the lock on the
+run's folder shows whether the run is alive: the kernel releases it when its holder ends. From
+another machine the lock may look free although it is held. There the time stamp of its file counts,
+which the holder renews.
 """
 
 from __future__ import annotations
@@ -25,19 +26,30 @@ from typing import Any
 from mtrain_cli.config import documents
 from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir
 
-BEAT_S = 10.0  # between signs of life of the lock's holder
-SILENT_S = 60.0  # without one: gone. Network file systems may show them half a minute late
-WRITE_S = 1.0  # between writes of the first worker
-WARNINGS = 20  # latest ones that are kept
+HEARTBEAT_S = 10.0  # between renewals of the lock's time stamp
+# Without a renewal for so long the run is gone. Network file systems may be half a minute late.
+SILENT_S = 60.0
+WRITE_S = 1.0  # between two writes of the first worker
+WARNINGS = 20  # number of latest warnings to keep
 ENDED = ("finished", "stopped", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """phase: starting, training, restarting (a worker was lost), finished, stopped (on request) or failed; reason: of the latter two of
-    these, and of a restart. time: of the last write, began: of this attempt (seconds since the epoch). step: the last one that is done;
-    stepped: when. seconds_left: None while not known. workers: host and device of each rank. records: where ranks keep what they do
-    (`launch.progress_record`), a path with {rank} in it. warnings: [time, text], latest last.
+    """The content of `state.json`. Times are in seconds since the epoch.
+
+    phase: starting, training, restarting (a worker was lost), finished, stopped (on request) or
+        failed.
+    time: of the last write.
+    began: start of this attempt.
+    step, steps: last step done, and the goal.
+    stepped: when the last step finished.
+    seconds: duration of a usual step.
+    seconds_left: None while unknown.
+    workers: host and device of each rank.
+    records: path of the ranks' activity records, with {rank} in it (`launch.progress_record`).
+    warnings: (time, text), latest last.
+    reason: why the run stopped, failed or restarts.
     """
 
     phase: str
@@ -60,16 +72,19 @@ class RunState:
     reason: str = ""
 
 
-def read(run: RunDir) -> RunState | None:
-    """What the run wrote last; None where it has written nothing that can be read. Keys of other versions are left out."""
+def read_state(run: RunDir) -> RunState | None:
+    """Return the state that the run wrote last, or None if none can be read.
+
+    Ignore keys of other versions.
+    """
     try:
         return documents.checked(RunState, documents.read_json(run.state))
     except (OSError, ValueError):
         return None
 
 
-def write(run: RunDir, state: RunState) -> None:
-    """In one move. What a full disk does not take is no reason to end a run."""
+def write_state(run: RunDir, state: RunState) -> None:
+    """Write the state atomically. A full disk is no reason to end a run."""
     part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
         try:
@@ -79,15 +94,17 @@ def write(run: RunDir, state: RunState) -> None:
             part.unlink(missing_ok=True)
 
 
-def change(run: RunDir, phase: str, reason: str = "") -> None:
-    """How a run goes on or ended, when its first worker cannot say so any more."""
+def set_phase(run: RunDir, phase: str, reason: str = "") -> None:
+    """Record that a run continues or ended, when its first worker can no longer do so."""
     now = time.time()
-    before = read(run) or RunState(phase=phase, time=now, began=now, host=socket.gethostname())
-    write(run, dataclasses.replace(before, phase=phase, reason=reason, time=now))
+    before = read_state(run) or RunState(
+        phase=phase, time=now, began=now, host=socket.gethostname()
+    )
+    write_state(run, dataclasses.replace(before, phase=phase, reason=reason, time=now))
 
 
 class StateReporter:
-    """The first worker's hand on the state."""
+    """Writes the state on behalf of the first worker."""
 
     def __init__(
         self,
@@ -99,24 +116,37 @@ class StateReporter:
         workers: Sequence[str],
         records: str,
     ) -> None:
-        before = read(run)
+        before = read_state(run)
         now = time.time()
         self._run = run
         self._written = 0.0
         self._state = RunState(
-            phase="starting", time=now, began=now, host=socket.gethostname(), launcher=launcher, step=step, steps=steps,
-            workers=tuple(workers), records=records, warnings=before.warnings if before else (),
-        )  # fmt: skip
+            phase="starting",
+            time=now,
+            began=now,
+            host=socket.gethostname(),
+            launcher=launcher,
+            step=step,
+            steps=steps,
+            workers=tuple(workers),
+            records=records,
+            warnings=before.warnings if before else (),
+        )
         self._write()
 
     @property
     def name(self) -> str:
-        """What `mtrain status` takes in the folder that the run was started in."""
+        """The run's name for `mtrain status`, in the folder where the run was started."""
         path = self._run.path
         return path.name if path.parent == RUNS.absolute() else shlex.quote(str(path))
 
     def step(self, *, last: bool, **values: Any) -> None:
-        """A finished step: fields of `RunState`. last: it has to be written, however soon after the one before."""
+        """Report a finished step.
+
+        Args:
+            last: write it even right after the previous write.
+            values: fields of `RunState`.
+        """
         now = time.time()
         self._state = dataclasses.replace(
             self._state, phase="training", time=now, stepped=now, **values
@@ -139,20 +169,29 @@ class StateReporter:
 
     def _write(self) -> None:
         self._written = time.monotonic()
-        write(self._run, self._state)
+        write_state(self._run, self._state)
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """alive: whether a process works on the run. holder: which, such as ``process 12 on node7``. silent: seconds since its last sign."""
+    """Whether a run is alive.
+
+    alive: whether a process works on the run.
+    holder: that process, such as ``process 12 on node7``.
+    silent: seconds since it last renewed the lock.
+    """
 
     alive: bool
     holder: str
     silent: float | None
 
 
-def life(run: RunDir, now: float) -> Liveness:
-    """Whether the run lives. On the holder's own machine the lock tells; from elsewhere, or where locks do not work, its signs of life."""
+def check_liveness(run: RunDir, now: float) -> Liveness:
+    """Return whether the run is alive.
+
+    On the holder's own machine the lock decides. From other machines, or without locks, the
+    renewals decide.
+    """
     lock = run.path / LOCK
     try:
         holder = lock.read_text(errors="replace").strip()
@@ -163,16 +202,19 @@ def life(run: RunDir, now: float) -> Liveness:
     if host is not None and host[1] == socket.gethostname():
         return Liveness(_is_held(lock), holder, silent)
     if host is None:  # a file system without locks
-        found = read(run)
-        silent = min(silent, now - found.time) if found else silent
+        state = read_state(run)
+        silent = min(silent, now - state.time) if state else silent
         return Liveness(
-            found is not None and found.phase not in ENDED and silent < SILENT_S, "", silent
+            state is not None and state.phase not in ENDED and silent < SILENT_S, "", silent
         )
     return Liveness(silent < SILENT_S, holder, silent)
 
 
 def _is_held(lock: Path) -> bool:
-    """By a look of some microseconds, for which `RunLock` waits."""
+    """Return whether a process holds the lock.
+
+    The test takes the lock for some microseconds; `RunLock` tries again.
+    """
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

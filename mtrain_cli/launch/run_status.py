@@ -1,4 +1,4 @@
-"""What can be said of a run from outside: its state, whether it lives, its checkpoints and restarts, in one object."""
+"""Everything that can be seen of a run from outside: state, liveness, checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mtrain_cli.launch.run_dir import RUNS, RunDir
 from mtrain_cli.launch.run_state import RunState
 from mtrain_cli.training.manifest import committed_steps, manifest_file
 
-STALLED_S = 60.0  # and this many times a usual step: a step that takes so long may never end
+# A step that takes longer than this, and this many times a usual step, may never end.
+STALLED_S = 60.0
 STALLED_STEPS = 5.0
 
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest one. age: seconds."""
+    """The newest checkpoint. ``age`` is in seconds."""
 
     step: int
     age: float
@@ -30,10 +31,19 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost (it ended without a word: killed, or
-    its machine failed) or not begun. detail: a sentence more, or empty. since_step: seconds since the last step. written: what the run
-    wrote of itself; None before its first words, and for runs of versions that wrote none. losses: of the latest steps. damaged: a line for
-    each file that cannot be read.
+    """A run as seen from outside.
+
+    what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost
+        (it ended without a report) or not begun.
+    detail: a further sentence, or empty.
+    step, steps: last step done, and the goal.
+    holder: the process that holds the lock.
+    silent: seconds since it last renewed the lock.
+    since_step: seconds since the last step.
+    damaged: a line for each file that cannot be read.
+    losses: of the latest steps.
+    where: what each rank does, if the run is stalled.
+    written: the run's own state, None before its first write and for runs of older versions.
     """
 
     folder: str
@@ -56,19 +66,19 @@ class RunStatus:
         return self.what in ("starting", "running", "stalled", "restarting")
 
 
-def look(run: RunDir) -> RunStatus:
-    """The run as it is now."""
+def read_status(run: RunDir) -> RunStatus:
+    """Return the status of the run now."""
     now = time.time()
-    life = run_state.life(run, now)
-    written = run_state.read(run)  # afterwards: a run that has ended by then has said how
+    life = run_state.check_liveness(run, now)
+    # read it after the liveness check: a run that has ended by then has written how
+    written = run_state.read_state(run)
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
-        step = (
-            written.step
-        )  # after a restart that of the checkpoint, to which metrics.jsonl is cut back
+        # After a restart this is the checkpoint's step, to which metrics.jsonl is cut back.
+        step = written.step
     since = None if written is None else now - (written.stepped or written.began)
-    what, detail = _what(run, written, life.alive, since, step)
+    what, detail = _classify(run, written, life.alive, since, step)
     return RunStatus(
         folder=str(run.path),
         what=what,
@@ -79,42 +89,42 @@ def look(run: RunDir) -> RunStatus:
         silent=life.silent,
         since_step=since,
         checkpoint=_checkpoint(run, now),
-        restarts=tuple(restart.read(run)),
+        restarts=tuple(restart.read_restarts(run)),
         damaged=tuple(_damaged(run)),
         losses=tuple(loss for _, loss in recent if loss is not None),
-        where=tuple(_where(written, now)) if what == "stalled" else (),
+        where=tuple(_activities(written, now)) if what == "stalled" else (),
         written=written,
     )
 
 
-def runs_here() -> list[RunDir]:
-    """The runs of this folder, the latest begun first."""
+def list_runs() -> list[RunDir]:
+    """Return the runs of this folder, the latest first."""
     files = sorted(
         RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
     )
     return [RunDir(file.parent) for file in files if not file.parent.is_symlink()]
 
 
-def latest() -> RunDir:
-    """The run that was begun or gone on with last in this folder: one that is alive before others.
+def find_latest_run() -> RunDir:
+    """Return the run that was last started or resumed in this folder; prefer one that is alive.
 
     Raises:
         ConfigError: there is none.
     """
-    found = runs_here()
-    if not found:
-        raise ConfigError("there are no runs in runs/; give the folder of one")
+    runs = list_runs()
+    if not runs:
+        raise ConfigError("there are no runs in runs/. Give the folder of a run.")
 
-    def heard(run: RunDir) -> tuple[bool, float]:
-        written = run_state.read(run)
-        return run_state.life(run, time.time()).alive, max(
+    def last_activity(run: RunDir) -> tuple[bool, float]:
+        written = run_state.read_state(run)
+        return run_state.check_liveness(run, time.time()).alive, max(
             run.resolved.stat().st_mtime, written.time if written else 0.0
         )
 
-    return max(found, key=heard)
+    return max(runs, key=last_activity)
 
 
-def _what(
+def _classify(
     run: RunDir, written: RunState | None, alive: bool, since: float | None, step: int
 ) -> tuple[str, str]:
     if not alive:
@@ -124,7 +134,7 @@ def _what(
             return "not begun", ""
         if written is None:
             return "stopped", ""
-        return "lost", "it ended without a word: killed, or its machine failed"
+        return "lost", "it ended without a report: it was killed, or its machine failed"
     if written is None or written.phase == "starting":
         return "starting", ""
     if written.phase == "restarting":
@@ -137,14 +147,17 @@ def _what(
 
 
 def _damaged(run: RunDir) -> Iterator[str]:
-    """A line for each file of the run that cannot be read. Without resolved.yaml the run cannot be resumed."""
+    """Yield a line for each file of the run that cannot be read.
+
+    Without resolved.yaml the run cannot be resumed.
+    """
     try:
         if run.resolved.exists():
             compose.load(run.resolved)
     except ConfigError as error:
-        yield f"{error.problems[0]}; the run cannot be resumed or exported until it is mended"
-    if lines := restart.unreadable(run):
-        yield f"{run.restarts}: {lines} line{'s' * (lines > 1)} cannot be read and {'are' if lines > 1 else 'is'} left out"
+        yield f"{error.problems[0]}; the run cannot be resumed or exported until this is fixed"
+    if lines := restart.count_unreadable_lines(run):
+        yield f"{run.restarts}: {lines} unreadable line{'s' * (lines > 1)} skipped"
 
 
 def _steps(run: RunDir, written: RunState | None) -> int:
@@ -164,14 +177,14 @@ def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
     return None
 
 
-def _where(written: RunState | None, now: float) -> list[str]:
-    """What each rank does, where its record can be seen from here."""
+def _activities(written: RunState | None, now: float) -> list[str]:
+    """Return what each rank does, as far as its record can be read from here."""
     if written is None or not written.records:
         return []
-    found = {
-        rank: progress_record.read(Path(written.records.format(rank=rank)))
+    records = {
+        rank: progress_record.read_activity(Path(written.records.format(rank=rank)))
         for rank in range(len(written.workers))
     }
-    return progress_record.table(
-        {rank: record for rank, record in found.items() if record}, [], now
+    return progress_record.activity_lines(
+        {rank: record for rank, record in records.items() if record}, [], now
     )

@@ -1,7 +1,7 @@
-"""Pickles that run no code: only classes on a list are made, by name.
+"""Unpickle without running code: only classes on a list are created, by name.
 
-torch writes the metadata of a checkpoint as a pickle, and exchanges objects between ranks as pickles. A pickle from somebody else may name
-any function and have it called.
+torch writes the metadata of a checkpoint as a pickle, and ranks exchange objects as pickles. A
+foreign pickle may name any function and have it called.
 """
 
 from __future__ import annotations
@@ -38,20 +38,27 @@ _CONTAINERS = {
     },
     "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
 }
-# What torch.distributed.checkpoint writes as .metadata. _get_layout looks a name up in a table.
-# Of the containers it has those that grow no larger than the file: range(2**36) is a few bytes.
+# Classes in .metadata files of torch.distributed.checkpoint. _get_layout only looks up a name in a
+# table. Only containers that grow no larger than the file are allowed: range(2**36) takes a few
+# bytes.
 METADATA = {
     "builtins": {"set"},
     "collections": {"OrderedDict"},
     _METADATA: {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-        "MetadataIndex", "StorageMeta",
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "MetadataIndex",
+        "StorageMeta",
     },
     _FILES: {"_StorageInfo"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
-}  # fmt: skip
-# What it exchanges between ranks while they save.
+}
+# Classes that ranks exchange while they save a checkpoint.
 MESSAGES = {
     **METADATA,
     **_CONTAINERS,
@@ -82,7 +89,7 @@ _PATHS = {
 
 
 class RefusedError(pickle.UnpicklingError):
-    """A pickle names something that is not on the list. The text names it."""
+    """A pickle names something that is not on the list. The message names it."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -102,14 +109,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 class MetadataUnpickler(_Unpickler):
-    """Makes `METADATA` and nothing else."""
+    """Creates the classes in `METADATA` and no others."""
 
     allowed = METADATA
 
 
 class MessageUnpickler(_Unpickler):
-    """Makes `MESSAGES`, and what is a container for values alone: mtrain's own dataclasses and enumerations, and exceptions. Imports
-    nothing for a message.
+    """Creates the classes in `MESSAGES` and mtrain's dataclasses, enumerations and exceptions.
+
+    It imports nothing for a message.
     """
 
     allowed = MESSAGES
@@ -131,10 +139,11 @@ def _is_record(found: type, module: str) -> bool:
 
 
 def load_metadata(file: IO[bytes]) -> Any:
-    """The object in ``file``.
+    """Return the object in ``file``.
 
     Raises:
-        ValueError: it names a class that is not on the list, or is no pickle. One line, without the name of the file.
+        ValueError: it names a class that is not on the list, or is not a pickle. One line, without
+            the file name.
     """
     content = file.read()
     try:
@@ -142,20 +151,20 @@ def load_metadata(file: IO[bytes]) -> Any:
         return MetadataUnpickler(io.BytesIO(content)).load()
     except RefusedError as error:
         raise ValueError(str(error)) from error
-    # Whatever the constructors of these classes make of foreign arguments.
+    # The constructors of these classes may raise anything for foreign arguments.
     except Exception as error:
         raise ValueError("cannot be read: it is damaged") from error
 
 
 def _require_small_memo(content: bytes) -> None:
-    """Refuse a number of a stored object that is larger than the file: the unpickler makes a table of that length."""
+    """Refuse a memo index beyond the file's size: the unpickler makes a table of that length."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
             raise RefusedError("numbers more objects than it can hold")
 
 
 def guard_collectives() -> None:
-    """Have torch's object collectives refuse everything but `MESSAGES`, in this process and from now on."""
+    """Make torch's object collectives in this process refuse everything but `MESSAGES`."""
     import torch.distributed.distributed_c10d as c10d
 
     assert hasattr(c10d, "_unpickler"), "this torch unpickles messages elsewhere"
@@ -163,5 +172,5 @@ def guard_collectives() -> None:
 
 
 def loads_message(content: bytes) -> Any:
-    """One message, as `guard_collectives` has it read."""
+    """Unpickle one message the way `guard_collectives` does."""
     return MessageUnpickler(io.BytesIO(content)).load()

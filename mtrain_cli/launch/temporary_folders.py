@@ -1,4 +1,7 @@
-"""Folders in the system's temporary folder that go with the process that made them, or at the next start where that process was killed."""
+"""Temporary folders that end with the process that made them.
+
+If that process was killed, the next start of mtrain removes its folder.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +21,13 @@ _OURS = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder that only this user can open, removed at the end. Those that killed processes of this user left are removed first.
+    """Make a folder that only this user can open, and remove it at the end.
 
-    A lock on the folder shows that its process lives; it also keeps systemd-tmpfiles from cleaning up below a long run.
+    First remove the folders that killed processes of this user left behind. A lock on the folder
+    shows that its process is alive, and keeps systemd-tmpfiles from cleaning up during a long run.
     """
     remove_abandoned()
-    while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        descriptor = os.open(folder, os.O_RDONLY)
-        # Some network file systems have no locks; there nothing is ever removed for another process.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _lies_at(folder, descriptor):
-            break
-        os.close(descriptor)  # another start took it for abandoned before it was locked
+    folder, descriptor = _locked_folder()
     try:
         yield folder
     finally:
@@ -39,8 +35,28 @@ def private_folder() -> Iterator[Path]:
         os.close(descriptor)
 
 
+def _locked_folder() -> tuple[Path, int]:
+    """Make a folder and lock it: its path and the descriptor that holds the lock.
+
+    Until the lock is held, a process that starts at the same time may take the folder for abandoned
+    and remove it. Then make another one.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        # Some network file systems have no locks. There nobody removes the folders of others.
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if _lies_at(folder, descriptor):
+            return folder, descriptor
+        os.close(descriptor)
+
+
 def own_folder() -> Path | None:
-    """This user's lasting folder for code that was compiled; None where others than this user could write there."""
+    """Return this user's permanent folder for compiled code, or None if others can write there."""
     try:
         base = Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}"
         base.mkdir(mode=0o700, exist_ok=True)
@@ -55,7 +71,7 @@ def own_folder() -> Path | None:
 
 
 def remove_abandoned() -> None:
-    """Remove the folders of this user whose process is gone."""
+    """Remove this user's folders whose process has ended."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if _OURS.fullmatch(entry.name):
@@ -69,7 +85,7 @@ def _remove_if_abandoned(folder: Path) -> None:
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process is alive
         if _lies_at(folder, descriptor):
             shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -1,7 +1,7 @@
-"""One worker: joins the process group, runs the training function, and leaves a record when it fails.
+"""One worker: join the process group, run the target, and leave a record on failure.
 
-`python -m mtrain_cli.launch.worker RUN_DIR` is how the launcher starts it; under torchrun and srun `run_in_job` does the same in the
-process that they started.
+The launcher starts it as `python -m mtrain_cli.launch.worker RUN_DIR`. Under torchrun and srun,
+`run_in_job` does the same in the process that they started.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from mtrain_cli.launch import failures, guarded_streams, progress_record, restar
 from mtrain_cli.launch.environment import (
     Environment,
     gpu_index,
+    loopback_variables,
     nccl_variables,
-    on_loopback,
     resolve_environment,
 )
-from mtrain_cli.launch.failure_channel import FailureChannel, leave
+from mtrain_cli.launch.failure_channel import FailureChannel, exit_now
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -47,7 +47,10 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    """Entry point of a worker that mtrain's own launcher started. Ends the process: 0, 1 after a failure, 2 for a user's mistake."""
+    """Run a worker that mtrain's launcher started, and exit.
+
+    Exit code: 0, 1 after a failure, 2 after a user's mistake.
+    """
     parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -55,31 +58,29 @@ def main() -> None:
         "--restarts",
         type=int,
         default=0,
-        help="how often the launcher has started the workers again",
+        help="how often the launcher has restarted the workers",
     )
-    parser.add_argument(
-        "--launcher-pid", type=int, help="the worker ends when this parent process does"
-    )
+    parser.add_argument("--launcher-pid", type=int, help="exit when this parent process ends")
     parser.add_argument(
         "--store",
         type=Path,
         required=True,
-        help="the launcher's private folder, in which workers find each other",
+        help="the launcher's private folder, where workers find each other",
     )
     parser.add_argument(
         "--target", required=True, help="module:function to run; see launch.local.launch"
     )
     arguments = parser.parse_args()
-    guarded_streams.guard(output_required=False)
+    guarded_streams.guard_streams(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if arguments.launcher_pid is not None:
-        _end_with_parent(arguments.launcher_pid)
+        _die_with_parent(arguments.launcher_pid)
     run_dir = RunDir(arguments.run_dir)
     rank = int(os.environ["RANK"])
     log = _open_log(run_dir, rank)
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        progress_record.keep(progress_record.beside(error_file, rank))
+        progress_record.start_record(progress_record.launcher_record_path(error_file, rank))
     try:
         config = compose.load(run_dir.resolved)
         environment = dataclasses.replace(
@@ -88,15 +89,15 @@ def main() -> None:
         from mtrain_cli.launch.rendezvous import open_store
 
         store = open_store(arguments.store, environment.workers, STORE_TIMEOUT)
-        if _work(config, run_dir, environment, arguments.resume, arguments.target, store):
+        if _run_target(config, run_dir, environment, arguments.resume, arguments.target, store):
             mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
     except BaseException as error:
-        failure = failures.describe(error)
-        failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        failure = failures.failure_from(error)
+        failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         with contextlib.suppress(OSError):
             traceback.print_exception(error, file=log)
-        leave(2 if failure.kind == "config" else 1)
-    leave(0)
+        exit_now(2 if failure.kind == "config" else 1)
+    exit_now(0)
 
 
 def run_in_job(
@@ -106,69 +107,80 @@ def run_in_job(
     target: str,
     config: Config | None = None,
 ) -> NoReturn:
-    """Run ``target`` in this process, a rank of a torchrun or srun job; SIGTERM, SIGHUP and a first SIGINT mean save and stop.
+    """Run ``target`` in this process, a rank of a torchrun or srun job, and exit.
 
-    config: as this rank composed it, which has to be what rank 0 did. Ends the process: 0, or 1 or 2 once rank 0 has told the cause.
+    SIGTERM, SIGHUP and the first SIGINT mean save and stop. Exit code: 0, or 1 or 2 once rank 0 has
+    printed the cause.
+
+    Args:
+        config: the configuration as this rank composed it. It must equal rank 0's.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
     """
-    guarded_streams.guard(output_required=False)
+    guarded_streams.guard_streams(output_required=False)
     save_and_stop_on_signals()
     job = current_job()
     assert job is not None
     if job.local_world_size == job.world_size:
-        for name, value in on_loopback().items():
+        for name, value in loopback_variables().items():
             os.environ.setdefault(name, value)
 
     def failed(failure: failures.Failure) -> str:
-        run_state.change(run_dir, "failed", restart.one_line(failure))
-        return _what_follows(run_dir, job)
+        run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+        return _resume_hint(run_dir, job)
 
-    lifeline = FailureChannel(
+    channel = FailureChannel(
         job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat
     )
-    record = progress_record.in_logs(run_dir.logs, job.rank)
+    record = progress_record.job_record_path(run_dir.logs, job.rank)
     try:
-        agreed = _configuration_of_rank_zero(run_dir)
-        _check_same(config, agreed, job.rank)
+        agreed = _rank_zero_config(run_dir)
+        _require_same_config(config, agreed, job.rank)
         with contextlib.suppress(OSError):
             run_dir.logs.mkdir(exist_ok=True)
         if environment.device == "cuda":
             for name, value in nccl_variables(run_dir.logs, agreed.topology.timeout_s).items():
                 os.environ.setdefault(name, value)
-        progress_record.keep(record)
-        _work(agreed, run_dir, environment, resume, target, job_store(job))
+        progress_record.start_record(record)
+        _run_target(agreed, run_dir, environment, resume, target, job_store(job))
     except BaseException as error:
-        failure = failures.describe(error)
+        failure = failures.failure_from(error)
         if failure.kind == "error":
-            # torchrun shows what it finds there, so a mistake or a mere consequence stays out of it.
-            failures.leave_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
-        lifeline.fail(failure)
-    lifeline.close()
+            # torchrun shows this record, so leave out mistakes and mere consequences.
+            failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        channel.fail(failure)
+    channel.close()
     record.unlink(missing_ok=True)
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
-    # Also after a requested stop: to torchrun and srun any other code is a failed worker, whose peers are to be killed or restarted.
-    leave(0)
+    # Exit with 0 after a requested stop too: torchrun and srun take any other code for a failure,
+    # and kill or restart the other workers.
+    exit_now(0)
 
 
-def _what_follows(run_dir: RunDir, job: Job) -> str:
-    """What the user of torchrun or srun reads after a failure."""
+def _resume_hint(run_dir: RunDir, job: Job) -> str:
+    """Return what the user of torchrun or srun reads after a failure."""
     step = run_dir.last_step()
     if step is None:
         return ""
-    if job.most_restarts is not None and job.restarts < job.most_restarts:
-        return f"torchrun starts the workers again (restart {job.restarts + 1} of {job.most_restarts}), from the checkpoint of step {step}"
-    again = (
+    if job.max_restarts is not None and job.restarts < job.max_restarts:
+        return (
+            f"torchrun restarts the workers (restart {job.restarts + 1} of {job.max_restarts}) "
+            f"from the checkpoint of step {step}"
+        )
+    automatic = (
         "torchrun --max-restarts=3"
         if job.launcher == "torchrun"
         else "a requeued job (sbatch --requeue)"
     )
-    return f"go on from the checkpoint of step {step}: the same line with --resume {run_dir.path}; under {again} it does so by itself"
+    return (
+        f"resume from the checkpoint of step {step}: run the same command with "
+        f"--resume {run_dir.path}; {automatic} resumes automatically"
+    )
 
 
-def _work(
+def _run_target(
     config: Config,
     run_dir: RunDir,
     environment: Environment,
@@ -176,21 +188,24 @@ def _work(
     target: str,
     store: Store,
 ) -> bool:
-    """Join the process group, call the target, and leave the group when it returns; returns whether it stopped on request.
+    """Join the process group, call the target, and leave the group when it returns.
 
-    After a failure the group stays: to leave it in order needs the peers, which may be gone.
+    After a failure, stay in the group: leaving it needs the peers, which may be gone.
+
+    Returns:
+        Whether the target stopped on request.
     """
     import torch.distributed as dist
 
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     guard_collectives()
-    # torch.compile keeps code in a folder whose name anybody can guess, and make first.
+    # By default torch.compile keeps code in a folder whose name anybody can guess and create first.
     if compiled := own_folder():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
     timeout = timedelta(seconds=config.topology.timeout_s)
     store = dist.PrefixStore("process_group", store)
-    with _timeouts_explained(config, job.rank):
+    with _explain_timeouts(config, job.rank):
         progress_record.note("waits for all ranks to join", progress_record.SEVERAL)
         if environment.device == "cuda":
             import torch
@@ -210,33 +225,41 @@ def _work(
                 "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
             )
         progress_record.note("prepares")
-        stopped = _function(target)(config, run_dir, environment, resume)
+        stopped = _load_target(target)(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
 
 
 @contextlib.contextmanager
-def _timeouts_explained(config: Config, rank: int) -> Iterator[None]:
-    """Where the wait for another worker ended by ``topology.timeout_s``, say so in a line; the traceback stays in this worker's log."""
+def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
+    """Report a wait that ``topology.timeout_s`` ended in one line.
+
+    The traceback stays in this worker's log.
+    """
     try:
         yield
     except RuntimeError as error:
-        if not failures.timed_out(error):
+        if not failures.is_timeout(error):
             raise
-        where = f" ({error})" if getattr(error, "peer_lost", False) else ""
+        details = f" ({error})" if getattr(error, "peer_lost", False) else ""
         raise failures.PeerLostError(
-            f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than that for another worker{where}, and none "
-            "left another error; give more seconds, or see in the run's logs/ which one hangs"
+            f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than "
+            f"this for another worker{details}, "
+            "and no worker reported an error. Increase the value, or look in the run's logs/ for "
+            "the worker that hangs."
         ) from error
 
 
-def _function(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
+def _load_target(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
-def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
-    """The resolved configuration as rank 0 has it on disk; other machines may not see that disk."""
+def _rank_zero_config(run_dir: RunDir) -> Config:
+    """Return the resolved configuration as rank 0 has it on disk.
+
+    Other machines may not see that disk.
+    """
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     with private_folder() as folder:
@@ -245,17 +268,23 @@ def _configuration_of_rank_zero(run_dir: RunDir) -> Config:
         return compose.load(copy)
 
 
-def _check_same(mine: Config | None, agreed: Config, rank: int) -> None:
-    """Ranks that were started with different words would wait for each other in different places; they end before that.
+def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
+    """Check that this rank has the configuration of rank 0.
+
+    Ranks with different settings would wait for each other in different places, so they exit before
+    that.
 
     Raises:
-        ConfigError: a line for every key that differs, the folder of the run aside, which rank 0 names.
+        ConfigError: a line for every key that differs, except the run's folder, which rank 0
+            chooses.
     """
     if mine is None:
         return
     theirs = keys.values(agreed)
     problems = [
-        f"{name}={keys.show(value)}: rank {rank} was started with this, rank 0 with {keys.show(theirs[name])}; start all ranks alike"
+        f"{name}={keys.show(value)}: rank {rank} was started with this value, rank 0 with "
+        f"{keys.show(theirs[name])}. "
+        "Start all ranks with the same settings."
         for name, value in keys.values(mine).items()
         if not name.startswith("run.") and value != theirs[name]
     ]
@@ -263,8 +292,8 @@ def _check_same(mine: Config | None, agreed: Config, rank: int) -> None:
         raise ConfigError(*problems)
 
 
-def _end_with_parent(launcher: int) -> None:
-    """Have the kernel kill this process when its parent ends, however that ends (Linux); leave at once if it has ended already."""
+def _die_with_parent(launcher: int) -> None:
+    """Make the kernel kill this process when its parent ends (Linux), or exit if it has ended."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -272,8 +301,9 @@ def _end_with_parent(launcher: int) -> None:
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:
-    """The file of this worker's tracebacks and of what libraries write to standard error; ranks other than 0 send all of their output there
-    and leave the terminal to rank 0.
+    """Open the file of this worker's tracebacks and of what libraries write to standard error.
+
+    Ranks other than 0 send all their output there and leave the terminal to rank 0.
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     log = (run_dir.logs / f"rank-{rank}.log").open("a", buffering=1)
@@ -281,7 +311,7 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     else:
-        guarded_streams.divert_native(log)
+        guarded_streams.divert_native_output(log)
     faulthandler.enable(file=log)
     # The launcher asks a worker that hangs for its stack before it ends it.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)

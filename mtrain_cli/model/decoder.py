@@ -1,8 +1,9 @@
-"""The decoder: only its mathematics. It knows nothing of masks, layouts or workers; attention is a function handed in.
+"""The decoder: only its mathematics, without masks, layouts or workers. Attention is passed in.
 
-Parameter names are Hugging Face's without the leading ``model.``, so a checkpoint is read and written name by name.
+Parameter names are Hugging Face's without the leading ``model.``, so checkpoints map name by name.
 
-B batch, N local tokens, C hidden, H query heads, K key-value heads, D head dim, F = D/2 rotary frequencies, V vocabulary.
+B batch, N local tokens, C hidden, H query heads, K KV heads, D head dim, F = D/2 rotary
+frequencies, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ from mtrain_cli.model.token_losses import token_losses
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: scores are q.k / sqrt(D); all inputs are contiguous."""
+"""``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: contiguous inputs, scores q.k / sqrt(D).
+"""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (arXiv:1910.07467, equation 4); the mean square is float32 whatever x's dtype."""
+    """x / rms(x) * weight over the last dimension (arXiv:1910.07467, equation 4).
+
+    The mean square is float32 for every input dtype.
+    """
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -42,7 +47,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around attention, with grouped key-value heads (GQA, arXiv:2305.13245)."""
+    """The projections around attention, with grouped KV heads (GQA, arXiv:2305.13245)."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -63,7 +68,7 @@ class Attention(nn.Module):
     def project(
         self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q ``[B, N, H, D]``, k and v ``[B, N, K, D]``, contiguous, q and k rotated."""
+        """Return q ``[B, N, H, D]`` and k, v ``[B, N, K, D]``, contiguous, q and k rotated."""
         q_BNHD, k_BNKD, v_BNKD = (
             p(x_BNC).unflatten(-1, (-1, self.head_dim))
             for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -87,12 +92,17 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer: two computational parts, `project` and `finish`, around attention.
+    """One pre-norm layer: `project`, attention, `finish`.
 
-    With any ``activation_checkpoint`` but none, a layer keeps its input, and its backward pass begins with a second forward pass: `project`
-    again, attention by what it kept for itself, and of `finish` nothing but its inputs (`feed_forward.py`). The words differ in what
-    attention keeps, which is its own matter. offload: where the input waits, None: on the device. tile_bytes: most bytes of temporaries
-    of `finish`, 0: no bound. keep_mlp: `finish` keeps what its products gave (`feed_forward`), unless it keeps everything anyway.
+    With any ``activation_checkpoint`` but none, a layer keeps only its input, and backward starts
+    with a second forward pass. That pass repeats `project`, takes attention from what attention
+    kept for itself, and computes only the inputs of `finish` (`feed_forward.py`). The checkpoint
+    modes differ in what attention keeps.
+
+    offload: where the layer's input is kept until backward; None: on the device.
+    tile_bytes: most bytes of temporaries in `finish`; 0: no bound.
+    keep_mlp: `finish` keeps the results of its products for backward (`feed_forward`). Without a
+        checkpoint and tiles, autograd keeps everything anyway.
     """
 
     def __init__(
@@ -109,7 +119,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         assert activation_checkpoint in CHECKPOINTS, activation_checkpoint
         assert offload is None or activation_checkpoint != "none", (
-            "offload is for what a second forward pass starts from"
+            "only the input of a second forward pass can be offloaded"
         )
         self.index = index
         self.recomputed = activation_checkpoint != "none"
@@ -139,12 +149,13 @@ class DecoderLayer(nn.Module):
         )
         if not self.recomputed:
             return layer(x_BNC)
-        # Recomputation starts inside forward, so FSDP's hooks, which gather the parameters around it, are never rerun nor compiled.
+        # Recomputation starts inside forward, so FSDP's hooks, which gather parameters around
+        # forward, are neither rerun nor compiled.
         with nullcontext() if self.offload is None else self._input_offloaded(self.offload):
-            return _recomputed(passes, layer, x_BNC)
+            return _checkpointed(passes, layer, x_BNC)
 
     def _layer(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
-        project, finish = _parts(self.compiled)
+        project, finish = _stages(self.compiled)
         q_BNHD, k_BNKD, v_BNKD = project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F)
         out_BNHD = attend(q_BNHD, k_BNKD, v_BNKD, self.index)
         del q_BNHD, k_BNKD, v_BNKD
@@ -180,37 +191,40 @@ class DecoderLayer(nn.Module):
         )
 
     def _input_offloaded(self, offload: ActivationOffload) -> AbstractContextManager[None]:
-        """What is saved inside, the input of the checkpointed layer, waits in host memory."""
+        """Return a context in which the checkpointed layer's input is saved to host memory."""
 
-        def leave(saved: Tensor) -> Kept:
+        def offload_input(saved: Tensor) -> Kept:
             # Some versions of `checkpoint` also save an empty tensor of their own.
             return offload.put(self.index, saved) if saved.numel() else saved
 
         return torch.autograd.graph.saved_tensors_hooks(
-            leave, lambda kept: kept if isinstance(kept, Tensor) else kept.get()
+            offload_input, lambda kept: kept if isinstance(kept, Tensor) else kept.get()
         )
 
 
-def _recomputed(passes: _Passes, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """function(*args), of which only the arguments stay until backward."""
-    # Nothing in the decoder is random, so there is no random state to keep (keeping it would synchronise with the GPU).
+def _checkpointed(passes: _Passes, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return function(*args), keeping only the arguments until backward."""
+    # Nothing in the decoder is random. Preserving the random state would synchronise with the GPU.
     return checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=passes.contexts
     )
 
 
 class _Passes:
-    """Which pass of one call of a layer is running. second: the one that makes again what the backward pass needs."""
+    """Which forward pass of a layer call is running.
+
+    second: the one that recomputes what backward needs.
+    """
 
     def __init__(self) -> None:
         self.second = False
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Around the first and the second pass, as `checkpoint` takes them."""
-        return nullcontext(), self._again()
+        """Return the contexts of the first and the second pass, as `checkpoint` expects them."""
+        return nullcontext(), self._second_pass()
 
     @contextmanager
-    def _again(self) -> Iterator[None]:
+    def _second_pass(self) -> Iterator[None]:
         self.second = True
         try:
             yield
@@ -219,21 +233,27 @@ class _Passes:
 
 
 @cache
-def _parts(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`project` and `finish` as functions of a layer, one pair for all layers: compiled once, not once per layer."""
-    parts = (DecoderLayer.project, DecoderLayer.finish)
+def _stages(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return `project` and `finish` as functions of a layer.
+
+    All layers share one pair, so each is compiled once and not once per layer.
+    """
+    stages = (DecoderLayer.project, DecoderLayer.finish)
     return (
-        (torch.compile(parts[0], dynamic=False), torch.compile(parts[1], dynamic=False))
+        (torch.compile(stages[0], dynamic=False), torch.compile(stages[1], dynamic=False))
         if compile
-        else parts
+        else stages
     )
 
 
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    Build it under ``torch.device("meta")``, shard it, ``to_empty`` it, then initialise (`init.py`) or load it (`huggingface.py`). It has
-    parameters only, all float32, and no buffers: nothing else needs to survive that. ``rope_factor`` is the resolved stretch (`rope.py`).
+    Build it under ``torch.device("meta")``, shard it, ``to_empty`` it, then initialise it
+    (`init.py`) or load it (`huggingface.py`). It has only float32 parameters and no buffers, so
+    nothing else has to survive these steps.
+
+    rope_factor: the resolved stretch of positions (`rope.py`).
     """
 
     def __init__(
@@ -285,22 +305,26 @@ class Decoder(nn.Module):
         attend: Attend,
         loss_scale: float | Tensor,
     ) -> Tensor:
-        """``loss_scale`` times the sum of token losses, float32 scalar; labels of -100 are ignored, and labels are already shifted.
+        """Return ``loss_scale`` times the sum of token losses, a float32 scalar.
 
-        Positions are the tokens' places in the whole sequence, in any order. ``loss_scale`` as a tensor must be float32 when it gets here:
-        FSDP2's mixed precision rounds a module's inputs to bfloat16 unless its policy says ``cast_forward_inputs=False``.
+        With ``z_loss`` the gradient includes the z-loss, but the value is the loss alone, which
+        stays comparable with other runs.
 
-        With ``z_loss`` the gradient is that of loss and z-loss together; the value stays the loss alone, which compares with other runs.
+        Args:
+            positions_BN: places of the tokens in the whole sequence, in any order.
+            labels_BN: already shifted; -100 is ignored.
+            loss_scale: a tensor must arrive in float32. FSDP2's mixed precision rounds a module's
+                inputs to bfloat16 unless its policy has ``cast_forward_inputs=False``.
         """
         x_NC = self.hidden(tokens_BN, positions_BN, attend).flatten(0, 1)
         total, loss = with_z_loss(
-            x_NC, self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes, loss_scale, self.z_loss,
-            recompute=self.recompute_logits, compile=self.compile_loss,
+            x_NC, self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes, loss_scale,
+            self.z_loss, recompute=self.recompute_logits, compile=self.compile_loss,
         )  # fmt: skip
         return loss + (total - total.detach()) if self.z_loss else total
 
     def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
-        """The final normalised hidden states ``[B, N, C]``."""
+        """Return the final normalised hidden states ``[B, N, C]``."""
         if self.inverse_frequencies_F.device != positions_BN.device:
             self.inverse_frequencies_F = self.inverse_frequencies_F.to(positions_BN.device)
         rope = rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
@@ -312,7 +336,7 @@ class Decoder(nn.Module):
     def token_losses(
         self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend
     ) -> Tensor:
-        """The loss of every token, ``[B, N]``, 0 where the label is -100; without gradients."""
+        """Return the loss of every token, ``[B, N]``, 0 where the label is -100; no gradients."""
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)
             losses_N = token_losses(
@@ -321,7 +345,7 @@ class Decoder(nn.Module):
         return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
-        """Logits ``[B, N, V]`` of every token at once: for verification of small inputs, not for training."""
+        """Return the logits ``[B, N, V]`` of all tokens at once, to verify small inputs."""
         return functional.linear(self.hidden(tokens_BN, positions_BN, attend), self._head_weight())
 
     def _head_weight(self) -> Tensor:

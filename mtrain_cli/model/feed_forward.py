@@ -1,10 +1,12 @@
-"""What a layer does after attention, keeping nothing but its inputs: output projection, norm and MLP, in tiles along the sequence.
+"""A layer's output projection, norm and MLP, computed in tiles along the sequence.
 
-A tile's forward is computed again in its own backward, so that the wide tensors of the MLP exist for one tile at a time (the idea of
-TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). Where there is memory for them, the results of the products stay instead. The products
-are written out, since autograd would make a gradient of each weight for every tile: here they are added up in float32.
+Only the inputs are kept. A tile's forward is recomputed in its own backward, so the MLP's wide
+tensors exist for one tile at a time (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). If memory
+allows, the results of the products are kept instead. Backward is written out by hand: autograd
+would make a weight gradient per tile, while here all tiles add to one sum in float32.
 
-N tokens of all sequences of a batch, R tokens of a tile, C hidden, A width of the attention output, I intermediate.
+N tokens of all sequences of a batch, R tokens of a tile, C hidden, A width of the attention output,
+I intermediate.
 """
 
 from __future__ import annotations
@@ -18,19 +20,27 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.model.loss import accumulation, add_matmul
+from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.model.loss import add_matmul
 
 
 def feed_forward(
-    x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, layer: int, *, compile: bool,
-    inputs_only: bool = False, keep: bool = False,
+    x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, layer: int,
+    *, compile: bool, inputs_only: bool = False, keep: bool = False,
 ) -> Tensor:  # fmt: skip
-    """h + down(silu(gate(n)) * up(n)) with h = x + o(out), n = norm(h) -> like x. Keeps x, out and the weights for its backward pass.
+    """Return h + down(silu(gate(n)) * up(n)), with h = x + o(out) and n = norm(h), shaped like x.
 
-    weights: of o, norm, gate, up and down. eps: of the norm. rows: tokens of a tile (`tile_rows`). layer: its number, for messages.
-    inputs_only: computes nothing, for a second forward pass that is there to keep the inputs; what it returns must not be read.
-    keep: h, gate(n) and up(n) stay, too, and no product is computed twice. They stay from the first pass, also where a checkpoint around it
-        has a second one.
+    Keeps x, out and the weights for backward.
+
+    Args:
+        weights: of o, norm, gate, up and down.
+        eps: of the norm.
+        rows: tokens per tile (`tile_rows`).
+        layer: its number, for messages.
+        inputs_only: compute nothing and return a placeholder that must not be read. For a second
+            forward pass that only has to keep the inputs.
+        keep: also keep h, gate(n) and up(n), so that backward repeats no product. They stay from
+            the first pass, even if a surrounding checkpoint runs a second one.
     """
     return _FeedForward.apply(
         x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only, keep
@@ -40,17 +50,19 @@ def feed_forward(
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_BNC: Tensor, out_BNHD: Tensor, o_CA: Tensor, norm_C: Tensor, gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor,
+        ctx: Any, x_BNC: Tensor, out_BNHD: Tensor, o_CA: Tensor, norm_C: Tensor,
+        gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor,
         eps: float, rows: int, layer: int, compile: bool, inputs_only: bool, keep: bool,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
         ctx.eps, ctx.rows, ctx.layer, ctx.compile = eps, rows, layer, compile
-        # By tile. Not among the saved tensors, which a checkpoint would drop and make again.
+        # One entry per tile. Not a saved tensor: a checkpoint would drop it and recompute it.
         ctx.products = []
         if inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
-        join, gated = _pieces(compile)[:2]
-        # Weights are detached for compiled code, to which a parameter here and the saved tensor in backward would be two types.
+        join, gated = _elementwise(compile)[:2]
+        # Detach weights for compiled code: it would treat a parameter here and the saved tensor in
+        # backward as two types, and compile twice.
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         for x_RC, out_RA, result_RC in zip(
             *(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True
@@ -72,15 +84,13 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
         x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI = ctx.saved_tensors
-        join, _, gate_backward, norm_backward, normed = _pieces(ctx.compile)
-        # Contiguous, whatever the inputs are, so that tiles are views.
+        join, _, gate_backward, norm_backward, normed = _elementwise(ctx.compile)
+        # New tensors are contiguous whatever the inputs are, so that tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
-        several = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
-        sums = _GradientSums(several)
-        products, ctx.products = (
-            ctx.products,
-            [],
-        )  # each goes with its tile, and if this fails all of them
+        multiple_tiles = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
+        sums = _GradientSums(multiple_tiles)
+        # Free each product with its tile, and all of them if backward fails.
+        products, ctx.products = ctx.products, []
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(
             *(_tiles(t, ctx.rows) for t in tensors), strict=True
@@ -91,10 +101,10 @@ class _FeedForward(torch.autograd.Function):
             else:
                 h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), ctx.eps)
                 gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
-            wide = gate_RI, up_RI, grad_RC @ down_CI
+            gate_inputs = gate_RI, up_RI, grad_RC @ down_CI
             del gate_RI, up_RI
-            inner_RI, dgate_RI, dup_RI = gate_backward(*wide)
-            del wide
+            inner_RI, dgate_RI, dup_RI = gate_backward(*gate_inputs)
+            del gate_inputs
             sums.add("down", grad_RC.t(), inner_RI)
             del inner_RI
             sums.add("gate", dgate_RI.t(), n_RC)
@@ -115,7 +125,7 @@ class _FeedForward(torch.autograd.Function):
         return (
             dx_BNC,
             dout_BNHD,
-            *(sums.of(name, weight) for name, weight in weights.items()),
+            *(sums.take(name, weight) for name, weight in weights.items()),
             None,
             None,
             None,
@@ -126,38 +136,41 @@ class _FeedForward(torch.autograd.Function):
 
 
 class _GradientSums:
-    """Gradients of the weights over the tiles: of one tile in the compute dtype, as autograd makes them, of several in float32."""
+    """Weight gradients summed over tiles.
 
-    def __init__(self, several: bool) -> None:
-        self._several = several
+    One tile: in the compute dtype, as autograd does. Several tiles: in float32.
+    """
+
+    def __init__(self, multiple_tiles: bool) -> None:
+        self._multiple_tiles = multiple_tiles
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Adds a @ b."""
-        if not self._several:
+        """Add a @ b."""
+        if not self._multiple_tiles:
             self._sums[name] = a @ b
             return
         if name not in self._sums:
             self._sums[name] = torch.zeros(
-                a.shape[0], b.shape[1], dtype=accumulation(a.dtype), device=a.device
+                a.shape[0], b.shape[1], dtype=accumulation_dtype(a.dtype), device=a.device
             )
         add_matmul(self._sums[name], a, b)
 
     def add_vector(self, name: str, vector: Tensor) -> None:
         self._sums[name] = self._sums[name] + vector if name in self._sums else vector
 
-    def of(self, name: str, weight: Tensor) -> Tensor:
-        """The gradient of a weight; taken once."""
+    def take(self, name: str, weight: Tensor) -> Tensor:
+        """Remove and return the gradient of a weight."""
         return self._sums.pop(name).to(weight.dtype)
 
 
 def _tiles(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """[B, N, ...] -> [R, width] each, views of what is contiguous."""
+    """Split contiguous [B, N, ...] into views [R, width]."""
     return tensor.flatten(0, 1).flatten(1).split(rows)
 
 
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual stream after attention, and normalised."""
+    """Return the residual stream after attention, and its norm."""
     h_RC = x_RC + projected_RC
     return h_RC, _normed(h_RC, norm_C, eps)
 
@@ -173,7 +186,7 @@ def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
 def _gate_backward(
     gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> silu(gate) * up, and the gradients of gate and up; overwrites ``dinner_RI``."""
+    """Return silu(gate) * up and the gradients of gate and up; overwrites ``dinner_RI``."""
     silu_RI = functional.silu(gate_RI)
     inner_RI = silu_RI * up_RI
     dup_RI = silu_RI.mul_(dinner_RI)
@@ -184,23 +197,28 @@ def _gate_backward(
 def _norm_backward(
     h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of h = residual + norm's input, of which the residual's is ``grad_RC``, and of the norm's weight.
+    """Return the gradients of h, which feeds the residual and the norm, and of the norm's weight.
 
-    Inside in float32, where it overwrites ``h_RC`` and ``dn_RC`` if they are.
+    ``grad_RC`` is the residual's gradient. Computes in float32; overwrites ``h_RC`` and ``dn_RC``
+    if they are float32.
     """
-    high = accumulation(h_RC.dtype)
+    high = accumulation_dtype(h_RC.dtype)
     unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
     scale_R1 = torch.rsqrt(unit_RC.square().mean(-1, keepdim=True) + eps)
     unit_RC.mul_(scale_R1)
     dnorm_C = (dn_RC * unit_RC).sum(0)
     dn_RC.mul_(norm_C)
-    along_R1 = (dn_RC * unit_RC).mean(-1, keepdim=True)
-    dn_RC.addcmul_(unit_RC, along_R1, value=-1.0).mul_(scale_R1).add_(grad_RC)
+    projection_R1 = (dn_RC * unit_RC).mean(-1, keepdim=True)
+    dn_RC.addcmul_(unit_RC, projection_R1, value=-1.0).mul_(scale_R1).add_(grad_RC)
     return dn_RC.to(h_RC.dtype), dnorm_C
 
 
 @cache
-def _pieces(compile: bool) -> tuple[Callable[..., Any], ...]:
-    """What happens between the products, one set for all layers."""
-    pieces = (_join, _gated, _gate_backward, _norm_backward, _normed)
-    return tuple(torch.compile(piece, dynamic=False) for piece in pieces) if compile else pieces
+def _elementwise(compile: bool) -> tuple[Callable[..., Any], ...]:
+    """Return the functions between the matrix products, one set for all layers."""
+    functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
+    return (
+        tuple(torch.compile(function, dynamic=False) for function in functions)
+        if compile
+        else functions
+    )

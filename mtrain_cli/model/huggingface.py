@@ -1,7 +1,7 @@
-"""Weights of a Hugging Face folder: read lazily, loaded into a plain or sharded decoder, and written.
+"""Read, load and write the weights of a Hugging Face folder.
 
-A folder is config.json beside model.safetensors, or beside several safetensors files and their index. Tensors go by the decoder's own
-names, which are Hugging Face's without the leading ``model.``.
+A folder has config.json and either model.safetensors or several safetensors files with an index.
+Tensors have the decoder's parameter names, which are Hugging Face's without the leading ``model.``.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SHOWN_PROBLEMS = 8
 
 
 def hf_name(name: str) -> str:
-    """The name in a Hugging Face file of the decoder's parameter ``name``."""
+    """Return the name in a Hugging Face file of the decoder's parameter ``name``."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a decoder; allocates nothing."""
+    """Return the name and shape of every parameter of a decoder, without allocating any."""
     with torch.device("meta"):
         decoder = Decoder(
             model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
@@ -54,27 +54,32 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def parameter_problems(
-    found: Mapping[str, tuple[int, ...]],
-    wanted: Mapping[str, tuple[int, ...]],
+    actual: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     *,
     where: Callable[[str], object],
-    asked_by: str,
+    expected_by: str,
 ) -> list[str]:
-    """A line for each tensor that is missing, superfluous or of another shape than ``asked_by`` says, cut short when there are many.
+    """Return a line for each tensor that is missing, unexpected or of another shape.
 
-    ``where(name)`` is the file or folder to name.
+    Long lists are cut.
+
+    Args:
+        where: returns the file or folder of a tensor, for the message.
+        expected_by: what the shapes come from, for the message.
     """
     problems = []
-    for name, shape in wanted.items():
-        if name not in found:
+    for name, shape in expected.items():
+        if name not in actual:
             problems.append(f"{where(name)}: tensor {name} is missing")
-        elif found[name] != shape:
+        elif actual[name] != shape:
             problems.append(
-                f"{where(name)}: tensor {name} has shape {found[name]}; {asked_by} asks for {shape}"
+                f"{where(name)}: tensor {name} has shape {actual[name]}; {expected_by} asks for "
+                f"{shape}"
             )
     problems += [
-        f"{where(name)}: unexpected tensor {name}; the model of {asked_by} has none of this name"
-        for name in sorted(found.keys() - wanted)
+        f"{where(name)}: unexpected tensor {name}; {expected_by} describes no such tensor"
+        for name in sorted(actual.keys() - expected)
     ]
     if len(problems) > _SHOWN_PROBLEMS:
         problems = [
@@ -87,8 +92,11 @@ def parameter_problems(
 class HuggingFaceFolder:
     """A readable folder: its ``model``, its ``max_position`` (tokens), and its tensors.
 
-    The constructor reads config.json and the headers of all files. It raises ConfigError, naming file and tensor, for a missing, truncated
-    or corrupt file and for a tensor that is missing, unexpected or of another shape than config.json says.
+    The constructor reads config.json and the headers of all files.
+
+    Raises:
+        ConfigError: a file is missing, truncated or corrupt, or a tensor is missing, unexpected or
+            of another shape than config.json says. Names file and tensor.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -99,7 +107,7 @@ class HuggingFaceFolder:
         self._check()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows ``start:stop`` of the parameter ``name`` in the file's own dtype, on the CPU; reads only these."""
+        """Read only rows ``start:stop`` of a parameter, to the CPU in the file's dtype."""
         with _readable(self.path / self._file_of[hf_name(name)]):
             return self._slice(hf_name(name))[start:stop]
 
@@ -116,11 +124,12 @@ class HuggingFaceFolder:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        """File of every stored tensor."""
+        """Return the file of every stored tensor."""
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
                 raise ConfigError(
-                    f"{self.path}: has neither {SINGLE} nor {INDEX}; other weight formats are not read"
+                    f"{self.path}: has neither {SINGLE} nor {INDEX}; mtrain reads no other weight "
+                    "format"
                 )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         file_of = read_json(self.path / INDEX).get("weight_map")
@@ -128,7 +137,7 @@ class HuggingFaceFolder:
             isinstance(file, str) for file in file_of.values()
         ):
             raise ConfigError(f"{self.path / INDEX}: weight_map must give a file for each tensor")
-        if outside := next(
+        if bad_file := next(
             (
                 file
                 for file in file_of.values()
@@ -137,35 +146,40 @@ class HuggingFaceFolder:
             None,
         ):
             raise ConfigError(
-                f"{self.path / INDEX}: weight_map names the file {outside!r}, which does not lie in this folder"
+                f"{self.path / INDEX}: weight_map names the file {bad_file!r}, which is not in "
+                "this folder"
             )
         for file in sorted(set(file_of.values())):
             stored = set(self._open(file).keys())
-            lost = [name for name, where in file_of.items() if where == file and name not in stored]
-            if lost:
+            missing = [
+                name for name, where in file_of.items() if where == file and name not in stored
+            ]
+            if missing:
                 raise ConfigError(
-                    f"{self.path / file}: tensor {lost[0]} is missing, though {INDEX} places it here"
+                    f"{self.path / file}: tensor {missing[0]} is missing, though {INDEX} places it "
+                    "here"
                 )
         return file_of
 
     def _check(self) -> None:
-        wanted = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
-        # Old Llama folders store the rotary frequencies, and tied ones may repeat the embedding as the head.
-        harmless = {
+        expected = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
+        # Old Llama folders store rotary frequencies, and tied models may store the embedding again
+        # as the head.
+        ignored = {
             name
-            for name in self._file_of.keys() - wanted
+            for name in self._file_of.keys() - expected
             if name.endswith("rotary_emb.inv_freq") or self._repeats_embedding(name)
         }
-        found = {
+        actual = {
             name: tuple(self._slice(name).get_shape())
             for name in self._file_of
-            if name not in harmless
+            if name not in ignored
         }
         problems = parameter_problems(
-            found,
-            wanted,
+            actual,
+            expected,
             where=lambda name: self.path / self._file_of.get(name, ""),
-            asked_by=str(self.path / "config.json"),
+            expected_by=str(self.path / "config.json"),
         )
         if problems:
             raise ConfigError(*problems)
@@ -179,10 +193,14 @@ class HuggingFaceFolder:
 
 
 def load_into(decoder: Decoder, folder: Path | str) -> None:
-    """Fill every parameter of ``decoder``, plain or sharded by FSDP2, on any device; each worker reads only its own rows.
+    """Fill every parameter of ``decoder``, plain or sharded by FSDP2, on any device.
 
-    Rotary settings may differ from the folder's (that is how a context is extended). Raises ConfigError for an unreadable folder and for a
-    decoder of another shape, before any parameter is touched.
+    Each worker reads only its own rows. Rotary settings may differ from the folder's: that is how a
+    context is extended.
+
+    Raises:
+        ConfigError: the folder cannot be read, or the decoder has another shape. No parameter has
+            been changed then.
     """
     source = HuggingFaceFolder(folder)
     _require_same_model(decoder.model_config, source)
@@ -209,7 +227,7 @@ def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
     assert all(
         not isinstance(placement, Shard) or placement.dim == 0 for placement in placements
     ), placements
-    # The same cut applied to the row numbers says which rows are here, without communication.
+    # Shard the row numbers in the same way to learn which rows are here, without communication.
     rows = distribute_tensor(
         torch.arange(parameter.shape[0], device=parameter.device),
         mesh,
@@ -233,43 +251,50 @@ def write_folder(
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write config.json and safetensors that transformers opens; ``read(names)`` returns those parameters, whole, for one file at a time.
+    """Write config.json and safetensors files that transformers opens.
 
-    ``seq`` is the number of tokens that the model was trained on. The files and token ids of ``tokenizer`` go with the weights.
-    The folder appears under its name only when complete. Raises ConfigError if it already has content or cannot be written, RunError if the
-    disk fails or is full.
+    The folder appears under its name only when it is complete.
+
+    Args:
+        read: returns the named parameters, whole; called for one file at a time.
+        seq: tokens per sequence that the model was trained on.
+        tokenizer: its files and token ids are exported with the weights.
+
+    Raises:
+        ConfigError: the folder already has content or cannot be written.
+        RunError: the disk fails or is full.
     """
     require_new_folder(path)
     config = config_json(
         model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch.")
     )
-    # Without them transformers would take ids of its own for some architectures, such as 1 and 2.
+    # Without these ids transformers uses its own for some architectures, such as 1 and 2.
     config |= (tokenizer or TokenizerFiles("none")).ids
     require_accepted(config)
-    unfinished = path.parent / f".{path.name}.partial-{os.getpid()}"
+    partial_folder = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
-        unfinished.mkdir(parents=True)
+        partial_folder.mkdir(parents=True)
         if tokenizer is not None:
-            tokenizer.beside(model.family).write(unfinished)
-        (unfinished / "config.json").write_text(
+            tokenizer.for_family(model.family).write(partial_folder)
+        (partial_folder / "config.json").write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )
-        _write_weights(unfinished, parameter_shapes(model), read, dtype, max_file_bytes)
+        _write_weights(partial_folder, parameter_shapes(model), read, dtype, max_file_bytes)
         if path.exists():
             path.rmdir()
-        unfinished.rename(path)
+        partial_folder.rename(path)
     except OSError as error:
         raise write_failure(
             error, f"{path}: could not be written ({error.strerror or error})"
         ) from None
-    except SafetensorError as error:  # the folder could be made, so it is the disk
+    except SafetensorError as error:  # the folder exists, so the disk failed
         raise RunError(f"{path}: could not be written ({error})") from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def require_new_folder(path: Path) -> None:
-    """Raises ConfigError if ``path`` exists and is not an empty folder."""
+    """Raise ConfigError if ``path`` exists and is not an empty folder."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path}: already exists; give a new or empty folder")
 
@@ -292,7 +317,8 @@ def _write_weights(
             folder / file,
             {"format": "pt"},
         )
-        # safetensors makes files that only their owner can read; an inference server may be another user.
+        # safetensors makes files readable by their owner only; an inference server may run as
+        # another user.
         (folder / file).chmod((folder / "config.json").stat().st_mode)
         file_of |= {hf_name(name): file for name in names}
     if len(groups) > 1:
@@ -304,7 +330,10 @@ def _write_weights(
 def _groups(
     shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int
 ) -> Iterator[list[str]]:
-    """Names in order, cut where a file would grow beyond ``max_bytes`` (a larger tensor has a file of its own)."""
+    """Yield the names of each file in order.
+
+    A file has at most ``max_bytes``, unless it holds a single larger tensor.
+    """
     group: list[str] = []
     size = 0
     for name, shape in shapes.items():

@@ -1,6 +1,7 @@
-"""The config.json of a Hugging Face folder, read as a `ModelConfig` and written from one.
+"""Read a Hugging Face config.json as a `ModelConfig`, and write one.
 
-Both spellings are understood and written: ``rope_parameters`` (transformers 5) and ``rope_theta`` with ``rope_scaling`` (transformers 4).
+Both spellings are read and written: ``rope_parameters`` (transformers 5), and ``rope_theta`` with
+``rope_scaling`` (transformers 4).
 """
 
 from __future__ import annotations
@@ -14,42 +15,53 @@ from mtrain_cli.config import documents, validate
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-}  # fmt: skip
-# What transformers takes where a config.json lacks the key.
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+# transformers' defaults for keys that a config.json lacks.
 _MAX_POSITION = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
 _KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: as many as query heads
-# Settings that may stand beside rope_parameters or rope_scaling instead of in them.
+# Settings that may be outside rope_parameters and rope_scaling.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
-# Keys that one architecture has and another lacks. Without a window transformers would give Mistral one of 4096.
-_OF_FAMILY: dict[str, dict[str, Any]] = {
+# Keys that only some architectures have. Without sliding_window transformers gives Mistral a window
+# of 4096.
+_FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": None},
 }
-_BETA_FAST, _BETA_SLOW = (
-    32.0,
-    1.0,
-)  # what a config.json that leaves them out means (YaRN, section 3.2)
+_BETA_FAST, _BETA_SLOW = 32.0, 1.0  # defaults (YaRN, section 3.2)
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
 
-
-# The key of the configuration that takes the value, and bounds it.
+# The configuration key that takes each value and bounds it.
 _KEYS = {
-    "vocab_size": "model.vocab_size", "hidden_size": "model.hidden_size", "num_hidden_layers": "model.num_layers",
-    "num_attention_heads": "model.num_heads", "num_key_value_heads": "model.num_kv_heads", "head_dim": "model.head_dim",
-    "intermediate_size": "model.intermediate_size", "rms_norm_eps": "model.rms_norm_eps", "initializer_range": "model.init_std",
-    "max_position_embeddings": "model.rope.original_max_position", "rope_theta": "model.rope.theta", "factor": "model.rope.factor",
-    "original_max_position_embeddings": "model.rope.original_max_position", "beta_fast": "model.rope.beta_fast",
-    "beta_slow": "model.rope.beta_slow", "low_freq_factor": "model.rope.low_freq_factor", "high_freq_factor": "model.rope.high_freq_factor",
-}  # fmt: skip
+    "vocab_size": "model.vocab_size",
+    "hidden_size": "model.hidden_size",
+    "num_hidden_layers": "model.num_layers",
+    "num_attention_heads": "model.num_heads",
+    "num_key_value_heads": "model.num_kv_heads",
+    "head_dim": "model.head_dim",
+    "intermediate_size": "model.intermediate_size",
+    "rms_norm_eps": "model.rms_norm_eps",
+    "initializer_range": "model.init_std",
+    "max_position_embeddings": "model.rope.original_max_position",
+    "rope_theta": "model.rope.theta",
+    "factor": "model.rope.factor",
+    "original_max_position_embeddings": "model.rope.original_max_position",
+    "beta_fast": "model.rope.beta_fast",
+    "beta_slow": "model.rope.beta_slow",
+    "low_freq_factor": "model.rope.low_freq_factor",
+    "high_freq_factor": "model.rope.high_freq_factor",
+}
 
 
-def _shown(value: Any) -> str:
-    """A value of JSON in a message; a word without quotes."""
+def _format_value(value: Any) -> str:
+    """Format a JSON value for a message; strings have no quotes."""
     return (
-        _as_json(value)
+        _format_json(value)
         if not isinstance(value, str)
         else value
         if len(value) <= 60
@@ -57,7 +69,7 @@ def _shown(value: Any) -> str:
     )
 
 
-def _as_json(value: Any) -> str:
+def _format_json(value: Any) -> str:
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError):  # more digits than Python writes
@@ -66,13 +78,16 @@ def _as_json(value: Any) -> str:
 
 
 class _ConfigFields:
-    """Reads typed fields of a JSON object and collects what is wrong with them."""
+    """Reads typed fields of a JSON object and collects all problems."""
 
     def __init__(self, path: Path, raw: dict[str, Any]) -> None:
         self.path, self.raw, self.problems = path, raw, list[str]()
 
     def number(self, key: str, kind: type, default: Any = None) -> Any:
-        """The positive int or float under ``key``; a missing or null one is ``default``, or a problem if that is None."""
+        """Return the positive number under ``key``, or ``default`` if it is missing or null.
+
+        Records a problem if the value is invalid, or missing without a default.
+        """
         value = self.raw.get(key)
         value = default if value is None else value
         if value is None:
@@ -80,32 +95,39 @@ class _ConfigFields:
             return kind(1)
         if not documents.is_number(value) or kind(value) != value or value <= 0:
             self.problems.append(
-                f"{self.path}: {key}={_shown(value)}: must be a positive {'integer' if kind is int else 'number'}"
+                f"{self.path}: {key}={_format_value(value)}: must be a positive "
+                + ("integer" if kind is int else "number")
             )
             return kind(1)
-        if key in _KEYS and (said := validate.out_of_range(_KEYS[key], kind(value))) is not None:
-            self.problems.append(f"{self.path}: {key}={_shown(value)}: {said}")
+        if key in _KEYS and (problem := validate.out_of_range(_KEYS[key], kind(value))) is not None:
+            self.problems.append(f"{self.path}: {key}={_format_value(value)}: {problem}")
             return kind(1)
         return kind(value)
 
     def flag(self, key: str) -> bool:
-        """True or false; a missing or null one is false."""
+        """Return the boolean under ``key``; a missing or null value is false."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
-            self.problems.append(f"{self.path}: {key}={_shown(value)}: must be true or false")
+            self.problems.append(
+                f"{self.path}: {key}={_format_value(value)}: must be true or false"
+            )
         return value is True
 
     def refuse(self, key: str, allowed: Any) -> None:
-        """A feature that the decoder does not have: anything but ``allowed``, null or nothing is a problem."""
+        """Record a problem if ``key`` has another value than ``allowed`` or null.
+
+        For features that the decoder does not have.
+        """
         value = self.raw.get(key)
         if value is not None and value != allowed:
             self.problems.append(
-                f"{self.path}: {key}={_as_json(value)} is not supported; only {json.dumps(allowed)} is"
+                f"{self.path}: {key}={_format_json(value)} is not supported; only "
+                f"{json.dumps(allowed)} is"
             )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ConfigError when there is none."""
+    """Return the object in a JSON file. Raises ConfigError if there is none."""
     try:
         raw = documents.read_json(path)
     except FileNotFoundError:
@@ -120,22 +142,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, int]:
-    """The model of ``folder``/config.json, and the longest sequence in tokens that it is meant for (max_position_embeddings).
+    """Return the model of ``folder``/config.json and its max_position_embeddings (tokens).
 
-    Raises ConfigError that lists every missing field and every feature that the decoder lacks.
+    Raises:
+        ConfigError: lists every missing field and every feature that the decoder lacks.
     """
     path = folder / "config.json"
     raw = read_json(path)
     family = raw.get("model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ConfigError(
-            f"{path}: model_type={_shown(family)}: must be one of {', '.join(ARCHITECTURES)}"
+            f"{path}: model_type={_format_value(family)}: must be one of {', '.join(ARCHITECTURES)}"
         )
     fields = _ConfigFields(path, raw)
     fields.refuse("hidden_act", "silu")
     fields.refuse("attention_bias", False)
     fields.refuse("mlp_bias", False)
-    _refuse_windows(fields, family)
+    _refuse_sliding_windows(fields, family)
     fields.refuse("quantization_config", None)
     hidden_size, num_heads = (
         fields.number("hidden_size", int),
@@ -150,7 +173,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         num_layers=fields.number("num_hidden_layers", int),
         num_heads=num_heads,
         num_kv_heads=fields.number(
-            "num_key_value_heads", int, _usual_kv_heads(fields, family, num_heads)
+            "num_key_value_heads", int, _default_kv_heads(fields, family, num_heads)
         ),
         head_dim=fields.number(
             "head_dim", int, 128 if family == "qwen3" else max(1, hidden_size // num_heads)
@@ -167,11 +190,14 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         raise ConfigError(*fields.problems)
     if model.num_heads % model.num_kv_heads:
         raise ConfigError(
-            f"{path}: num_key_value_heads={model.num_kv_heads} does not divide num_attention_heads={model.num_heads}"
+            f"{path}: num_key_value_heads={model.num_kv_heads} does not divide "
+            f"num_attention_heads={model.num_heads}"
         )
     if model.head_dim % 2:
         raise ConfigError(
-            f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs of dimensions"
+            f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs "
+            "of "
+            "dimensions"
         )
     return model, max_position
 
@@ -190,7 +216,9 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
     )
     if scaling is None:
         outer.problems.append(
-            f"{outer.path}: rope_type={_shown(kind)} is not supported; only default, yarn and llama3 are"
+            f"{outer.path}: rope_type={_format_value(kind)} is not supported; only default, yarn "
+            "and "
+            "llama3 are"
         )
         scaling = "none"
     original = (
@@ -214,25 +242,30 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
 
 
 def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
-    """The rotary settings of a config.json by their names in transformers 5, wherever they stand.
+    """Return the rotary settings under their names in transformers 5.
 
-    A setting that stands in two places with two values is a problem: which one counts depends on the version of transformers.
+    They may be in several places of config.json. Two different values for one setting are a
+    problem: the version of transformers decides which one counts.
     """
-    places = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
-    found: dict[str, tuple[str, Any]] = {}
-    for place, settings in {**places, "": {key: outer.raw.get(key) for key in _OUTER_ROPE}}.items():
+    objects = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
+    settings_by_name: dict[str, tuple[str, Any]] = {}
+    for place, settings in {
+        **objects,
+        "": {key: outer.raw.get(key) for key in _OUTER_ROPE},
+    }.items():
         for key, value in settings.items():
             name = f"{place}.{key}" if place else key
             key = "rope_type" if key == "type" else key
-            first, known = found.setdefault(key, (name, value))
+            first, known = settings_by_name.setdefault(key, (name, value))
             if known != value and value is not None:
                 if known is None:
-                    found[key] = (name, value)
+                    settings_by_name[key] = (name, value)
                 else:
                     outer.problems.append(
-                        f"{outer.path}: {first}={known} and {name}={value} contradict each other; leave one value"
+                        f"{outer.path}: {first}={known} and {name}={value} contradict each other; "
+                        "keep one of them"
                     )
-    return {key: value for key, (_, value) in found.items() if value is not None}
+    return {key: value for key, (_, value) in settings_by_name.items() if value is not None}
 
 
 def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
@@ -245,19 +278,23 @@ def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
     nested = [name for name, value in settings.items() if isinstance(value, dict)]
     if nested:
         outer.problems.append(
-            f"{outer.path}: {key}.{nested[0]}: settings by kind of layer are not supported; only one set for all layers is"
+            f"{outer.path}: {key}.{nested[0]}: settings per layer type are not supported; give one "
+            "set "
+            "for all layers"
         )
         return {}
     return settings
 
 
-def _refuse_windows(fields: _ConfigFields, family: str) -> None:
-    """Attention is over the whole sequence in every layer."""
+def _refuse_sliding_windows(fields: _ConfigFields, family: str) -> None:
+    """Refuse sliding windows: every layer attends to the whole sequence."""
     fields.refuse("use_sliding_window", False)
     if family == "mistral":
         if "sliding_window" not in fields.raw:
             fields.problems.append(
-                f"{fields.path}: sliding_window is missing, which means 4096 to transformers; only null is supported"
+                f"{fields.path}: sliding_window is missing, which means 4096 to transformers; only "
+                "null "
+                "is supported"
             )
         fields.refuse("sliding_window", None)
     kinds = fields.raw.get("layer_types")
@@ -268,17 +305,21 @@ def _refuse_windows(fields: _ConfigFields, family: str) -> None:
     )
     if other is not None:
         fields.problems.append(
-            f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only full_attention is"
+            f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only "
+            "full_attention is"
         )
 
 
-def _usual_kv_heads(fields: _ConfigFields, family: str, num_heads: int) -> int:
-    """Key-value heads of a config.json that does not say."""
+def _default_kv_heads(fields: _ConfigFields, family: str, num_heads: int) -> int:
+    """Return the number of KV heads for a config.json that does not give it."""
     return num_heads if "num_key_value_heads" in fields.raw else _KV_HEADS.get(family, num_heads)
 
 
 def remarks(folder: Path) -> list[str]:
-    """What a config.json asks of training or loading that mtrain leaves out, a line each. Raises ConfigError when it cannot be read."""
+    """Return one line per setting of config.json that mtrain ignores.
+
+    Raises ConfigError if the file cannot be read.
+    """
     path = folder / "config.json"
     raw = read_json(path)
     lines = [
@@ -292,10 +333,9 @@ def remarks(folder: Path) -> list[str]:
 
 
 def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
-    """Variants whose angles or temperature are not those of `rope.py`."""
-    from mtrain_cli.model.rope import (
-        attention_factor,
-    )  # needs torch, which a command that only composes does not load
+    """Refuse YaRN variants whose angles or temperature differ from `rope.py`."""
+    # Imports torch, which commands that only compose a configuration do not need.
+    from mtrain_cli.model.rope import attention_factor
 
     assert isinstance(rope.factor, float)
     ours = attention_factor(rope, rope.factor)
@@ -304,30 +344,40 @@ def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
         isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)
     ):
         fields.problems.append(
-            f"{fields.path}: attention_factor={_shown(theirs)} is not supported; YaRN's own for this factor is {ours:.6g}"
+            f"{fields.path}: attention_factor={_format_value(theirs)} is not supported; YaRN gives "
+            f"{ours:.6g} for this factor"
         )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
         fields.problems.append(
-            f"{fields.path}: mscale and mscale_all_dim are not supported; leave them out of rope_parameters"
+            f"{fields.path}: mscale and mscale_all_dim are not supported; remove them from "
+            "rope_parameters"
         )
     fields.refuse("truncate", True)
 
 
 def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str) -> dict[str, Any]:
-    """What transformers 4 and 5 need to rebuild ``model`` with its positions stretched by ``rope_factor``, trained on ``seq`` tokens.
+    """Return the config.json from which transformers 4 and 5 rebuild ``model``.
 
-    Raises ConfigError when no architecture of the family has this shape.
+    Args:
+        rope_factor: how far positions are stretched.
+        seq: tokens per sequence that the model was trained on.
+
+    Raises:
+        ConfigError: no architecture of the family has this shape.
     """
-    wanted = (model.family == "qwen2", model.family == "qwen3")
-    if (model.qkv_bias, model.qk_norm) != wanted:
+    expected = (model.family == "qwen2", model.family == "qwen3")
+    if (model.qkv_bias, model.qk_norm) != expected:
         raise ConfigError(
-            f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face {model.family} model has "
-            f"qkv_bias={wanted[0]}, qk_norm={wanted[1]}; choose the family that fits, or train with these values"
+            f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face "
+            f"{model.family} model has qkv_bias={expected[0]}, qk_norm={expected[1]}; choose the "
+            "family that fits, or train with these values"
         )
     if model.family == "llama" and model.hidden_size % model.num_heads:
         raise ConfigError(
-            f"model.num_heads={model.num_heads}: transformers has no llama model whose model.hidden_size={model.hidden_size} they do not "
-            "divide; model.family=mistral has the same mathematics without that condition"
+            f"model.num_heads={model.num_heads}: transformers has no llama model whose "
+            f"model.hidden_size={model.hidden_size} they do not divide; model.family=mistral "
+            "computes "
+            "the same without that condition"
         )
     rope = model.rope
     stretched = rope.scaling != "none" and rope_factor > 1.0
@@ -362,7 +412,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         "head_dim": model.head_dim,
         "intermediate_size": model.intermediate_size,
         "hidden_act": "silu",
-        **_OF_FAMILY[model.family],
+        **_FAMILY_KEYS[model.family],
         "tie_word_embeddings": model.tie_word_embeddings,
         "rms_norm_eps": model.rms_norm_eps,
         "initializer_range": model.init_std,
@@ -377,22 +427,23 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
 
 
 def require_accepted(config: dict[str, Any]) -> None:
-    """Build the configuration class of transformers from a config.json, where transformers is installed.
+    """Build transformers' configuration class from a config.json, if transformers is installed.
 
-    Raises ConfigError when it refuses: an export that nothing opens is of no use.
+    Raises ConfigError if it rejects the file: an export that nothing can open is useless.
     """
     try:
         import transformers
-    except Exception:  # missing or broken: an export does not need it
+    except Exception:  # missing or broken: exporting does not need it
         return
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         transformers.AutoConfig.for_model(**config)
-    except Exception as error:  # whatever a version of it raises
+    except Exception as error:  # versions differ in what they raise
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"model.family={config['model_type']}: transformers {transformers.__version__} refuses this shape ({reason})"
+            f"model.family={config['model_type']}: transformers {transformers.__version__} refuses "
+            f"this shape ({reason})"
         ) from None
     finally:
         transformers.logging.set_verbosity(level)

@@ -1,8 +1,9 @@
-"""LM head and cross entropy in one step, without ever holding the logits of more than a few rows.
+"""LM head and cross entropy fused, with the logits of only a few rows in memory.
 
-By default both gradients are formed while a chunk's logits exist (BurstEngine, SC '25, algorithm 3), so nothing is recomputed: three matrix
-products in all. Or logits are computed again in the backward pass, a fourth product, and nothing but the inputs is kept until then. A chunk
-is a fixed number of bytes, not a number of chunks: its memory must not grow with the sequence.
+By default both gradients are formed while a chunk's logits exist (BurstEngine, SC '25, algorithm
+3): three matrix products in all, no recomputation. Alternatively backward recomputes the logits, a
+fourth product, and only the inputs are kept until then. A chunk has a fixed number of bytes, so
+that its memory does not grow with the sequence.
 
 N local tokens, C hidden, V vocabulary, R rows of one chunk.
 """
@@ -18,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel import profiler_labels
-
-IGNORED = -100
 
 
 def fused_linear_cross_entropy(
@@ -33,16 +34,25 @@ def fused_linear_cross_entropy(
     recompute: bool = False,
     compile: bool = False,
 ) -> Tensor:
-    """``scale`` times the sum over rows of -log softmax(x W^T)[label]: a float32 scalar (float64 for float64 input).
+    """Return ``scale`` times the sum over rows of -log softmax(x W^T)[label].
 
-    Differentiable in x and W. Rows whose label is -100 count for nothing; with none left the result and both gradients are exactly 0.
-    The logits of ``max(1, chunk_bytes // (4 V))`` rows exist at once, in float32; for bfloat16 input their gradient too, in bfloat16.
-    dW is summed over chunks in float32 and returned in the weight's dtype. ``scale`` is a number or a 0-dim tensor without gradient.
-    Under ``torch.no_grad`` no gradient is computed. ``recompute`` forms gradients in the backward pass, from logits computed again.
-    ``compile`` fuses what happens between the matrix products.
+    A float32 scalar (float64 for float64 input), differentiable in x and W. Rows with label -100 do
+    not count; if no row counts, the result and both gradients are exactly 0. dW is summed over
+    chunks in float32 and returned in the weight's dtype. No gradient is computed under
+    ``torch.no_grad``.
 
-    Never synchronises with a GPU. So a label outside [0, V) raises ValueError on the CPU, while on CUDA it makes the loss and that row's
-    gradient NaN, which the trainer's check for non-finite steps reports.
+    Never synchronises with a GPU. On CUDA a label outside [0, V) therefore makes the loss and its
+    row's gradient NaN, which the trainer's check for non-finite steps reports.
+
+    Args:
+        chunk_bytes: the logits of ``max(1, chunk_bytes // (4 V))`` rows exist at a time in float32,
+            and for bfloat16 input their gradient in bfloat16.
+        scale: a number, or a 0-dim tensor without gradient.
+        recompute: form the gradients in backward, from recomputed logits.
+        compile: fuse what happens between the matrix products.
+
+    Raises:
+        ValueError: a label is outside [0, V) (CPU only).
     """
     return with_z_loss(
         x_NC, weight_VC, labels_N, chunk_bytes, scale, 0.0, recompute=recompute, compile=compile
@@ -60,34 +70,40 @@ def with_z_loss(
     recompute: bool = False,
     compile: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """-> `fused_linear_cross_entropy` plus ``scale`` times the sum over the rows that count of z_loss * logsumexp(x W^T)^2, and the former
-    alone, without gradient.
+    """Return the loss with z-loss, and the loss alone without gradient.
 
-    The second term keeps logits from drifting away (PaLM, arXiv:2204.02311, section 5, with 1e-4; ST-MoE, arXiv:2202.08906, equation 5).
+    The first is `fused_linear_cross_entropy` plus ``scale`` times the sum of z_loss * logsumexp(x
+    W^T)^2 over the rows that count. This term keeps logits from drifting (PaLM, arXiv:2204.02311,
+    section 5, with 1e-4; ST-MoE, arXiv:2202.08906, equation 5).
     """
-    rows_in_all, hidden = x_NC.shape
+    num_rows, hidden = x_NC.shape
     vocab_size = weight_VC.shape[0]
     assert weight_VC.shape == (vocab_size, hidden), (x_NC.shape, weight_VC.shape)
-    assert labels_N.shape == (rows_in_all,), (x_NC.shape, labels_N.shape)
+    assert labels_N.shape == (num_rows,), (x_NC.shape, labels_N.shape)
     assert x_NC.dtype == weight_VC.dtype, (x_NC.dtype, weight_VC.dtype)
     if labels_N.device.type == "cpu":
         _check_labels(labels_N, vocab_size)
-    rows = max(1, chunk_bytes // (accumulation(x_NC.dtype).itemsize * vocab_size))
-    # A tensor, filled on the device: as a Python number it would be a constant of the compiled code, which a new value compiles again.
+    rows = max(1, chunk_bytes // (accumulation_dtype(x_NC.dtype).itemsize * vocab_size))
+    # Compiled code would treat a Python number as a constant and recompile for every new value.
     scale_tensor = (
         scale
         if isinstance(scale, Tensor)
-        else torch.full((), scale, dtype=accumulation(x_NC.dtype), device=x_NC.device)
+        else torch.full((), scale, dtype=accumulation_dtype(x_NC.dtype), device=x_NC.device)
     )
-    how = _LossOptions(rows, float(z_loss), compile)
+    options = _LossOptions(rows, float(z_loss), compile)
     return _FusedLinearCrossEntropy.apply(
-        x_NC, weight_VC, labels_N.long(), how, scale_tensor, torch.is_grad_enabled(), recompute
+        x_NC, weight_VC, labels_N.long(), options, scale_tensor, torch.is_grad_enabled(), recompute
     )
 
 
 @dataclass(frozen=True)
 class _LossOptions:
-    """rows: of a chunk. z_loss: coefficient. compile: what is between the products."""
+    """Options of the loss.
+
+    rows: rows per chunk.
+    z_loss: coefficient.
+    compile: fuse what happens between the products.
+    """
 
     rows: int
     z_loss: float
@@ -101,16 +117,16 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         x_NC: Tensor,
         weight_VC: Tensor,
         labels_N: Tensor,
-        how: _LossOptions,
+        options: _LossOptions,
         scale: Tensor,
         grad_enabled: bool,
         recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
-        ctx.how, ctx.needed, ctx.recompute = how, needed, recompute
-        with profiler_labels.labelled(profiler_labels.LOSS):
+        ctx.options, ctx.needed, ctx.recompute = options, needed, recompute
+        with profiler_labels.label(profiler_labels.LOSS):
             total, loss, dx_NC, dweight_VC = _chunks(
-                x_NC, weight_VC, labels_N, how, scale, (False, False) if recompute else needed
+                x_NC, weight_VC, labels_N, options, scale, (False, False) if recompute else needed
             )
         if recompute:
             ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
@@ -122,11 +138,11 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with profiler_labels.labelled(profiler_labels.LOSS):
+        with profiler_labels.label(profiler_labels.LOSS):
             if ctx.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
                 dx_NC, dweight_VC = _chunks(
-                    x_NC, weight_VC, labels_N, ctx.how, scale * grad, ctx.needed
+                    x_NC, weight_VC, labels_N, ctx.options, scale * grad, ctx.needed
                 )[2:]
             else:
                 dx_NC, dweight_VC = (
@@ -139,26 +155,29 @@ def _chunks(
     x_NC: Tensor,
     weight_VC: Tensor,
     labels_N: Tensor,
-    how: _LossOptions,
+    options: _LossOptions,
     scale: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """-> loss with and without the z-loss, and the gradients of x and W that are ``needed``."""
+    """Return the loss with and without z-loss, and the gradients of x and W that are ``needed``."""
     x_needed, weight_needed = needed
-    dtype = accumulation(x_NC.dtype)
-    # Empty tensors stand for gradients that nobody asked for, so that every chunk takes the same path.
+    dtype = accumulation_dtype(x_NC.dtype)
+    # Empty tensors stand in for gradients that are not needed, so every chunk takes the same path.
     dx_NC = torch.empty_like(x_NC if x_needed else x_NC[:, :0])
     dweight_VC = torch.zeros_like(weight_VC if weight_needed else weight_VC[:0], dtype=dtype)
     loss = torch.zeros((), dtype=dtype, device=x_NC.device)
     total = torch.zeros_like(loss)
     gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
-    row_losses = _compiled(gradient_dtype == dtype) if how.compile else _row_losses
+    row_losses = _compiled(gradient_dtype == dtype) if options.compile else _row_losses
     for x_RC, labels_R, dx_RC in zip(
-        x_NC.split(how.rows), labels_N.split(how.rows), dx_NC.split(how.rows), strict=True
+        x_NC.split(options.rows),
+        labels_N.split(options.rows),
+        dx_NC.split(options.rows),
+        strict=True,
     ):
         logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
         loss_R, total_R, dlogits_RV = row_losses(
-            logits_RV, labels_R, scale, gradient_dtype, how.z_loss
+            logits_RV, labels_R, scale, gradient_dtype, options.z_loss
         )
         loss += loss_R.sum() * scale
         total += total_R.sum() * scale
@@ -166,7 +185,7 @@ def _chunks(
             torch.mm(dlogits_RV, weight_VC, out=dx_RC)
         if weight_needed:
             add_matmul(dweight_VC, dlogits_RV.t(), x_RC)
-        del logits_RV, dlogits_RV  # or they would stand beside the next chunk's
+        del logits_RV, dlogits_RV  # or they would coexist with the next chunk's
     return (
         total,
         loss,
@@ -182,12 +201,13 @@ def _row_losses(
     gradient_dtype: torch.dtype | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unscaled loss of every row without and with its z-loss, and ``scale`` times the gradient of the latter by the logits, in
-    ``gradient_dtype`` (if None, something unspecified): softmax * (1 + 2 z_loss logsumexp) - one_hot.
+    """Return each row's unscaled loss without and with z-loss, and the scaled gradient.
 
-    Overwrites ``logits_RV``, and returns it where its dtype is the one asked for.
+    The gradient of the loss with z-loss by the logits is ``scale`` * (softmax * (1 + 2 z_loss
+    logsumexp) - one_hot), in ``gradient_dtype``; unspecified if that is None. Overwrites
+    ``logits_RV``, and returns it if it has the requested dtype.
     """
-    label_R1 = _columns_of(labels_R, logits_RV.shape[1])
+    label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = logits_RV.sub_(highest_R1)
     label_logit_R1 = exponentials_RV.gather(1, label_R1)
@@ -210,17 +230,19 @@ def _row_losses(
     )
 
 
-def _row_losses_apart(
+def _row_losses_out_of_place(
     logits_RV: Tensor,
     labels_R: Tensor,
     scale: Tensor,
     gradient_dtype: torch.dtype | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_row_losses` for a compiler, where the gradient has another dtype than the logits: exponentials are computed twice, never written.
-    What overwrites its input would become, once compiled, a tensor of its own; this makes the gradient alone.
+    """Compute `_row_losses` for a compiler, if the gradient has another dtype than the logits.
+
+    Exponentials are computed twice and never stored. Compiled code turns a tensor that is
+    overwritten into a new one; this version allocates only the gradient.
     """
-    label_R1 = _columns_of(labels_R, logits_RV.shape[1])
+    label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = (logits_RV - highest_R1).exp()
     sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
@@ -244,7 +266,13 @@ def _row_losses_apart(
 
 @dataclass(frozen=True)
 class _RowTerms:
-    """Of every row: its loss, that with the z-loss, what its exponentials are multiplied by in the gradient, and the label's gradient."""
+    """Terms of every row.
+
+    loss_R: loss.
+    total_R: loss with z-loss.
+    factor_R1: factor of the exponentials in the gradient.
+    label_gradient_R1: gradient of the label's logit.
+    """
 
     loss_R: Tensor
     total_R: Tensor
@@ -261,14 +289,21 @@ def _row_terms(
     scale: Tensor,
     z_loss: float,
 ) -> _RowTerms:
-    """highest, sum: of logits, and of exp(logit - highest). label_logit: above the highest."""
+    """Return the terms of every row.
+
+    Args:
+        highest_R1: largest logit.
+        sum_R1: sum of exp(logit - highest).
+        label_logit_R1: the label's logit minus highest.
+    """
     ignored_R1 = (labels_R == IGNORED)[:, None]
     inside_R1 = ((labels_R >= 0) & (labels_R < vocab_size))[:, None]
     loss_R1 = torch.where(
         ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan)
     )
     factor_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, scale / sum_R1, torch.nan))
-    # The label's own: (softmax - one_hot) * sum, in full precision; rounding a probability near 1 first would lose the whole difference.
+    # The label's gradient is (softmax - one_hot) * sum in full precision: rounding a probability
+    # near 1 before the subtraction would lose the difference.
     label_exponential_R1 = label_logit_R1.exp()
     if not z_loss:
         return _RowTerms(
@@ -281,24 +316,22 @@ def _row_terms(
     return _RowTerms(loss_R1[:, 0], total_R1[:, 0], factor_R1 * weight_R1, label_gradient_R1)
 
 
-def _columns_of(labels_R: Tensor, vocab_size: int) -> Tensor:
-    """Where a row's label stands; the first column for a row that has none."""
+def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
+    """Return the column of each row's label, [R, 1]; column 0 for a row without a valid label."""
     return torch.where((labels_R >= 0) & (labels_R < vocab_size), labels_R, 0)[:, None]
 
 
 @cache
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """in_place: the gradient has the dtype of the logits, and takes their place."""
-    return torch.compile(_row_losses if in_place else _row_losses_apart, dynamic=False)
+    """Return the compiled row losses.
 
-
-def accumulation(dtype: torch.dtype) -> torch.dtype:
-    """In which sums are made."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    in_place: the gradient has the logits' dtype and takes their place.
+    """
+    return torch.compile(_row_losses if in_place else _row_losses_out_of_place, dynamic=False)
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b, summed and returned in ``dtype``."""
+    """Return a @ b, accumulated and returned in ``dtype``."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
@@ -307,7 +340,7 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, summed in total's dtype without a temporary of its size."""
+    """Add a @ b to total, accumulated in total's dtype without a temporary of its size."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:
@@ -321,5 +354,6 @@ def _check_labels(labels_N: Tensor, vocab_size: int) -> None:
     if bool(outside_N.any()):
         row = int(outside_N.nonzero()[0])
         raise ValueError(
-            f"Label {int(labels_N[row])} of row {row} is outside the vocabulary of {vocab_size} tokens."
+            f"Label {int(labels_N[row])} of row {row} is outside the vocabulary of {vocab_size} "
+            "tokens."
         )

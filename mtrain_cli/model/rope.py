@@ -1,9 +1,10 @@
-"""Rotary position embedding, plain or stretched beyond the length that a model was first trained on.
+"""Rotary position embedding, plain or stretched beyond the model's original length.
 
-Plain: RoFormer (arXiv:2104.09864), section 3.2. Stretched: YaRN (arXiv:2309.00071), sections 3.2 to 3.4, or the scaling of Llama 3.1.
-Heads are in Hugging Face's half-split layout: dimension i turns together with dimension i + D/2.
+Plain: RoFormer (arXiv:2104.09864), section 3.2. Stretched: YaRN (arXiv:2309.00071), sections 3.2 to
+    3.4, or Llama 3.1's scaling. Heads have Hugging Face's half-split layout: dimension i turns with
+    dimension i + D/2.
 
-B batch, N local tokens, H heads (query or kv), D head dim, F = D/2 frequencies.
+B batch, N local tokens, H heads (query or KV), D head dim, F = D/2 frequencies.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from mtrain_cli.config.schema import ConfigError, RopeConfig
 class Rotation:
     """Cosine and sine of every token's angles, float32 ``[B, N, 1, F]``.
 
-    A plain dataclass on purpose: FSDP2 casts the floating-point tensors among a module's arguments, and does not look in here.
+    A plain dataclass on purpose: FSDP2 casts floating-point tensors among a module's arguments, but
+    not those inside a dataclass.
     """
 
     cos_BN1F: Tensor
@@ -29,9 +31,12 @@ class Rotation:
 
 
 def rope_factor(rope: RopeConfig, seq: int) -> float:
-    """How far positions are stretched when training on ``seq`` tokens: ``auto`` is max(1, seq / original_max_position).
+    """Return how far positions are stretched when training on ``seq`` tokens.
 
-    Raises ConfigError for a factor that is neither ``auto`` nor a number of at least 1.
+    ``auto`` gives max(1, seq / original_max_position).
+
+    Raises:
+        ConfigError: the factor is neither ``auto`` nor a number of at least 1.
     """
     if rope.scaling == "none":
         return 1.0
@@ -49,32 +54,37 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
 
 
 def attention_factor(rope: RopeConfig, factor: float) -> float:
-    """What cosine and sine are multiplied by, so that attention keeps its temperature: 0.1 ln(factor) + 1 (YaRN, section 3.4)."""
+    """Return the factor of cosine and sine, YaRN's temperature 0.1 ln(factor) + 1 (section 3.4).
+
+    1 without YaRN.
+    """
     return 0.1 * math.log(factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 ``[F]`` on the CPU (also under ``torch.device("meta")``).
+    """Return the radians per position of each pair of dimensions, float32 ``[F]`` on the CPU.
 
-    They are float32, as in the checkpoints' own implementation: a model was trained on exactly these roundings.
+    On the CPU even under ``torch.device("meta")``. float32 as in the models' own implementations,
+    since they were trained with exactly these roundings.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
     if rope.scaling == "none":
         return plain_F
     if rope.scaling == "yarn":
-        kept_F = _yarn_kept_share(rope, head_dim)
+        unscaled_F = _yarn_unscaled_share(rope, head_dim)
     else:
         assert rope.scaling == "llama3", rope.scaling
-        kept_F = _llama3_kept_share(rope, plain_F)
-    return plain_F / factor * (1.0 - kept_F) + plain_F * kept_F
+        unscaled_F = _llama3_unscaled_share(rope, plain_F)
+    return plain_F / factor * (1.0 - unscaled_F) + plain_F * unscaled_F
 
 
-def _yarn_kept_share(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Share of each frequency that is left as it was, 1 for fast dimensions to 0 for slow ones.
+def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return the unscaled share of each frequency: 1 for fast dimensions, 0 for slow ones.
 
-    The bounds are the dimensions that turn beta_fast and beta_slow times over the *original* length; taken from the stretched length it
-    would be another model. Between them the ramp is linear in the dimension, as in released implementations (in the paper, in turns).
+    The ramp runs between the dimensions that turn beta_fast and beta_slow times over the original
+    length; the stretched length would give another model. It is linear in the dimension, as in
+    released implementations, not in turns as in the paper.
     """
 
     def dimension_that_turns(times: float) -> float:
@@ -90,8 +100,11 @@ def _yarn_kept_share(rope: RopeConfig, head_dim: int) -> Tensor:
     return 1.0 - ((torch.arange(head_dim // 2, device="cpu").float() - low) / width).clamp(0.0, 1.0)
 
 
-def _llama3_kept_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
-    """As `_yarn_kept_share`, with a ramp that is linear in turns over the original length, from low_freq_factor to high_freq_factor."""
+def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
+    """Return the share as `_yarn_unscaled_share` does, with Llama 3.1's ramp.
+
+    It is linear in turns over the original length, from low_freq_factor to high_freq_factor.
+    """
     turns_F = rope.original_max_position * plain_F / (2 * math.pi)
     return (
         (turns_F - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -101,9 +114,10 @@ def _llama3_kept_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
 def rotation(
     positions_BN: Tensor, inverse_frequencies_F: Tensor, attention_factor: float
 ) -> Rotation:
-    """Cosine and sine for tokens at any integer positions, in any order; both tensors on one device.
+    """Return cosine and sine for tokens at any integer positions, in any order.
 
-    Angles are float64: at position 4M a float32 angle is off by up to a quarter of a radian, and q.k no longer depends on distance alone.
+    Angles are float64: at position 4M a float32 angle is off by up to a quarter of a radian, and
+    q.k would not depend on distance alone. Both tensors must be on one device.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(
@@ -113,7 +127,10 @@ def rotation(
 
 
 def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of every head by its token's angle; computed in float32, returned contiguous in x's dtype."""
+    """Turn each pair (i, i + D/2) of every head by its token's angle.
+
+    Computed in float32; returned contiguous in x's dtype.
+    """
     a, b = x_BNHD.chunk(2, dim=-1)
     return torch.cat(
         (

@@ -1,4 +1,4 @@
-"""The loss of every token, for evaluation: no gradient, and the logits of a few rows at a time as in training."""
+"""The loss of every token, for evaluation: without gradients, in chunks of rows as in training."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-IGNORED = -100
+from mtrain_cli.data.labels import IGNORED
 
 
 @torch.no_grad()
 def token_losses(x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_bytes: int) -> Tensor:
-    """-log softmax(x W^T)[label] of each row, float32 [N] (float64 for float64 input); 0 where the label is -100.
+    """Return -log softmax(x W^T)[label] of each row, float32 [N] (float64 for float64 input).
 
-    The logits of ``max(1, chunk_bytes // (4 V))`` rows exist at once.
+    0 where the label is -100. The logits of ``max(1, chunk_bytes // (4 V))`` rows exist at a time.
     """
     dtype = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
     rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))

@@ -1,6 +1,7 @@
-"""The tokenizer that goes with exported weights: files for transformers' AutoTokenizer, and the ids of special tokens.
+"""Tokenizer files for exported weights, for transformers' AutoTokenizer, and ids of special tokens.
 
-Needs neither transformers nor tokenizers. The byte tokenizer is written in the format of a ``tokenizer.json``, with mtrain's ids.
+Needs neither transformers nor tokenizers. The byte tokenizer is written as a ``tokenizer.json``
+with mtrain's ids.
 """
 
 from __future__ import annotations
@@ -21,37 +22,42 @@ TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_IDS: Mapping[str, Any] = dict.fromkeys(TOKEN_IDS)
 _FILES = (
-    TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
-    "chat_template.jinja", GENERATION_CONFIG, "tokenization_as_it_stands.py",
+    TOKENIZER, TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION_CONFIG,
+    "tokenization_as_it_stands.py",
 )  # fmt: skip
-# Names that hardly occur in text: transformers reads them there as the token, mtrain as bytes.
+# Strings that hardly occur in text: there, transformers would read them as tokens, mtrain as bytes.
 BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
-# For qwen2 transformers 5 puts Qwen's own normalizer and pre-tokenizer in the place of those of tokenizer.json, unless auto_map names a
-# class. It is not run without trust_remote_code: tokenizer.json is then loaded as it stands.
+# For qwen2 transformers 5 replaces the normalizer and pre-tokenizer of tokenizer.json by Qwen's
+# own, unless auto_map names a class. Without trust_remote_code that class does not run, and
+# tokenizer.json is loaded as it is.
 _CODE = "tokenization_as_it_stands.py"
-_CODE_CONTENT = b'''"""Loads tokenizer.json as it stands, also where transformers has a tokenizer of its own for this kind of model."""
-
-from transformers import PreTrainedTokenizerFast
-
-
-class AsItStands(PreTrainedTokenizerFast):
-    pass
-'''
+_CODE_CONTENT = (
+    b'"""Loads tokenizer.json as it stands, also where transformers has a tokenizer of its own for '
+    b'this kind of model."""\n\n'
+    b"from transformers import PreTrainedTokenizerFast\n\n\n"
+    b"class AsItStands(PreTrainedTokenizerFast):\n    pass\n"
+)
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Files by name, ids of special tokens as a config.json has them, and what to call the tokenizer in a message."""
+    """The files of a tokenizer.
+
+    name: of the tokenizer, for messages.
+    files: contents by file name.
+    ids: special token ids as in config.json.
+    """
 
     name: str
     files: Mapping[str, bytes] = field(default_factory=dict)
     ids: Mapping[str, Any] = field(default_factory=lambda: NO_IDS)
 
-    def beside(self, family: str) -> TokenizerFiles:
-        """These files such that transformers gives the same ids beside a model of ``family``."""
-        config = _object(self.files.get(TOKENIZER_CONFIG, b"{}"))
-        own = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
-        if family != "qwen2" or own or "auto_map" in config or TOKENIZER not in self.files:
+    def for_family(self, family: str) -> TokenizerFiles:
+        """Return the files such that transformers gives the same ids for a model of ``family``."""
+        config = _parse_object(self.files.get(TOKENIZER_CONFIG, b"{}"))
+        is_qwen2 = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
+        if family != "qwen2" or is_qwen2 or "auto_map" in config or TOKENIZER not in self.files:
             return self
         config["auto_map"] = {"AutoTokenizer": [None, f"{_CODE.removesuffix('.py')}.AsItStands"]}
         return replace(
@@ -59,52 +65,56 @@ class TokenizerFiles:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the files, and a generation_config.json that has the ids."""
+        """Write the files, and a generation_config.json with the ids."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
-        before = _object(self.files.get(GENERATION_CONFIG, b"{}"))
+        generation = _parse_object(self.files.get(GENERATION_CONFIG, b"{}"))
         ids = {
             key: value
             for key, value in self.ids.items()
-            if value is not None and before.get(key) is None
+            if value is not None and generation.get(key) is None
         }
-        if not _names(before.get("eos_token_id"), self.ids["eos_token_id"]):
+        if not _includes(generation.get("eos_token_id"), self.ids["eos_token_id"]):
             ids["eos_token_id"] = self.ids["eos_token_id"]
         if ids:
-            (folder / GENERATION_CONFIG).write_bytes(_json(before | ids))
+            (folder / GENERATION_CONFIG).write_bytes(_json(generation | ids))
 
 
 def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
-    """The tokenizer files of a Hugging Face folder, and the ids of its config.json; ``eos`` ends a document where the folder names none.
+    """Return the tokenizer files of a Hugging Face folder and the ids of its config.json.
 
-    Raises ConfigError when it has no such files, or one that cannot be read.
+    eos: id that ends a document if the folder names none.
+
+    Raises:
+        ConfigError: the folder has no such files, or one cannot be read.
     """
-    found = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
-    if not found.keys() - {GENERATION_CONFIG}:
-        raise ConfigError(
-            f"{folder}: has no tokenizer files; a folder with tokenizer.json is expected"
-        )
+    files = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
+    if not files.keys() - {GENERATION_CONFIG}:
+        raise ConfigError(f"{folder}: has no tokenizer files; give a folder with tokenizer.json")
     ids = token_ids(folder)
-    if TOKENIZER in found:
-        found, ids = _completed(found, ids, _end_in(found, eos))
-    return TokenizerFiles(str(folder), found, ids)
+    if TOKENIZER in files:
+        files, ids = _complete(files, ids, _named_eos(files, eos))
+    return TokenizerFiles(str(folder), files, ids)
 
 
 def of_file(path: Path, eos: int | None) -> TokenizerFiles:
-    """A tokenizer.json by itself, under whatever name; ``eos`` is the id that ends each document of the run's data."""
-    files, ids = _completed({TOKENIZER: _read(path)}, NO_IDS, eos)
+    """Return the files for a single tokenizer.json of any name.
+
+    eos: id that ends each document of the run's data.
+    """
+    files, ids = _complete({TOKENIZER: _read(path)}, NO_IDS, eos)
     return TokenizerFiles(str(path), files, ids)
 
 
 def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
-    """UTF-8 bytes as ids 0 to 255, and three special tokens behind them."""
+    """Return the byte tokenizer: UTF-8 bytes as ids 0 to 255, then three special tokens."""
     numbers = {"bos": bos, "eos": eos, "pad": pad}
     added = [
         {"id": number, "content": BYTE_SPECIALS[name], "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for name, number in sorted(numbers.items(), key=lambda item: item[1])
     ]
-    characters = _characters_of_bytes()
+    characters = _byte_characters()
     byte_level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -117,10 +127,11 @@ def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
         "merges": [],
     }
     content = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "normalizer": None, "pre_tokenizer": byte_level,
-        "post_processor": None, "decoder": byte_level, "model": model,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
+        "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
+        "decoder": byte_level, "model": model,
     }  # fmt: skip
-    files, ids = _completed(
+    files, ids = _complete(
         {TOKENIZER: _json(content)},
         {f"{name}_token_id": number for name, number in numbers.items()},
         eos,
@@ -129,24 +140,31 @@ def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
-    """The special token ids of the config.json in ``folder``, None for each that it lacks."""
-    config = _object(_read(folder / "config.json")) if (folder / "config.json").is_file() else {}
+    """Return the special token ids in the folder's config.json, None for each that is missing."""
+    config = (
+        _parse_object(_read(folder / "config.json")) if (folder / "config.json").is_file() else {}
+    )
     return {key: config.get(key) for key in TOKEN_IDS}
 
 
-def _completed(
+def _complete(
     files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """With a tokenizer_config.json that names the special tokens, and with ``eos`` unless it is one of the end tokens already.
+    """Add a tokenizer_config.json with the special tokens, if missing, and ``eos`` to the ids.
 
-    What ended the documents goes before a config.json that says otherwise: transformers writes 1 and 2 for some families when nobody
-    gives ids, whatever the tokenizer.
+    The token that ended the documents takes precedence over config.json: without ids transformers
+    writes 1 and 2 for some families, whatever the tokenizer. If ``eos`` is an end token already,
+    the ids stay.
     """
-    ids = {**ids, "eos_token_id": ids["eos_token_id"] if _names(ids["eos_token_id"], eos) else eos}
+    ids = {
+        **ids,
+        "eos_token_id": ids["eos_token_id"] if _includes(ids["eos_token_id"], eos) else eos,
+    }
     if TOKENIZER_CONFIG in files:
         return dict(files), ids
     names = {number: token for token, number in _added_tokens(files[TOKENIZER]).items()}
-    # Only a class that takes a tokenizer.json as it stands: the one of an architecture would build its own pre-tokenizer around it.
+    # Name a class that loads tokenizer.json as it is. An architecture's class would replace its
+    # pre-tokenizer.
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -158,8 +176,8 @@ def _completed(
     return {**files, TOKENIZER_CONFIG: _json(config)}, ids
 
 
-def _names(ids: object, wanted: object) -> bool:
-    """Whether ``wanted``, one id or several or None, is among ``ids``."""
+def _includes(ids: object, wanted: object) -> bool:
+    """Return whether ``ids`` include ``wanted``, which may be one id, several or None."""
     known = ids if isinstance(ids, list) else [ids]
     return (
         wanted is None
@@ -168,30 +186,28 @@ def _names(ids: object, wanted: object) -> bool:
     )
 
 
-def _end_in(files: Mapping[str, bytes], otherwise: int | None) -> int | None:
-    """The id of the end token that tokenizer_config.json names."""
-    named = _object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
+def _named_eos(files: Mapping[str, bytes], default: int | None) -> int | None:
+    """Return the id of the end token that tokenizer_config.json names, or ``default``."""
+    named = _parse_object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     return (
-        _added_tokens(files[TOKENIZER]).get(named, otherwise)
-        if isinstance(named, str)
-        else otherwise
+        _added_tokens(files[TOKENIZER]).get(named, default) if isinstance(named, str) else default
     )
 
 
 def _added_tokens(tokenizer: bytes) -> dict[str, int]:
-    """Ids of all tokens of a tokenizer.json by name, as far as they stand in it plainly."""
-    content = _object(tokenizer)
+    """Return the ids of the tokens listed in a tokenizer.json, by token."""
+    content = _parse_object(tokenizer)
     vocabulary = (
         content.get("model", {}).get("vocab") if isinstance(content.get("model"), dict) else None
     )
-    found = (
+    ids = (
         {str(token): number for token, number in vocabulary.items()}
         if isinstance(vocabulary, dict)
         else {}
     )
     if isinstance(vocabulary, list):  # Unigram: tokens with their scores
-        found = {
+        ids = {
             str(entry[0]): number
             for number, entry in enumerate(vocabulary)
             if isinstance(entry, list) and entry
@@ -199,23 +215,26 @@ def _added_tokens(tokenizer: bytes) -> dict[str, int]:
     added = content.get("added_tokens")
     for entry in added if isinstance(added, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):
-            found[str(entry.get("content"))] = entry["id"]
-    return found
+            ids[str(entry.get("content"))] = entry["id"]
+    return ids
 
 
-def _characters_of_bytes() -> list[str]:
-    """The character by which byte-level tokenizers write each byte: itself where it is printable, else the next one from 256 on."""
+def _byte_characters() -> list[str]:
+    """Return the character for each byte in byte-level tokenizers.
+
+    Printable bytes stand for themselves, the others for characters from 256 on.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def _parse_object(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        value = json.loads(content)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _read(path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""Does this decoder compute what transformers computes from the same weights?"""
+"""Compare the decoder's logits with those of transformers for the same weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from mtrain_cli.model.rope import rope_factor
 
 @dataclass(frozen=True)
 class LogitAgreement:
-    """How far two sets of logits over the same ``tokens`` positions are apart."""
+    """How far two sets of logits over the same positions are apart.
+
+    tokens: positions compared.
+    largest_difference: largest absolute difference.
+    largest_logit: largest absolute logit of the reference.
+    mean_kl: mean over tokens of KL(reference || ours), in nats.
+    """
 
     tokens: int
     largest_difference: float
@@ -29,12 +35,15 @@ class LogitAgreement:
 
 
 def require_transformers() -> str:
-    """The version of transformers. Raises ConfigError that says how to get it when it is missing."""
+    """Return the version of transformers.
+
+    Raises ConfigError, which says how to install it, if it is missing.
+    """
     try:
         import transformers
     except ModuleNotFoundError:
         raise ConfigError(
-            f"transformers is not installed, and verify compares with it; {install_command('hf')}"
+            f"transformers is not installed, but verify needs it; {install_command('hf')}"
         ) from None
     return transformers.__version__
 
@@ -42,10 +51,15 @@ def require_transformers() -> str:
 def verify(
     folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0
 ) -> LogitAgreement:
-    """Logits of ``tokens`` random tokens by the decoder and by transformers, in float32 on the CPU, from one Hugging Face folder.
+    """Compute the logits of random tokens with the decoder and with transformers, and compare them.
 
-    ``report`` is told what begins, since each half takes minutes for many tokens. Raises ConfigError if transformers is missing or the
-    folder cannot be read.
+    Both use float32 on the CPU and the weights of one Hugging Face folder.
+
+    Args:
+        report: called with a line before each half, which takes minutes for many tokens.
+
+    Raises:
+        ConfigError: transformers is missing, or the folder cannot be read.
     """
     require_transformers()
     import transformers
@@ -68,42 +82,44 @@ def verify(
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with torch.inference_mode():
-        what = (
+        work = (
             f"logits of {tokens:,} tokens through {model.num_layers} layers, in float32 on the CPU"
         )
-        report(f"1 of 2: mtrain's {what}")
+        report(f"1 of 2: mtrain's {work}")
         ours_BNV = decoder.logits(tokens_BN, torch.arange(tokens)[None], causal_attend)
         del decoder
-        reference = _opened_by_transformers(folder)
-        report(f"2 of 2: transformers' {what}")
+        reference = _load_with_transformers(folder)
+        report(f"2 of 2: transformers' {work}")
         theirs_BNV = reference(input_ids=tokens_BN, use_cache=False).logits
     return compare(ours_BNV, theirs_BNV)
 
 
-def _opened_by_transformers(folder: Path | str) -> Any:
-    """The model of the folder, as transformers opens it.
+def _load_with_transformers(folder: Path | str) -> Any:
+    """Return the folder's model as transformers loads it.
 
     Raises:
-        ConfigError: transformers refuses the folder. It checks more keys of config.json than the decoder reads.
+        ConfigError: transformers rejects the folder. It checks more keys of config.json than
+            mtrain.
     """
     import transformers
 
     try:
-        # No code of the folder's own, and no pickled weights.
+        # Run no code from the folder, and load no pickled weights.
         safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, **safe
         ).eval()
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
-            f"{folder}: mtrain reads this folder, and transformers {transformers.__version__} refuses it: {said}. Correct the folder's "
-            "config.json, or install the release of transformers that wrote it."
+            f"{folder}: mtrain reads this folder, but transformers {transformers.__version__} "
+            f"rejects it: {reason}. Correct the folder's config.json, or install the release of "
+            "transformers that wrote it."
         ) from error
 
 
 def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
-    """Largest absolute difference, largest absolute logit of theirs, and the mean over tokens of KL(theirs || ours) in nats."""
+    """Compare two sets of logits; theirs is the reference."""
     theirs_log, ours_log = (
         functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV)
     )
@@ -116,7 +132,7 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
 
 
 def causal_attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:  # noqa: ARG001
-    """Causal attention of one whole sequence in its natural order, the same in every layer."""
+    """Causal attention over one whole sequence in natural order, the same in every layer."""
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
     return (
         functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

@@ -1,9 +1,10 @@
-"""Activations that wait in host memory between the forward and the backward pass of their layer.
+"""Keep activations in host memory between the forward and the backward pass of their layer.
 
-Copies run on a stream of their own. A layer's tensors leave while the next layer computes, and come back while the layer behind it is in
-backward: beside those of layers that are told to stay, at most two layers of them are on the device. Only streams wait for each other,
-never the host. Host buffers are pinned blocks, which one tensor after another uses; where sizes depend on data, new ones are made only
-until the largest have been seen. On a CPU the same is done with plain copies.
+Copies run on their own stream. A layer's tensors leave while the next layer computes; they return
+while the layer after it is in backward. Apart from layers that are not offloaded, at most two
+layers of them are on the device. Streams wait for each other; the host never waits. Tensors share
+pinned host blocks. If sizes depend on data, new blocks are allocated only until the largest sizes
+have been seen. On a CPU the copies are plain copies.
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ import torch
 
 from mtrain_cli.parallel.pinned_memory import PinnedMemory
 
-# Bytes of a full block of host memory: 0.3 ms over PCIe 5, beside which one more launch is little.
+# Bytes of a full block of host memory. It takes 0.3 ms over PCIe 5, long compared with a launch.
 FULL_BLOCK = 16 << 20
 
 
 def block_sizes(size: int) -> list[int]:
-    """Bytes of the host blocks for a tensor of so many bytes: full ones, and for the rest one of the next power of two, so that few sizes
-    serve tensors of all sizes.
+    """Return the bytes of the host blocks for a tensor of ``size`` bytes.
+
+    Full blocks, and for the rest one block of the next power of two: few sizes then serve all
+    tensors.
     """
     rest = size % FULL_BLOCK
     return [FULL_BLOCK] * (size // FULL_BLOCK) + ([1 << (rest - 1).bit_length()] if rest else [])
 
 
 class OffloadedTensor:
-    """One tensor between its forward and its backward pass. device, host: where it is, both while it is copied; on the host in blocks, one
-    part after the other. copied: end of the last copy, None on a CPU.
+    """One tensor between its forward and its backward pass.
+
+    device, host: where it is; both while it is copied. On the host it is split over blocks.
+    copied: end of the last copy; None on a CPU.
     """
 
-    # Like `ActivationOffload` no dataclass: FSDP looks for tensors inside the dataclasses among a module's arguments, and these two form
-    # a ring.
+    # Not a dataclass, and neither is `ActivationOffload`: FSDP searches dataclass arguments of a
+    # module for tensors, and these two refer to each other.
     def __init__(self, store: ActivationOffload, layer: int, device: torch.Tensor) -> None:
         self.store = store
         self.layer = layer
@@ -43,7 +48,7 @@ class OffloadedTensor:
         self.copied: torch.cuda.Event | None = None
 
     def get(self) -> torch.Tensor:
-        """The tensor on the device, for work on the current stream. Once: the host blocks then serve others."""
+        """Return the tensor on the device, for the current stream. Once: its blocks are reused."""
         return self.store.get(self)
 
 
@@ -51,38 +56,42 @@ Kept = torch.Tensor | OffloadedTensor
 
 
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
-    """Layers of a decoder whose activations leave the device, the first ones. offloaded: ``train.offload_activations``. The last layer's
-    stay in any case, since its backward pass comes at once.
+    """Return how many of a decoder's first layers offload their activations.
+
+    The last layer never does: its backward pass comes at once.
+
+    offloaded: ``train.offload_activations``.
     """
     return min(layers if offloaded is True else int(offloaded), layers - 1)
 
 
 class ActivationOffload:
-    """Host memory for what the layers of one decoder keep, from one step to the next.
+    """Host memory for what the layers of one decoder keep for backward; reused in every step.
 
-    leaving: layers whose tensors leave; those of the others stay on the device. allocated: bytes of all host blocks. moved: bytes copied
-    so far, out and back.
+    leaving: number of layers whose tensors leave; those of later layers stay on the device.
+    allocated: bytes of all host blocks.
+    moved: bytes copied so far, in both directions.
     """
 
     def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:
-        """layers: of the decoder. offloaded: of how many of them, as `layers_on_host` has it."""
+        """layers: of the decoder. offloaded: see `layers_on_host`."""
         self.leaving = layers_on_host(offloaded, layers)
         self.device = device
         self.allocated = 0
         self.moved = 0
-        self._at = -1  # layer whose tensors are leaving
+        self._at = -1  # the layer whose tensors are leaving
         self._waiting: dict[int, list[OffloadedTensor]] = {}
         self._memory = PinnedMemory(device)
-        self._free: dict[int, list[torch.Tensor]] = {}  # blocks by their size
+        self._free: dict[int, list[torch.Tensor]] = {}  # by size
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def waiting(self) -> int:
-        """Tensors between their forward and their backward pass."""
+        """Number of tensors between their forward and their backward pass."""
         return sum(len(row) for row in self._waiting.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
-        """Begins to copy a tensor out, behind what has been queued so far. Nobody may change it afterwards."""
+        """Start to copy a tensor out, behind the work queued so far. Do not write to it then."""
         if layer != self._at:
             self._begin(layer)
         kept = OffloadedTensor(self, layer, tensor.detach())
@@ -91,8 +100,8 @@ class ActivationOffload:
             return kept
         kept.device = tensor.detach().contiguous()
         kept.host = [self._block(size) for size in block_sizes(tensor.nbytes)]
-        with self._aside():
-            for part, block in _parts(kept.device, kept.host):
+        with self._copy_stream():
+            for part, block in _split_over_blocks(kept.device, kept.host):
                 block.copy_(part, non_blocking=True)
             kept.copied = self._event()
         self.moved += tensor.nbytes
@@ -101,13 +110,13 @@ class ActivationOffload:
         return kept
 
     def _begin(self, layer: int) -> None:
-        """The first tensor of a layer: what the layer before the last one left behind on the device is free, once it has been copied."""
+        """Start a layer. Free the device tensors of the layer before the last, once copied."""
         self._at = layer
         if layer == 0:
-            # Of a forward pass that had no backward pass.
+            # Drop what is left of a forward pass that had no backward pass.
             for kept in [kept for row in self._waiting.values() for kept in row]:
                 self._wait(kept)
-                self._release(kept)
+                self._release_blocks(kept)
             self._waiting.clear()
         if layer - 2 < self.leaving:
             for kept in self._waiting.get(layer - 2, []):
@@ -123,7 +132,7 @@ class ActivationOffload:
         assert kept.device is not None, "what is kept is taken once"
         tensor = kept.device
         self._wait(kept)
-        self._release(kept)
+        self._release_blocks(kept)
         row = self._waiting[kept.layer]
         row.remove(kept)
         if not row:
@@ -131,28 +140,29 @@ class ActivationOffload:
         return tensor
 
     def _fetch(self, layer: int) -> None:
-        """Begins to copy back what of a layer is not on the device."""
+        """Start to copy a layer's tensors back to the device."""
         for kept in self._waiting.get(layer, []):
             if kept.device is not None:
                 continue
             assert kept.host is not None
-            # Of the current stream's memory, which frees it in the order of its own work.
+            # Allocate on the current stream, in whose order the tensor is later freed.
             kept.device = torch.empty(kept.shape, dtype=kept.dtype, device=self.device)
-            with self._aside():
-                for part, block in _parts(kept.device, kept.host):
+            with self._copy_stream():
+                for part, block in _split_over_blocks(kept.device, kept.host):
                     part.copy_(block, non_blocking=True)
                 kept.copied = self._event()
             self.moved += kept.device.nbytes
 
-    def _release(self, kept: OffloadedTensor) -> None:
-        """Its host blocks are used by later copies, which are queued behind those of this one."""
+    def _release_blocks(self, kept: OffloadedTensor) -> None:
+        """Reuse the host blocks: later copies are queued behind this tensor's."""
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
         kept.device = kept.host = None
 
     def _block(self, size: int) -> torch.Tensor:
-        """The smallest free one that is large enough, so that a later tensor that is no larger than an earlier one finds room in what is
-        there.
+        """Return the smallest free block that is large enough, or allocate one.
+
+        A tensor no larger than an earlier one thus always fits in existing blocks.
         """
         large_enough = size
         while large_enough <= FULL_BLOCK:
@@ -162,8 +172,8 @@ class ActivationOffload:
         self.allocated += size
         return self._memory.empty(size)
 
-    def _aside(self) -> AbstractContextManager[object]:
-        """The stream of the copies, behind what the current one has been given so far."""
+    def _copy_stream(self) -> AbstractContextManager[object]:
+        """Switch to the copy stream, behind the work queued on the current stream so far."""
         if self.device.type != "cuda":
             return nullcontext()
         if self._stream is None:
@@ -184,10 +194,10 @@ class ActivationOffload:
             torch.cuda.current_stream().wait_event(kept.copied)
 
 
-def _parts(
+def _split_over_blocks(
     tensor: torch.Tensor, blocks: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The bytes of a contiguous tensor, part by part, each with as much of the block that holds it."""
+    """Yield the bytes of a contiguous tensor, part by part, with the part of the block for each."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:
         part = flat[at : at + block.nbytes]

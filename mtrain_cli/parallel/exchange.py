@@ -1,7 +1,7 @@
-"""Exchanges: how keys and values reach the queries of a context group. Each executes a schedule, with any kernel.
+"""Exchanges: bring keys and values to the queries of a context group, by executing a schedule.
 
-k and v travel packed in one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients are added in float32 (float64
-where the inputs are); gradients also travel in it.
+k and v travel as one packed message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and
+gradients accumulate in float32 (float64 for float64 inputs); gradients also travel in that dtype.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from mtrain_cli.parallel.transport import Buffers, Transport
 Shards = tuple[int, ...]
 Saved = tuple[torch.Tensor, ...]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-WHOLE_SEQUENCE = (-1,)  # in place of key shards: all of them, in sequence order
+WHOLE_SEQUENCE = (-1,)  # stands for all key shards, in sequence order
 
 
 @dataclass(frozen=True)
 class ShardTiles:
-    """What one rank computes under the masks of a batch: the tiles of every pair of query and key shards that its steps name.
+    """The tiles of one rank under a batch's masks, by the (query, key) shards of its steps.
 
-    Made once per batch. `under` narrows all of it by the dynamic index of one layer.
+    Made once per batch. `under` narrows them by the dynamic index of one layer.
     """
 
     tiles: dict[tuple[Shards, Shards], Tiles]
@@ -45,10 +45,14 @@ class ShardTiles:
     def under(self, index: Index | None) -> ShardTiles:
         return ShardTiles(self.tiles, index)
 
-    def of(
+    def for_pair(
         self, queries: Shards, keys: Shards, part: tuple[int, int] = (0, 1), *, columns: bool = True
     ) -> Tiles:
-        """part: (i, n), the i-th of n equal parts of the heads. columns: whether single columns of the index count, too."""
+        """Return the tiles of a pair of shards, narrowed by the index.
+
+        part: (i, n), the i-th of n equal parts of the heads.
+        columns: whether to include the single columns of the index.
+        """
         tiles = self.tiles[queries, keys]
         if self.index is None:
             return tiles
@@ -57,14 +61,14 @@ class ShardTiles:
             index = self.index.part(*part)
             if not columns and isinstance(index, VerticalSlash):
                 index = index.without_columns()
-            self._narrow[key] = tiles.under(index)
+            self._narrow[key] = tiles.with_index(index)
         return self._narrow[key]
 
 
 class Exchange(ABC):
-    """One way of moving keys and values, bound to a layout and a context group.
+    """One way of moving keys and values, bound to a layout, a context group and a schedule.
 
-    part: (i, n), which part of the heads of the model its ranks work on, where others hold the rest.
+    part: (i, n), the part of the model's heads that its ranks compute; (0, 1) is all heads.
     """
 
     def __init__(
@@ -90,37 +94,43 @@ class Exchange(ABC):
     def name(self) -> str:
         return self.schedule.exchange
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Has the times of all later passes recorded, until it is called with None."""
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """Record the times of all later passes; None stops recording."""
         self.recorder = recorder
 
     @property
     def foreign_queries(self) -> bool:
-        """Whether this rank computes attention of other ranks' queries, too."""
+        """Whether this rank also computes attention for other ranks' queries."""
         return False
 
     @property
     def gathers_columns(self) -> bool:
-        """Whether single columns of an index are gathered once, and computed apart from the steps."""
+        """Whether single columns of an index are gathered once and computed outside the steps."""
         return False
 
     @abstractmethod
-    def named_tiles(
+    def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> set[tuple[Shards, Shards]]:
-        """Which tiles `forward`, and unless it is ``forward_only`` `backward`, ask for."""
+        """Return the (query, key) shards of all tiles that `forward` and `backward` ask for.
+
+        forward_only: leave out those of `backward`.
+        """
 
     @property
-    def queries(self) -> int:
-        """How many queries of a sequence this rank computes for, where it shares heads those of all ranks that it shares them with."""
+    def num_queries(self) -> int:
+        """Number of queries per sequence that this rank computes for.
+
+        If ranks share heads, this counts the queries of all of them.
+        """
         return self.layout.tokens_per_worker
 
     @property
-    def rebuilds_alone(self) -> bool:
-        """Whether `again` needs no other rank where nothing is computed again."""
+    def recompute_is_local(self) -> bool:
+        """Whether `recompute` with ``early=0`` sends no messages."""
         return True
 
-    def work(
+    def make_tiles(
         self,
         masks: Sequence[SequenceMask],
         device: torch.device | str,
@@ -128,14 +138,20 @@ class Exchange(ABC):
         *,
         early: int | None = None,
     ) -> ShardTiles:
-        """masks: one per sequence of the batch. block: of the dynamic index that will narrow it, if any. early: only what a forward pass
-        of the first so many queries of this rank asks for.
+        """Make the tiles of this rank for one batch.
+
+        Args:
+            masks: one per sequence of the batch.
+            block: block size of the dynamic index that will narrow the tiles; None if dense.
+            early: make only the tiles of a forward pass over this rank's first ``early`` queries.
 
         Raises:
             ValueError: a shard does not consist of whole blocks of the index.
         """
-        named = sorted(self.named_tiles(indexed=block is not None, forward_only=early is not None))
-        positions = {shards: self._positions(shards) for pair in named for shards in pair}
+        needed = sorted(
+            self.needed_tiles(indexed=block is not None, forward_only=early is not None)
+        )
+        positions = {shards: self._positions(shards) for pair in needed for shards in pair}
         everything = self._positions(WHOLE_SEQUENCE)
         geometry = (
             None
@@ -143,7 +159,7 @@ class Exchange(ABC):
             else BlockGeometry.make(masks, everything, everything, block, device)
         )
         tiles = {}
-        for queries, keys in named:
+        for queries, keys in needed:
             rows = positions[queries][:early]
             spans = [mask.spans(rows, positions[keys]) for mask in masks]
             between = (
@@ -154,27 +170,30 @@ class Exchange(ABC):
             tiles[queries, keys] = Tiles.make(spans, device, between)
         return ShardTiles(tiles)
 
-    def pairs(self, work: ShardTiles) -> float:
-        """Query-key pairs that the masks leave this rank, per head and layer; a pair for a part of the heads counts as that part."""
+    def pairs(self, shard_tiles: ShardTiles) -> float:
+        """Count the query-key pairs that the masks leave this rank, per head and layer.
+
+        A pair in 1/n of the heads counts as 1/n.
+        """
         return sum(
-            work.tiles[self._tile(step)].pairs / self._part(step)[1]
+            shard_tiles.tiles[self._tile(step)].pairs / self._part(step)[1]
             for step in self.forward_steps
             if step.keys
         )
 
     @abstractmethod
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
-        """Under which name `ShardTiles` has what a step computes."""
+        """Return the key of `ShardTiles.tiles` for a step."""
 
     def _positions(self, shards: Shards):
-        """Global positions of the slots of a shard, ascending."""
+        """Return the global positions of a shard's slots, ascending."""
         if shards == WHOLE_SEQUENCE:
             return np.arange(self.layout.padded_seq, dtype=np.int64)
         (shard,) = shards
         return self.layout.positions(shard)
 
     def _part(self, step: ScheduleStep) -> tuple[int, int]:
-        """The part of a step's heads among all heads of the model."""
+        """Return the part of the model's heads that a step computes, as (i, n)."""
         return self.part[0] * step.part[1] + step.part[0], self.part[1] * step.part[1]
 
     @abstractmethod
@@ -183,74 +202,91 @@ class Exchange(ABC):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        work: ShardTiles,
+        shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
-        what: str = "",
+        label: str = "",
     ) -> tuple[torch.Tensor, torch.Tensor, Saved]:
-        """-> out like q, lse, and what this rank saves for `backward`. what: for messages, such as ``layer 3``."""
+        """Compute attention of this rank's queries over the whole sequence.
+
+        Args:
+            q: [batch, tokens, heads, head_dim].
+            k, v: [batch, tokens, kv_heads, head_dim].
+            label: for messages, such as ``layer 3``.
+
+        Returns:
+            out like q; lse [batch, heads, tokens]; the tensors that `backward` needs.
+        """
 
     @abstractmethod
     def backward(
         self,
         dout: torch.Tensor,
         saved: Saved,
-        work: ShardTiles,
+        shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
-        what: str = "",
+        label: str = "",
     ) -> Triple:
-        """-> dq, dk, dv of this rank's own queries, keys and values."""
+        """Return dq, dk, dv of this rank's own queries, keys and values."""
 
-    def kept(self, saved: Saved, early: int) -> Saved:
-        """What of ``saved`` stays for `again`, which computes the first ``early`` queries once more: output and lse of the later ones.
+    def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
+        """Return the part of ``saved`` to keep for `recompute` of the first ``early`` queries.
 
-        Of all queries, also the keys and values that came from other ranks: with grouped heads they are fewer bytes than what comes from
-        here, and fetching them again would stop the backward pass.
+        That is out and lse of the later queries. If ``early`` is 0, also keep the KV that came from
+        other ranks: with grouped heads it takes fewer bytes than this rank's own activations, and
+        fetching it again would stall the backward pass.
         """
         _, keys, out, lse, *columns = saved
         if early:
-            # Copies, or the whole would stay.
+            # Clone: a view would keep the whole tensor alive.
             return out[:, early:].clone(), lse[..., early:].clone()
-        return (out, lse) if self._keys_are_own else (out, lse, keys, *columns)
+        return (out, lse) if self._saves_own_keys else (out, lse, keys, *columns)
 
-    def again(
+    def recompute(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         kept: Saved,
         early: int,
-        work: ShardTiles,
+        shard_tiles: ShardTiles,
         kernel: Kernel,
         scale: float,
-        what: str = "",
+        label: str = "",
     ) -> tuple[torch.Tensor, Saved]:
-        """A forward pass once more, by what stayed of it (`kept`) -> out and what `backward` takes, as `forward` gave it.
+        """Run forward again, from what `kept_for_recompute` kept.
 
-        work: of the early queries (`work`). Only these are computed; where there are any, keys travel as they did before, on all ranks.
+        Computes the first ``early`` queries only. If there are any, KV travels again as in forward,
+        on all ranks.
+
+        Args:
+            shard_tiles: of the early queries (`make_tiles`).
+
+        Returns:
+            out, and the tensors that `backward` needs, as `forward` returned them.
         """
         if not early:
-            out, lse, *travelled = kept
-            keys, *columns = travelled or [torch.stack([k, v])]
+            out, lse, *foreign = kept
+            keys, *columns = foreign or [torch.stack([k, v])]
             return out, (q, keys, out, lse, *columns)
         late, late_lse = kept
         first, first_lse, saved = self.forward(
-            q[:, :early].contiguous(), k, v, work, kernel, scale, what
+            q[:, :early].contiguous(), k, v, shard_tiles, kernel, scale, label
         )
         out, lse = torch.cat([first, late], 1), torch.cat([first_lse, late_lse], 2)
         return out, (q, saved[1], out, lse, *saved[4:])
 
     @property
-    def _keys_are_own(self) -> bool:
-        """Whether the keys that `forward` saves are this rank's own."""
+    def _saves_own_keys(self) -> bool:
+        """Whether the KV that `forward` saves is this rank's own."""
         return True
 
     @contextmanager
-    def _mail(self, what: str, direction: str) -> Iterator[Transport]:
-        """The transfers of one pass; all of them are complete at its end."""
+    def _transport(self, label: str, direction: str) -> Iterator[Transport]:
+        """Open the transport of one pass; wait for all its transfers at the end."""
         steps = self.forward_steps if direction == FORWARD else self.backward_steps
-        mail = Transport(self.group, self.name, what, direction, len(steps), self.recorder)
-        yield mail
-        mail.finish()
-        progress_record.note(f"after {mail.what}")
+        transport = Transport(self.group, self.name, label, direction, len(steps), self.recorder)
+        yield transport
+        transport.finish()
+        progress_record.note(f"after {transport.pass_name}")

@@ -9,8 +9,12 @@ from mtrain_cli.parallel.schedule import DKV, DQ, HEADS, KV, QUERIES, Schedule, 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """What a shard consists of. tokens: of a worker, times micro-batch. heads, kv_heads, head_dim: of the model. dtype_bytes: of the
-    compute dtype; gradients travel in 4. needs_out: of the kernel, whether out travels with queries in place of delta.
+    """The sizes that determine a shard's bytes.
+
+    tokens: of a worker, times micro-batch.
+    heads, kv_heads, head_dim: of the model.
+    dtype_bytes: of the compute dtype; gradients travel in 4 bytes.
+    needs_out: whether the kernel needs out in backward; out then travels with queries, not delta.
     """
 
     tokens: int
@@ -21,7 +25,7 @@ class ShardSizes:
     needs_out: bool = False
 
     def shard(self, payload: str, part: tuple[int, int]) -> int:
-        """Bytes of one shard of a payload, for one of ``part[1]`` equal parts of the heads."""
+        """Return the bytes of one shard of a payload, for one of ``part[1]`` parts of the heads."""
         kv_heads, heads = max(1, self.kv_heads // part[1]), self.heads // part[1]
         rows, e = self.tokens * self.head_dim, self.dtype_bytes
         if payload in (KV, DKV):
@@ -36,14 +40,16 @@ class ShardSizes:
 def sent_bytes(
     transfer: Transfer, sizes: ShardSizes, *, first: bool = True, backward: bool = False
 ) -> int:
-    """Bytes that a rank sends; as many arrive. A collective counts as what has to cross at least: its own shard to every peer of a gather,
-    the sum for every other peer of a reduce-scatter.
+    """Return the bytes that a rank sends; it receives the same number.
 
-    first, backward: which of the two trades of heads in which pass.
+    A collective counts as the minimum that must cross: for a gather its own shard to every peer,
+    for a reduce-scatter one sum to every peer.
+
+    first, backward: which of the two head trades of a pass, and in which pass.
     """
     if transfer.payload == HEADS:
         peers = len(transfer.peers)
-        kv_heads = max(sizes.kv_heads, peers)  # repeated where there are too few
+        kv_heads = max(sizes.kv_heads, peers)  # fewer heads than peers are repeated
         forward_heads = sizes.heads + 2 * kv_heads if first else sizes.heads
         heads = (
             (sizes.heads if first else sizes.heads + 2 * kv_heads) if backward else forward_heads
@@ -56,7 +62,7 @@ def sent_bytes(
 
 
 def pass_bytes(schedule: Schedule, rank: int, sizes: ShardSizes, *, backward: bool) -> int:
-    """Bytes that a rank sends in one pass of one layer."""
+    """Return the bytes that a rank sends in one pass of one layer."""
     steps: Steps = (schedule.backward if backward else schedule.forward)[rank]
     total, trades = 0, 0
     for transfer in (t for step in steps for t in step.transfers):

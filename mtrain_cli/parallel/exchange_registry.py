@@ -1,4 +1,4 @@
-"""The exchange of a run, by name."""
+"""Make the exchange of a run by name."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ def make_exchange(
     circulates: str = KV,
     shared_columns: bool = True,
 ) -> Exchange:
-    """The exchange of a run; `exchange_selection.choose_exchange` turns ``auto`` into a name before.
+    """Make the exchange of a run. `exchange_selection.choose_exchange` resolves ``auto`` first.
 
-    chunks, prefetch, circulates: `schedule.ScheduleOptions`. shared_columns: single columns of an index are gathered once, in rings.
+    chunks, prefetch, circulates: see `schedule.ScheduleOptions`.
+    shared_columns: in rings, gather the single columns of an index once.
     """
     options = ScheduleOptions(group.size, group.per_node, chunks, prefetch, circulates, group.heads)
     schedule = make_schedule(name, options)

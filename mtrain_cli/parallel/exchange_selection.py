@@ -1,4 +1,4 @@
-"""Which exchange a run uses, with which numbers, and why: every ``auto`` of the topology that is about moving keys and values."""
+"""Choose the exchange of a run: resolve the ``auto`` settings of how keys and values move."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 
-# What is gathered at once, with its float32 gradient, may take this part of a GPU; beyond it the ring is used, which holds a few shards at
-# a time. From the smaller part on, more and smaller parts of the heads are gathered one after the other, as long as there are heads.
+# Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
+# use a ring, which holds a few shards at a time. Above _PART_SHARE, gather more and smaller parts
+# of the heads one after the other, as far as there are heads.
 _GATHER_SHARE = 0.1
 _PART_SHARE = 0.05
 _ASSUMED_MEMORY = 80 << 30
-# From this size on a gather is cut into parts of the heads, so that most of it runs beside computation.
+# From this size on, gather in parts of the heads, so that most of the gather overlaps computation.
 _CHUNK_BYTES = 64 << 20
 _ACCUMULATION_BYTES = 4
 
 
 @dataclass(frozen=True)
 class ExchangeChoice:
-    """What `exchange.make_exchange` and `mesh.make_context_group` take, and the reason in words."""
+    """The exchange of a run and the reason for it; see `ScheduleOptions` for the numbers.
+
+    channels: those of its schedule; none if the workers only share heads.
+    """
 
     name: str
     reason: str
@@ -32,22 +36,21 @@ class ExchangeChoice:
     circulates: str = KV
     shared_columns: bool = True
     channels: tuple[str, ...] = (CONTEXT,)
-    """Those of its schedule; none where sharing heads is all."""
 
     @property
     def communicators(self) -> int:
-        """How many it makes: one for what all ranks do together, two a channel, and those of sharing heads."""
+        """Number of communicators: one for all ranks, two a channel, and those that share heads."""
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
-        """For `schedule.make_schedule`, over a context group of so many workers."""
+        """Return the options of its schedule over ``workers`` workers."""
         return ScheduleOptions(
             workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads
         )
 
     @property
     def label(self) -> str:
-        """For banners."""
+        """The exchange in a few words, for banners."""
         parts = []
         if self.heads > 1:
             parts.append(f"ulysses over {self.heads}")
@@ -65,11 +68,17 @@ class ExchangeChoice:
 
 @dataclass(frozen=True)
 class ExchangeNeeds:
-    """What a choice depends on.
+    """What the choice of an exchange depends on.
 
-    workers: of the context group. per_node: ranks of it that share a node. tokens: padded sequence times micro-batch. heads, kv_heads,
-    head_dim: of the model. dtype_bytes: of the compute dtype. device_memory: bytes of one device, None if unknown. index: of the dynamic
-    pattern, None if dense; columns: how many single columns a head may have, None without a bound. needs_out: of the kernel.
+    workers: of the context group.
+    per_node: workers of the group that share a node.
+    tokens: padded sequence times micro-batch.
+    heads, kv_heads, head_dim: of the model.
+    dtype_bytes: of the compute dtype.
+    device_memory: bytes of one device; None if unknown.
+    index: of the dynamic pattern; None if dense.
+    columns: the most single columns that a head may have; None if there is no bound.
+    needs_out: whether the kernel needs out in backward.
     """
 
     workers: int
@@ -90,34 +99,40 @@ class ExchangeNeeds:
 
     @property
     def shard(self) -> int:
-        """Tokens of a worker."""
+        """Tokens of a worker, times micro-batch."""
         return self.tokens // self.workers
 
 
-def brief(label: str) -> str:
-    """`ExchangeChoice.label` for a column of a table, whose legend says what is cut: ``all_gather in 2``."""
+def short_label(label: str) -> str:
+    """Shorten `ExchangeChoice.label` for a table: ``all_gather in 2``; the legend explains it."""
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
 def gathered_bytes(
     tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int, chunks: int = 1
 ) -> int:
-    """Bytes that one layer's backward takes at most for gathered keys and values: these, their gradients, and float32 sums of them. chunks:
-    parts of the heads that are gathered one after the other; keys and values of the next one are there while one is computed.
+    """Return the most bytes that gathered KV takes in the backward pass of one layer.
+
+    Counts gathered KV, its gradients and their float32 sums.
+
+    chunks: parts of the heads gathered one after the other. With more than one, the KV of the next
+        part is there while one is computed.
     """
     numbers = tokens * 2 * kv_heads * head_dim
     return numbers // chunks * ((2 if chunks == 1 else 3) * dtype_bytes + _ACCUMULATION_BYTES)
 
 
 def keys_bytes(needs: ExchangeNeeds) -> tuple[int, int]:
-    """Bytes that a worker sends in forward and backward of one layer where keys and values travel, in a ring as in a gather."""
+    """Return the bytes that a worker sends in forward and in backward of a layer if KV moves."""
     numbers = (needs.workers - 1) * needs.shard * 2 * needs.kv_heads * needs.head_dim
     return numbers * needs.dtype_bytes, numbers * (needs.dtype_bytes + _ACCUMULATION_BYTES)
 
 
 def queries_bytes(needs: ExchangeNeeds) -> int:
-    """The same for backward where queries travel: q, dout, lse, delta (or out, for kernels that derive it), and float32 dq
-    (BurstEngine, section 3.1)."""
+    """Return the bytes that a worker sends in backward of a layer if queries circulate.
+
+    q, dout, lse, delta (or out, if the kernel needs it) and float32 dq (BurstEngine, section 3.1).
+    """
     row = needs.heads * needs.head_dim
     travels = (
         2 * row * needs.dtype_bytes
@@ -128,15 +143,19 @@ def queries_bytes(needs: ExchangeNeeds) -> int:
 
 
 def trading_bytes(needs: ExchangeNeeds, heads: int) -> int:
-    """The same for one direction of an all-to-all among so many ranks; key-value heads are repeated where there are too few."""
+    """Return the bytes that a worker sends in one pass to trade heads among ``heads`` workers."""
     width = 2 * needs.heads + 2 * max(needs.kv_heads, heads)
     return needs.shard * needs.head_dim * needs.dtype_bytes * width * (heads - 1) // heads
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
-    """Raises ConfigError if what is configured does not fit the model, the nodes or the pattern."""
+    """Choose the exchange of a run.
+
+    Raises:
+        ConfigError: the settings do not fit the model, the nodes or the pattern.
+    """
     heads = _head_ranks(topology, needs)
-    left = needs.workers // heads
+    groups = needs.workers // heads
     if topology.exchange == "ulysses":
         name, reason = (
             "all_gather",
@@ -144,20 +163,20 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         )
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
-    elif left == 1:
-        name, reason = "all_gather", "the heads are all that is shared"
+    elif groups == 1:
+        name, reason = "all_gather", "the workers share heads only"
         if heads == 1:
-            parts = _chunks(topology, needs, name, left, heads)
+            parts = _chunks(topology, needs, name, groups, heads)
             calls = f"; one kernel call for each of {parts} parts of the heads" if parts > 1 else ""
             reason = f"one worker holds the whole sequence, nothing moves{calls}"
     else:
-        name, reason = _fastest(topology, needs, left, heads)
+        name, reason = _fastest(topology, needs, groups, heads)
     choice = ExchangeChoice(
         name,
         reason,
         min(needs.per_node, needs.workers),
         heads=heads,
-        chunks=_chunks(topology, needs, name, left, heads),
+        chunks=_chunks(topology, needs, name, groups, heads),
         prefetch=topology.prefetch if name in ("ring", "hierarchical_ring") else 1,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
@@ -166,7 +185,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
 
 
 def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
-    """Ranks that trade tokens for heads."""
+    """Return the number of workers that trade tokens for heads; 1 if none do."""
     key = "topology.exchange=ulysses"
     heads = needs.workers if topology.exchange == "ulysses" else 1
     if topology.ulysses != "auto":
@@ -174,15 +193,16 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         key = f"topology.ulysses={topology.ulysses}"
         if topology.exchange == "ulysses" and topology.ulysses != needs.workers:
             raise ConfigError(
-                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers of a sequence; give it another exchange, "
-                "which then moves keys between the groups that share heads"
+                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers "
+                "of a sequence. Choose another exchange to move keys between the head groups"
             )
         heads = topology.ulysses
     fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]
     if heads not in fits:
         raise ConfigError(
-            f"{key}: cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among {heads} workers of "
-            f"{needs.workers} in nodes of {needs.per_node}; allowed for topology.ulysses: {', '.join(map(str, fits))}"
+            f"{key}: cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads "
+            f"among {heads} workers of {needs.workers} in nodes of {needs.per_node}; allowed for "
+            f"topology.ulysses: {', '.join(map(str, fits))}"
         )
     return heads
 
@@ -196,32 +216,33 @@ def _heads_fit(u: int, needs: ExchangeNeeds) -> bool:
 
 
 def _fastest(
-    topology: TopologyConfig, needs: ExchangeNeeds, left: int, heads: int
+    topology: TopologyConfig, needs: ExchangeNeeds, groups: int, heads: int
 ) -> tuple[str, str]:
     given = topology.chunks if isinstance(topology.chunks, int) else None
     chunks = given or _fewest_chunks(needs, heads)
-    size = _gathered(needs, heads, chunks)
+    size = _gathered_bytes(needs, heads, chunks)
     memory = needs.device_memory or _ASSUMED_MEMORY
     groups_per_node = max(1, needs.per_node // heads)
-    across = left > groups_per_node > 1
+    across = groups > groups_per_node > 1
     prefix = "hierarchical_" if across else ""
     nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
     calls = "one collective and one kernel call a layer"
     if chunks > 1:
         calls = f"one collective and one kernel call for each of {chunks} parts of the heads"
-    # Parts that were asked for are parts of what is gathered.
+    # If the user sets the number of parts, use all_gather in these parts.
     if size <= _GATHER_SHARE * memory or (given or 1) > 1:
         return (
             prefix + "all_gather",
-            f"{calls}; gathered KV and dKV take {_readable(size)} at once{nodes}",
+            f"{calls}; gathered KV and dKV take {_format_bytes(size)} at once{nodes}",
         )
     return (
         prefix + "ring",
-        f"gathered KV and dKV would take {_readable(size)} at once, over {_GATHER_SHARE:.0%} of {memory / 2**30:.0f} GiB{nodes}",
+        f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} "
+        f"of {memory / 2**30:.0f} GiB{nodes}",
     )
 
 
-def _gathered(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
+def _gathered_bytes(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
     return (
         gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes, chunks)
         // heads
@@ -229,49 +250,61 @@ def _gathered(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
 
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
-    """Into how many parts of the heads a gather is cut: two where it is large, more where memory asks for them. More parts are more kernel
-    calls, each of less work, and what they hide beyond two is little."""
+    """Return the number of parts of the heads to gather one after the other.
+
+    Two if the gather is large; more if memory requires it. More parts mean more and smaller kernel
+    calls, and beyond two they hide little more communication.
+    """
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
-    ways = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-    first = 2 if large and 2 in ways else 1
+    divisors = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    first = 2 if large and 2 in divisors else 1
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
-    return next((n for n in ways if n >= first and _gathered(needs, heads, n) <= most), ways[-1])
+    return next(
+        (n for n in divisors if n >= first and _gathered_bytes(needs, heads, n) <= most),
+        divisors[-1],
+    )
 
 
 def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """The same where nothing is gathered: what the gradients of all queries take in float32 while a kernel adds them up is cut."""
+    """Return the number of parts of the heads to compute one after the other on one worker.
+
+    They bound the float32 gradient of all queries, which a kernel accumulates part by part.
+    """
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
-    ways = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
-    return next((n for n in ways if size // n <= most), ways[-1])
+    divisors = [n for n in range(1, needs.kv_heads + 1) if needs.kv_heads % n == 0]
+    return next((n for n in divisors if size // n <= most), divisors[-1])
 
 
 def _chunks(
-    topology: TopologyConfig, needs: ExchangeNeeds, name: str, left: int, heads: int
+    topology: TopologyConfig, needs: ExchangeNeeds, name: str, groups: int, heads: int
 ) -> int:
     kv_heads = max(1, needs.kv_heads // heads)
     gathers = name in ("all_gather", "hierarchical_all_gather")
     if topology.chunks == "auto":
-        if not gathers or (left == 1 and heads > 1):
+        if not gathers or (groups == 1 and heads > 1):
             return 1
-        return _fewest_chunks(needs, heads) if left > 1 else _fewest_parts(needs)
+        return _fewest_chunks(needs, heads) if groups > 1 else _fewest_parts(needs)
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, not {_asked(topology, name)}"
+            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, "
+            f"not {_user_exchange(topology, name)}"
         )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads of a worker; allowed: {allowed}"
+            f"topology.chunks={topology.chunks}: does not divide the {kv_heads} key-value heads "
+            f"of a worker; allowed: {allowed}"
         )
     return topology.chunks
 
 
-def _asked(topology: TopologyConfig, name: str) -> str:
-    """The exchange under the name that the user gave. name: what it comes down to, such as all_gather for ulysses."""
-    return f"topology.exchange={topology.exchange}{f', which takes {name} here' if topology.exchange == 'auto' else ''}"
+def _user_exchange(topology: TopologyConfig, name: str) -> str:
+    """Return the exchange as the user set it, and what ``auto`` resolves to."""
+    resolved = f", which takes {name} here" if topology.exchange == "auto" else ""
+    return f"topology.exchange={topology.exchange}{resolved}"
 
 
 def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> str:
@@ -279,11 +312,12 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
         raise ConfigError(
-            f"topology.circulates=queries: is for ring and hierarchical_ring, not {_asked(topology, name)}"
+            "topology.circulates=queries: is for ring and hierarchical_ring, not "
+            f"{_user_exchange(topology, name)}"
         )
     if topology.circulates != "auto":
         return topology.circulates
-    # Listed blocks of all queries would have to be gathered from the workers that chose them.
+    # With a block bitmap, queries from other workers would need those workers' rows of the bitmap.
     return (
         QUERIES
         if rings
@@ -297,11 +331,12 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
 def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:
     if topology.columns != "auto":
         return topology.columns == "once"
-    # An all-reduce sends each number about twice. Steps need nothing more than the keys, which travel anyway.
+    # An all-reduce sends each number about twice. Computing columns in the steps sends nothing
+    # extra: the keys travel anyway.
     if needs.columns is None:
         return False
     return 2 * needs.heads * needs.columns < (needs.workers - 1) * needs.shard * needs.kv_heads
 
 
-def _readable(size: int) -> str:
+def _format_bytes(size: int) -> str:
     return f"{size / 2**30:.1f} GiB" if size >= 1 << 30 else f"{size / 2**20:.1f} MiB"

@@ -1,12 +1,14 @@
-"""FSDP2 over the data and context ranks: what a worker holds whole, what it holds a shard of, and when either is sent.
+"""FSDP2 over data and context ranks: what a worker holds whole, what it shards, and what it sends.
 
-    shard=        weights between forward and backward   gradients between micro-batches   sent in a step of n micro-batches
-    full          shards (ZeRO-3)                        float32 shards                    n x (weights twice + gradients)
-    gradients     whole, for the step (ZeRO-2)           float32 shards                    weights once + n x gradients
-    optimizer     whole, for the step (ZeRO-1)           whole, float32                    weights once + gradients once
+    shard=      weights from forward   gradients between   sent in a step of
+                to backward            micro-batches       n micro-batches
+    full        shards (ZeRO-3)        float32 shards      n x (weights twice + gradients)
+    gradients   whole (ZeRO-2)         float32 shards      weights once + n x gradients
+    optimizer   whole (ZeRO-1)         whole, float32      weights once + gradients once
 
-Weights outside the layers are gathered once a micro-batch under ``full``, too: FSDP2 keeps the root whole from forward to backward.
-Optimizer states and the float32 weights are shards in all three, so that checkpoints are the same.
+Under ``full``, too, weights outside the layers are gathered once a micro-batch: FSDP2 keeps the
+root module whole from forward to backward. Optimizer states and float32 weights are always sharded,
+so all three modes write the same checkpoints.
 """
 
 from __future__ import annotations
@@ -27,30 +29,38 @@ def shard_parameters(
     shard: str = "full",
     reduce_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Shards a decoder in place, layer by layer. Parameters keep their dtype; they are gathered and used in compute_dtype.
+    """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
-    Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of the whole step. They travel and are
-    added up over workers in reduce_dtype; what a worker adds up over micro-batches stays in the parameters' dtype, except under
-    ``optimizer``, where it is reduce_dtype (or the compute dtype if that is the same).
+    Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of
+    the whole step. Over micro-batches a worker accumulates them in the parameters' dtype; under
+    ``optimizer`` in reduce_dtype (in compute_dtype if the two are equal).
+
+    Args:
+        compute_dtype: gathered weights have this dtype.
+        shard: ``full``, ``gradients`` or ``optimizer``.
+        reduce_dtype: gradients are sent and summed over workers in this dtype.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=reduce_dtype,
         cast_forward_inputs=False,
     )
-    # None: layers are given back after forward, the root is not.
+    # None is FSDP2's default: free the layers' weights after forward, keep the root's.
     reshard = None if shard == "full" else False
     for module in _units(decoder):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for module in _units(decoder):
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
-        # NCCL would scale inside its reduction; a plain sum is what is wanted, and all that gloo has.
+        # Without this, NCCL would scale inside its reduction. gloo can only sum.
         module.set_force_sum_reduction_for_comms(True)
 
 
 def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
-    """Says what happens to weights and gradients at the end of the next backward pass. last: of the optimizer step."""
+    """Set what the next backward pass does with weights and gradients at its end.
+
+    last: whether it is the last micro-batch of the optimizer step.
+    """
     if shard == "full" or not isinstance(decoder, FSDPModule):
         return
     decoder.set_reshard_after_backward(last)
@@ -59,20 +69,20 @@ def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
 
 
 def reshard(decoder: nn.Module) -> None:
-    """Gives back all that is whole: what is gathered next has the shards as they are then."""
+    """Free all whole weights. The next gather reads the shards as they are then."""
     for module in _units(decoder):
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _units(decoder: nn.Module) -> list[nn.Module]:
-    """What is gathered and reduced together: each layer, and last the rest."""
+    """Return the modules that FSDP2 gathers and reduces as one: each layer, then the root."""
     return [*decoder.layers, decoder]  # type: ignore[misc]
 
 
 def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each layer, and last those of the rest, in the order in which FSDP2 packs their gradients."""
-    layers = [list(layer.parameters()) for layer in decoder.layers]  # type: ignore[union-attr, arg-type]
+    """Return the parameters of each layer, then those of the root, in FSDP2's packing order."""
+    layers = [list(layer.parameters()) for layer in decoder.layers]  # type: ignore
     inside = {id(parameter) for layer in layers for parameter in layer}
     return [
         *layers,
@@ -81,11 +91,12 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:
-    """Has ``hook(unit, packed)`` called with each unit's reduced gradients in the dtype of the reduction, once for every reduction; the
-    parameters themselves get none.
+    """Call ``hook(unit, packed)`` with every unit's reduced gradients, after every reduction.
 
-    packed: 1-dim, this worker's shards one after the other (`unit_parameters`), each filled up with zeros to the size of rank 0's. It is
-    allocated and written on streams of FSDP2; the hook runs on that which writes it.
+    The parameters themselves get no gradient. ``packed`` is 1-D, in the dtype of the reduction:
+    this worker's shards one after the other (`unit_parameters`), each padded with zeros to the size
+    of rank 0's. FSDP2 allocates and writes it on its own streams; the hook runs on the stream that
+    writes it.
     """
     for number, module in enumerate(_units(decoder)):
         assert isinstance(module, FSDPModule)
@@ -95,7 +106,7 @@ def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]
 
         module.set_all_reduce_hook(call)
     for parameter in decoder.parameters():
-        # FSDP2 would store a rounded copy.
+        # FSDP2 would store a rounded copy of the gradient here.
         parameter.register_post_accumulate_grad_hook(_drop)
 
 

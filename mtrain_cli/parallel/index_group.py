@@ -1,4 +1,4 @@
-"""The collectives by which the workers of a context group estimate one index together."""
+"""The collectives with which the workers of a context group estimate one index together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, SingleWorke
 
 @dataclass
 class DistributedIndexGroup:
-    """rank, size: place in the process group, and its workers. ranks: of all its workers."""
+    """The process group of an estimate.
+
+    rank, size: place in the process group, and its number of workers.
+    ranks: global ranks of its workers.
+    """
 
     rank: int
     size: int
@@ -31,27 +35,27 @@ class DistributedIndexGroup:
     _recorder: Recorder | None = None
     _messages: int = 0
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Has the messages of the estimate to come recorded, or those of none."""
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        """Record the messages of the next estimate; None records nothing."""
         self._recorder, self._messages = recorder, 0
 
-    def sum(self, mine: torch.Tensor) -> torch.Tensor:
-        with self._waiting(mine.nbytes):
-            dist.all_reduce(mine, group=self.process_group)
-        return mine
+    def sum(self, own: torch.Tensor) -> torch.Tensor:
+        with self._recorded_wait(own.nbytes):
+            dist.all_reduce(own, group=self.process_group)
+        return own
 
-    def max(self, mine: torch.Tensor) -> torch.Tensor:
-        with self._waiting(mine.nbytes):
-            dist.all_reduce(mine, dist.ReduceOp.MAX, group=self.process_group)
-        return mine
+    def max(self, own: torch.Tensor) -> torch.Tensor:
+        with self._recorded_wait(own.nbytes):
+            dist.all_reduce(own, dist.ReduceOp.MAX, group=self.process_group)
+        return own
 
-    def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        with self._waiting(mine.nbytes * (self.size - 1)):
-            return all_gather(mine.contiguous(), self.size, self.process_group)
+    def gather(self, own: torch.Tensor) -> torch.Tensor:
+        with self._recorded_wait(own.nbytes * (self.size - 1)):
+            return all_gather(own.contiguous(), self.size, self.process_group)
 
     @contextmanager
-    def _waiting(self, nbytes: int) -> Iterator[None]:
-        """Around a message for which the estimate stands still."""
+    def _recorded_wait(self, nbytes: int) -> Iterator[None]:
+        """Record a blocking message of the estimate. nbytes: sent, and received."""
         recorder = self._recorder
         if recorder is None:
             yield
@@ -68,26 +72,29 @@ class DistributedIndexGroup:
 
 
 def make_index_group(group: ContextGroup) -> IndexGroup:
-    """The workers of a context group; its messages pass by those of keys and values."""
+    """Return the group with which a context group's workers estimate an index.
+
+    Its communicator is separate from those of the exchange.
+    """
     if group.size == 1:
         return SingleWorkerGroup()
     assert group.whole is not None
     return DistributedIndexGroup(group.rank, group.size, group.whole, group.ranks)
 
 
-def record_messages(group: IndexGroup, recorder: Recorder | None) -> None:
-    """Has the messages of the estimate to come recorded; one worker alone has none."""
+def record_index_messages(group: IndexGroup, recorder: Recorder | None) -> None:
+    """Record the messages of the next estimate. A single worker sends none."""
     if isinstance(group, DistributedIndexGroup):
-        group.record(recorder)
+        group.set_recorder(recorder)
 
 
-def gathered(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
-    """The rows of all workers, from those that each estimated for its own queries."""
+def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
+    """Gather the rows of all workers; each worker estimated the rows of its own queries."""
     if masked.group.size == 1:
         return index
-    bits = (
-        masked.group.gather(index.bits.to(torch.uint8)).bool().movedim(0, 2).flatten(2, 3)
-    )  # [batch, heads, workers * held, blocks]
+    own_bits = index.bits.to(torch.uint8)
+    # [batch, heads, workers * blocks held, blocks]
+    bits = masked.group.gather(own_bits).bool().movedim(0, 2).flatten(2, 3)
     order = to_device(np.argsort(np.concatenate(masked.shards)), bits.device)
     whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
     if not isinstance(index, GatedBitmap):

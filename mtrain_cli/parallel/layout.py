@@ -1,8 +1,8 @@
 """Layouts: which worker of a context group holds which tokens of a sequence.
 
-A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a worker's slots hold ascending positions,
-which keeps the mask of any (query shard, key shard) pair one interval a row (`mtrain_cli.attention.mask`). Lengths that do not divide are
-padded at the end.
+A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a
+worker's slots hold ascending positions, so the mask of any (query shard, key shard) pair is one
+interval a row (`mtrain_cli.attention.mask`). Lengths that do not divide are padded at the end.
 """
 
 from __future__ import annotations
@@ -19,13 +19,18 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
-_TILE = 128  # queries that kernels take at once
+_TILE = 128  # queries per kernel tile
 
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """workers: size of the context group; seq: tokens of a sequence; block_size: tokens per block of a striped layout. unit: every
-    contiguous piece that a rank holds is a multiple of this long, such as the block of a dynamic index.
+    """A distribution of the tokens of a sequence over workers.
+
+    workers: size of the context group.
+    seq: tokens of a sequence, before padding.
+    block_size: tokens per block of a striped layout.
+    unit: every contiguous piece that a rank holds is a multiple of this many tokens, such as the
+        block of a dynamic index.
     """
 
     workers: int
@@ -37,7 +42,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def _unit(self) -> int:
-        """The padded length is a multiple of this."""
+        """`padded_seq` is a multiple of this."""
 
     @property
     def padded_seq(self) -> int:
@@ -49,16 +54,20 @@ class Layout(ABC):
 
     @abstractmethod
     def positions(self, rank: int) -> NDArray[np.int64]:
-        """Global positions [tokens_per_worker] of the slots of a rank, ascending."""
+        """Return the global positions [tokens_per_worker] of a rank's slots, ascending."""
 
     def to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
-        """[workers, batch, tokens_per_worker, ...] in rank order -> [batch, padded_seq, ...] in sequence order, one copy."""
+        """Turn shards in rank order into the sequence, with one copy.
+
+        shards: [workers, batch, tokens_per_worker, ...].
+        Returns: [batch, padded_seq, ...].
+        """
         from mtrain_cli.parallel.wide_copy import as_wide
 
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_sequence`; a view where the layout allows it."""
+        """The inverse of `to_sequence`; returns a view if the layout allows it."""
         from mtrain_cli.parallel.wide_copy import as_wide
 
         return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
@@ -66,7 +75,7 @@ class Layout(ABC):
         )
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
-        """`to_shards`, into a tensor that there is, of any dtype."""
+        """`to_shards` into an existing tensor of any dtype."""
         from mtrain_cli.parallel.wide_copy import copy
 
         copy(self.to_shards(sequence), shards)
@@ -81,7 +90,7 @@ class Layout(ABC):
 
 
 class Contiguous(Layout):
-    """Rank r holds the r-th part. Under a causal mask the last rank computes most."""
+    """Rank r holds the r-th part. Under a causal mask the last rank computes the most."""
 
     name = "contiguous"
 
@@ -101,7 +110,10 @@ class Contiguous(Layout):
 
 
 class Zigzag(Layout):
-    """Of 2 x workers parts, rank r holds the r-th from the front and the r-th from the back: equal work under a causal mask."""
+    """Rank r holds the r-th part from the front and the r-th from the back, of 2 * workers parts.
+
+    Under a causal mask all ranks compute the same amount.
+    """
 
     name = "zigzag"
 
@@ -133,10 +145,10 @@ class Zigzag(Layout):
 
 
 class Striped(Layout):
-    """Blocks are dealt to the ranks in turn: rank r holds the blocks r, r + workers, r + 2 workers, ...
+    """Deal blocks to the ranks in turn: rank r holds blocks r, r + workers, r + 2 * workers, ...
 
-    Every ring step then sees one residue class of block diagonals on all ranks, which balances dynamic sparse attention too (MTraining,
-    section 4.1).
+    In each ring step all ranks then see the same residue class of block diagonals. This also
+    balances dynamic sparse attention (MTraining, section 4.1).
     """
 
     name = "striped"
@@ -162,14 +174,18 @@ class Striped(Layout):
         copy(self._blocks(sequence), shards.unflatten(2, (-1, self.block_size)))
 
     def _blocks(self, sequence: torch.Tensor) -> torch.Tensor:
-        """-> [workers, batch, blocks, block_size, ...], a view."""
+        """Return a view [workers, batch, blocks, block_size, ...]."""
         blocks = sequence.unflatten(1, (-1, self.workers, self.block_size))
         return blocks.permute(2, 0, 1, *range(3, blocks.ndim))
 
 
 @dataclass(frozen=True)
 class Joined(Layout):
-    """Neighbouring ranks of another layout as one: each holds the tokens of ``together`` of them, in ascending order."""
+    """Neighbouring ranks of another layout as one shard.
+
+    base: the other layout.
+    together: ranks per shard; a shard holds their tokens in ascending order.
+    """
 
     base: Layout | None = None
     together: int = 1
@@ -193,7 +209,7 @@ class Joined(Layout):
 
     @cached_property
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where each position of the sequence stands when shards follow one another, and the inverse."""
+        """Each position's place in the concatenated shards, and the inverse permutation."""
         order = np.concatenate([self.positions(r) for r in range(self.workers)])
         return np.argsort(order), order
 
@@ -202,7 +218,7 @@ class Joined(Layout):
         return {}
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_places` on a device, to which they are copied once."""
+        """Return `_places` on a device; copied there once."""
         from mtrain_cli.attention.device_copy import to_device
 
         if device not in self._moved:
@@ -222,15 +238,16 @@ _LAYOUTS: dict[str, type[Layout]] = {cls.name: cls for cls in (Contiguous, Zigza
 
 
 def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 1) -> Layout:
-    """Raises ValueError if there is no layout of that name."""
+    """Make a layout by name. Raises ValueError if there is none of that name."""
     if name not in _LAYOUTS:
         raise ValueError(f"topology.layout={name}: no such layout; allowed: {', '.join(_LAYOUTS)}")
     return _LAYOUTS[name](workers, seq, block_size, unit)
 
 
 def early_queries(queries: int, keep: float, block: int | None) -> int:
-    """How many of a worker's queries are computed again where the share ``keep`` is kept: whole blocks of an index, or of kernels where
-    that changes the share by little.
+    """Return how many of a worker's queries to compute again if the share ``keep`` is kept.
+
+    Rounds to whole blocks of the index, or to kernel tiles where that changes the share little.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)

@@ -1,4 +1,4 @@
-"""Process groups: who shares a sequence, and who shares parameters."""
+"""Process groups: the workers that share a sequence, and those that share parameters."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ WHOLE: Channel = ("whole", False)
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The workers that share one sequence, as one of them sees it.
+    """The workers that share one sequence, as seen by one of them.
 
-    ranks: global ranks in context order. per_node: how many consecutive ones share a node. channels: a communicator for every channel of
-    the exchange, and for its gradients another, so that messages of the one never queue behind the other; none for a group of one.
-    heads: ranks that trade tokens for heads before keys move. exchange: the group among which keys then move, of which this rank is one;
-    None: this group itself.
+    rank: this worker's rank in the group.
+    ranks: global ranks, in context order.
+    per_node: consecutive ranks that share a node.
+    channels: communicators. Each channel of the exchange has one for data and one for gradients, so
+        that neither queues behind the other. Empty for a group of one.
+    heads: ranks that trade tokens for heads before keys move.
+    exchange: the group among which keys then move, with this rank in it; None if it is this group.
     """
 
     rank: int
@@ -39,11 +42,11 @@ class ContextGroup:
 
     @property
     def whole(self) -> dist.ProcessGroup | None:
-        """For what all ranks do together: dynamic indices and their columns."""
+        """The communicator of all ranks, for dynamic indices and their shared columns."""
         return self.channels.get(WHOLE)
 
     def channel(self, name: str, payload: str) -> dist.ProcessGroup:
-        """The communicator of a transfer."""
+        """Return the communicator of a transfer."""
         return self.channels[name, payload in GRADIENTS]
 
     @staticmethod
@@ -62,40 +65,45 @@ def make_context_group(
     heads: int = 1,
     channels: Sequence[str] = (CONTEXT, INNER, OUTER),
 ) -> ContextGroup:
-    """Consecutive ranks form a context group: ``dp_rank = rank // cp``. Called by all ranks, since groups are made together.
+    """Make the context groups of consecutive ranks: ``dp_rank = rank // cp``.
 
-    timeout: of each message, after which a peer counts as hung; None for torch's own, whatever that of the default group is.
-    per_node: ranks of a node, None for all. heads: ranks that trade tokens for heads. channels: those of the exchange.
+    All ranks must call this: `dist.new_group` is collective over the whole job.
+
+    Args:
+        timeout: of one message; the peer then counts as hung. None for torch's default.
+        per_node: ranks of a node; None if all share one.
+        heads: ranks that trade tokens for heads.
+        channels: of the exchange.
     """
     per_node = min(per_node or cp, cp)
     first = rank // cp * cp
     make = _GroupMaker(rank, world, cp, timeout)
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
-        made = _channels(make, [list(range(cp))], per_node, channels)
+        groups = _channels(make, [list(range(cp))], per_node, channels)
         group = ContextGroup(
-            rank - first, tuple(range(first, first + cp)), per_node, {**whole, **made}
+            rank - first, tuple(range(first, first + cp)), per_node, {**whole, **groups}
         )
     else:
-        # Places in the head groups: place p of every head group exchanges keys with place p of the others.
+        # Rank p of every head group exchanges keys with rank p of the other head groups.
         places = [list(range(p, cp, heads)) for p in range(heads)]
         groups_per_node = max(1, per_node // heads)
-        made = _channels(make, places, min(groups_per_node, cp // heads), channels)
-        mine = (rank - first) % heads
+        groups = _channels(make, places, min(groups_per_node, cp // heads), channels)
+        place = (rank - first) % heads
         if cp > heads:
-            made[WHOLE] = make(places)
+            groups[WHOLE] = make(places)
         exchange = ContextGroup(
             (rank - first) // heads,
-            tuple(first + r for r in places[mine]),
+            tuple(first + r for r in places[place]),
             min(groups_per_node, cp // heads),
-            {k: v for k, v in made.items() if v},
+            {k: v for k, v in groups.items() if v},
         )
-        trading = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
+        head_groups = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
         group = ContextGroup(
             rank - first,
             tuple(range(first, first + cp)),
             per_node,
-            {**whole, **trading},
+            {**whole, **head_groups},
             heads,
             exchange,
         )
@@ -103,14 +111,14 @@ def make_context_group(
         *group.channels.values(),
         *(group.exchange.channels.values() if group.exchange else ()),
     ]:
-        # The first message builds the connections; a collective makes that happen on all ranks at once.
+        # A communicator connects on its first message. A collective connects all ranks at once.
         dist.all_reduce(torch.zeros(1, device=device), group=process_group)
     return group
 
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Makes one communicator for each of some sets of context ranks, in every context group, and gives back this rank's."""
+    """Make a communicator per set of context ranks, in every context group; return this rank's."""
 
     rank: int
     world: int
@@ -118,23 +126,26 @@ class _GroupMaker:
     timeout: timedelta | None
 
     def __call__(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-        mine: dist.ProcessGroup | None = None
+        own_group: dist.ProcessGroup | None = None
         for first in range(0, self.world, self.cp):
             for ranks in sets:
                 members = [first + r for r in ranks]
-                # Every rank takes part in making every group, its own or not.
+                # Every rank must call new_group for every group, in the same order.
                 group = dist.new_group(members, timeout=self.timeout)
                 if self.rank in members:
-                    assert mine is None
-                    mine = group
-        assert mine is not None
-        return mine
+                    assert own_group is None
+                    own_group = group
+        assert own_group is not None
+        return own_group
 
 
 def _channels(
     make: _GroupMaker, sets: Sequence[list[int]], per_node: int, names: Sequence[str]
 ) -> dict[Channel, dist.ProcessGroup]:
-    """Communicators of the named channels among each of the sets, whose nodes hold per_node consecutive members each."""
+    """Make the named channels' communicators within each set of ranks.
+
+    Every per_node consecutive members of a set share a node.
+    """
     size = len(sets[0])
     whole_nodes = [members[n : n + per_node] for members in sets for n in range(0, size, per_node)]
     counterparts = [members[local::per_node] for members in sets for local in range(per_node)]
@@ -152,5 +163,5 @@ def _channels(
 
 
 def make_parameter_mesh(world: int, device: str) -> DeviceMesh:
-    """One flat axis over data and context ranks: parameters, gradients and optimizer states are sharded over all of them."""
+    """Make the flat mesh over all ranks that shards parameters, gradients and optimizer states."""
     return init_device_mesh(device, (world,), mesh_dim_names=("shard",))

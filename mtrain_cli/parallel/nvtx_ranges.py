@@ -1,6 +1,7 @@
-"""NVTX ranges of the domain ``mtrain``, for Nsight Systems and whatever else listens.
+"""NVTX ranges in the domain ``mtrain``, for Nsight Systems and other profilers.
 
-Names are few, so that `nsys stats` sums them up; the step of the exchange is the payload. Without a listener nothing is done.
+Range names are few, so that `nsys stats` aggregates them; the step of the exchange is the payload.
+Without a listening profiler a range costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ COLORS = {
 
 
 class NvtxRanges:
-    """Pushes and pops ranges of a domain; what a range says is made once."""
+    """Push and pop ranges of a domain. The attributes of each kind of range are made once."""
 
     def __init__(self, domain: Any) -> None:
         self._domain = domain
@@ -43,14 +44,14 @@ class NvtxRanges:
 
 
 def name(kind: str, direction: str, link: str) -> str:
-    """Such as ``attention.forward``, ``wait.inner``, ``index``."""
+    """Return a range's name, such as ``attention.forward``, ``wait.inner`` or ``index``."""
     if link:
         return f"{kind}.{link}"
     return f"{kind}.{direction}" if direction and kind != "index" else kind
 
 
 def span(kind: str, direction: str, link: str, step: int) -> AbstractContextManager[None]:
-    """A range around what this thread does inside."""
+    """Mark what this thread does inside as one range."""
     ranges = listener()
     return nullcontext() if ranges is None else ranges.span(name(kind, direction, link), kind, step)
 
@@ -59,17 +60,17 @@ _LISTENER: list[NvtxRanges | None] = []
 
 
 def listener() -> NvtxRanges | None:
-    """None where nobody listens. Asked once: tools attach before the program starts."""
+    """Return None if no profiler listens. Checked once: they attach before the program starts."""
     if not _LISTENER:
-        _LISTENER.append(_found())
+        _LISTENER.append(_make_ranges())
     return _LISTENER[0]
 
 
-def _found() -> NvtxRanges | None:
+def _make_ranges() -> NvtxRanges | None:
     try:
         import nvtx
     except ImportError:
         return None
     domain = nvtx.get_domain(DOMAIN)
-    # Without a tool the library hands out a stand-in.
+    # Without a profiler the nvtx library returns a dummy domain.
     return None if type(domain).__name__ == "DummyDomain" else NvtxRanges(domain)

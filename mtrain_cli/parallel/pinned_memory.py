@@ -1,8 +1,10 @@
-"""Pinned host memory, for what travels to and from a GPU.
+"""Pinned host memory for copies to and from a GPU.
 
-torch pins what `torch.empty(..., pin_memory=True)` returns page by page on one thread: 1.6 to 2.7 GiB/s beside an H200, so two minutes for
-the 300 GiB that a long sequence leaves on the host. Here whole arenas are mapped, in huge pages where the system gives them, written to by
-several threads at once and then registered with CUDA: 20 GiB/s with eight threads (profiles/notes.md). torch also rounds each allocation
+``torch.empty(..., pin_memory=True)`` pins page by page on one thread: 1.6 to 2.7 GiB/s next to an
+H200, so two minutes for the 300 GiB that a long sequence offloads. This module maps whole arenas
+(in huge pages if the system grants them), writes to them from several threads at once, and
+registers
+them with CUDA: 20 GiB/s with eight threads (profiles/notes.md). torch also rounds each allocation
 up to a power of two.
 """
 
@@ -19,39 +21,39 @@ from math import prod
 import numpy as np
 import torch
 
-ARENA = 256 << 20  # bytes that are pinned at once, for small requests
-_ALONE = 32 << 20  # requests from here on have a mapping of their own
+ARENA = 256 << 20  # bytes to pin at once, for small requests
+_ALONE = 32 << 20  # requests from this size on get a mapping of their own
 _HUGE = 2 << 20
-_LARGE = (
-    16 << 20
-)  # requests from here on share arenas with one another only, since smaller ones would leave gaps between them
-_ALIGN = 256  # as torch's own allocators align: more than any element or any copy engine asks for
+# Requests from this size on do not share an arena with smaller ones, which would leave gaps.
+_LARGE = 16 << 20
+_ALIGN = 256  # as torch's allocators align: more than any dtype or copy engine needs
 _MOST_THREADS = 16
-_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14, which mmap does not name
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14; mmap has no name for it
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 
 
 class PinnedMemory:
     """Host tensors for copies to and from one device; plain memory for a CPU.
 
-    A mapping is let go when the last tensor in it is gone, and when this object is, which holds the rest of up to two arenas.
+    A mapping is freed with the last tensor in it. This object itself holds the unused rest of up to
+    two arenas.
 
-    mapped: bytes pinned by this object so far, these rests included. registers: False once CUDA has refused, and torch pins instead.
+    mapped: bytes that this object has pinned so far, including these rests.
+    registers: False once CUDA has refused; torch pins from then on.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.mapped = 0
         self.registers = True
-        self._rest: dict[
-            bool, torch.Tensor
-        ] = {}  # of the arenas at hand, for large and for small requests
+        # The unused rest of the current arenas: for large (True) and for small requests (False).
+        self._rest: dict[bool, torch.Tensor] = {}
 
     def empty(self, size: int) -> torch.Tensor:
-        """uint8 tensor of ``size`` bytes, whatever they are.
+        """Return an uninitialised uint8 tensor of ``size`` bytes.
 
         Raises:
-            RuntimeError: neither CUDA nor torch can pin so much.
+            RuntimeError: neither CUDA nor torch can pin that much.
         """
         if self.device.type != "cuda" or size == 0:
             return torch.empty(size, dtype=torch.uint8)
@@ -64,19 +66,20 @@ class PinnedMemory:
         return taken
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Contiguous tensor, as `empty`."""
+        """Return an uninitialised contiguous tensor; see `empty`."""
         return self.empty(prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
     def _mapping(self, size: int) -> torch.Tensor:
         self.mapped += size
         if self.registers:
-            with suppress(OSError):  # no room for it
+            with suppress(OSError):  # the system has no memory left to map
                 mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 if mapping.register(self.device):
                     return torch.frombuffer(mapping, dtype=torch.uint8)
             self.registers = False
             logging.getLogger(__name__).warning(
-                "CUDA does not register host memory here: torch pins it, which takes longer and up to twice the memory"
+                "CUDA cannot register host memory here: torch pins it, which takes longer and "
+                "up to twice the memory"
             )
         return pinned_by_torch(size)
 
@@ -87,10 +90,10 @@ class _Mapping(mmap.mmap):
     _address = 0
 
     def register(self, device: torch.device) -> bool:
-        """Whether CUDA has pinned it; every page is there then."""
+        """Write to every page, then pin the mapping. Returns whether CUDA pinned it."""
         for advice in (_WIPE_ON_FORK, mmap.MADV_HUGEPAGE):
-            with suppress(OSError):  # a kernel that has neither
-                # A child of this process would be given a copy of every pinned page; it finds zeros there instead.
+            with suppress(OSError):  # this Linux kernel does not support the advice
+                # A forked child would get a copy of every pinned page; with this it gets zeros.
                 self.madvise(advice)
         pages = np.frombuffer(self, dtype=np.uint8)
         touch(pages, touching_threads())
@@ -106,15 +109,18 @@ class _Mapping(mmap.mmap):
 
 
 def touching_threads() -> int:
-    """Threads for one GPU's memory: the processor cores of this process, of which each GPU that it sees has its share."""
+    """Return the threads to use for one GPU's memory: the process' cores, shared by its GPUs."""
     return max(
         1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
     )
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Makes the system provide every page of fresh memory, on several threads, each with a stretch of it: that is where pinning spends its
-    time. memory: bytes; the first one of each page becomes 0.
+    """Make the system provide every page of fresh memory; most of the time of pinning goes here.
+
+    Several threads each write to a stretch of it.
+
+    memory: bytes; the first byte of each page becomes 0.
     """
 
     def write(part: np.ndarray) -> None:
@@ -124,28 +130,27 @@ def touch(memory: np.ndarray, threads: int) -> None:
     try:
         with ThreadPoolExecutor(max(1, threads)) as pool:
             list(pool.map(write, [memory[at : at + share] for at in range(0, len(memory), share)]))
-    except RuntimeError:  # no more threads for this process
+    except RuntimeError:  # the process may not start more threads
         write(memory)
 
 
 def register(address: int, size: int, device: torch.device) -> bool:
-    """Pins memory that is there already; False where CUDA refuses."""
+    """Pin existing memory. Returns False if CUDA refuses."""
     if int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0:
         return True
+    # CUDA keeps the error for the next caller, which would be torch's next launch: clear it here.
     with suppress(RuntimeError):
-        torch.zeros(
-            1, device=device
-        )  # CUDA keeps the error for whoever asks next, which is torch behind its next launch
+        torch.zeros(1, device=device)
     return False
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Lets go of memory that `register` has pinned, once no copy of the device can be on its way; of a device that is lost, too."""
+    """Unpin what `register` pinned, once the device has finished its copies, or is lost."""
     with suppress(RuntimeError):
         torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def pinned_by_torch(size: int) -> torch.Tensor:
-    """uint8 tensor; torch rounds its memory up to a power of two."""
+    """Return a pinned uint8 tensor. torch rounds its memory up to a power of two."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)

@@ -1,7 +1,8 @@
-"""Names for what a step spends its time on, in the records of `torch.profiler`: `mtrain profile step` finds its parts by them.
+"""Labels in `torch.profiler` records, by which `mtrain profile step` attributes time to parts.
 
-A kernel's name says little: attention is Triton's, CuTe's and CUDA C++ of our own, the loss multiplies as layers do. What a kernel is for
-says the range in which it was launched. These ranges lie outside of compiled functions, and while no profiler runs they do nothing.
+Kernel names are not enough: attention runs kernels from Triton, CuTe and CUDA C++, and the loss
+uses the same matrix products as the layers. The range in which a kernel is launched tells what it
+is for. Ranges lie outside of compiled functions. They cost nothing unless a profiler runs.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from torch.autograd import profiler
 
 PREFIX = "mtrain."
 ATTENTION, INDEX, LOSS, OPTIMIZER = "attention", "index", "loss", "optimizer"
-STEP, CLOSING = (
-    "step",
-    "closing",
-)  # a whole step, and in it the wait for the device that the measurement itself adds
+# A whole step; and inside it the wait for the device that the measurement itself adds.
+STEP, CLOSING = "step", "closing"
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def labelled(name: str) -> AbstractContextManager[object]:
-    """A range around what this thread launches inside; of several around it the innermost counts."""
-    # Not `_profiler_enabled()`, which says it of this thread alone, and it is not this one that started the profiler in a backward pass.
+def label(name: str) -> AbstractContextManager[object]:
+    """Label what this thread launches inside. With nested labels the innermost one counts."""
+    # `_profiler_enabled()` would be wrong: it only answers for the thread that started the
+    # profiler, and the backward pass runs on another one.
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else _NOTHING

@@ -1,8 +1,9 @@
-"""Times of what a rank does in the attention of its layers: which part of which step, when it began, and how long it took.
+"""Record where a rank's attention spends its time: which part of which step, its start and length.
 
-On a GPU a span is a pair of events on the stream that computes: a wait shows there as the time for which that stream stands still, and the
-end of a message as an event on a stream that waits for nothing else. Nothing is read, and nothing waits, before `Recorder.read`. The same
-places are NVTX ranges of the domain ``mtrain`` whenever a profiler such as Nsight Systems listens.
+On a GPU a span is a pair of events on the compute stream. A wait shows as the time for which that
+stream stands still; the end of a message is an event on a stream that does nothing else. Recording
+never blocks: events are read in `Recorder.read` only. If a profiler such as Nsight Systems listens,
+the same places are NVTX ranges of the domain ``mtrain``.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from mtrain_cli.parallel import nvtx_ranges
 
 Moment = torch.cuda.Event | float
 
-# Kinds of span on the stream that computes, none of which overlap: `arrange` is what else a pass computes, such as copies into sequence
-# order and sums over rows; `gap` is what is left of a step, such as the time of launching kernels.
-INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP = (
-    "index",
-    "wait",
-    "attention",
-    "columns",
-    "merge",
-    "arrange",
-    "gap",
-)
-# Messages under way beside it; and what contains the others: all of one iteration, and one pass of the attention of a layer.
+# Kinds of span on the compute stream; they never overlap. `arrange` is other work of a pass, such
+# as copies into sequence order and sums over rows. `gap` is the rest of a step, such as launch
+# overhead.
+INDEX, WAIT, ATTENTION, COLUMNS = "index", "wait", "attention", "columns"
+MERGE, ARRANGE, GAP = "merge", "arrange", "gap"
+# Messages, which overlap with these; and the spans that contain all others: one iteration, and one
+# pass of one layer's attention.
 SEND, RECEIVE, ITERATION, PASS = "send", "receive", "iteration", "pass"
 COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
 KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS)
-# `recompute`: the forward pass once more, for the backward pass of a layer that kept nothing. Spans of an iteration have none.
+# `recompute`: a second forward pass, for the backward pass of a layer under checkpointing. Spans of
+# an iteration have no direction.
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 
 
 @dataclass(frozen=True)
 class MessageTag:
-    """What a wait or a message is about.
+    """The message that a span is about.
 
-    link: channel. shard, leaving: whose arrives and whose is sent, -1 for a collective. to, source: ranks, -1 for a collective. sent,
-    received: bytes. number: of the transfer among those of its pass, negative for what is in no schedule. peers: ranks of a collective.
+    link: channel.
+    shard, leaving: shards that arrive and leave; -1 for a collective.
+    to, source: ranks; -1 for a collective.
+    sent, received: bytes.
+    number: of the transfer in its pass; negative if it is not in a schedule.
+    peers: ranks of a collective.
     """
 
     link: str = ""
@@ -63,8 +64,14 @@ class MessageTag:
 
 @dataclass(frozen=True)
 class Span:
-    """direction: one of `DIRECTIONS`. layer, step: -1 for none. micro: which forward pass of the iteration. start: seconds of this rank's
-    monotonic clock (`time.perf_counter`). seconds: how long.
+    """One timed part of a rank's work.
+
+    kind: one of `KINDS`.
+    micro: number of the micro-batch in the iteration.
+    layer, step: -1 for none.
+    direction: one of `DIRECTIONS`.
+    start: seconds of this rank's monotonic clock (`time.perf_counter`).
+    seconds: length.
     """
 
     kind: str
@@ -81,14 +88,13 @@ NOTHING = MessageTag()
 
 
 class Recorder:
-    """Collects spans from `start` to `read`; outside of these it records nothing. One pass of one layer at a time."""
+    """Collects spans between `start` and `read`, one pass of one layer at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spans: list[tuple[str, int, int, str, int, MessageTag, Moment, Moment]] = []
-        self._under_way: dict[
-            int, tuple[int, MessageTag, Moment]
-        ] = {}  # transfers: step in which it was posted, what, when
+        # number of a transfer -> the step that posted it, the message, the time
+        self._under_way: dict[int, tuple[int, MessageTag, Moment]] = {}
         self._pool: list[torch.cuda.Event] = []
         self._watchers: dict[tuple[str, bool, bool], torch.cuda.Stream] = {}
         self._zero: tuple[Moment, float, float] | None = None
@@ -100,7 +106,7 @@ class Recorder:
         return self._zero is not None
 
     def start(self) -> float:
-        """Begins -> seconds by which the times of the device may be off against this process' clock."""
+        """Start recording. Returns the uncertainty, in s, of device times on the host's clock."""
         self._spans.clear()
         self._forwards.clear()
         self._micro, self._layer, self._direction = 0, -1, ""
@@ -111,23 +117,23 @@ class Recorder:
         if self._cuda:
             torch.cuda.synchronize()
         after = time.perf_counter() if self._cuda else before
-        # The event happened between the two.
+        # The event happened somewhere between the two.
         self._zero = zero, (before + after) / 2, (after - before) / 2
         return self._zero[2]
 
     def micro_batch(self, number: int) -> None:
-        """What follows belongs to this forward pass of the iteration and to its backward pass."""
+        """Set the micro-batch of the spans that follow."""
         self._micro = number
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """What is inside is one iteration."""
+        """Record what happens inside as one iteration."""
         with self._timed(ITERATION, -1, NOTHING):
             yield
 
     @contextmanager
     def attention_pass(self, layer: int, direction: str) -> Iterator[None]:
-        """What is inside is one pass of the attention of a layer; a second forward pass is recomputation."""
+        """Record one pass of a layer's attention. A second forward pass counts as recompute."""
         if not self.recording:
             yield
             return
@@ -140,13 +146,13 @@ class Recorder:
             with self._timed(PASS, -1, NOTHING):
                 yield
         finally:
-            # Recomputation ends by an exception when it has what it is there for.
+            # Non-reentrant checkpointing ends recomputation early, by an exception.
             self._layer, self._direction = before
 
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """What is queued inside, or on a CPU done, is one span of the pass at hand."""
+        """Record what is queued inside (on a CPU: what runs) as one span of the current pass."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -162,16 +168,17 @@ class Recorder:
             self._add(kind, step, message, began, self.now())
 
     def posted(self, step: int, message: MessageTag) -> None:
-        """A transfer has been posted, behind what has been queued so far."""
+        """Record that a transfer was posted, behind the work queued so far."""
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
 
     def watch(self, number: int, works: list[dist.Work]) -> None:
-        """On a GPU, has the end of a transfer recorded where it happens."""
+        """On a GPU, record the end of a transfer when it happens."""
         if not self.recording or not self._cuda or number not in self._under_way:
             return
         step, message, began = self._under_way.pop(number)
-        # Messages of one communicator end in their order; waiting for them disturbs no other stream.
+        # One stream per communicator, whose messages end in order. Nothing else runs on it, so its
+        # waits delay nobody.
         key = message.link, message.payload.startswith("d"), message.number < 0
         if key not in self._watchers:
             self._watchers[key] = torch.cuda.Stream()
@@ -181,7 +188,7 @@ class Recorder:
             self._moved(step, message, began, self.now())
 
     def arrived(self, number: int) -> None:
-        """On a CPU a transfer ends when this rank has seen that it did."""
+        """Record the end of a transfer that this rank has waited for; used on a CPU."""
         if number in self._under_way:
             step, message, began = self._under_way.pop(number)
             self._moved(step, message, began, self.now())
@@ -196,33 +203,34 @@ class Recorder:
         )
 
     def read(self) -> list[Span]:
-        """Ends the recording; waits until everything recorded has happened."""
+        """Stop recording, wait for everything recorded, and return the spans."""
         assert self._zero is not None, "nothing was started"
         (zero, host, _), self._zero = self._zero, None
         if self._cuda:
             torch.cuda.synchronize()
-        # Events tell milliseconds in float32, long times are coarse: spans of a pass are timed from its beginning.
+        # An event's elapsed time is float32 milliseconds, too coarse for long times: measure the
+        # spans of a pass from the start of that pass.
         anchors: dict[tuple[int, int, str], tuple[Moment, float]] = {
             (micro, layer, direction): (began, host + _between(zero, began))
             for kind, micro, layer, direction, _, _, began, _ in self._spans
             if kind == PASS
         }
-        found = []
+        spans = []
         used: dict[int, torch.cuda.Event] = {}
         for kind, micro, layer, direction, step, message, began, ended in self._spans:
             anchor, at = anchors.get((micro, layer, direction), (zero, host))
             start = at if anchor is began else at + _between(anchor, began)
-            found.append(
+            spans.append(
                 Span(kind, micro, layer, direction, step, message, start, _between(began, ended))
             )
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
         self._under_way.clear()
-        return found
+        return spans
 
     def now(self) -> Moment:
-        """This point of the current stream, or of time."""
+        """Return this point of the current stream, or on a CPU the time."""
         if not self._cuda:
             return time.perf_counter()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
@@ -230,27 +238,28 @@ class Recorder:
         return event
 
     def seconds(self, began: Moment, ended: Moment) -> float:
-        """Between two moments; waits until both have been."""
+        """Return the time between two moments; waits until both have happened."""
         if self._cuda:
             torch.cuda.synchronize()
         return _between(began, ended)
 
 
 def with_gaps(spans: list[Span]) -> list[Span]:
-    """The spans and what of every pass none of them covers. A gap belongs to the step of the span after it, the last one to that before.
+    """Add a gap for every part of a pass that no span covers.
 
-    Waits inside of other spans are taken out of these: workers that estimate an index wait for each other, and on a CPU a collective that
-    sends on what another brought waits for that.
+    A gap belongs to the step of the next span; the last gap to the step of the span before it.
+    Spans that contain waits are split around them: workers that estimate an index wait for each
+    other, and with gloo a collective waits for the one whose result it forwards.
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]
-    found = [
+    filled = [
         part
         for span in spans
         for part in (_without(span, waits, starts) if span.kind in (INDEX, ARRANGE) else (span,))
     ]
     passes: dict[tuple[int, int, str], list[Span]] = {}
-    for span in found:
+    for span in filled:
         if span.kind in COMPUTING or span.kind == PASS:
             passes.setdefault((span.micro, span.layer, span.direction), []).append(span)
     for members in passes.values():
@@ -262,13 +271,15 @@ def with_gaps(spans: list[Span]) -> list[Span]:
         for span in [*sorted((s for s in members if s.kind != PASS), key=lambda s: s.start), end]:
             step = max(step, span.step)
             if span.start > at:
-                found.append(replace(whole, kind=GAP, step=step, start=at, seconds=span.start - at))
+                filled.append(
+                    replace(whole, kind=GAP, step=step, start=at, seconds=span.start - at)
+                )
             at = max(at, span.start + span.seconds)
-    return found
+    return filled
 
 
 def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
-    """What the waits inside of a span leave of it. waits: ascending. starts: of waits."""
+    """Split a span around the waits inside it. waits: ascending by start. starts: of the waits."""
     end = span.start + span.seconds
     left, at = [], span.start
     for wait in waits[bisect_left(starts, span.start) : bisect_left(starts, end)]:

@@ -1,4 +1,19 @@
-"""Shards of keys and values, or of queries, that circulate in rings."""
+"""Ring exchanges: shards of KV, or of queries, circulate while each rank computes the one it holds.
+
+One step of a pass does, in this order:
+
+1. post: start the hops of the step (`CirculatingShards.begin_step`). Each sends the shard held here
+   and receives the next one into a recycled buffer, while this step computes.
+2. wait for the shard that this step computes.
+3. compute attention of the local queries with that shard, and merge it into the running output. In
+   backward, write this rank's part of the shard's gradient into a buffer.
+4. backward only: add the gradient that arrived to this rank's part, and send it on
+   (`CirculatingGradients.collect_and_send`).
+5. release the buffers of shards that no later step needs (`CirculatingShards.end_step`).
+
+The order of the steps is in `schedule.py`, the messages are in `transport.py`. A rank whose tiles
+are empty skips step 3 and nothing else: its neighbours depend on its messages.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +34,14 @@ from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, COLUMNS, FORWARD, MERGE
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, Schedule, ScheduleStep
-from mtrain_cli.parallel.transport import Transport, naming
+from mtrain_cli.parallel.transport import Transport, explain_peer_loss
 
 
 class RingExchange(Exchange):
-    """Shards circulate in rings; compute may be skipped where nothing is seen, communication never is.
+    """An exchange in which shards circulate in one ring, or in rings inside and across nodes.
 
-    shared_columns: single columns of an index are gathered once, and leave block diagonals alone to the steps.
+    shared_columns: gather the KV of an index's single columns once, before the steps, which then
+        compute block diagonals only.
     """
 
     def __init__(
@@ -50,216 +66,237 @@ class RingExchange(Exchange):
         return self.schedule.circulates == QUERIES
 
     @property
-    def _keys_are_own(self) -> bool:
+    def _saves_own_keys(self) -> bool:
         return self.group.size == 1
 
-    def named_tiles(
+    def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> set[tuple[Shards, Shards]]:
         named = self.forward_steps if forward_only else (*self.forward_steps, *self.backward_steps)
         steps = {self._tile(step) for step in named if step.keys}
-        # Shared columns are seen by the queries at hand among all keys.
+        # Local queries attend to shared columns anywhere in the sequence.
         return steps | {(self.own, WHOLE_SEQUENCE)} if indexed and self.shared_columns else steps
 
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
         return step.queries, step.keys
 
-    def forward(self, q, k, v, work, kernel, scale, what=""):
-        total = RunningAttention(q)
-        with self._mail(what, FORWARD) as mail:
-            with mail.span(ARRANGE):
+    def forward(self, q, k, v, shard_tiles, kernel, scale, label=""):
+        running = RunningAttention(q)
+        with self._transport(label, FORWARD) as transport:
+            with transport.span(ARRANGE):
                 packed = torch.stack([k, v])
-            columns = _Columns.make(self, work, mail.what)
+            columns = _Columns.make(self, shard_tiles, transport.pass_name)
             if columns is not None:
-                with mail.span(ARRANGE):
-                    columns.gather(packed, mail)
+                with transport.span(ARRANGE):
+                    columns.start_gather(packed, transport)
+            # Backward starts where forward ends, so its first shard stays on this rank.
             (last,) = self.schedule.keeps[self.group.rank]
-            travel = CirculatingShards(
-                self.buffers, mail, self.forward_steps, {self.group.rank: packed}, KV, keep=last
+            own = {self.group.rank: packed}
+            shards = CirculatingShards(
+                self.buffers, transport, self.forward_steps, own, KV, keep=last
             )
             for at, step in enumerate(self.forward_steps):
-                mail.begin(at)
-                keys = travel.begin(at)
-                tiles = work.of(*self._tile(step), self._part(step), columns=columns is None)
+                transport.begin_step(at)
+                keys = shards.begin_step(at)
+                tiles = shard_tiles.for_pair(
+                    *self._tile(step), self._part(step), columns=columns is None
+                )
                 if not tiles.empty:
-                    with mail.span(ATTENTION):
+                    with transport.span(ATTENTION):
                         part = kernel.forward(q, keys[0], keys[1], tiles, scale)
-                    with mail.span(MERGE):
-                        total.add(*part)
-                    del part
+                    with transport.span(MERGE):
+                        running.add(*part)
+                    del part  # free it before the next kernel allocates its outputs
+                # The first step's kernel overlaps with the gather of the columns.
                 if at == 0 and columns is not None:
-                    packed_columns = columns.awaited(mail)
-                    with mail.span(COLUMNS):
-                        total.continued(
-                            *kernel.forward_columns(
-                                q, packed_columns, columns.shared, scale, total.partial()
-                            )
+                    packed_columns = columns.wait(transport)
+                    with transport.span(COLUMNS):
+                        partial = kernel.forward_columns(
+                            q, packed_columns, columns.shared, scale, running.partial()
                         )
-                travel.end(at)
-            kept = travel.kept()
-            with mail.span(ARRANGE):
-                out, lse = total.result()
-        return out, lse, (q, kept, out, lse, *(() if columns is None else (columns.packed(),)))
+                        running.replace_partial(*partial)
+                        del partial
+                shards.end_step(at)
+            kept = shards.kept_shard()
+            with transport.span(ARRANGE):
+                out, lse = running.result()
+        return out, lse, (q, kept, out, lse, *(() if columns is None else (columns.result(),)))
 
-    def backward(self, dout, saved, work, kernel, scale, what=""):
-        q, kept, out, lse, *gathered = saved
+    def backward(self, dout, saved, shard_tiles, kernel, scale, label=""):
+        q, kept, out, lse, *gathered_columns = saved
         high = accumulation_dtype(q.dtype)
-        columns = _Columns.make(self, work, f"{self.name}, {what}, backward")
-        with self._mail(what, BACKWARD) as mail:
-            with mail.span(ARRANGE):
+        columns = _Columns.make(self, shard_tiles, f"{self.name}, {label}, backward")
+        with self._transport(label, BACKWARD) as transport:
+            with transport.span(ARRANGE):
                 delta = None if kernel.needs_out and columns is None else row_delta(out, dout)
             if columns is None:
                 dq = torch.zeros(q.shape, dtype=high, device=q.device)
             else:
                 assert delta is not None
-                with mail.span(COLUMNS):
-                    dq, of_columns = kernel.backward_columns(
-                        dout, q, gathered[0], lse, delta, columns.shared, scale
+                with transport.span(COLUMNS):
+                    dq, column_gradients = kernel.backward_columns(
+                        dout, q, gathered_columns[0], lse, delta, columns.shared, scale
                     )
-                columns.give_back(of_columns, mail)
+                columns.start_gradient_sum(column_gradients, transport)
             run = (
                 self._backward_of_queries
                 if self.schedule.circulates == QUERIES
                 else self._backward_of_keys
             )
+            rows = q, dout, out, lse, delta
+            with_columns = columns is None
             gradient = run(
-                mail,
-                (q, dout, out, lse, delta),
-                kept,
-                dq,
-                work,
-                kernel,
-                scale,
-                with_columns=columns is None,
+                transport, rows, kept, dq, shard_tiles, kernel, scale, with_columns=with_columns
             )
             if columns is not None:
-                columns.awaited(mail)
-                with mail.span(COLUMNS):
+                columns.wait(transport)
+                with transport.span(COLUMNS):
                     columns.add_to(gradient)
-            with mail.span(ARRANGE):
+            with transport.span(ARRANGE):
                 dk, dv = gradient.to(kept.dtype, copy=True)
                 dq = dq.to(q.dtype)
-        self.buffers.give(gradient)
+        self.buffers.release(gradient)
         return dq, dk, dv
 
-    def _backward_of_keys(self, mail, rows, kept, dq, work, kernel, scale, *, with_columns):
-        """-> gradient of this rank's keys and values; adds to dq."""
+    def _backward_of_keys(
+        self, transport, rows, kept, dq, shard_tiles, kernel, scale, *, with_columns
+    ):
+        """Circulate KV and its gradient. Returns this rank's [dk, dv]; adds to dq in place.
+
+        The gradient of a shard follows one step behind the shard itself.
+        """
         q, dout, out, lse, delta = rows
         steps = self.backward_steps
         (start,) = self.schedule.keeps[self.group.rank]
-        travel = CirculatingShards(self.buffers, mail, steps, {start: kept}, KV)
-        sums = CirculatingGradients(self.buffers, mail)
+        shards = CirculatingShards(self.buffers, transport, steps, {start: kept}, KV)
+        gradients = CirculatingGradients(self.buffers, transport)
         for at, step in enumerate(steps):
-            mail.begin(at)
-            packed = travel.begin(at)
-            tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
-            gradient = sums.fresh(step.keys[0], packed.shape, dq.dtype, packed.device)
+            transport.begin_step(at)
+            packed = shards.begin_step(at)
+            tiles = shard_tiles.for_pair(*self._tile(step), self._part(step), columns=with_columns)
+            gradient = gradients.new_part(step.keys[0], packed.shape, dq.dtype, packed.device)
             if tiles.empty:
                 gradient.zero_()
             else:
-                with mail.span(ATTENTION):
+                with transport.span(ATTENTION):
                     part_q, part_k, part_v = kernel.backward(
                         dout, q, packed[0], packed[1], out, lse, delta, tiles, scale
                     )
-                with mail.span(MERGE):
+                with transport.span(MERGE):
                     dq += part_q
                     gradient[0].copy_(part_k)
                     gradient[1].copy_(part_v)
-                del part_q, part_k, part_v  # or they would live on through the next step's kernel
-            sums.exchange(step)
-            travel.end(at)
-        return sums.only(self.group.rank)
+                # Free these before the next step's kernel allocates its own.
+                del part_q, part_k, part_v
+            gradients.collect_and_send(step)
+            shards.end_step(at)
+        return gradients.take_complete(self.group.rank)
 
-    def _backward_of_queries(self, mail, rows, kept, dq, work, kernel, scale, *, with_columns):
-        """-> gradient of this rank's keys and values; adds to dq."""
+    def _backward_of_queries(
+        self, transport, rows, kept, dq, shard_tiles, kernel, scale, *, with_columns
+    ):
+        """Circulate queries and their gradient. Returns this rank's [dk, dv]; adds to dq in place.
+
+        The gradient of a query shard follows one hop behind it; steps without queries close it.
+        """
         steps = self.backward_steps
-        with mail.span(ARRANGE):
+        with transport.span(ARRANGE):
             message = QueryMessage(rows, needs_out=kernel.needs_out)
-        travel = CirculatingShards(
-            self.buffers, mail, steps, {self.group.rank: message.packed}, QUERIES
+        shards = CirculatingShards(
+            self.buffers, transport, steps, {self.group.rank: message.packed}, QUERIES
         )
-        sums = CirculatingGradients(self.buffers, mail)
-        gradient = self.buffers.like(kept, dq.dtype).zero_()
+        gradients = CirculatingGradients(self.buffers, transport)
+        gradient = self.buffers.take_like(kept, dq.dtype).zero_()
         for at, step in enumerate(steps):
-            mail.begin(at)
-            bundle = travel.begin(at)
+            transport.begin_step(at)
+            bundle = shards.begin_step(at)
             if step.queries:
-                tiles = work.of(*self._tile(step), self._part(step), columns=with_columns)
-                their = sums.fresh(step.queries[0], dq.shape, dq.dtype, dq.device)
+                tiles = shard_tiles.for_pair(
+                    *self._tile(step), self._part(step), columns=with_columns
+                )
+                part_of_dq = gradients.new_part(step.queries[0], dq.shape, dq.dtype, dq.device)
                 if tiles.empty:
-                    their.zero_()
+                    part_of_dq.zero_()
                 else:
                     q, dout, out, lse, delta = message.unpack(bundle)
-                    with mail.span(ATTENTION):
+                    with transport.span(ATTENTION):
                         part_q, part_k, part_v = kernel.backward(
                             dout, q, kept[0], kept[1], out, lse, delta, tiles, scale
                         )
-                    with mail.span(MERGE):
-                        their.copy_(part_q)
+                    with transport.span(MERGE):
+                        part_of_dq.copy_(part_q)
                         gradient[0] += part_k
                         gradient[1] += part_v
                     del part_q, part_k, part_v
-            sums.exchange(step)
-            travel.end(at)
-        mine = sums.only(self.group.rank)
-        dq += mine
-        self.buffers.give(mine)
+            gradients.collect_and_send(step)
+            shards.end_step(at)
+        own_dq = gradients.take_complete(self.group.rank)
+        dq += own_dq
+        self.buffers.release(own_dq)
         return gradient
 
 
 class _Columns:
-    """The shared columns of one layer on their way between the ranks (`SharedColumns`). what: for messages."""
+    """The shared columns of one layer (`SharedColumns`), gathered from all ranks by an all-reduce.
 
-    def __init__(self, shared: SharedColumns, group: ContextGroup, what: str) -> None:
+    Each rank fills in the columns whose keys it owns and leaves zeros elsewhere. An all-reduce also
+    sums the gradients of the columns in backward.
+
+    label: for messages.
+    """
+
+    def __init__(self, shared: SharedColumns, group: ContextGroup, label: str) -> None:
         self.shared = shared
         self._group = group
-        self._what = f"{what}, shared columns"
+        self._label = f"{label}, shared columns"
         self._tensor: torch.Tensor | None = None
         self._work: dist.Work | None = None
 
     @staticmethod
-    def make(exchange: RingExchange, work: ShardTiles, what: str) -> _Columns | None:
-        """None where steps compute the columns themselves, or there are none."""
-        if not exchange.shared_columns or work.index is None:
+    def make(exchange: RingExchange, shard_tiles: ShardTiles, label: str) -> _Columns | None:
+        """Return None if the steps compute the columns themselves, or if there are none."""
+        if not exchange.shared_columns or shard_tiles.index is None:
             return None
         whole, own = (
-            work.of(exchange.own, keys, exchange.part) for keys in (WHOLE_SEQUENCE, exchange.own)
+            shard_tiles.for_pair(exchange.own, keys, exchange.part)
+            for keys in (WHOLE_SEQUENCE, exchange.own)
         )
         shared = SharedColumns.make(whole, own)
-        return None if shared is None else _Columns(shared, exchange.group, what)
+        return None if shared is None else _Columns(shared, exchange.group, label)
 
-    def gather(self, packed: torch.Tensor, mail: Transport) -> None:
-        """Begins to bring the columns of all ranks together. packed: this rank's keys and values."""
-        self._start(self.shared.pack(packed[0], packed[1]), mail)
+    def start_gather(self, packed: torch.Tensor, transport: Transport) -> None:
+        """Start to gather the columns of all ranks. packed: this rank's [k, v]."""
+        self._start(self.shared.pack(packed[0], packed[1]), transport)
 
-    def give_back(self, gradients: torch.Tensor, mail: Transport) -> None:
-        """Begins to add up the gradients of all ranks."""
-        self._start(gradients, mail)
+    def start_gradient_sum(self, gradients: torch.Tensor, transport: Transport) -> None:
+        """Start to sum the column gradients of all ranks."""
+        self._start(gradients, transport)
 
-    def _start(self, tensor: torch.Tensor, mail: Transport) -> None:
-        self._tensor, self._work = tensor, mail.add_up(tensor, CONTEXT, COLUMNS, self._group.whole)
+    def _start(self, tensor: torch.Tensor, transport: Transport) -> None:
+        self._tensor = tensor
+        self._work = transport.start_all_reduce(tensor, CONTEXT, COLUMNS, self._group.whole)
 
-    def awaited(self, mail: Transport) -> torch.Tensor:
-        """What was begun, complete."""
+    def wait(self, transport: Transport) -> torch.Tensor:
+        """Wait for the all-reduce and return its result."""
         assert self._tensor is not None
         if self._work is not None:
-            come = naming(
-                self._what,
+            peer_errors = explain_peer_loss(
+                self._label,
                 f"waits for {self._group.size} ranks",
-                "they did not come together",
+                f"the all-reduce among {self._group.size} ranks did not complete",
                 progress_record.SEVERAL,
             )
-            with come:
-                mail.wait_for(self._work)
+            with peer_errors:
+                transport.wait_all_reduce(self._work)
             self._work = None
         return self._tensor
 
-    def packed(self) -> torch.Tensor:
-        """The columns of all ranks, or their gradients, as they were awaited."""
+    def result(self) -> torch.Tensor:
+        """Return the columns, or their gradients, once `wait` has been called."""
         assert self._tensor is not None
         assert self._work is None
         return self._tensor
 
     def add_to(self, gradient: torch.Tensor) -> None:
-        """gradient [2, batch, tokens, kv_heads, head_dim] of this rank's keys and values."""
-        self.shared.add_gradients(gradient[0], gradient[1], self.packed())
+        """Add the summed column gradients to this rank's [2, batch, tokens, kv_heads, head_dim]."""
+        self.shared.add_gradients(gradient[0], gradient[1], self.result())

@@ -1,9 +1,12 @@
-"""Schedules: for every rank of a context group the steps of an exchange, as plain data.
+"""Schedules: the steps of an exchange for every rank of a context group, as plain data.
 
-A schedule is made without a process group. The executor (`exchange.py`) follows it, tests play it through, profiler and simulator read it.
+A schedule needs no process group. The exchanges execute it, the profiler and the simulator read it,
+and tests play it through without a device. A step is one kernel call with the transfers around it:
 
-Shard s is what rank s of the context group holds: its queries, its keys and values. Ranks are numbered node by node: rank = node *
-per_node + local.
+    post -> wait -> compute -> collect -> send
+
+Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
+node by node: rank = node * per_node + local.
 """
 
 from __future__ import annotations
@@ -16,18 +19,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CONTEXT, INNER, OUTER = (
-    "context",
-    "inner",
-    "outer",
-)  # all ranks; those of a node; counterparts, one of each node
-KV, DKV, QUERIES, DQ, HEADS = (
-    "kv",
-    "dkv",
-    "queries",
-    "dq",
-    "heads",
-)  # payloads; heads is a channel too
+# Channels: all ranks; the ranks of one node; counterparts (the ranks with the same local number).
+CONTEXT, INNER, OUTER = "context", "inner", "outer"
+# Payloads. "heads" is also the channel of its own all-to-all.
+KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"
 GRADIENTS = (DKV, DQ)
 
 
@@ -35,14 +30,19 @@ GRADIENTS = (DKV, DQ)
 class Transfer:
     """One message of one rank.
 
-    number: counts the transfers of a rank and pass, from 0. Those of one channel and of one kind of payload are posted in this order.
-    kind: ``p2p`` (to one peer while the same payload arrives from another), or a collective among ``peers``: ``all_gather``,
-        ``reduce_scatter``, ``all_to_all``.
-    payload: ``kv``, ``queries`` (what another worker needs to compute the gradients of these queries), their gradients ``dkv`` and ``dq``,
-        or ``heads`` (all_to_all: tokens of all heads for heads of all tokens, or back).
-    channel: the ranks among which it is one of many such messages: ``context``, ``inner`` (of a node) or ``outer`` (counterparts).
-    sends, receives: the shards that leave and arrive. to, source: ranks, for p2p. peers: ranks in order, for collectives.
-    after: number of the transfer that has to be complete before this one can begin, since it sends on what that one brought.
+    number: counts the transfers of a rank in a pass, from 0. All ranks of a communicator post its
+        transfers in the order of their numbers. Communicators are one per channel, and separate for
+        gradients.
+    kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
+        ``reduce_scatter`` or ``all_to_all``.
+    payload: ``kv``; ``queries`` (all that another worker needs to compute their gradients); the
+        gradients ``dkv`` and ``dq``; ``heads`` (all_to_all: trade tokens for heads, or back).
+    channel: ``context``, ``inner``, ``outer`` or ``heads``.
+    sends, receives: shards.
+    to, source: ranks, for p2p.
+    peers: ranks in order, for collectives.
+    after: the transfer that must complete before this one starts, because this one forwards what
+        that one delivers; None if there is none.
     part: (i, n), the i-th of n equal parts of the heads.
     """
 
@@ -61,14 +61,17 @@ class Transfer:
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """One computation of a rank, in one kernel call, and the transfers around it, in this order: post, wait, compute, collect, send.
+    """One kernel call of a rank and the transfers around it: post, wait, compute, collect, send.
 
-    queries, keys: the shards whose attention is computed; none in a step that only closes a pass. part: (i, n), for the i-th of n equal
-    parts of the heads.
-    post: posted first, so that they run beside the computation. wait: numbers of transfers that must be complete before it.
-    collect: numbers of gradient transfers that must be complete after it. What arrived by a hop is added to what it gave; a collective has
-    its memory back before the next one takes as much.
-    send: posted after that.
+    queries, keys: shards to compute attention between. Both are empty in a step that only closes a
+        pass.
+    part: (i, n), compute the i-th of n equal parts of the heads.
+    post: start these first, so that they overlap with the computation.
+    wait: numbers of transfers that must complete before the computation.
+    collect: numbers of gradient transfers that must complete after the computation. Add the
+        gradient that a hop received to this rank's part; free the send buffer of a reduce-scatter
+        before the next one allocates its own.
+    send: start these gradient transfers last.
     """
 
     queries: tuple[int, ...]
@@ -88,22 +91,22 @@ Steps = tuple[ScheduleStep, ...]
 
 
 class PerRank(Sequence[T]):
-    """One thing for every rank, made when it is asked for: a rank of a thousand executes its own schedule only."""
+    """One value per rank, made on first access: with a thousand ranks, each builds only its own."""
 
     def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
         self._make = make
-        self._made: list[T | None] = [None] * ranks
+        self._cached: list[T | None] = [None] * ranks
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._cached)
 
     def __getitem__(self, rank):
         if isinstance(rank, slice):
             return tuple(self[r] for r in range(*rank.indices(len(self))))
-        found = self._made[rank]
-        if found is None:
-            found = self._made[rank] = self._make(rank % len(self))
-        return found
+        value = self._cached[rank]
+        if value is None:
+            value = self._cached[rank] = self._make(rank % len(self))
+        return value
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, PerRank) and tuple(self) == tuple(other)
@@ -113,10 +116,15 @@ class PerRank(Sequence[T]):
 
 @dataclass(frozen=True)
 class Schedule:
-    """forward[rank], backward[rank]: the steps of that rank. keeps[rank]: the key shards that it holds between the two.
+    """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
-    All ranks have as many steps, with transfers on the same channels. heads: how many ranks share heads by all-to-all (Ulysses) before
-    anything else moves; 1 = none.
+    exchange: its name.
+    workers: ranks of the context group.
+    per_node: ranks of a node.
+    forward, backward: by rank, the steps of a pass.
+    keeps: by rank, the key shards that it holds from forward to backward.
+    circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
+    heads: ranks that share heads by all-to-all (Ulysses) around the exchange; 1 if none.
     """
 
     exchange: str
@@ -134,13 +142,13 @@ class Schedule:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """Those on which keys or queries move, between the ranks that share no heads."""
+        """The channels that move keys or queries, among ranks that do not share heads."""
         steps = (*self.forward[0], *self.backward[0])
         named = {t.channel for step in steps for t in (*step.post, *step.send)}
         return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
 
     def crosses_nodes(self, rank: int, transfer: Transfer) -> bool:
-        """Whether a transfer of a rank leaves or enters its node."""
+        """Return whether a transfer of this rank leaves or enters its node."""
         others = transfer.peers if transfer.kind != "p2p" else (transfer.to, transfer.source)
         return any(
             other is not None and other // self.per_node != rank // self.per_node
@@ -150,11 +158,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """What a schedule is made for.
+    """What a schedule depends on.
 
-    workers: ranks of the context group. per_node: how many of them share a node. chunks: parts of the heads that all_gather moves one
-    after the other, each beside the computation of the one before. prefetch: hops that a ring posts ahead of the computation.
-    circulates: what travels in a ring's backward pass, ``kv`` or ``queries``. heads: ranks that share heads by all-to-all.
+    workers: ranks of the context group.
+    per_node: ranks of the group that share a node.
+    chunks: equal parts of the heads that an all-gather moves one after the other, each while the
+        part before is computed.
+    prefetch: hops that a ring posts ahead of the computation.
+    circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
+    heads: ranks that share heads by all-to-all.
     """
 
     workers: int
@@ -166,10 +178,10 @@ class ScheduleOptions:
 
 
 def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
-    """The schedule of an exchange.
+    """Make the schedule of an exchange.
 
     Raises:
-        ValueError: there is no such exchange, or the numbers do not fit together.
+        ValueError: the exchange does not exist, or the numbers do not fit together.
     """
     if exchange not in EXCHANGES:
         raise ValueError(
@@ -177,19 +189,22 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
         )
     workers, heads = options.workers, options.heads
     if workers % heads:
-        raise ValueError(f"{heads} ranks that share heads do not divide {workers} workers.")
+        raise ValueError(
+            f"{workers} workers: not a multiple of the {heads} ranks that share heads."
+        )
     if min(workers, options.per_node, options.chunks, options.prefetch, heads) < 1:
-        raise ValueError(f"Every number of {options} must be at least 1.")
+        raise ValueError(f"{options}: every number must be at least 1.")
     if workers > options.per_node and workers % options.per_node:
-        raise ValueError(f"{options.per_node} ranks a node do not divide {workers} workers.")
+        raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks a node.")
     if heads == 1:
         return _EXCHANGES[exchange](options)
     groups = workers // heads
     if options.per_node % heads and heads % options.per_node:
         raise ValueError(
-            f"{heads} ranks that share heads do not fit {options.per_node} ranks a node."
+            f"{heads} ranks that share heads do not fit nodes of {options.per_node} ranks: one "
+            "number must divide the other."
         )
-    # Neighbours share heads, so a node holds this many of the groups between which keys move.
+    # Neighbouring ranks share heads. Keys move between these groups; a node holds per_node of them.
     per_node = min(groups, max(1, options.per_node // heads))
     return _share_heads(
         _EXCHANGES[exchange](replace(options, workers=groups, per_node=per_node, heads=1)), options
@@ -197,13 +212,17 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
 
 
 def all_gather(options: ScheduleOptions) -> Schedule:
-    """All keys and values reach every rank in one collective a part of the heads; gradients return in one reduce-scatter a part."""
+    """Gather all KV on every rank, one collective per part of the heads.
+
+    Each part's gradients return in one reduce-scatter.
+    """
     return _gather("all_gather", options, nodes=1)
 
 
 def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
-    """Each rank pulls the shards of its counterparts from the other nodes, then shares them inside its node: between nodes every shard
-    crosses once a node, over as many links as a node has ranks.
+    """Gather the shards of the counterparts across nodes, then share them inside each node.
+
+    Each shard enters each other node once, and all ranks of a node use their links to other nodes.
     """
     return _gather(
         "hierarchical_all_gather", options, nodes=-(-options.workers // options.per_node)
@@ -221,36 +240,23 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
         gathers = payload == KV
         kind = "all_gather" if gathers else "reduce_scatter"
 
-        def collective(
-            peers: tuple[int, ...],
-            holds: tuple[int, ...],
-            all_of_them: tuple[int, ...],
-            channel: str,
-            after: int | None = None,
-        ):
-            others = tuple(s for s in all_of_them if s not in holds)
+        def collective(peers, holds, group_shards, channel, after=None) -> Transfer:
+            others = tuple(s for s in group_shards if s not in holds)
             sends, receives = (holds, others) if gathers else (others, holds)
+            route = channel, sends, receives
             return Transfer(
-                next(number),
-                kind,
-                payload,
-                channel,
-                sends,
-                receives,
-                peers=peers,
-                after=after,
-                part=part,
+                next(number), kind, payload, *route, peers=peers, after=after, part=part
             )
 
         if 1 in (nodes, per_node):
             return (collective(everyone, (rank,), everyone, CONTEXT),)
         node, local = divmod(rank, per_node)
         counterparts = tuple(n * per_node + local for n in range(nodes))
-        housemates = tuple(node * per_node + m for m in range(per_node))
+        node_ranks = tuple(node * per_node + m for m in range(per_node))
         if gathers:
             outer = collective(counterparts, (rank,), counterparts, OUTER)
-            return outer, collective(housemates, counterparts, everyone, INNER, outer.number)
-        inner = collective(housemates, counterparts, everyone, INNER)
+            return outer, collective(node_ranks, counterparts, everyone, INNER, outer.number)
+        inner = collective(node_ranks, counterparts, everyone, INNER)
         return inner, collective(counterparts, (rank,), counterparts, OUTER, inner.number)
 
     def steps(rank: int, backward: bool) -> Steps:
@@ -259,7 +265,8 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
         number = count()
         result: list[ScheduleStep] = []
         before: tuple[Transfer, ...] = ()
-        # The first part is gathered at the start of the first step, which waits for it; each other part beside the part before it.
+        # The first part has nothing to overlap with: step 0 posts it and waits for it. Every other
+        # part is gathered while the part before it is computed.
         ready = collectives(rank, KV, (0, chunks), number)
         for c in range(chunks):
             following = collectives(rank, KV, (c + 1, chunks), number) if c + 1 < chunks else ()
@@ -286,13 +293,15 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
 
 
 def ring(options: ScheduleOptions) -> Schedule:
-    """Key shards travel from rank to rank, over all ranks as one ring, while the ones at hand are computed."""
+    """Circulate key shards in one ring over all ranks; compute each shard while it moves on."""
     return _rings("ring", options, nodes=1)
 
 
 def hierarchical_ring(options: ScheduleOptions) -> Schedule:
-    """A ring inside every node, and rings of counterparts across nodes whose hops are posted a whole turn of the inner ring ahead
-    (MTraining, section 4.2 and algorithm 2, whose inner neighbours lack the first rank of the node).
+    """Circulate in a ring inside every node, and in rings of counterparts across nodes.
+
+    Post an outer hop a whole turn of the inner ring ahead of its use (MTraining, section 4.2 and
+    algorithm 2; its formula for inner neighbours omits the first rank of the node).
     """
     return _rings("hierarchical_ring", options, nodes=-(-options.workers // options.per_node))
 
@@ -310,9 +319,9 @@ def _rings(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
 
 @dataclass(frozen=True)
 class _Rings:
-    """Rings of ``size`` ranks inside ``nodes`` nodes, and of counterparts across them. One node: a flat ring.
+    """Rings of `size` ranks inside each of `nodes` nodes, and rings of counterparts across nodes.
 
-    A pass has a phase for every node and, in it, a turn for every rank of the node.
+    A pass has one phase per node; a phase has one turn per rank of a node. One node: a flat ring.
     """
 
     nodes: int
@@ -324,32 +333,34 @@ class _Rings:
         return node % self.nodes * self.size + local % self.size
 
     def forward(self, rank: int) -> Steps:
-        """In phase p and turn t the shard of node - p, local - t is computed, while it moves on to local + 1."""
-        return self._travel(rank, KV, direction=1, first=0)
+        """In phase p, turn t compute the shard of (node - p, local - t); send it to local + 1."""
+        return self._circulate(rank, KV, direction=1, first=0)
 
     def backward_of_keys(self, rank: int) -> Steps:
-        """The same ways back, from the shard that arrived last in the forward pass: each shard is home in the last step, together with
-        its gradient, which every rank hands on after adding its part. What the ranks of a node add up ends its turn at the counterpart of
-        the shard's owner and joins there what came from the node before: size - 1 hops a phase inside, nodes - 1 hops across.
+        """Send KV back the way it came; its gradient follows one step behind.
+
+        A pass starts with the shard that arrived last in forward. It ends with every shard and its
+        complete gradient on the owner. Each rank adds its part to a gradient and passes it on. At
+        the end of a phase a node's sum is on the counterpart of the shard's owner. That rank adds
+        the sum of the nodes before and sends the total to the next node. Gradients thus take
+        size - 1 inner hops a phase and nodes - 1 outer hops a pass.
         """
         node, local = divmod(rank, self.size)
-        steps = list(self._travel(rank, KV, direction=-1, first=1))
+        steps = list(self._circulate(rank, KV, direction=-1, first=1))
         number = _numbers_after(steps)
         to_inner, from_inner = self.rank(node, local - 1), self.rank(node, local + 1)
         to_outer, from_outer = self.rank(node - 1, local), self.rank(node + 1, local)
-        inner: list[Transfer] = []  # on the way to this rank, to be added in the next step
-        outer: list[
-            Transfer
-        ] = []  # on the way to this rank, to be added at the end of the next phase
-        for at, step in enumerate(steps):
-            phase, turn = divmod(at, self.size)
+        inner: list[Transfer] = []  # arriving here; the next step adds it
+        outer: list[Transfer] = []  # arriving here; the last step of the next phase adds it
+        for index, step in enumerate(steps):
+            phase, turn = divmod(index, self.size)
             collect, inner = inner, []
             send = []
             now = step.keys[0]
             if turn < self.size - 1:
                 inner = [
-                    self._hop(
-                        number, DKV, self.inner, now, steps[at + 1].keys[0], to_inner, from_inner
+                    self._make_hop(
+                        number, DKV, self.inner, now, steps[index + 1].keys[0], to_inner, from_inner
                     )
                 ]
                 send = inner
@@ -357,7 +368,7 @@ class _Rings:
                 collect, outer = collect + outer, []
                 if phase < self.nodes - 1:
                     outer = [
-                        self._hop(
+                        self._make_hop(
                             number,
                             DKV,
                             OUTER,
@@ -368,33 +379,35 @@ class _Rings:
                         )
                     ]
                     send = outer
-            steps[at] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
+            steps[index] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
         return tuple(steps)
 
     def backward_of_queries(self, rank: int) -> Steps:
-        """Keys stay; queries travel with what is needed for their gradients, and these follow one hop behind (BurstEngine, section 3.1).
+        """Keep KV in place; circulate queries, with their gradients one hop behind.
 
-        What a rank adds for the first queries of a phase stays there until the gradient comes back from its turn. After the first phase
-        those are a counterpart's, and the sum of the node goes on to the next node, as far as the owner.
+        (BurstEngine, section 3.1.) This rank's part for the first queries of a phase stays here
+        until their gradient has gone round the inner ring. In the first phase these queries are its
+        own. In later phases they belong to a counterpart: the node's sum goes on to the next node,
+        until it reaches the owner.
         """
         node, local = divmod(rank, self.size)
-        steps = list(self._travel(rank, QUERIES, direction=1, first=0))
+        steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
         number = _numbers_after(steps)
         to_inner, from_inner = self.rank(node, local + 1), self.rank(node, local - 1)
         to_outer, from_outer = self.rank(node + 1, local), self.rank(node - 1, local)
         inner: list[Transfer] = []
         outer: list[Transfer] = []
-        for at in range(len(steps)):
-            phase, turn = divmod(at, self.size)
+        for index in range(len(steps)):
+            phase, turn = divmod(index, self.size)
             collect, inner = inner, []
             send: list[Transfer] = []
             if turn > 0:
                 inner = [
-                    self._hop(
+                    self._make_hop(
                         number,
                         DQ,
                         self.inner,
-                        steps[at].queries[0],
+                        steps[index].queries[0],
                         self.rank(node - phase, local - turn - 1),
                         to_inner,
                         from_inner,
@@ -402,13 +415,13 @@ class _Rings:
                 ]
                 send = inner
             elif phase > 0:
-                collect, outer, send = self._hand_on(
+                collect, outer, send = self._pass_to_next_node(
                     number, phase - 1, node, local, collect + outer, to_outer, from_outer
                 )
-            steps[at] = replace(
-                steps[at], collect=tuple(t.number for t in collect), send=tuple(send)
+            steps[index] = replace(
+                steps[index], collect=tuple(t.number for t in collect), send=tuple(send)
             )
-        collect, outer, send = self._hand_on(
+        collect, outer, send = self._pass_to_next_node(
             number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer
         )
         if collect or send:
@@ -419,7 +432,7 @@ class _Rings:
             steps.append(ScheduleStep((), (), collect=tuple(t.number for t in outer)))
         return tuple(steps)
 
-    def _hand_on(
+    def _pass_to_next_node(
         self,
         number: count[int],
         phase: int,
@@ -429,10 +442,10 @@ class _Rings:
         to: int,
         source: int,
     ) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
-        """At the end of a phase of queries -> what is added first, what comes from the node before, and what is sent."""
+        """End a phase. Returns what to collect, the hops that arrive here, and the hops to send."""
         if phase == 0:
             return collect, [], []
-        hop = self._hop(
+        hop = self._make_hop(
             number,
             DQ,
             OUTER,
@@ -443,16 +456,17 @@ class _Rings:
         )
         return collect, [hop], [hop]
 
-    def _travel(self, rank: int, payload: str, direction: int, first: int) -> Steps:
-        """The steps in which a shard is computed and handed on, without gradients.
+    def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
+        """Make the steps that compute a shard and pass it on, without gradients.
 
-        direction: 1, shards go to the next rank and the next node, so that the rank meets its predecessors; -1 the other way round. first:
-        how far from itself, in nodes and in ranks of a node, the first shard comes from.
+        direction: 1 sends shards to the next rank and the next node, so that this rank meets its
+            predecessors' shards in turn; -1 goes the other way.
+        first: the distance to the owner of the first shard, in nodes and in local ranks.
         """
         node, local = divmod(rank, self.size)
         number = count()
         steps: list[ScheduleStep] = []
-        base: Transfer | None = None  # brings the first shard of the next phase
+        base: Transfer | None = None  # delivers the first shard of the next phase
         for phase in range(self.nodes):
             from_node = node - direction * (phase + first)
             shards = [
@@ -465,15 +479,17 @@ class _Rings:
             if arrived is not None:
                 waits[0].append(arrived.number)
             if phase < self.nodes - 1:
-                # Posted first: it has the whole phase to arrive.
+                # Post the outer hop before the inner ones: it has the whole phase to arrive.
                 following = self.rank(from_node - direction, local - direction * first)
                 to, source = self.rank(node + direction, local), self.rank(node - direction, local)
-                base = self._hop(number, payload, OUTER, shards[0], following, to, source, arrived)
+                base = self._make_hop(
+                    number, payload, OUTER, shards[0], following, to, source, arrived
+                )
                 posts[0].append(base)
             to, source = self.rank(node, local + direction), self.rank(node, local - direction)
             before = arrived
             for turn in range(1, self.size):
-                before = self._hop(
+                before = self._make_hop(
                     number, payload, self.inner, shards[turn - 1], shards[turn], to, source, before
                 )
                 posts[max(0, turn - self.prefetch)].append(before)
@@ -483,7 +499,7 @@ class _Rings:
                 steps.append(ScheduleStep(*pair, wait=tuple(wait), post=tuple(post)))
         return tuple(steps)
 
-    def _hop(
+    def _make_hop(
         self,
         number: count[int],
         payload: str,
@@ -495,17 +511,8 @@ class _Rings:
         before: Transfer | None = None,
     ) -> Transfer:
         after = None if before is None else before.number
-        return Transfer(
-            next(number),
-            "p2p",
-            payload,
-            channel,
-            (sent,),
-            (received,),
-            to=to,
-            source=source,
-            after=after,
-        )
+        route = channel, (sent,), (received,)
+        return Transfer(next(number), "p2p", payload, *route, to=to, source=source, after=after)
 
 
 def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
@@ -513,22 +520,26 @@ def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
 
 
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
-    """Ulysses around another exchange: ranks R * heads .. R * heads + heads - 1 first trade their tokens for parts of the heads, and then
-    work as one shard R of the inner exchange, each on its part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719).
+    """Wrap Ulysses around another exchange.
+
+    Ranks R * heads .. R * heads + heads - 1 first trade their tokens for parts of the heads. Then
+    each acts as shard R of the inner exchange for its part of the heads (DeepSpeed-Ulysses,
+    arXiv:2309.14509; USP, arXiv:2405.07719).
     """
     heads = options.heads
 
     def members(groups: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(g * heads + m for g in groups for m in range(heads))
 
-    def lifted(steps: Steps, group: int, place: int) -> Steps:
+    def lift_steps(steps: Steps, group: int, place: int) -> Steps:
         def rank(of_group: int | None) -> int | None:
             return None if of_group is None else of_group * heads + place
 
         def part(of_inner: tuple[int, int]) -> tuple[int, int]:
             return place * of_inner[1] + of_inner[0], heads * of_inner[1]
 
-        def moved(t: Transfer) -> Transfer:
+        def lift_transfer(t: Transfer) -> Transfer:
+            # The inner transfers wait for transfer 0, which trades tokens for heads.
             return replace(
                 t,
                 number=t.number + 1,
@@ -537,13 +548,11 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
                 to=rank(t.to),
                 source=rank(t.source),
                 peers=tuple(p * heads + place for p in t.peers),
-                after=0
-                if t.after is None
-                else t.after + 1,  # nothing moves before the heads are there
+                after=0 if t.after is None else t.after + 1,
                 part=part(t.part),
             )
 
-        def shifted(numbers: tuple[int, ...]) -> tuple[int, ...]:
+        def renumber(numbers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(n + 1 for n in numbers)
 
         result = [
@@ -551,24 +560,16 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
                 members(s.queries),
                 members(s.keys),
                 part(s.part),
-                shifted(s.wait),
-                tuple(map(moved, s.post)),
-                shifted(s.collect),
-                tuple(map(moved, s.send)),
+                renumber(s.wait),
+                tuple(map(lift_transfer, s.post)),
+                renumber(s.collect),
+                tuple(map(lift_transfer, s.send)),
             )
             for s in steps
         ]
         peers = members((group,))
-        trade = Transfer(
-            0,
-            "all_to_all",
-            HEADS,
-            HEADS,
-            (group * heads + place,),
-            peers,
-            peers=peers,
-            part=(place, heads),
-        )
+        route = HEADS, (group * heads + place,), peers
+        trade = Transfer(0, "all_to_all", HEADS, *route, peers=peers, part=(place, heads))
         result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
         back = replace(
             trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends
@@ -577,7 +578,7 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
 
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
         return PerRank(
-            options.workers, lambda r: lifted(of_groups[r // heads], r // heads, r % heads)
+            options.workers, lambda r: lift_steps(of_groups[r // heads], r // heads, r % heads)
         )
 
     return Schedule(

@@ -1,4 +1,13 @@
-"""Carries out the transfers of one pass of a schedule, and the buffers that they use again and again."""
+"""Run the transfers of one pass of a schedule, and recycle the buffers of its messages.
+
+Streams: every transfer starts behind the work already queued on the current (compute) stream. NCCL
+then runs it on a stream of its own. `Transport.wait` makes the compute stream wait for it; the host
+does not block. With gloo the host itself waits.
+
+Deadlocks: the transfers of one communicator run in the order in which they are posted, so all ranks
+post them in the order of the schedule, even when they have nothing to compute. A hop posts its send
+and its receive as one batch: a ring of ranks that all send first cannot lock up.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +27,50 @@ from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import Transfer
 from mtrain_cli.parallel.wide_copy import contiguous
 
-UNSCHEDULED = -2  # in place of the number of a transfer
+UNSCHEDULED = -2  # number of a message that is not in the schedule
 
 
 class ExchangeError(RuntimeError):
-    """A message of an exchange did not come: a peer is gone or hangs. Names the exchange, the step and the peer."""
+    """A message of an exchange did not arrive: the peer is gone or hangs.
+
+    The message names the exchange, the step and the peer.
+    """
 
     peer_lost = True
 
 
 @contextmanager
-def naming(what: str, doing: str, missing: str, waits_for: int | None = None) -> Iterator[None]:
-    """Says in this worker's record, and in the error where a peer is lost, what goes on inside.
+def explain_peer_loss(
+    where: str, activity: str, failure: str, waits_for: int | None = None
+) -> Iterator[None]:
+    """Record what this worker is doing; if it loses a peer inside, raise an error that says so.
 
-    what: the place, such as ``ring, layer 3, forward, step 2 of 4``. doing: for the record; waits_for: as there. missing: for the error.
+    Args:
+        where: such as ``ring, layer 3, forward, step 2 of 4``.
+        activity: for `progress_record`, such as ``waits for kv from rank 1``.
+        failure: for the error, such as ``kv from rank 1 did not arrive``.
+        waits_for: the rank waited for, or `progress_record.SEVERAL`; None if it waits for none.
 
     Raises:
         ExchangeError: a peer is gone, or did not answer in time.
     """
-    progress_record.note(f"{what}: {doing}", waits_for)
+    progress_record.note(f"{where}: {activity}", waits_for)
     try:
         yield
     except ExchangeError:
         raise
     except RuntimeError as error:
-        if not failures.lost_peer(error):
+        if not failures.is_peer_loss(error):
             raise
-        raise ExchangeError(f"{what}: {missing} ({failures.first_sentence(error)})") from error
-    progress_record.note(what)
+        raise ExchangeError(f"{where}: {failure} ({failures.first_sentence(error)})") from error
+    progress_record.note(where)
 
 
 class Buffers:
-    """Tensors of messages, handed out again and again: each is free when its content has been used and sent. The shard that waits for the
-    backward pass does not come back: autograd holds it as long as it may be asked for.
+    """Recycled message tensors, by shape, dtype and device.
+
+    The shard that an exchange saves for backward is not released: autograd holds it for as long as
+    it may need it.
     """
 
     def __init__(self) -> None:
@@ -59,27 +79,35 @@ class Buffers:
         )
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uninitialised."""
+        """Return an uninitialised tensor."""
         free = self._free[shape, dtype, device]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 
-    def like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def take_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
-    def free(self) -> list[torch.Tensor]:
-        """All that are free now."""
+    def free_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that are free now."""
         return [tensor for tensors in self._free.values() for tensor in tensors]
 
-    def give(self, tensor: torch.Tensor) -> None:
-        """Back, once everything that reads or writes it has been queued on the current stream or waited for by it."""
+    def release(self, tensor: torch.Tensor) -> None:
+        """Take a tensor back. The next `take` of its shape may overwrite it.
+
+        Everything that reads or writes it must already be queued on the current stream, or the
+        current stream must have waited for it. That orders the next user behind them.
+        """
         self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
 
 @dataclass
 class Transport:
-    """The transfers of one pass of one layer on this rank, and the times of what it does meanwhile.
+    """The transfers of one pass of one layer on this rank. Records their times if asked to.
 
-    exchange, layer, direction: for messages and records, such as ``ring``, ``layer 3``, ``forward``. at: the step, from 0; steps: how many.
+    group: ranks and communicators.
+    exchange, layer, direction: for messages, such as ``ring``, ``layer 3``, ``forward``.
+    steps: number of steps.
+    recorder: None to record nothing.
+    at: index of the current step.
     """
 
     group: ContextGroup
@@ -91,72 +119,74 @@ class Transport:
     at: int = 0
     _works: dict[int, list[dist.Work]] = field(default_factory=dict)
     _transfers: dict[int, Transfer] = field(default_factory=dict)
-    # What a collective reads, until the stream that computes has waited for it: to wait on another stream lets go of it too early.
-    _held: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Inputs of collectives, until the compute stream has waited. A Work drops its own reference
+    # when any stream waits for it (`_posting`, `Recorder.watch`); without this one the allocator
+    # could reuse the memory too early.
+    _inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     _messages: dict[int, MessageTag] = field(default_factory=dict)
 
     def span(self, kind: str, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
-        """What is done inside is one span of the current step, where times are recorded."""
+        """Record what happens inside as one span of the current step."""
         if self.recorder is None or not self.recorder.recording:
             return nvtx_ranges.span(kind, self.direction, message.link, self.at)
         return self.recorder.span(kind, self.at, message)
 
-    def begin(self, at: int) -> None:
-        """What follows belongs to this step."""
+    def begin_step(self, at: int) -> None:
+        """Start step ``at``: later spans and messages belong to it."""
         self.at = at
         progress_record.note(self._where)
 
     @property
-    def what(self) -> str:
+    def pass_name(self) -> str:
         return f"{self.exchange}, {self.layer}, {self.direction}"
 
-    def hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
-        """Begins to send one tensor to a peer and to receive another from one."""
+    def start_hop(self, transfer: Transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
+        """Start to send one tensor and to receive another. Keep both until `wait`."""
         assert transfer.to is not None
         assert transfer.source is not None
         group = self.group.channel(transfer.channel, transfer.payload)
-        with self._begun(transfer):
-            self._posts(transfer, leaving.nbytes, arriving.nbytes)
+        with self._posting(transfer):
+            self._record_post(transfer, leaving.nbytes, arriving.nbytes)
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
                     dist.P2POp(dist.irecv, arriving, self.group.ranks[transfer.source], group),
                 ]
             )
-        self._watch(transfer)
+        self._record_end(transfer)
 
-    def gather(self, transfer: Transfer, mine: torch.Tensor) -> torch.Tensor:
-        """Begins to gather -> [peers, ...], complete after `wait`."""
-        with self._begun(transfer):
-            mine = contiguous(mine)
-            others = mine.nbytes * (len(transfer.peers) - 1)
-            self._posts(transfer, others, others)
-            everyone, work = start_all_gather(
-                mine, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
+    def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
+        """Start an all-gather. Returns [peers, ...], valid after `wait`."""
+        with self._posting(transfer):
+            own = contiguous(own)
+            others = own.nbytes * (len(transfer.peers) - 1)
+            self._record_post(transfer, others, others)
+            gathered, work = start_all_gather(
+                own, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
             )
-            self._works[transfer.number], self._held[transfer.number] = [work], mine
-        self._watch(transfer)
-        return everyone
+            self._works[transfer.number], self._inputs[transfer.number] = [work], own
+        self._record_end(transfer)
+        return gathered
 
-    def scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
-        """Begins to add up shards [peers, ...] over the peers -> this rank's, complete after `wait`."""
-        with self._begun(transfer):
+    def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
+        """Start a reduce-scatter of [peers, ...]. Returns this rank's sum, valid after `wait`."""
+        with self._posting(transfer):
             others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
-            self._posts(transfer, others, others)
-            mine, work = start_reduce_scatter(
+            self._record_post(transfer, others, others)
+            own, work = start_reduce_scatter(
                 shards, self.group.channel(transfer.channel, transfer.payload)
             )
-            self._works[transfer.number], self._held[transfer.number] = [work], shards
-        self._watch(transfer)
-        return mine
+            self._works[transfer.number], self._inputs[transfer.number] = [work], shards
+        self._record_end(transfer)
+        return own
 
-    def trade(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
-        """parts [peers, ...], one for each -> the one of every peer for this rank, complete at once."""
+    def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
+        """Send part i of [peers, ...] to peer i. Returns the parts received, ready to use."""
         arrived = torch.empty_like(parts)
         others = parts.nbytes // len(parts) * (len(parts) - 1)
-        with self._begun(transfer):
-            message = self._posts(transfer, others, others)
-            with self.span(WAIT, message), self._come(transfer.number):
+        with self._posting(transfer):
+            message = self._record_post(transfer, others, others)
+            with self.span(WAIT, message), self._while_receiving(transfer.number):
                 dist.all_to_all_single(
                     arrived, parts, group=self.group.channel(transfer.channel, transfer.payload)
                 )
@@ -164,10 +194,14 @@ class Transport:
             self.recorder.arrived(transfer.number)
         return arrived
 
-    def add_up(
+    def start_all_reduce(
         self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None
     ) -> dist.Work:
-        """Begins to add up a tensor over a group, beside the schedule and one at a time. Complete after `wait_for`."""
+        """Start an all-reduce outside the schedule; complete it by `wait_all_reduce`.
+
+        Only one can be under way. No scheduled transfer uses the communicator ``group``, so the
+        all-reduce cannot come between them.
+        """
         message = MessageTag(
             link,
             payload,
@@ -185,32 +219,36 @@ class Transport:
             self.recorder.watch(UNSCHEDULED, [work])
         return work
 
-    def wait_for(self, work: dist.Work) -> None:
-        """Waits for what `add_up` began."""
+    def wait_all_reduce(self, work: dist.Work) -> None:
+        """Wait for the all-reduce that `start_all_reduce` started."""
         with self.span(WAIT, self._messages[UNSCHEDULED]):
             work.wait()
         if self.recorder is not None:
             self.recorder.arrived(UNSCHEDULED)
 
     def wait(self, number: int) -> None:
-        """What is queued on the current stream from here on sees the content of the transfer; on a CPU it has come."""
+        """Wait for a transfer. With NCCL only the current stream waits, with gloo the host."""
         works = self._works.pop(number, [])
         with self.span(WAIT, self._messages.get(number, NOTHING)) if works else nullcontext():
             for at, work in enumerate(works):
-                # gloo has one for each direction, NCCL one for both.
-                with self._taken(number) if len(works) == 2 and at == 0 else self._come(number):
+                # gloo returns one Work for the send and one for the receive, NCCL one for both.
+                with (
+                    self._while_sending(number)
+                    if len(works) == 2 and at == 0
+                    else self._while_receiving(number)
+                ):
                     work.wait()
         if works and self.recorder is not None:
             self.recorder.arrived(number)
-        self._held.pop(number, None)
+        self._inputs.pop(number, None)
 
     def finish(self) -> None:
-        """Waits for what nothing has waited for."""
+        """Wait for every transfer that no step waited for."""
         for number in list(self._works):
             self.wait(number)
 
-    def _posts(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
-        """Notes that a transfer is posted now. sent, received: bytes."""
+    def _record_post(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
+        """Record that a transfer is posted now. sent, received: bytes."""
         ranks = self.group.ranks
         shard, leaving = (
             (transfer.receives[0], transfer.sends[0]) if transfer.kind == "p2p" else (-1, -1)
@@ -236,18 +274,21 @@ class Transport:
             self.recorder.posted(self.at, message)
         return message
 
-    def _watch(self, transfer: Transfer) -> None:
+    def _record_end(self, transfer: Transfer) -> None:
         if self.recorder is not None:
             self.recorder.watch(transfer.number, self._works[transfer.number])
 
     @contextmanager
-    def _begun(self, transfer: Transfer) -> Iterator[None]:
-        """Begins it behind the transfer that it sends on. On a GPU the order of one communicator is enough; behind another one it waits on
-        a stream of its own, so that the computation does not.
+    def _posting(self, transfer: Transfer) -> Iterator[None]:
+        """Post inside this context: the transfer starts behind the one that it forwards (`after`).
+
+        On the same NCCL communicator, posting order is enough. On another communicator, a side
+        stream waits for the earlier transfer, so that the compute stream does not have to. gloo has
+        no streams: the host waits.
         """
         self._transfers[transfer.number] = transfer
         works = self._works.get(transfer.after, []) if transfer.after is not None else []
-        with naming(
+        with explain_peer_loss(
             self._where, f"posts {transfer.payload}", f"{transfer.payload} could not be posted"
         ):
             if not works:
@@ -268,33 +309,35 @@ class Transport:
 
     @property
     def _where(self) -> str:
-        return f"{self.what}, step {self.at + 1} of {self.steps}"
+        return f"{self.pass_name}, step {self.at + 1} of {self.steps}"
 
-    def _taken(self, number: int) -> AbstractContextManager[None]:
+    def _while_sending(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         assert t.to is not None
         peer = self.group.ranks[t.to]
-        return naming(
+        return explain_peer_loss(
             self._where,
             f"waits for rank {peer} to take {t.payload}",
             f"rank {peer} did not take {t.payload}",
             peer,
         )
 
-    def _come(self, number: int) -> AbstractContextManager[None]:
+    def _while_receiving(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         peer = progress_record.SEVERAL if t.source is None else self.group.ranks[t.source]
         message = f"{t.payload} " + (
             f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
         )
-        return naming(self._where, f"waits for {message}", f"{message} did not come", peer)
+        return explain_peer_loss(
+            self._where, f"waits for {message}", f"{message} did not arrive", peer
+        )
 
 
-_SIDE: dict[int, torch.cuda.Stream] = {}
+_SIDE_STREAMS: dict[int, torch.cuda.Stream] = {}
 
 
 def _side_stream() -> torch.cuda.Stream:
     device = torch.cuda.current_device()
-    if device not in _SIDE:
-        _SIDE[device] = torch.cuda.Stream()
-    return _SIDE[device]
+    if device not in _SIDE_STREAMS:
+        _SIDE_STREAMS[device] = torch.cuda.Stream()
+    return _SIDE_STREAMS[device]

@@ -1,4 +1,4 @@
-"""Ulysses: heads of all tokens for tokens of all heads."""
+"""Ulysses: trade tokens of all heads for all tokens of some heads, by all-to-all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from mtrain_cli.parallel.transport import Transport
 
 
 class UlyssesExchange(Exchange):
-    """Ulysses: the ranks of a head group trade their tokens for a part of the heads of all of them, and then take part in another exchange
-    as one (DeepSpeed-Ulysses, arXiv:2309.14509). Where there are fewer key-value heads than ranks, they are repeated.
+    """Ulysses around another exchange (DeepSpeed-Ulysses, arXiv:2309.14509).
+
+    Each rank of a head group trades its tokens for a part of the heads, of all tokens of the group.
+    Then the ranks take part in the inner exchange as one shard. If there are fewer KV heads than
+    ranks in a head group, KV heads are repeated.
     """
 
     def __init__(
@@ -28,21 +31,21 @@ class UlyssesExchange(Exchange):
         self.inner = inner
         self.heads = group.heads
         first = group.rank - group.rank % group.heads
-        together = np.concatenate([layout.positions(r) for r in range(first, first + self.heads)])
-        order = np.argsort(together, kind="stable")
-        self._kv_heads = 0  # of the model, known from the first forward pass
+        positions = [layout.positions(r) for r in range(first, first + self.heads)]
+        order = np.argsort(np.concatenate(positions), kind="stable")
+        self._kv_heads = 0  # of the model; set by the first forward pass
         self._order, self._back = order, np.argsort(order)
-        self._moved: dict[int, torch.Tensor] = {}
+        self._orders_on_device: dict[int, torch.Tensor] = {}
 
-    def _on(self, order: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-        """On the device, where it is copied once."""
-        if id(order) not in self._moved:
-            self._moved[id(order)] = to_device(order, device)
-        return self._moved[id(order)]
+    def _order_on(self, order: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+        """Copy an order to the device once."""
+        if id(order) not in self._orders_on_device:
+            self._orders_on_device[id(order)] = to_device(order, device)
+        return self._orders_on_device[id(order)]
 
-    def record(self, recorder: Recorder | None) -> None:
-        super().record(recorder)
-        self.inner.record(recorder)
+    def set_recorder(self, recorder: Recorder | None) -> None:
+        super().set_recorder(recorder)
+        self.inner.set_recorder(recorder)
 
     @property
     def foreign_queries(self) -> bool:
@@ -52,103 +55,129 @@ class UlyssesExchange(Exchange):
     def gathers_columns(self) -> bool:
         return self.inner.gathers_columns
 
-    def named_tiles(self, *, indexed, forward_only=False):
-        return self.inner.named_tiles(indexed=indexed, forward_only=forward_only)
+    def needed_tiles(self, *, indexed, forward_only=False):
+        return self.inner.needed_tiles(indexed=indexed, forward_only=forward_only)
 
     @property
-    def queries(self) -> int:
-        return self.inner.queries
+    def num_queries(self) -> int:
+        return self.inner.num_queries
 
     @property
-    def rebuilds_alone(self) -> bool:
+    def recompute_is_local(self) -> bool:
         return False
 
     def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:  # noqa: ARG002
-        raise AssertionError("its tiles are those of the exchange inside")
+        raise AssertionError("the tiles are those of the inner exchange")
 
-    def work(self, masks, device, block=None, *, early=None):
-        return self.inner.work(masks, device, block, early=early)
+    def make_tiles(self, masks, device, block=None, *, early=None):
+        return self.inner.make_tiles(masks, device, block, early=early)
 
-    def pairs(self, work: ShardTiles) -> float:
-        return self.inner.pairs(work)
+    def pairs(self, shard_tiles: ShardTiles) -> float:
+        return self.inner.pairs(shard_tiles)
 
-    def forward(self, q, k, v, work, kernel, scale, what=""):
-        return self._traded(
-            q, k, v, what, lambda q, k, v: self.inner.forward(q, k, v, work, kernel, scale, what)
-        )
+    def forward(self, q, k, v, shard_tiles, kernel, scale, label=""):
+        def forward_inner(q, k, v):
+            return self.inner.forward(q, k, v, shard_tiles, kernel, scale, label)
 
-    def kept(self, saved, early):
-        return self.inner.kept(saved, early)
+        return self._with_heads_traded(q, k, v, label, forward_inner)
 
-    def again(self, q, k, v, kept, early, work, kernel, scale, what=""):
-        def inside(q, k, v):
-            out, saved = self.inner.again(q, k, v, kept, early, work, kernel, scale, what)
+    def kept_for_recompute(self, saved, early):
+        return self.inner.kept_for_recompute(saved, early)
+
+    def recompute(self, q, k, v, kept, early, shard_tiles, kernel, scale, label=""):
+        def recompute_inner(q, k, v):
+            out, saved = self.inner.recompute(
+                q, k, v, kept, early, shard_tiles, kernel, scale, label
+            )
             return out, saved[3], saved
 
-        out, _, saved = self._traded(q, k, v, what, inside)
+        out, _, saved = self._with_heads_traded(q, k, v, label, recompute_inner)
         return out, saved
 
-    def _traded(self, q, k, v, what, attend):
-        """attend: takes q, k, v of a part of the heads for the tokens of all ranks -> out, lse, saved."""
-        with self._mail(what, FORWARD) as mail:
-            parts = [_heads_for(t, self.heads) for t in (q, k, v)]
-            mail.begin(0)
-            q_part, k_part, v_part = self._to_heads(mail, self.forward_steps[0].post[0], parts)
+    def _with_heads_traded(self, q, k, v, label, attend):
+        """Run ``attend`` on this rank's part of the heads, for the tokens of the head group.
+
+        attend: (q, k, v) -> out, lse, saved.
+        """
+        with self._transport(label, FORWARD) as transport:
+            parts = [_split_heads(t, self.heads) for t in (q, k, v)]
+            transport.begin_step(0)
+            q_part, k_part, v_part = self._to_heads(transport, self.forward_steps[0].post[0], parts)
             out, lse, saved = attend(q_part, k_part, v_part)
-            mail.begin(len(self.forward_steps) - 1)
-            (whole,) = self._to_tokens(mail, self.forward_steps[-1].post[0], [out])
+            transport.begin_step(len(self.forward_steps) - 1)
+            (whole,) = self._to_tokens(transport, self.forward_steps[-1].post[0], [out])
             self._kv_heads = k.shape[2]
         return whole.flatten(2, 3), lse, saved
 
-    def backward(self, dout, saved, work, kernel, scale, what=""):
-        with self._mail(what, BACKWARD) as mail:
-            mail.begin(0)
-            (mine,) = self._to_heads(
-                mail, self.backward_steps[0].post[0], [_heads_for(dout, self.heads)]
+    def backward(self, dout, saved, shard_tiles, kernel, scale, label=""):
+        with self._transport(label, BACKWARD) as transport:
+            transport.begin_step(0)
+            (dout_part,) = self._to_heads(
+                transport, self.backward_steps[0].post[0], [_split_heads(dout, self.heads)]
             )
-            gradients = self.inner.backward(mine, saved, work, kernel, scale, what)
-            mail.begin(len(self.backward_steps) - 1)
-            dq, dk, dv = self._to_tokens(mail, self.backward_steps[-1].post[0], list(gradients))
-        return dq.flatten(2, 3), _added(dk, self._kv_heads), _added(dv, self._kv_heads)
+            gradients = self.inner.backward(dout_part, saved, shard_tiles, kernel, scale, label)
+            transport.begin_step(len(self.backward_steps) - 1)
+            dq, dk, dv = self._to_tokens(
+                transport, self.backward_steps[-1].post[0], list(gradients)
+            )
+        return (
+            dq.flatten(2, 3),
+            _sum_repeated_heads(dk, self._kv_heads),
+            _sum_repeated_heads(dv, self._kv_heads),
+        )
 
     def _to_heads(
-        self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]
+        self, transport: Transport, transfer: Transfer, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """tensors [ranks, batch, tokens, heads of the rank, head_dim] -> [batch, tokens of all ranks ascending, heads, head_dim]."""
-        with mail.span(ARRANGE):
+        """Trade tokens for heads.
+
+        tensors: [ranks, batch, tokens, heads per rank, head_dim].
+        Returns: [batch, tokens of all ranks in ascending order, heads per rank, head_dim].
+        """
+        with transport.span(ARRANGE):
             together = torch.cat(tensors, 3)
-        arrived = mail.trade(transfer, together)
-        with mail.span(ARRANGE):
+        arrived = transport.all_to_all(transfer, together)
+        with transport.span(ARRANGE):
             whole = (
                 arrived.transpose(0, 1)
                 .flatten(1, 2)
-                .index_select(1, self._on(self._order, arrived.device))
+                .index_select(1, self._order_on(self._order, arrived.device))
             )
             return [t.contiguous() for t in whole.split([t.shape[3] for t in tensors], 2)]
 
     def _to_tokens(
-        self, mail: Transport, transfer: Transfer, tensors: list[torch.Tensor]
+        self, transport: Transport, transfer: Transfer, tensors: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """tensors [batch, tokens of all ranks, heads, head_dim] -> [batch, tokens, ranks, heads, head_dim]."""
-        with mail.span(ARRANGE):
+        """Trade heads for tokens.
+
+        tensors: [batch, tokens of all ranks, heads per rank, head_dim].
+        Returns: [batch, tokens, ranks, heads per rank, head_dim].
+        """
+        with transport.span(ARRANGE):
             together = torch.cat(tensors, 2).index_select(
-                1, self._on(self._back, tensors[0].device)
+                1, self._order_on(self._back, tensors[0].device)
             )
             leaving = together.unflatten(1, (self.heads, -1)).transpose(0, 1).contiguous()
-        arrived = mail.trade(transfer, leaving)
+        arrived = transport.all_to_all(transfer, leaving)
         return list(arrived.permute(1, 2, 0, 3, 4).split([t.shape[2] for t in tensors], 3))
 
 
-def _heads_for(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[batch, tokens, heads, head_dim] -> [ranks, batch, tokens, heads of each rank, head_dim]; too few heads are repeated."""
+def _split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Split [batch, tokens, heads, head_dim] into [ranks, batch, tokens, heads per rank, head_dim].
+
+    Repeats heads if there are fewer than ranks.
+    """
     heads = tensor.shape[2]
     if heads < ranks:
         tensor = tensor.repeat_interleave(ranks // heads, 2)
     return tensor.unflatten(2, (ranks, -1)).permute(2, 0, 1, 3, 4)
 
 
-def _added(gradient: torch.Tensor, heads: int) -> torch.Tensor:
-    """[batch, tokens, ranks, heads of each, head_dim] -> [batch, tokens, heads, head_dim]: gradients of repeated heads are added."""
+def _sum_repeated_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
+    """Turn [batch, tokens, ranks, heads per rank, head_dim] into [batch, tokens, heads, head_dim].
+
+    Sums the gradients of repeated heads.
+    """
     flat = gradient.flatten(2, 3)
     repeats = flat.shape[2] // heads
     if repeats == 1:

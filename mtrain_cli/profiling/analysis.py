@@ -1,6 +1,6 @@
-"""What a profile or simulation says: degrees of imbalance, where the time of every worker goes, and why workers wait.
+"""Analyse a profile or simulation: imbalance degrees, where time goes and why workers wait.
 
-`profiles/definitions.md` defines every figure. Rows are read once, some at a time.
+`profiles/definitions.md` defines every figure. Rows are read in batches, once.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ from mtrain_cli.profiling.records import LINKS, RecordedFolder
 from mtrain_cli.profiling.wait_causes import WaitAttribution, WaitCause
 
 DEGREES = ("worker", "step", "total", "critical")
-# Where the time of a pass goes. Exposed transfer is by link; `exposed` alone is that of no named link.
+# Where the time of a pass goes. `exposed LINK` splits exposed communication by link.
 BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
-MOST_VALUES = 1 << 21  # of step times kept for percentiles
+MOST_VALUES = 1 << 21  # step times kept for percentiles
 MOST_TABLES = 48  # samples kept for distributions
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean and standard deviation over n samples. error: standard error of the mean; NaN where there is one iteration, of which no spread
-    is known.
+    """Mean and standard deviation of n samples.
+
+    error: standard error of the mean; NaN for a single iteration, which has no spread.
     """
 
     mean: float
@@ -46,14 +47,20 @@ class Estimate:
 
     @staticmethod
     def of(values: np.ndarray, iterations: np.ndarray | None = None) -> Estimate:
-        """iterations: of each sample. The layers of one iteration are slow or fast together: its mean counts as one for the error."""
+        """Estimate from samples.
+
+        Args:
+            values: the samples, any shape.
+            iterations: the iteration of each sample. Layers of one iteration are slow or fast
+                together, so the error counts each iteration's mean as one value.
+        """
         values = np.asarray(values, np.float64).reshape(-1)
         if not len(values):
             return Estimate(float("nan"), float("nan"), 0)
         means = values
         if iterations is not None:
-            _, of = np.unique(iterations, return_inverse=True)
-            means = np.bincount(of, values) / np.bincount(of)
+            _, owner = np.unique(iterations, return_inverse=True)
+            means = np.bincount(owner, values) / np.bincount(owner)
         error = float(means.std(ddof=1)) / len(means) ** 0.5 if len(means) > 1 else float("nan")
         return Estimate(
             float(values.mean()),
@@ -77,7 +84,7 @@ class Degrees:
 
     @staticmethod
     def of(values: np.ndarray, iterations: np.ndarray) -> Degrees:
-        """values: [4, samples]; iterations: of each sample."""
+        """Estimate from values [4, samples] and the iteration of each sample."""
         return Degrees(*(Estimate.of(v, iterations) for v in values))
 
     def to_json(self) -> dict[str, Any]:
@@ -97,14 +104,25 @@ class Ratios:
 
 @dataclass(frozen=True)
 class PassAnalysis:
-    """One direction: forward, recompute or backward. A worker is a place in a context group; times in ms.
+    """One direction (forward, recompute or backward) of a case. Times in ms.
 
-    attention, elapsed, late, exposed, pairs, blocks: means over samples, [workers, steps]; elapsed is all time of a step. columns: ms of
-    single columns gathered once, [workers]; column_pairs their work.
-    time, work: degrees of ms and of pairs. duration: of a layer, the slowest worker, over iterations. p50, p95, longest: elapsed time of a
-    worker's step. layers: by layer, ms of the slowest worker, of attention (mean worker), and share of late and exposed waits.
-    across_workers: quantiles (`QUANTILES`) of attention time of the workers of a step, [steps, 5]; across_steps: of the steps of a worker,
-    [workers, 5].
+    A worker is a position in a context group; figures are means over samples.
+
+    direction: forward, recompute or backward
+    attention: [workers, steps], attention kernels
+    elapsed: [workers, steps], all time of a step
+    late: [workers, steps], waits before the peer started sending
+    exposed: [workers, steps], exposed communication
+    pairs, blocks: [workers, steps], computed query-key pairs and block pairs
+    columns: [workers], single columns gathered once
+    column_pairs: [workers], query-key pairs of these columns
+    time, work: imbalance degrees of ms and of pairs
+    computation: computation ratios
+    duration: one layer on the slowest worker, over iterations
+    p50, p95, longest: elapsed time of one worker's step
+    layers: per layer, ms of the slowest worker; mean ms of attention, late and exposed waits
+    across_workers: [steps, 5], quantiles (`QUANTILES`) of attention time over workers
+    across_steps: [workers, 5], quantiles of attention time over steps
     """
 
     direction: str
@@ -159,11 +177,20 @@ class PassAnalysis:
 class CaseAnalysis:
     """One case of a profile.
 
-    facts: of the case, from the summary. time, work, computation: the mean of forward and backward pass. bins: ms that every rank spends in
-    an iteration, [directions, ranks, BINS]; passes_ms: the same of its passes, which the bins fill, [directions, ranks].
-    iteration_ms: whole iterations, the slowest rank. tokens: of an iteration, all groups together. samples: iterations x forward passes x
-    layers x groups. typical: the iteration whose passes took the median time. missing: ranks without rows. partial: fewer iterations than
-    wanted, or fewer ranks.
+    number, label: of the case in the summary
+    facts: the case's entry in the summary
+    passes: one analysis per direction
+    time, work, computation: means of the forward and backward pass
+    bins: [directions, ranks, BINS], ms of an iteration
+    passes_ms: [directions, ranks], ms of all passes of an iteration; the bins add up to it
+    iteration_ms: whole iterations on the slowest rank
+    tokens: of an iteration, over all groups
+    iterations, wanted: recorded and requested
+    samples: iterations x forward passes x layers x groups
+    typical: the iteration whose passes took the median time
+    missing: ranks without rows
+    partial: iterations or ranks are missing
+    causes: of waits, the costliest first
     """
 
     number: int
@@ -198,27 +225,31 @@ class CaseAnalysis:
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
     def bare_ms(self, direction: str) -> float | None:
-        """ms of a layer's pass without records, the slowest worker, the median of its iterations; None where that was not measured, or
-        of several layers at once. `PassAnalysis.duration` is of recorded iterations, whose mean is a little longer.
+        """Return ms of one layer's pass without recording: slowest worker, median iteration.
+
+        None if it was not measured or the case has several layers. `PassAnalysis.duration` covers
+        recorded iterations, which take a little longer.
         """
-        found = self.facts.get(f"{direction}_ms")
-        return float(found) if found is not None and len(self.layers) == 1 else None
+        ms = self.facts.get(f"{direction}_ms")
+        return float(ms) if ms is not None and len(self.layers) == 1 else None
 
     def bin_ms(self, name: str, direction: str | None = None) -> float:
-        """ms of a bin in an iteration, mean over ranks."""
+        """Return ms of a bin in an iteration, mean over ranks."""
         chosen = slice(None) if direction is None else [self.directions.index(direction)]
         return float(self.bins[chosen][:, self.present, BINS.index(name)].sum(0).mean())
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Exposed ms by link, mean over ranks, of an iteration; links without any are left out."""
-        found = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
+        """Exposed ms of an iteration by link, mean over ranks, without links that have none."""
+        by_bin = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
         return {
-            name.removeprefix(EXPOSED).strip() or "link": ms for name, ms in found.items() if ms > 0
+            name.removeprefix(EXPOSED).strip() or "link": ms
+            for name, ms in by_bin.items()
+            if ms > 0
         }
 
     def to_json(self) -> dict[str, Any]:
-        """What summary.json keeps; tables are rounded."""
+        """Return the entry of summary.json; tables are rounded."""
         used = [i for i, name in enumerate(BINS) if self.bins[..., i].any() or name in SPENT]
         return {
             "case": self.number,
@@ -244,7 +275,7 @@ class CaseAnalysis:
             "passes_ms": {
                 name: _rounded(self.passes_ms[d]) for d, name in enumerate(self.directions)
             },
-            "passes": {name: found.to_json() for name, found in self.passes.items()},
+            "passes": {name: analysis.to_json() for name, analysis in self.passes.items()},
             "causes": [
                 {
                     "text": c.text,
@@ -260,49 +291,46 @@ class CaseAnalysis:
 
 
 def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
-    """One analysis a case that has rows, in the order of the cases.
+    """Return one analysis per case that has rows, in the order of the cases.
 
     Raises:
-        ConfigError: a file of rows is damaged, of another schema, or does not belong to its summary.
+        ConfigError: a file of rows is damaged, has another schema or does not match its summary.
     """
     shapes, last = survey(recorded)
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
-    together = recorded.summary.get("mode") != "training"
-    gathered = {
-        case: _Gathered(shape, WaitAttribution(shape, uncertainty, together))
+    ends_together = recorded.summary.get("mode") != "training"
+    totals = {
+        case: _CaseTotals(shape, WaitAttribution(shape, uncertainty, ends_together))
         for case, shape in shapes.items()
         if shape.steps and shape.layers
     }
     for shape, iteration in iterations(recorded, shapes, last):
-        if shape.case in gathered:
-            gathered[shape.case].add(iteration)
+        if shape.case in totals:
+            totals[shape.case].add(iteration)
     wanted = int(recorded.summary.get("samples_wanted") or 0)
-    return [found.result(wanted) for found in gathered.values()]
+    return [case.result(wanted) for case in totals.values()]
 
 
-class _Gathered:
-    """What is kept of the iterations of a case."""
+class _CaseTotals:
+    """Sums and samples kept from the iterations of a case."""
 
-    def __init__(self, shape: RecordedShape, blame: WaitAttribution) -> None:
-        self.shape, self.blame = shape, blame
+    def __init__(self, shape: RecordedShape, waits: WaitAttribution) -> None:
+        self.shape, self.waits = shape, waits
         directions, layers = len(shape.directions), len(shape.layers)
-        self.present = shape.present.any(0)  # workers of which some group has rows
+        self.present = shape.present.any(0)  # workers with rows in at least one group
         self.sums = np.zeros((len(SPENT), directions, shape.workers, shape.slots))
         self.pairs, self.blocks = np.zeros((2, directions, shape.workers, shape.slots))
         self.counts = np.zeros((directions, shape.workers))
         self.bins = np.zeros((directions, shape.groups, shape.workers, len(BINS)))
         self.passes = np.zeros((directions, shape.groups, shape.workers))
-        self.by_layer = np.zeros(
-            (directions, layers, 5)
-        )  # samples, slowest, attention, late, exposed
-        self.degrees: list[list[np.ndarray]] = [
-            [] for _ in shape.directions
-        ]  # [ms and pairs, 4 degrees, samples]
+        # per layer: samples, slowest, attention, late, exposed
+        self.by_layer = np.zeros((directions, layers, 5))
+        # per direction: [ms and pairs, 4 degrees, samples]
+        self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.ratios: list[list[np.ndarray]] = [[] for _ in shape.directions]
-        self.owners: list[list[np.ndarray]] = [
-            [] for _ in shape.directions
-        ]  # the iteration of each sample
-        self.durations: list[np.ndarray] = []  # [directions] an iteration
+        # per direction: the iteration of each sample
+        self.owners: list[list[np.ndarray]] = [[] for _ in shape.directions]
+        self.durations: list[np.ndarray] = []  # one [directions] per iteration
         self.wholes: list[float] = []
         self.numbers: list[int] = []
         self.values: list[list[np.ndarray]] = [[] for _ in shape.directions]
@@ -313,37 +341,37 @@ class _Gathered:
         self.value_stride = max(1, total * shape.workers * shape.slots // MOST_VALUES)
         self.table_stride = max(1, -(-total // MOST_TABLES))
 
-    def add(self, found: Iteration) -> None:
+    def add(self, iteration: Iteration) -> None:
         shape = self.shape
-        self.numbers.append(found.number)
-        self.blame.add(found)
+        self.numbers.append(iteration.number)
+        self.waits.add(iteration)
         self.bins[..., : len(BUSY)] += np.moveaxis(
-            found.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1
+            iteration.spent[: len(BUSY)].sum((2, 5), dtype=np.float64), 0, -1
         )
-        self.bins[..., len(BUSY)] += found.spent[SPENT.index(LATE)].sum((1, 4), dtype=np.float64)
-        self.bins[..., len(BUSY) + 1 :] += np.moveaxis(found.link.sum(-1), 1, -1)
-        there = ~np.isnan(found.length)
-        self.passes += np.where(there, found.length, 0).sum(1)
-        if not np.isnan(found.whole).all():
-            self.wholes.append(float(np.nanmax(found.whole)))
-        # A context group enters with the workers that it has.
-        durations = np.zeros((len(shape.directions), shape.groups, found.length.shape[1]))
+        late = iteration.spent[SPENT.index(LATE)]
+        self.bins[..., len(BUSY)] += late.sum((1, 4), dtype=np.float64)
+        self.bins[..., len(BUSY) + 1 :] += np.moveaxis(iteration.link.sum(-1), 1, -1)
+        there = ~np.isnan(iteration.length)
+        self.passes += np.where(there, iteration.length, 0).sum(1)
+        if not np.isnan(iteration.whole).all():
+            self.wholes.append(float(np.nanmax(iteration.whole)))
+        # A context group contributes the workers that have rows.
+        durations = np.zeros((len(shape.directions), shape.groups, iteration.length.shape[1]))
         for group in range(shape.groups):
             workers = np.flatnonzero(shape.present[group])
             if not len(workers):
                 continue
             for d, direction in enumerate(shape.directions):
                 steps = shape.steps[direction]
-                spent = found.spent[:, d, :, group][:, :, workers].astype(
-                    np.float64
-                )  # [SPENT, samples, workers, slots]
+                # [SPENT, samples, workers, slots]
+                spent = iteration.spent[:, d, :, group][:, :, workers].astype(np.float64)
                 valid = spent.sum((0, 2, 3)) > 0
                 if not valid.any():
                     continue
                 spent = spent[:, valid]
-                pairs = found.pairs[d, valid, group][:, workers].astype(np.float64)
-                blocks = found.blocks[d, valid, group][:, workers].astype(np.float64)
-                length = found.length[d, valid, group][:, workers]
+                pairs = iteration.pairs[d, valid, group][:, workers].astype(np.float64)
+                blocks = iteration.blocks[d, valid, group][:, workers].astype(np.float64)
+                length = iteration.length[d, valid, group][:, workers]
                 length = np.where(np.isnan(length), spent.sum((0, 3)), length)
                 slowest = length.max(1)
                 durations[d, group, valid] = slowest
@@ -359,18 +387,15 @@ class _Gathered:
     def _add_samples(
         self, d: int, steps: int, spent: np.ndarray, pairs: np.ndarray, slowest: np.ndarray
     ) -> None:
-        """spent [SPENT, samples, workers, slots]."""
+        """Add samples of one direction; spent is [SPENT, samples, workers, slots]."""
         attention, columns = spent[SPENT.index(ATTENTION)], spent[SPENT.index(COLUMNS), ..., 0]
         in_steps = attention[..., 1 : steps + 1]
         elapsed = spent[..., 1 : steps + 1].sum(0)
-        self.degrees[d].append(
-            np.stack(
-                [_degrees(in_steps, columns), _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])]
-            )
-        )
+        work = _degrees(pairs[..., 1 : steps + 1], pairs[..., 0])
+        self.degrees[d].append(np.stack([_degrees(in_steps, columns), work]))
         self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
-        # Drawn at random: every so many-th would be the same steps, or layers, again and again.
+        # Draw at random: a fixed stride would pick the same steps or layers every time.
         kept = elapsed.reshape(-1)
         kept = (
             kept
@@ -408,7 +433,7 @@ class _Gathered:
         ] or list(range(len(passes)))
         both = [np.concatenate(self.degrees[d], -1) for d in chosen]
         shares = [np.concatenate(self.ratios[d], -1) for d in chosen]
-        # Samples of both directions belong together, unless a killed run left one out.
+        # Samples of both directions pair up, unless a killed run left one out.
         samples = min((b.shape[-1] for b in both), default=0)
         mean = np.mean([b[..., :samples] for b in both], 0) if both else np.zeros((2, 4, 0))
         share = np.mean([s[..., :samples] for s in shares], 0) if shares else np.zeros((2, 0))
@@ -442,7 +467,7 @@ class _Gathered:
             typical=self.numbers[int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])],
             missing=shape.missing,
             partial=len(self.numbers) < wanted or bool(shape.missing),
-            causes=self.blame.causes(),
+            causes=self.waits.causes(),
         )
 
     def _pass(self, d: int, name: str) -> PassAnalysis:
@@ -452,7 +477,7 @@ class _Gathered:
         pairs, blocks = self.pairs[d] / counts, self.blocks[d] / counts
         inside = slice(1, steps + 1)
         values = np.concatenate(self.values[d])
-        found = np.concatenate(self.degrees[d], -1)
+        degrees = np.concatenate(self.degrees[d], -1)
         share = np.concatenate(self.ratios[d], -1)
         owners = np.concatenate(self.owners[d])
         layers = []
@@ -466,12 +491,8 @@ class _Gathered:
                     "late_ms": late,
                     "exposed_ms": exposed,
                 }
-                layers.append(
-                    {
-                        "layer": float(layer),
-                        **{key: float(value / number) for key, value in row.items()},
-                    }
-                )
+                means = {key: float(value / number) for key, value in row.items()}
+                layers.append({"layer": float(layer), **means})
         tables = (
             np.stack(self.tables[d])
             if self.tables[d]
@@ -487,8 +508,8 @@ class _Gathered:
             blocks=blocks[:, inside],
             columns=spent[SPENT.index(COLUMNS), :, 0],
             column_pairs=pairs[:, 0],
-            time=Degrees.of(found[0], owners),
-            work=Degrees.of(found[1], owners),
+            time=Degrees.of(degrees[0], owners),
+            work=Degrees.of(degrees[1], owners),
             computation=Ratios(Estimate.of(share[0], owners), Estimate.of(share[1], owners)),
             duration=Estimate.of(np.array(self.durations)[:, d]),
             p50=float(np.percentile(values, 50)) if len(values) else float("nan"),
@@ -501,15 +522,19 @@ class _Gathered:
 
 
 def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """[4, samples]: columns are one step more where workers are compared, and none of those of a worker."""
-    found = degrees(tables)
+    """Return [4, samples].
+
+    Single columns count as one more step when workers are compared, and as none when the steps of
+    one worker are compared.
+    """
+    values = degrees(tables)
     if columns.any():
-        found[[0, 2, 3]] = degrees(np.concatenate([tables, columns[..., None]], -1))[[0, 2, 3]]
-    return found
+        values[[0, 2, 3]] = degrees(np.concatenate([tables, columns[..., None]], -1))[[0, 2, 3]]
+    return values
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers of five digits; what is no number becomes null."""
+    """Round to five digits; NaN and infinity become None."""
     array = np.asarray(value, np.float64)
     if array.ndim:
         return (

@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance --attention-only`: one layer's attention, forward and backward, on random queries, keys and values."""
+"""`mtrain profile imbalance --attention-only`: one layer's attention on random Q, K and V."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ HEADER = (
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Worker: measures every case that lies in the folder of the run. Returns whether it was stopped before the last."""
+    """Measure every case of the plan on this worker. Returns whether it stopped early."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: MeasurementPlan = bench.everyone(
+    plan: MeasurementPlan = bench.gather(
         MeasurementPlan.load(run_dir) if environment.rank == 0 else None
     )[0]
     stop = StopFlag(run_dir, environment)
@@ -46,80 +46,86 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
         environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)
     ) as progress:
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
-        leaving = ProfileWriter(run_dir, plan, bench, cases)
+        writer = ProfileWriter(run_dir, plan, bench, cases)
         progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
             stopped = stopped or _measure(
                 mine,
                 bench,
-                leaving,
+                writer,
                 progress,
                 stop,
                 first_part=1 + plan.samples * cases.index(mine[0]),
             )
             if not stopped and plan.peer:
                 peer = _measure_peer(mine[0].config, bench, plan.samples)
-                leaving.peer(peer)
+                writer.peer(peer)
                 progress.say(_row(f"{PEER} {format_size(seq)}", 1.0, peer))
-    leaving.finish()
+    writer.finish()
     if not plan.quiet:
-        leaving.show()
+        writer.show()
     return stopped
 
 
 def _measure(
     cases: Sequence[MeasurementCase],
     bench: Bench,
-    leaving: ProfileWriter,
+    writer: ProfileWriter,
     progress: MeasurementProgress,
     stop: StopFlag,
     *,
     first_part: int,
 ) -> bool:
-    """All samples of cases of one length, whose iterations take turns. Returns whether it was stopped."""
+    """Record all samples of cases of one length, interleaved. Returns whether it stopped early."""
     inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
     for attention in attentions:
-        progress.now(f"{attention.case.label}: warms up")
+        progress.now(f"{attention.case.label}: warm-up")
         attention(True)
         bench.collector.recorder.read()
-    for sample in range(leaving.plan.samples):
-        if any(bench.everyone(stop.requested())):
+    for sample in range(writer.plan.samples):
+        if any(bench.gather(stop.requested())):
             return True
         first = sample % len(cases)
         for attention in [*attentions[first:], *attentions[:first]]:
             progress.now(attention.case.label)
             seconds = {}
-            # Nobody is always first, and neither is what is recorded.
+            # Rotate the order of cases, and of recorded and plain iterations: none is always first.
             for recorded in (False, True) if sample % 2 == 0 else (True, False):
                 seconds[recorded] = attention(recorded)
                 if recorded:
-                    leaving.recorded(
+                    writer.recorded(
                         attention.case, sample + 1, [(attention.masks, attention.estimated)]
                     )
             attention.times.append(seconds[False])
-            leaving.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
+            writer.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
             progress.done()
-        last = cases[-1] is leaving.cases[-1]
-        leaving.sampled(first_part + sample, sample + 1 if last else 0)
+        last = cases[-1] is writer.cases[-1]
+        writer.sampled(first_part + sample, sample + 1 if last else 0)
     for attention in attentions:
-        found = slowest(bench.everyone(attention.times)) * 1e3
-        forward, backward = (float(ms) for ms in np.median(found, 0))
-        leaving.measured(
-            attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(found)
+        times = slowest(bench.gather(attention.times)) * 1e3
+        forward, backward = (float(ms) for ms in np.median(times, 0))
+        writer.measured(
+            attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(times)
         )
-        if leaving.first:
-            facts = leaving.facts(attention.case)
+        if writer.first:
+            facts = writer.facts(attention.case)
             progress.say(_row(attention.case.label, facts["density"], facts))
     del attentions, inputs
-    bench.clean()
+    bench.free_memory()
     return False
 
 
 @dataclass
 class _Attention:
-    """One layer of a case. times: seconds of both passes, on this worker, of what was not recorded. estimated: the last index, by layer."""
+    """One layer of a case on this worker.
+
+    masks: one per sequence of the batch
+    tensors: q, k, v and the gradient of the output
+    times: seconds of the forward and backward pass, per iteration without recording
+    estimated: the indices of the latest iteration, by layer
+    """
 
     case: MeasurementCase
     bench: Bench
@@ -133,7 +139,7 @@ class _Attention:
     def make(
         case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]
     ) -> _Attention:
-        """inputs: those of other cases, by layout; cases of one layout share them."""
+        """Build the attention of a case; `inputs` shares tensors between cases of one layout."""
         layout = case.choices.layout
         masks = [
             SequenceMask.causal(case.config.seq, layout.padded_seq)
@@ -147,11 +153,14 @@ class _Attention:
         return _Attention(case, bench, masks, attend, inputs[key])
 
     def __call__(self, recorded: bool) -> tuple[float, float]:
-        """-> seconds of both passes on this worker, which all begin together."""
-        batch, recorder = self.attend.again().keeping(), self.bench.collector.recorder
+        """Run both passes, starting with all workers. Returns their seconds on this worker."""
+        batch, recorder = (
+            self.attend.for_next_batch().with_kept_indices(),
+            self.bench.collector.recorder,
+        )
         q, k, v, dout = self.tensors
-        self.case.exchange.record(recorder if recorded else None)
-        self.bench.together()
+        self.case.exchange.set_recorder(recorder if recorded else None)
+        self.bench.synchronize()
         if recorded:
             self.bench.collector.start()
         with recorder.iteration():
@@ -160,23 +169,23 @@ class _Attention:
             between = recorder.now()
             torch.autograd.grad(out, (q, k, v), dout)
             ended = recorder.now()
-        self.case.exchange.record(None)
+        self.case.exchange.set_recorder(None)
         self.estimated = batch.index.estimated if batch.index is not None else None
         return recorder.seconds(began, between), recorder.seconds(between, ended)
 
 
 def _inputs(case: MeasurementCase, bench: Bench) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out: of random sequences that are the same for every layout, the tokens of this worker."""
+    """Return this worker's tokens of random q, k, v and dout; layouts see the same sequences."""
     model, layout, config = case.config.model, case.choices.layout, case.config
     group = bench.environment.rank // bench.environment.cp
     held = torch.from_numpy(layout.positions(case.exchange.group.rank)).to(bench.device)
     generator = torch.Generator(bench.device).manual_seed(config.seed + group)
-    made = []
+    tensors = []
     for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads):
         shape = (config.train.micro_batch, layout.tokens_per_worker, heads, model.head_dim)
         tensor = torch.empty(shape, device=bench.device, dtype=case.choices.dtype)
-        # A head at a time: no worker holds whole sequences of all.
-        for of_sequence in tensor:
+        # Draw one head at a time: no worker holds whole sequences of all heads.
+        for sequence in tensor:
             for head in range(heads):
                 whole = torch.randn(
                     config.seq,
@@ -185,15 +194,15 @@ def _inputs(case: MeasurementCase, bench: Bench) -> list[torch.Tensor]:
                     dtype=case.choices.dtype,
                     generator=generator,
                 )
-                of_sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
-        made.append(tensor)
-    for t in made[:3]:
+                sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
+        tensors.append(tensor)
+    for t in tensors[:3]:
         t.requires_grad_()
-    return made
+    return tensors
 
 
 def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
-    """What PyTorch itself offers, on the same shapes: dense, bfloat16, on GPUs, one context group of all workers."""
+    """Time PyTorch's context parallelism: same shapes, dense, bfloat16, one group of GPUs."""
     model, world = config.model, bench.environment.cp
     call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
     tokens = config.seq // world
@@ -209,7 +218,7 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     clock = bench.collector.recorder
     times = []
     for i in range(repeats + 1):
-        bench.together()
+        bench.synchronize()
         a = clock.now()
         out = call(q, k, v)
         b = clock.now()
@@ -217,26 +226,29 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
         c = clock.now()
         if i:
             times.append((clock.seconds(a, b), clock.seconds(b, c)))
-    found = slowest(bench.everyone(times)) * 1e3
-    bench.clean()
-    forward, backward = (float(ms) for ms in np.median(found, 0))
+    slowest_ms = slowest(bench.gather(times)) * 1e3
+    bench.free_memory()
+    forward, backward = (float(ms) for ms in np.median(slowest_ms, 0))
     return {
         "label": PEER,
         "seq": config.seq,
         "workers": world,
         "forward_ms": forward,
         "backward_ms": backward,
-        "spread": _spread(found),
+        "spread": _spread(slowest_ms),
     }
 
 
-def _spread(found: np.ndarray) -> float:
-    """(max - min) / median of the sum of both passes."""
-    both = found.sum(1)
+def _spread(times: np.ndarray) -> float:
+    """Return (max - min) / median of forward plus backward; times is [iterations, 2]."""
+    both = times.sum(1)
     return float((both.max() - both.min()) / np.median(both))
 
 
 def _row(label: str, density: float, times: dict[str, Any]) -> str:
-    """One case under `HEADER`."""
+    """Format one case under `HEADER`."""
     forward, backward = times["forward_ms"], times["backward_ms"]
-    return f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} {forward + backward:9.2f} {times['spread']:7.1%}"
+    return (
+        f"{label:48s} {density:7.2%} {forward:9.2f} {backward:9.2f} "
+        f"{forward + backward:9.2f} {times['spread']:7.1%}"
+    )

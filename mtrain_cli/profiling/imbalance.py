@@ -1,7 +1,7 @@
-"""How evenly attention is spread over workers and steps (MTraining, sections 3.3 and D.4), as figures of a matrix of times or of work.
+"""Imbalance degrees and computation ratios of a matrix of times or work (MTraining, 3.3 and D.4).
 
-T[r, t] is what worker r computes in step t of a schedule: seconds of attention, or query-key pairs. Steps in which nobody computes say
-nothing about balance and are left out. `profiles/definitions.md` has the formulas.
+T[r, t] is what worker r computes in step t of a schedule: seconds of attention, or query-key pairs.
+Steps in which no worker computes do not count. `profiles/definitions.md` has the formulas.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Imbalance degrees, largest over mean; 1 is perfect.
+    """Imbalance degrees, max over mean; 1 is perfect.
 
-    worker: across the workers of a step, averaged over steps. step: across the steps of a worker, averaged over workers. total: across
-    workers, of all their steps together. critical: if every step ended with its slowest worker, over perfect balance.
+    worker: across the workers of a step, averaged over steps
+    step: across the steps of a worker, averaged over workers
+    total: across workers, each with the sum of its steps
+    critical: time if every step lasted as long as its slowest worker, over perfect balance
     """
 
     worker: float
@@ -28,10 +30,10 @@ class Imbalance:
 
 @dataclass(frozen=True)
 class ComputationRatios:
-    """Computation ratios: the share of time in which attention is computed; 1 is perfect.
+    """Computation ratios: the share of time that goes into attention; 1 is perfect.
 
-    step: in a step of a worker, averaged over workers and steps. total: of all steps of a worker in the time of the whole pass, averaged
-    over workers.
+    step: share of a worker's step, averaged over workers and steps
+    total: share of the whole pass, averaged over workers
     """
 
     step: float
@@ -39,24 +41,26 @@ class ComputationRatios:
 
 
 def imbalance(table: ArrayLike) -> Imbalance:
-    """table: [workers, steps], not negative.
+    """Return the degrees of one table [workers, steps] of non-negative numbers.
 
     Raises:
-        ValueError: the table is empty, or has a negative or undefined entry.
+        ValueError: the table is empty, or an entry is negative or not finite.
     """
     t = _checked(table, 2)
     return Imbalance(*(float(degree[0]) for degree in degrees(t[None])))
 
 
 def degrees(tables: ArrayLike) -> np.ndarray:
-    """Of many tables at once: [samples, workers, steps] -> [4, samples], in the order of `Imbalance`.
+    """Return the degrees of many tables: [samples, workers, steps] -> [4, samples].
+
+    The first axis is in the order of the fields of `Imbalance`.
 
     Raises:
-        ValueError: a table is empty, or has a negative or undefined entry.
+        ValueError: a table is empty, or an entry is negative or not finite.
     """
     t = _checked(tables, 3)
-    live = t.sum(1) > 0  # [samples, steps]: somebody computes
-    busy = t.sum(2) > 0  # [samples, workers]: computes at all
+    live = t.sum(1) > 0  # [samples, steps]: some worker computes
+    busy = t.sum(2) > 0  # [samples, workers]: computes in some step
     largest, mean, totals = t.max(1), t.mean(1), t.sum(2)
     steps = live.sum(1)
     worker = _mean_where(_ratio(largest, mean), live)
@@ -69,11 +73,16 @@ def degrees(tables: ArrayLike) -> np.ndarray:
 def computation(
     attention: ArrayLike, elapsed: ArrayLike, wall: float | None = None
 ) -> ComputationRatios:
-    """attention: T[workers, steps]. elapsed: all time of the same steps: attention, waits and everything else. wall: of the whole pass,
-    which may hold more than its steps; None for the longest sum of a worker's steps.
+    """Return the computation ratios of one pass.
+
+    Args:
+        attention: [workers, steps], time of attention.
+        elapsed: [workers, steps], all time of the same steps: attention, waits and the rest.
+        wall: time of the whole pass, which may exceed its steps; None for the longest sum of one
+            worker's steps.
 
     Raises:
-        ValueError: the tables do not fit together, or have a negative or undefined entry.
+        ValueError: the shapes differ, or an entry is negative or not finite.
     """
     a, e = _checked(attention, 2), _checked(elapsed, 2)
     step, total = ratios(
@@ -85,15 +94,20 @@ def computation(
 def ratios(
     attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wall: np.ndarray
 ) -> np.ndarray:
-    """Computation ratios of many samples: attention, elapsed [samples, workers, steps], computed [samples, workers] (steps and what is
-    computed outside of them), wall [samples] -> [2, samples], in the order of `ComputationRatios`. A pass without time has 0.
+    """Return the computation ratios of many samples, [2, samples] as in `ComputationRatios`.
+
+    Args:
+        attention, elapsed: [samples, workers, steps].
+        computed: [samples, workers], attention of all steps and outside of them.
+        wall: [samples]; a pass of zero time has ratio 0.
 
     Raises:
-        ValueError: the tables do not fit together.
+        ValueError: the shapes differ.
     """
     if attention.shape != elapsed.shape:
         raise ValueError(
-            f"Attention of shape {attention.shape} is no part of time of shape {elapsed.shape}."
+            f"attention has shape {attention.shape}, elapsed has shape {elapsed.shape}: "
+            "both must be [samples, workers, steps]."
         )
     counts = (attention.sum(1) > 0)[:, None, :] & (elapsed > 0)
     step = _mean_where(_ratio(attention, elapsed), counts, empty=0.0)
@@ -106,18 +120,19 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
     t = np.asarray(table, np.float64)
     if t.ndim != dimensions or not t.size or not (t >= 0).all() or not np.isfinite(t).all():
         raise ValueError(
-            f"Expected finite numbers of at least 0, [workers, steps]; got a table of shape {t.shape}."
+            f"Expected finite numbers of at least 0 in {dimensions} dimensions; "
+            f"got a table of shape {t.shape}."
         )
     return t
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """1 where there is nothing to divide: what nobody computes is balanced."""
+    """Divide; 1 where the whole is 0: work that nobody does is balanced."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 
 def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> np.ndarray:
-    """Means over all axes but the first of the entries that count; ``empty`` where none does."""
+    """Average the entries that count over all axes but the first; ``empty`` where none counts."""
     axes = tuple(range(1, values.ndim))
     number = counts.sum(axes)
     return np.where(

@@ -1,9 +1,14 @@
-"""`index.npz` of a profile: the dynamic indices of one iteration as they were, for replay under other layouts and exchanges.
+"""`index.npz` of a profile: the dynamic indices of one iteration, to replay under other settings.
 
-An archive of NumPy arrays, written layer by layer: ``about`` (JSON: schema, shapes, the recorded setup, which entries exist), ``lengths``,
-``padded``, ``mask<i>`` (of each sequence the starts of runs of `SequenceMask.first` and their values, int64 [2, runs]), and for entry i
-either ``<i>.slashes`` (bits packed along the diagonals, uint8) with ``<i>.columns`` (int32), or ``<i>.bits`` (bits packed along the key
-blocks) with ``<i>.rows``. Vertical-slash indices take kilobytes a layer; a bitmap takes a bit a pair of blocks and head before compression.
+An archive of NumPy arrays, written layer by layer:
+- ``about``: JSON with the schema, the recorded setup and the list of entries
+- ``lengths``, ``padded``: per sequence
+- ``mask<i>``: per sequence, int64 [2, runs], starts and values of the runs of `SequenceMask.first`
+- entry i, vertical-slash: ``<i>.slashes`` (uint8, bits packed along the diagonals) and
+  ``<i>.columns`` (int32)
+- entry i, bitmap: ``<i>.bits`` (uint8, bits packed along the key blocks) and ``<i>.rows``
+A vertical-slash index takes kilobytes a layer; a bitmap takes one bit per head and block pair,
+before compression.
 """
 
 from __future__ import annotations
@@ -27,8 +32,8 @@ from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
 _KIND = "mtrain indices"
-_FORMER_COLUMNS = ".bars"  # the name of the array in files of version 0.1.0
-# Whatever NumPy, zipfile, json or a constructor makes of another file: an array, a pickle, a damaged or foreign archive.
+_FORMER_COLUMNS = ".bars"  # name of the array in files of version 0.1.0
+# What NumPy, zipfile, json or a constructor raises for a damaged or foreign file.
 _FOREIGN = (
     ValueError,
     KeyError,
@@ -45,13 +50,16 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class RecordedSetup:
-    """What the indices were recorded under, as far as a replay asks.
+    """The settings under which the indices were recorded, as a replay needs them.
 
-    seq: tokens of a sequence before padding. heads, kv_heads, head_dim: of the model. dtype_bytes: of the compute dtype. needs_out: of the
-    kernel (`exchange_bytes.ShardSizes`). layout, exchange, workers, per_node, block_size: of the topology. columns: per pattern label,
-    how many
-    single columns a head may have, None without a bound (`exchange_selection.ExchangeNeeds`); a label that is absent has what it
-    uses. iteration: training step.
+    seq: tokens of a sequence before padding
+    heads, kv_heads, head_dim: of the model
+    dtype_bytes: of the compute dtype
+    workers, per_node, layout, exchange, block_size: of the topology
+    needs_out: whether the kernel's backward needs the output (`exchange_bytes.ShardSizes`)
+    columns: most single columns of a head by pattern label, None for no bound
+        (`exchange_selection.ExchangeNeeds`); without an entry, the number that the index uses
+    iteration: training step
     """
 
     seq: int
@@ -71,7 +79,11 @@ class RecordedSetup:
 
 @dataclass(frozen=True)
 class RecordedIndices:
-    """An index file. masks: of the batch, as padded when it was recorded. entries: (pattern label, layer), as recorded."""
+    """An index file, opened.
+
+    masks: of the batch, padded as recorded
+    entries: (pattern label, layer) in recorded order
+    """
 
     path: Path
     setup: RecordedSetup
@@ -84,17 +96,17 @@ class RecordedIndices:
         return tuple(dict.fromkeys(label for label, _ in self.entries))
 
     def layers(self, pattern: str) -> tuple[int, ...]:
-        """Ascending."""
+        """Return the layers of a pattern in ascending order."""
         return tuple(sorted(layer for label, layer in self.entries if label == pattern))
 
     def block(self, pattern: str) -> int | None:
-        """Tokens of a block of its indices; None if it is dense."""
+        """Return the block size of a pattern's indices in tokens; None if it is dense."""
         return next(
             self._stored[entry][0].get("block") for entry in self.entries if entry[0] == pattern
         )
 
     def index(self, pattern: str, layer: int) -> Index | None:
-        """Read now; None: dense. Parts of a bitmap that workers recorded apart are one.
+        """Read one index; None if it is dense. Joins the parts of a bitmap spread over workers.
 
         Raises:
             ConfigError: the file is damaged.
@@ -104,8 +116,8 @@ class RecordedIndices:
             return None
         try:
             with np.load(self.path, allow_pickle=False) as file:
-                found = [_unpacked(part, file) for part in parts]
-            return found[0] if len(found) == 1 else _joined(found)
+                indices = [_unpacked(part, file) for part in parts]
+            return indices[0] if len(indices) == 1 else _joined(indices)
         except _FOREIGN as error:
             raise ConfigError(
                 f"{self.path}: layer {layer} of {pattern} is damaged; record it again"
@@ -113,7 +125,10 @@ class RecordedIndices:
 
 
 class IndexWriter:
-    """Writes an index file, one layer after the other, in a ``with`` statement. The file appears complete at its end, or not at all."""
+    """Write an index file layer by layer, in a ``with`` statement.
+
+    The file appears when the block ends without an error, complete, or not at all.
+    """
 
     def __init__(self, path: Path, setup: RecordedSetup, masks: Sequence[SequenceMask]) -> None:
         self._path, self._draft = Path(path), Path(path).with_suffix(".part")
@@ -126,7 +141,7 @@ class IndexWriter:
         return self
 
     def add(self, pattern: str, layer: int, index: Index | None) -> None:
-        """index: None for dense attention. Of a bitmap whose query blocks are spread over workers, each part is added by itself."""
+        """Add one index (None: dense), or one worker's part of a bitmap spread over workers."""
         number = len(self._entries)
         entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
         if index is not None:
@@ -175,21 +190,21 @@ def save_indices(
     masks: Sequence[SequenceMask],
     indices: Iterable[tuple[str, int, Index | None]],
 ) -> None:
-    """Writes exactly that file. indices: (pattern label, layer, index), made one at a time where they are many."""
+    """Write an index file from (pattern label, layer, index); an iterator keeps one at a time."""
     with IndexWriter(path, setup, masks) as writer:
         for pattern, layer, index in indices:
             writer.add(pattern, layer, index)
 
 
 def load_indices(path: Path) -> RecordedIndices:
-    """Opens what `IndexWriter` wrote; indices themselves are read when they are asked for.
+    """Open an index file. `RecordedIndices.index` reads the indices on demand.
 
     Raises:
-        ConfigError: there is no such file, or it is damaged, foreign or of another schema.
+        ConfigError: the file is absent, damaged, not an index file, or has another schema.
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file")
+        raise ConfigError(f"{path}: no such file")
     try:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
@@ -197,7 +212,8 @@ def load_indices(path: Path) -> RecordedIndices:
                 raise ValueError(about["kind"])
             if about["schema"] != INDEX_SCHEMA:
                 raise ConfigError(
-                    f"{path}: has schema {about['schema']}, this version of mtrain reads {INDEX_SCHEMA}; record it again"
+                    f"{path}: has schema {about['schema']}, this version of mtrain reads "
+                    f"{INDEX_SCHEMA}; record it again"
                 )
             setup = RecordedSetup(**about["setup"])
             masks = tuple(
@@ -220,7 +236,7 @@ def load_indices(path: Path) -> RecordedIndices:
     except ConfigError:
         raise
     except _FOREIGN as error:
-        raise ConfigError(f"{path}: holds no indices of mtrain, or is damaged") from error
+        raise ConfigError(f"{path}: not an index file of mtrain, or damaged") from error
     return RecordedIndices(
         path, setup, masks, tuple(stored), {key: tuple(parts) for key, parts in stored.items()}
     )
@@ -232,7 +248,7 @@ def _check(
     stored: Mapping[tuple[str, int], Sequence[dict[str, Any]]],
     present: set[str],
 ) -> None:
-    """Raises ValueError or KeyError where parts of the file contradict each other."""
+    """Raise ValueError or KeyError if parts of the file contradict each other."""
     numbers = (
         setup.seq,
         setup.heads,
@@ -290,13 +306,13 @@ def _packed(index: Index) -> dict[str, np.ndarray]:
             "columns": arrays["columns"][..., :used].astype(np.int32),
         }
     assert isinstance(index, BlockBitmap)
-    found: dict[str, np.ndarray] = {
+    packed: dict[str, np.ndarray] = {
         "bits": np.packbits(arrays["bits"], axis=-1),
         "rows": arrays["rows"].astype(np.int32),
     }
     if isinstance(index, GatedBitmap):
-        found["gates"], found["chunk"] = arrays["gates"], np.array(index.chunk)
-    return found
+        packed["gates"], packed["chunk"] = arrays["gates"], np.array(index.chunk)
+    return packed
 
 
 def _unpacked(part: Mapping[str, Any], file: Any) -> Index:

@@ -1,6 +1,6 @@
-"""`mtrain profile kernels`: how fast the attention kernels of this machine are, dense and under synthetic indices, side by side.
+"""`mtrain profile kernels`: time this machine's attention kernels, dense and under fixed indices.
 
-The result is a calibration: what the simulator reads to price an index on this GPU.
+The result is a calibration file, from which the simulator prices an index on this device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One shape. density: share of the causal blocks on diagonals, None for dense attention; columns: single columns a head."""
+    """One shape to time.
+
+    seq, block: tokens
+    density: share of the causal blocks that the diagonals keep; None for dense attention
+    columns: single columns of each head
+    """
 
     seq: int
     heads: int
@@ -43,10 +48,17 @@ class KernelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """Median times of one kernel on one case. pairs: computed query-key pairs over all heads (the useful work); blocks: pairs of blocks
-    on diagonals over all heads; TFLOP/s count 4 * head_dim FLOP a pair forward and 10 backward. ratio: dense time / this time, in the same
-    run, forward and backward. form: as the simulator tells calls apart (`simulation.calibration`), None: by the density. workers, what: the
-    share of one of so many (`profiling.worker_calls`). mask_pairs: pairs without an index; skips: whether the kernel leaves the others out.
+    """Median times of one kernel on one case.
+
+    pairs: computed query-key pairs over all heads (the useful work)
+    blocks: block pairs on diagonals, over all heads
+    column_pairs: pairs of single columns, over all heads
+    forward_tflops, backward_tflops: 4 and 10 * head_dim FLOP per pair
+    forward_ratio, backward_ratio: dense time of the same run / this time
+    form: class of the call (`simulation.calibration`); None: derived from the density
+    workers, what: the call is one worker's share of a run of `workers` (`profiling.worker_calls`)
+    mask_pairs: pairs that the mask allows, without an index
+    skips: whether the kernel skips the pairs that the index drops
     """
 
     kernel: str
@@ -75,9 +87,14 @@ def profile_kernels(
     repeats: int,
     report: Callable[[KernelTime], None],
 ) -> list[KernelTime]:
-    """Times every kernel on every case that it serves, and the fastest dense kernel at each length first, for the ratio.
+    """Time every kernel on every case that it supports.
 
-    kernels: names, or empty for all that serve. report: called with every time as it is known. `unsupported_reason` says what cannot run.
+    The fastest dense kernel of each length runs first, as the reference of the ratios. Kernels that
+    do not support a case are skipped; `unsupported_kernels` names them.
+
+    Args:
+        kernels: names; empty for all that support a case.
+        report: called with each time as soon as it is measured.
     """
     times: list[KernelTime] = []
     dense: dict[tuple[int, int, int, int], tuple[float, float]] = {}
@@ -110,35 +127,40 @@ def profile_kernels(
     return times
 
 
-def missing(
+def unsupported_kernels(
     cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str
 ) -> list[tuple[str, str, bool]]:
-    """Name and reason of what cannot run under an index, each once, and whether it can run on none of the cases."""
-    found: dict[tuple[str, str], None] = {}
+    """Return the kernels that cannot run under an index: (name, reason, runs in no case)."""
+    reasons: dict[tuple[str, str], None] = {}
     served: set[str] = set()
     for case in cases:
         for name, reason in _survey(case, kernels, dtype, device):
             if reason is None:
                 served.add(name)
             else:
-                found[name, reason] = None
-    return [(name, reason, name not in served) for name, reason in found]
+                reasons[name, reason] = None
+    return [(name, reason, name not in served) for name, reason in reasons]
 
 
 def _survey(
     case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str
 ) -> list[tuple[str, str | None]]:
-    """Every kernel asked for, with the reason why it cannot serve; the oracle only where it is named."""
-    found = survey(request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
+    """Return (name, reason why not or None) of the requested kernels.
+
+    Without a request: all but `reference`.
+    """
+    reasons = survey(request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
     return [
         (name, reason)
-        for name, reason in found
+        for name, reason in reasons
         if (name in kernels if kernels else name != "reference")
     ]
 
 
-def serving(case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str) -> list[str]:
-    """Names of what runs under an index of that case."""
+def supported_kernels(
+    case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str
+) -> list[str]:
+    """Return the names of the requested kernels that support an index of this case."""
     return [name for name, reason in _survey(case, kernels, dtype, device) if reason is None]
 
 
@@ -179,7 +201,7 @@ def _measure(
         pairs, blocks, column_pairs = (
             int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
         )
-        tiles = tiles.under(index.to(device))
+        tiles = tiles.with_index(index.to(device))
     generator = torch.Generator(device=device).manual_seed(0)
     shapes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     q, k, v, dout = (
@@ -188,7 +210,9 @@ def _measure(
     )
     scale = case.head_dim**-0.5
     out, lse = kernel.forward(q, k, v, tiles, scale)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
+    )
     backward = median_ms(
         lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats
     )
@@ -211,7 +235,10 @@ def _measure(
 
 
 def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Median over single calls, after two that are not counted; CUDA events on a GPU, the monotonic clock on a CPU."""
+    """Return the median ms of single calls after two warm-up calls.
+
+    Timed with CUDA events on a GPU, with the monotonic clock on a CPU.
+    """
     for _ in range(2):
         call()
     times = []
@@ -233,7 +260,7 @@ def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
 def save_calibration(
     times: Sequence[KernelTime], path: Path, command: str, dtype: torch.dtype, device: str
 ) -> None:
-    """Writes what the simulator reads: hardware, versions, the command, and every time."""
+    """Write the calibration file: hardware, versions, the command and every time."""
     document = {
         "schema": SCHEMA,
         "kind": "kernels",
@@ -249,7 +276,7 @@ def save_calibration(
 
 
 def device_name(device: str) -> str:
-    """device: cuda or cpu. A CPU is told by its model, where the system says it."""
+    """Return the name of the GPU (device=cuda) or the CPU model, if the system states it."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:

@@ -1,8 +1,9 @@
-"""`mtrain profile links`: how long messages take between the workers there are, alone and beside a computation.
+"""`mtrain profile links`: time messages between workers, alone and during a computation.
 
-Every class of links is measured by itself: rings among the workers of a node (inner), and among the counterparts of nodes (outer), one
-of them alone and all at once, which shows whether GPUs share a card. Messages go as `parallel.transport` sends them. On a GPU the stream is
-kept busy until everything has been queued, so that times are those of the device (events); on a CPU they are those of the clock.
+Each link class is measured separately: rings inside a node (inner) and rings between nodes (outer).
+Outer rings run one alone and all at once, which shows whether GPUs share a network card. Messages
+use the calls of `parallel.transport`. GPU times are device times (events): the stream stays busy
+until everything is queued. CPU times are wall-clock.
 """
 
 from __future__ import annotations
@@ -43,17 +44,18 @@ from mtrain_cli.simulation.link_fit import (
     LinkTime,
     MeasuredMachine,
     cluster_document,
-    fits,
+    fit_links,
 )
 from mtrain_cli.training.flops import peak_flops
 
 TARGET = "mtrain_cli.profiling.link_benchmark:run"
 SCHEMA = 1
 FILE, CLUSTER = "links.json", "cluster.yaml"
-_ONCE_MORE = 4  # operations in a row, after one that is not counted
-_AT_LEAST_US = 20_000.0  # for which messages are under way while a computation is timed
+_IN_A_ROW = 4  # operations in a row, after one warm-up
+_AT_LEAST_US = 20_000.0  # duration of the messages that run while a computation is timed
 _MOST_IN_A_ROW = 200
-# Cycles that a GPU is kept busy while the host queues a message, and a product of matrices: about 170 and 20 us.
+# Cycles that keep a GPU busy while the host queues a message (about 170 us) or a matrix product
+# (about 20 us).
 _CYCLES_OF_A_MESSAGE, _CYCLES_OF_A_PRODUCT = 300_000, 40_000
 _SMALLEST = 16  # bytes
 Start = Callable[[], list[dist.Work]]
@@ -61,8 +63,15 @@ Start = Callable[[], list[dist.Work]]
 
 @dataclass(frozen=True)
 class LinkBenchmarkPlan:
-    """sizes: bytes that a rank sends to one other, of a hop; of a collective, that it receives from all others. nodes, per_node: of the
-    cluster that is described, None as measured.
+    """What to measure.
+
+    sizes: bytes; of a hop, what a rank sends to one peer; of a collective, what it receives from
+        all peers together
+    repeats: timed rounds per operation
+    loaded: whether to also time messages during a computation
+    name: of the cluster file
+    nodes, per_node: of the described cluster; None: as measured
+    quiet: print no progress
     """
 
     sizes: tuple[int, ...]
@@ -82,14 +91,14 @@ class LinkBenchmarkPlan:
 
     @staticmethod
     def load(run_dir: RunDir) -> LinkBenchmarkPlan:
-        found = json.loads((run_dir.path / PLAN).read_text())
-        return LinkBenchmarkPlan(**found | {"sizes": tuple(found["sizes"])})
+        values = json.loads((run_dir.path / PLAN).read_text())
+        return LinkBenchmarkPlan(**values | {"sizes": tuple(values["sizes"])})
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Worker. Returns whether it was stopped before the last."""
+    """Measure all operations on this worker. Returns whether it stopped early."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: LinkBenchmarkPlan = bench.everyone(
+    plan: LinkBenchmarkPlan = bench.gather(
         LinkBenchmarkPlan.load(run_dir) if environment.rank == 0 else None
     )[0]
     stop, first = StopFlag(run_dir, environment), environment.rank == 0
@@ -100,28 +109,34 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     operations = list(_operations(group, bench.device))
     times: list[LinkTime] = []
     stopped = False
-    bench.together()
+    bench.synchronize()
     load = _Load(bench.device)
     with MeasurementProgress(
         first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)
     ) as progress:
         for operation in operations:
             progress.now(f"{operation.link} {operation.what}")
-            found = _measured(operation, plan, bench, load, progress, stop)
-            stopped = found is None
-            if found is None:
+            measured = _measured(operation, plan, bench, load, progress, stop)
+            stopped = measured is None
+            if measured is None:
                 break
-            times += found
+            times += measured
         progress.now("memory, launches")
-        machine = _slowest_machine(bench.everyone(_machine(bench.device)))
+        machine = _median_machine(bench.gather(_machine(bench.device)))
     if first:
-        _leave(run_dir, plan, environment, times, machine, complete=not stopped)
+        _write_results(run_dir, plan, environment, times, machine, complete=not stopped)
     return stopped
 
 
 @dataclass(frozen=True)
 class _Operation:
-    """start: of a size -> what begins one and the bytes that a rank sends with it. takes_part: whether this rank does."""
+    """One kind of message on one class of links.
+
+    link, what: names in the results
+    ranks: participants
+    start: size -> (function that starts one operation, bytes that a rank sends with it)
+    takes_part: whether this rank takes part
+    """
 
     link: str
     what: str
@@ -151,7 +166,10 @@ def _operations(group: ContextGroup, device: torch.device):
 
 
 class _Messages:
-    """Messages of one class, as `parallel.transport` sends them; members: ranks of this one's ring, in order."""
+    """Messages in one ring, sent as `parallel.transport` sends them.
+
+    members: ranks of this rank's ring, in order.
+    """
 
     def __init__(
         self, group: ContextGroup, link: str, members: tuple[int, ...], device: torch.device
@@ -180,7 +198,7 @@ class _Messages:
         return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
 
     def two_hops(self, size: int) -> tuple[Start, int]:
-        """Keys and gradients at once."""
+        """Prepare one hop of KV and one of gradients at once."""
         a, b, c, d = (self._tensor(size) for _ in range(4))
 
         def start() -> list[dist.Work]:
@@ -222,33 +240,35 @@ def _measured(
     progress: MeasurementProgress,
     stop: StopFlag,
 ) -> list[LinkTime] | None:
-    """One operation at all sizes, which take turns; called by all ranks, also by those that take no part in it. None: stopped."""
+    """Time one operation at all sizes, interleaved. All ranks call it, also those that do not take
+    part. Returns None if a stop was requested.
+    """
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
     alone: list[list[float]] = [[] for _ in plan.sizes]
     loaded: list[list[float]] = [[] for _ in plan.sizes]
     slowdown: list[list[float]] = [[] for _ in plan.sizes]
     for repeat in range(plan.repeats + 1):
-        if any(bench.everyone(stop.requested())):
+        if any(bench.gather(stop.requested())):
             return None
         for at, (start, _) in enumerate(prepared):
-            bench.together()
-            mine = clock(start, _ONCE_MORE, None)[0] if operation.takes_part else 0.0
-            us = max(bench.everyone(mine))
+            bench.synchronize()
+            mine = clock(start, _IN_A_ROW, None)[0] if operation.takes_part else 0.0
+            us = max(bench.gather(mine))
             if repeat:
                 alone[at].append(us)
         progress.done()
     for _ in range(plan.loaded_repeats):
-        if any(bench.everyone(stop.requested())):
+        if any(bench.gather(stop.requested())):
             return None
         for at, (start, _) in enumerate(prepared):
             expected = statistics.median(alone[at])
-            in_a_row = int(min(max(_ONCE_MORE, np.ceil(_AT_LEAST_US / expected)), _MOST_IN_A_ROW))
-            bench.together()
+            in_a_row = int(min(max(_IN_A_ROW, np.ceil(_AT_LEAST_US / expected)), _MOST_IN_A_ROW))
+            bench.synchronize()
             load.prepare(in_a_row * expected)
-            bench.together()
-            found = clock(start, in_a_row, load) if operation.takes_part else (0.0, None)
-            everyone = bench.everyone(found)
+            bench.synchronize()
+            own = clock(start, in_a_row, load) if operation.takes_part else (0.0, None)
+            everyone = bench.gather(own)
             loaded[at].append(max(us for us, _ in everyone))
             slowdown[at] += [factor for _, factor in everyone if factor is not None]
         progress.done()
@@ -256,7 +276,7 @@ def _measured(
     for at, (_, moved) in enumerate(prepared):
         low, middle, high = (float(us) for us in np.percentile(alone[at], (10, 50, 90)))
         median = [
-            float(np.median(found)) if found else None for found in (loaded[at], slowdown[at])
+            float(np.median(values)) if values else None for values in (loaded[at], slowdown[at])
         ]
         times.append(
             LinkTime(
@@ -264,7 +284,7 @@ def _measured(
             )
         )
     del prepared
-    bench.clean()
+    bench.free_memory()
     return times
 
 
@@ -274,10 +294,10 @@ def _finish(works: Sequence[dist.Work]) -> None:
 
 
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    """-> us of one of ``count`` operations in a row, and how many times as long as alone the load took meanwhile."""
+    """Return us of one of ``count`` operations in a row, and the slowdown of the load."""
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # The host queues everything while the device is kept busy: its own time is measured by itself (`_machine`).
+    # Keep the device busy while the host queues everything; `_machine` times the host.
     products = 2 * load.times if load is not None else 0
     with torch.cuda.stream(side):
         side.wait_stream(computing)
@@ -304,18 +324,18 @@ def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
 
 
 def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    found: list[float] = []
+    ends: list[float] = []
 
     def messages() -> None:
         _finish(start())
-        found.append(time.perf_counter())
+        ends.append(time.perf_counter())
         for _ in range(count):
             _finish(start())
-        found.append(time.perf_counter())
+        ends.append(time.perf_counter())
 
     if load is None:
         messages()
-        return (found[1] - found[0]) * 1e6 / count, None
+        return (ends[1] - ends[0]) * 1e6 / count, None
     thread = threading.Thread(target=messages)
     marks = []
     thread.start()
@@ -324,12 +344,16 @@ def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
         load.once()
         marks.append((before, time.perf_counter()))
     thread.join()
-    inside = [(b - a) * 1e3 for a, b in marks if a >= found[0] and b <= found[1]]
-    return (found[1] - found[0]) * 1e6 / count, load.factor(inside)
+    inside = [(b - a) * 1e3 for a, b in marks if a >= ends[0] and b <= ends[1]]
+    return (ends[1] - ends[0]) * 1e6 / count, load.factor(inside)
 
 
 class _Load:
-    """Products of matrices as attention has them, small enough that many fit beside a message. times: how many the device is given."""
+    """Matrix products of the shapes of attention, small enough that many fit into one message.
+
+    times: how many to queue
+    alone: ms of one without messages
+    """
 
     def __init__(self, device: torch.device) -> None:
         gpu = device.type == "cuda"
@@ -345,7 +369,10 @@ class _Load:
         torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
 
     def prepare(self, us: float) -> None:
-        """For messages that take so long. How long it takes alone is measured anew: clocks of devices and other work of a host change."""
+        """Queue enough products to cover messages of ``us``.
+
+        Times a product alone again, because device clocks and other work on the host change.
+        """
         self.alone = self._alone()
         self.times = int(min(1000, 1.5 * us / 1e3 / self.alone + 4))
 
@@ -353,7 +380,7 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        """ms, the mean of many in a row."""
+        """Return mean ms of one product, over many in a row."""
         from mtrain_cli.profiling.kernel_benchmark import median_ms
 
         count = 20
@@ -395,25 +422,25 @@ def _machine(device: torch.device) -> MeasuredMachine:
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
-    """Host time of one small operation, of which many are queued at once."""
-    x, count, found = torch.ones(64, device=device), 200, []
+    """Return host us per small operation, many queued at once: 10th, 50th, 90th percentile."""
+    x, count, samples = torch.ones(64, device=device), 200, []
     for _ in range(12):
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
         for _ in range(count):
             torch.add(x, x, out=x)
-        found.append((time.perf_counter() - began) * 1e6 / count)
-    low, middle, high = np.percentile(found[2:], (10, 50, 90))
+        samples.append((time.perf_counter() - began) * 1e6 / count)
+    low, middle, high = np.percentile(samples[2:], (10, 50, 90))
     return float(low), float(middle), float(high)
 
 
-def _slowest_machine(everyone: Sequence[MeasuredMachine]) -> MeasuredMachine:
-    """The median rank by memory; all compute at once."""
+def _median_machine(everyone: Sequence[MeasuredMachine]) -> MeasuredMachine:
+    """Return the machine of the rank with median copy bandwidth; all ranks measure at once."""
     return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
 
 
-def _leave(
+def _write_results(
     run_dir: RunDir,
     plan: LinkBenchmarkPlan,
     environment: Environment,
@@ -449,8 +476,8 @@ def _leave(
     }
     if complete:
         document["fits"] = {
-            link: {what: asdict(fit) for what, fit in of.items()}
-            for link, of in fits(times).items()
+            link: {what: asdict(fit) for what, fit in by_operation.items()}
+            for link, by_operation in fit_links(times).items()
         }
         nodes, per_node = (
             plan.nodes or environment.nodes,
@@ -472,13 +499,16 @@ def _leave(
 
 
 def cluster_text(document: dict[str, Any]) -> str:
-    """The cluster file of a measurement, with where it comes from at its top."""
+    """Return the cluster file of a measurement; its first line says where it comes from."""
     import yaml
 
     command = document["command"]
-    # The program's own path says nothing to others.
-    said = " ".join(["mtrain", *command[1:]])
-    head = f"# Measured on {document['workers']} x {document['device']} by {document['backend']}: {said}\n"
+    # Drop the path of the program: it means nothing elsewhere.
+    shell_line = " ".join(["mtrain", *command[1:]])
+    head = (
+        f"# Measured on {document['workers']} x {document['device']} by {document['backend']}: "
+        f"{shell_line}\n"
+    )
     return head + yaml.safe_dump(
         document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True
     )

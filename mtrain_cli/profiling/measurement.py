@@ -1,4 +1,4 @@
-"""What the measurements of several cases share: what to measure, groups and exchanges, and the files that they leave."""
+"""Shared by all benchmarks: the plan, the cases, process groups and exchanges, the progress bar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 ATTENTION_ONLY, TRAINING = "attention", "training"
-# What a worker runs. As words, so that a command that starts workers need not import what they do.
+# Entry points of the workers, as strings: the command that starts workers need not import them.
 TARGETS = {
     ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run",
     TRAINING: "mtrain_cli.profiling.step_benchmark:run",
@@ -36,9 +36,15 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class MeasurementPlan:
-    """What to measure. mode: `ATTENTION_ONLY` or `TRAINING`. cases: labelled configurations. samples: recorded iterations of each. warmup:
-    training steps before the first. every: training steps from one to the next. peer: whether what PyTorch offers is measured, too.
-    quiet: nothing is shown, for scripts.
+    """What to measure.
+
+    mode: `ATTENTION_ONLY` or `TRAINING`
+    cases: (label, configuration)
+    samples: recorded iterations per case
+    warmup: training steps before the first sample
+    every: training steps from one sample to the next
+    peer: whether to also time PyTorch's context parallelism
+    quiet: print nothing
     """
 
     mode: str
@@ -79,7 +85,7 @@ class MeasurementCase:
     exchange: Exchange
 
     def facts(self, environment: Environment) -> dict[str, Any]:
-        """Its entry in the summary."""
+        """Return the case's entry in summary.json."""
         config, model = self.config, self.config.model
         schedule = self.exchange.schedule
         return {
@@ -105,13 +111,13 @@ class MeasurementCase:
 
     @property
     def flop(self) -> tuple[float, float]:
-        """Of one query-key pair of one head, forward and backward: 2 and 5 products of 2 * head_dim."""
+        """FLOP per pair and head, forward and backward: 2 and 5 products of 2 * head_dim."""
         return 4.0 * self.config.model.head_dim, 10.0 * self.config.model.head_dim
 
 
 @dataclass
 class Bench:
-    """What the cases of one measurement share on this worker."""
+    """Device, process groups and record collector, shared by all cases of a measurement."""
 
     environment: Environment
     timeout: timedelta
@@ -133,17 +139,17 @@ class Bench:
         self.collector = RecordCollector(e.rank, e.workers, self.device, self.host_group)
 
     def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
-        """Has cases of the same kind use communicators that there are already."""
+        """Let cases of the same kind use communicators that already exist."""
         self._groups[_kind(choices)] = group
 
     def case(self, number: int, label: str, config: Config) -> MeasurementCase:
-        """label: in which ``auto`` becomes the exchange that runs."""
+        """Resolve a configuration. In the label, ``auto`` becomes the chosen exchange."""
         choices = resolve_run(config, self.environment)
-        words = [choices.exchange.label if word == "auto" else word for word in label.split()]
-        return MeasurementCase(number, " ".join(words), config, choices, self._exchange(choices))
+        tokens = [choices.exchange.label if word == "auto" else word for word in label.split()]
+        return MeasurementCase(number, " ".join(tokens), config, choices, self._exchange(choices))
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
-        how, e = choices.exchange, self.environment
+        chosen, e = choices.exchange, self.environment
         key = _kind(choices)
         if key not in self._groups:
             self._groups[key] = make_context_group(
@@ -152,48 +158,53 @@ class Bench:
                 e.cp,
                 self.device,
                 self.timeout,
-                per_node=how.per_node,
-                heads=how.heads,
-                channels=how.channels,
+                per_node=chosen.per_node,
+                heads=chosen.heads,
+                channels=chosen.channels,
             )
         return make_exchange(
-            how.name, choices.layout, self._groups[key],
-            chunks=how.chunks, prefetch=how.prefetch, circulates=how.circulates, shared_columns=how.shared_columns,
-        )  # fmt: skip
+            chosen.name,
+            choices.layout,
+            self._groups[key],
+            chunks=chosen.chunks,
+            prefetch=chosen.prefetch,
+            circulates=chosen.circulates,
+            shared_columns=chosen.shared_columns,
+        )
 
-    def together(self) -> None:
-        """All workers go on from here at once: on a GPU the last thing they wait for is a message on the device."""
+    def synchronize(self) -> None:
+        """Let all workers start together; on a GPU the last wait is for a message on the device."""
         dist.barrier(self.host_group)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
             if self.environment.workers > 1:
                 dist.all_reduce(torch.zeros(1, device=self.device))
 
-    def clean(self) -> None:
+    def free_memory(self) -> None:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def everyone(self, mine: Any) -> list[Any]:
-        """What every worker has, on every worker."""
-        found: list[Any] = [None] * self.environment.workers
-        dist.all_gather_object(found, mine, group=self.host_group)
-        return found
+    def gather(self, mine: Any) -> list[Any]:
+        """Return the value of every worker, on every worker."""
+        values: list[Any] = [None] * self.environment.workers
+        dist.all_gather_object(values, mine, group=self.host_group)
+        return values
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """What communicators depend on."""
-    how = choices.exchange
-    return how.per_node, how.heads, tuple(how.channels)
+    """Return what communicators depend on."""
+    chosen = choices.exchange
+    return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
 def slowest(everyone: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
-    """Times [workers][iterations][parts] -> [iterations, parts] of the slowest worker of each."""
+    """Reduce times [workers][iterations][parts] to the slowest worker, [iterations, parts]."""
     return np.array(everyone, dtype=np.float64).max(0)
 
 
 class MeasurementProgress:
-    """A line while cases are measured, in a terminal only, and lines that stay; on the first worker."""
+    """A progress bar in a terminal, and lines that stay; only the first worker shows them."""
 
     def __init__(self, shown: bool, total: int) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -204,8 +215,9 @@ class MeasurementProgress:
         self._console = Console(highlight=False, soft_wrap=True)
         self._shown = shown
         self._bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-            console=self._console, transient=True, disable=not shown or not self._console.is_terminal,
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
+            TimeRemainingColumn(), console=self._console, transient=True,
+            disable=not shown or not self._console.is_terminal,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=total)
 
@@ -216,14 +228,14 @@ class MeasurementProgress:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def now(self, what: str) -> None:
-        self._bar.update(self._task, description=what)
+    def now(self, description: str) -> None:
+        self._bar.update(self._task, description=description)
 
     def done(self) -> None:
         self._bar.advance(self._task)
 
     def sampled(self, done: int, of: int) -> None:
-        """A line where there is no bar."""
+        """Print progress as a line where there is no bar."""
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 

@@ -1,8 +1,8 @@
-"""`mtrain profile non-attention`: what a training step computes beside attention, timed on one device without any messages.
+"""`mtrain profile non-attention`: time a training step without attention, on one device.
 
-A layer with its attention left out, the loss with the embedding, and the estimate of an index, for several numbers of tokens: what one
-worker of a run has of them. `simulation.non_attention_cost` counts the work of the same parts; both together price whole steps of any
-number of workers.
+Parts: a layer without its attention, the loss with the embedding, and one index estimate, for
+several token counts per worker. `simulation.non_attention_cost` counts the work of the same parts;
+time and work together price whole steps for any number of workers.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCo
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
 from mtrain_cli.training.run_plan import plan_resolved
 
-LAYERS = 3  # one after the other, as in a model: the host is ahead from the second on
-_UNCOUNTED = 2
+LAYERS = 3  # in a row, as in a model: from the second on the host runs ahead
+_WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonAttentionTime:
-    """Median time of one part. part: forward or backward (recomputation included) of a layer without attention, loss (with embedding and
-    last norm, both directions), or index (its estimate alone). tokens: of one worker; rows: of a tile of the MLP. flop, moved: matrix
-    products, and bytes of element-wise kernels, that the simulator counts for it; 0 for an index. heads: of queries.
+    """Median time of one part.
+
+    part: forward or backward (with recomputation) of a layer without attention; loss (embedding,
+        last norm and LM head, both directions); or index (one estimate)
+    tokens: of one worker
+    rows: tokens of one tile of the MLP
+    flop: of matrix products, as the simulator counts them; 0 for an index
+    moved: bytes of element-wise kernels, likewise
+    heads: query heads
     """
 
     part: str
@@ -53,13 +59,16 @@ class NonAttentionTime:
 def profile_non_attention(
     configs: Sequence[Config], repeats: int, report: Callable[[NonAttentionTime], None]
 ) -> list[NonAttentionTime]:
-    """configs: of one worker and one micro-batch, a length each. report: called with every time as it is known."""
+    """Time all parts for configurations of one worker and one micro-batch each.
+
+    report: called with each time as soon as it is measured.
+    """
     times = []
     for config in configs:
-        torch.compiler.reset()  # every length is compiled by itself, of which PyTorch allows a few
-        for found in _of_length(config, repeats):
-            times.append(found)
-            report(found)
+        torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
+        for measured in _of_length(config, repeats):
+            times.append(measured)
+            report(measured)
     return times
 
 
@@ -87,18 +96,18 @@ def _of_length(config: Config, repeats: int) -> list[NonAttentionTime]:
     device = torch.device(environment.device)
     bench = _Bench(config, choices, device)
     forward, backward = bench.layer(tokens, repeats)
-    found = [
+    times = [
         time(FORWARD, forward, non_attention.forward),
         time(BACKWARD, backward, non_attention.backward + non_attention.recomputed),
     ]
-    found.append(time(LOSS, bench.loss(tokens, repeats), non_attention.loss))
+    times.append(time(LOSS, bench.loss(tokens, repeats), non_attention.loss))
     if choices.pattern is not None:
-        found.append(time(INDEX, bench.index(config.seq, repeats), ComputeCost()))
-    return found
+        times.append(time(INDEX, bench.index(config.seq, repeats), ComputeCost()))
+    return times
 
 
 class _Bench:
-    """Layers of a model on one device, whose weights are there as FSDP2 gathers them."""
+    """Layers of a model on one device, with weights as FSDP2 gathers them."""
 
     def __init__(self, config: Config, choices: ResolvedRun, device: torch.device) -> None:
         self.config, self.choices, self.device = config, choices, device
@@ -122,7 +131,7 @@ class _Bench:
                 parameter.normal_(0, 0.02, generator=self.generator)
 
     def layer(self, tokens: int, repeats: int) -> tuple[float, float]:
-        """ms forward and backward."""
+        """Return ms of one layer, forward and backward."""
         decoder, recorder = self.decoder, Recorder(self.device)
         start = self._numbers(1, tokens, self.config.model.hidden_size).requires_grad_()
         gradient = self._numbers(*start.shape)
@@ -132,7 +141,7 @@ class _Bench:
             decoder.attention_factor,
         )
         moments = []
-        for _ in range(_UNCOUNTED + repeats):
+        for _ in range(_WARM_UP + repeats):
             began, out = recorder.now(), start
             for layer in decoder.layers:
                 out = layer(out, rope, _no_attention)
@@ -144,14 +153,14 @@ class _Bench:
             del out
         forward, backward = (
             statistics.median(
-                recorder.seconds(pair[at], pair[at + 1]) for pair in moments[_UNCOUNTED:]
+                recorder.seconds(pair[at], pair[at + 1]) for pair in moments[_WARM_UP:]
             )
             for at in (0, 1)
         )
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
-        """ms of embedding, last norm, LM head and loss, both directions."""
+        """Return ms of embedding, last norm, LM head and loss, both directions together."""
         decoder, layers = self.decoder, self.decoder.layers
         drawn = torch.randint(
             self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device
@@ -168,7 +177,7 @@ class _Bench:
             decoder.layers = layers
 
     def index(self, seq: int, repeats: int) -> float:
-        """ms of one estimate over so many tokens."""
+        """Return ms of one index estimate over ``seq`` tokens."""
         model, pattern = self.config.model, self.choices.pattern
         assert pattern is not None
         queries, keys = (
@@ -195,7 +204,7 @@ class _Bench:
 
 
 class _NoAttention(torch.autograd.Function):
-    """Attention that computes nothing and moves nothing but the gradients of keys and values."""
+    """Attention that returns the queries, and zero gradients for keys and values."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -215,7 +224,7 @@ def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int)
 def save_non_attention(
     times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str
 ) -> None:
-    """Writes what the simulator reads: hardware, versions, the command, what was measured, and every time."""
+    """Write the file that the simulator reads: hardware, versions, command, settings, all times."""
     model, train = config.model, config.train
     document = {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: density and recall of patterns on the queries and keys of real training steps."""
+"""`mtrain profile sparsity`: measure density and recall of patterns on real training steps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import torch.distributed as dist
 from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch.environment import Environment, on_loopback, resolve_environment
+from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
+from mtrain_cli.model.decoder import Attend
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.trainer import Trainer
 
@@ -27,10 +29,11 @@ from mtrain_cli.training.trainer import Trainer
 class HeadRecord:
     """One query head of one layer under one pattern, in one training step.
 
-    density: pairs that pattern and mask leave, over causal pairs without document mask. of_mask: the same over what the mask allows.
-    recall: mean share of dense attention kept, over sampled queries that no measured pattern probes; worst: the smallest share of any
-        of them.
-    slashes, columns: block diagonals and single columns; both 0 for patterns that list blocks.
+    density: computed pairs / causal pairs, without document mask
+    of_mask: computed pairs / pairs that the mask allows
+    recall: share of dense attention kept, mean over sampled queries that no pattern probes
+    worst: the same of the query that keeps least
+    slashes, columns: block diagonals and single columns; both 0 for patterns that list blocks
     """
 
     step: int
@@ -52,10 +55,12 @@ def profile_sparsity(
     rows: int,
     progress: Callable[[int, float | None], None],
 ) -> list[HeadRecord]:
-    """Trains on one worker to the last of ``steps`` and measures the patterns in each of them, on the first sequence of the step.
+    """Train on one worker and measure the patterns on the first sequence of each of ``steps``.
 
-    rows: queries that are sampled per layer at random, seeded by the step, outside those that a pattern probes: an index always serves
-    the queries that it was made from. progress: called with step and loss after each.
+    Args:
+        rows: queries to sample per layer, seeded by the step. Queries that a pattern probes are
+            excluded, since an index always serves the queries that it was estimated from.
+        progress: called with step and loss after each step.
 
     Raises:
         ConfigError: the patterns probe every query.
@@ -65,58 +70,66 @@ def profile_sparsity(
         config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1)
     )
     environment = resolve_environment(config)
-    records: list[HeadRecord] = []
     with _alone(environment):
         trainer = Trainer(config, environment)
-        # A loader that still runs when Python ends keeps modules alive; compiled ones then print long warnings of leaks.
+        # Close the loader: if it still runs when Python exits, compiled modules stay alive and
+        # print long warnings about leaks.
         with closing(trainer):
+            measurement = _Measurement(patterns, rows, config.seq)
+            trainer.callbacks.append(measurement)
             for step in range(1, max(steps) + 1):
-                if step in steps:
-                    seen: set[tuple[str, int]] = set()
-                    trainer.observe = lambda batch, step=step, seen=seen: _measured(
-                        batch, patterns, step, seen, rows, records, config.seq
-                    )
+                measurement.start(step if step in steps else None)
                 result = trainer.train_step(False)
-                trainer.observe = None
                 progress(step, result.loss)
-    return records
+    return measurement.records
 
 
-def _measured(
-    batch: Batch,
-    patterns: Sequence[Pattern],
-    step: int,
-    seen: set[tuple[str, int]],
-    rows: int,
-    records: list[HeadRecord],
-    seq: int,
-):
-    """The attention of a batch, which also measures every layer the first time it is called."""
+class _Measurement(Callback):
+    """Measures the patterns on each layer of a step, at the first call of its attention."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        for pattern in patterns:
-            if (pattern.name, layer) not in seen:
-                seen.add((pattern.name, layer))
-                sampled = _sampled(patterns, batch.masks[0].length, step, rows)
-                records.extend(
-                    _heads(
-                        pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, sampled, seq
-                    )
-                )
-        return batch.attend(q, k, v, layer)
+    def __init__(self, patterns: Sequence[Pattern], rows: int, seq: int) -> None:
+        self.records: list[HeadRecord] = []
+        self._patterns, self._rows, self._seq = patterns, rows, seq
+        self._step: int | None = None
+        self._measured: set[tuple[str, int]] = set()
 
-    return attend
+    def start(self, step: int | None) -> None:
+        """Begin a step; None: it is not measured."""
+        self._step = step
+        self._measured.clear()
+
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
+        if self._step is None:
+            return attend
+
+        def measure_and_attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+        ) -> torch.Tensor:
+            self._measure(q.detach()[:1], k.detach()[:1], batch, layer)
+            return attend(q, k, v, layer)
+
+        return measure_and_attend
+
+    def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
+        assert self._step is not None
+        for pattern in self._patterns:
+            if (pattern.name, layer) in self._measured:
+                continue
+            self._measured.add((pattern.name, layer))
+            sampled = _sampled(self._patterns, batch.masks[0].length, self._step, self._rows)
+            self.records.extend(_heads(pattern, q, k, batch, layer, self._step, sampled, self._seq))
 
 
 def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> IntArray:
-    """Positions of queries that none of the patterns probes, ascending."""
+    """Return ascending positions of sampled queries that no pattern probes."""
     free = np.ones(length, bool)
     for pattern in patterns:
         free[pattern.probed_rows(length).numpy()] = False
     held_out = np.flatnonzero(free)
     if not len(held_out):
         raise ConfigError(
-            f"sparsity.last_q: all {length} queries of a sequence are probed, and recall needs others; give fewer"
+            f"sparsity.last_q: the patterns probe all {length} queries of a sequence, and recall "
+            "needs others; give a smaller value"
         )
     return np.sort(np.random.default_rng(step).permutation(held_out)[:rows])
 
@@ -162,12 +175,12 @@ def _heads(
 
 @contextmanager
 def _alone(environment: Environment) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Provide a process group of this process alone."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
     device = (
         torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None
     )
-    os.environ.update(on_loopback())
+    os.environ.update(loopback_variables())
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
         yield

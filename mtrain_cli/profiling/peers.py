@@ -1,4 +1,4 @@
-"""What a user would pick instead, on the same shapes in the same run."""
+"""Other implementations to compare with, on the same shapes in the same run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 def torch_context_parallel(
     world: int, group: int
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Dense causal attention by PyTorch's own context parallelism: keys by all-gather, kernels by cuDNN, load balanced as it does by
-    itself.
+    """Return PyTorch's own context parallelism: all-gather of KV, cuDNN, its load balancing.
 
-    group: query heads of a key-value head; this release wants keys and values repeated. The call takes q [1, heads, tokens of this rank,
-    head_dim] and k, v with kv_heads.
+    The call takes q [1, heads, tokens of this rank, head_dim], k and v with kv_heads.
+
+    Args:
+        world: ranks.
+        group: query heads per KV head; this PyTorch release needs KV repeated.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel

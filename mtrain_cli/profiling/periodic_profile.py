@@ -1,25 +1,28 @@
-"""Profiles of a training that goes on: every N-th step is recorded as it is."""
+"""Record every N-th step of a training run, without changing the run."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.trainer import Trainer
 
 FOLDER = "profile"
-# What makes rows of an earlier attempt rows of the same case.
+# Facts that must match for rows of an earlier attempt to belong to the same case.
 _SAME = (
     "layout",
     "exchange",
@@ -36,21 +39,25 @@ _SAME = (
 )
 
 
-class TrainingProfile:
-    """Called alike by all workers, around every step. Files lie in ``profile/`` of the run, a part for each recorded step, and go on with
-    what an earlier attempt left. Dense first steps of a sparse run are a case of their own, and so is an attempt that is spread otherwise.
+class TrainingProfile(Callback):
+    """Record every `profile.every`-th step of a training run.
 
-    What cannot be written costs the profile, not the training: ``problem`` says so once.
+    Files go to ``profile/`` of the run, one part per recorded step, after those of an earlier
+    attempt. Dense first steps of a sparse run are a case of their own; so are the steps of an
+    attempt with other workers, layout or exchange.
+
+    A file that cannot be written stops the profile, not the training; a warning says so.
     """
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir) -> None:
+    def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
+        """message: shows a line to the user; takes ``warning=True``."""
         config, e = trainer.config, trainer.environment
-        self._trainer = trainer
+        self._trainer, self._message = trainer, message
         self._bench = Bench(e, timedelta(seconds=config.topology.timeout_s))
         self._folder = run_dir.path / FOLDER
         self.problem: str | None = None
         cases = self._cases()
-        earlier, samples = self._bench.everyone(self._left_behind() if e.rank == 0 else None)[0]
+        earlier, samples = self._bench.gather(self._earlier_attempts() if e.rank == 0 else None)[0]
         kept, self._by_kind = _numbered(earlier, cases, trainer)
         self._samples = samples
         plan = MeasurementPlan(
@@ -62,19 +69,22 @@ class TrainingProfile:
         self._plain: list[float] = []
         self._recorded: list[float] = []
         self._after: list[float] = []
-        self._leaving: ProfileWriter | None = None
+        self._writer: ProfileWriter | None = None
         try:
-            self._leaving = ProfileWriter(
+            self._writer = ProfileWriter(
                 run_dir, plan, self._bench, list(self._by_kind.values()), self._folder, kept
             )
         except OSError as error:
-            self.problem = f"{self._folder}: cannot be written ({error.strerror or error}); steps are not recorded"
-        # All or none: to collect is a matter of all workers.
-        if not all(self._bench.everyone(self._leaving is not None)):
-            self._leaving = None
+            self.problem = (
+                f"{self._folder}: cannot be written ({error.strerror or error}); "
+                "no steps are recorded"
+            )
+        # All or none: collecting needs every worker.
+        if not all(self._bench.gather(self._writer is not None)):
+            self._writer = None
 
     def _cases(self) -> list[MeasurementCase]:
-        """The steps of this attempt, dense first ones apart."""
+        """Return the cases of this attempt: its steps, and dense first steps separately."""
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
 
@@ -86,15 +96,19 @@ class TrainingProfile:
         ]
         if choices.dense_kernel is not None and trainer.step < (config.sparsity.dense_steps or 0):
             dense = replace(config, sparsity=replace(config.sparsity, pattern="dense"))
-            found = replace(choices, kernel=choices.dense_kernel[0], pattern=None)
+            dense_choices = replace(choices, kernel=choices.dense_kernel[0], pattern=None)
             cases.append(
-                MeasurementCase(1, f"{label('dense')}, first steps", dense, found, trainer.exchange)
+                MeasurementCase(
+                    1, f"{label('dense')}, first steps", dense, dense_choices, trainer.exchange
+                )
             )
         return cases
 
-    def _left_behind(self) -> tuple[list[dict[str, Any]], int]:
-        """Cases of earlier attempts and how many samples they left, without steps that this attempt takes again. What is no profile, or a
-        damaged one, is put aside.
+    def _earlier_attempts(self) -> tuple[list[dict[str, Any]], int]:
+        """Return cases and number of samples of earlier attempts.
+
+        Deletes samples of steps that this attempt repeats. Moves a folder aside that holds no
+        profile, or a damaged one.
         """
         if not self._folder.exists():
             return [], 0
@@ -103,7 +117,7 @@ class TrainingProfile:
             if summary["schema"] == records.SCHEMA and all(
                 name in case for case in summary["cases"] for name in _SAME
             ):
-                return list(summary["cases"]), records.forget_parts(
+                return list(summary["cases"]), records.delete_parts_after(
                     self._folder, self._trainer.step
                 )
         except (OSError, ValueError, KeyError, TypeError):
@@ -115,38 +129,42 @@ class TrainingProfile:
             self._folder.rename(aside)
         except OSError:
             return [], 0
-        self.problem = (
-            f"{self._folder}: held no profile that can be gone on with; it is now {aside.name}"
-        )
+        self.problem = f"{self._folder}: not a profile that can be continued; moved to {aside.name}"
         return [], 0
 
     @property
     def due(self) -> bool:
-        """Whether the step to come is recorded."""
+        """Whether the next step is recorded."""
         return (
-            self._leaving is not None
+            self._writer is not None
             and (self._trainer.step + 1) % self._trainer.config.profile.every == 0
         )
 
     def before_step(self) -> None:
         if self.due:
             self._seen.clear()
-            self._trainer.observe = self._keep
             self._trainer.record(self._bench.collector.recorder)
             self._bench.collector.start()
 
-    def _keep(self, batch: Batch) -> ContextAttention:
-        kept = batch.attend.keeping()
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
+        """Keep the indices of a recorded step beyond its backward pass."""
+        if self._trainer.recorder is None:
+            return attend
+        assert isinstance(attend, ContextAttention)
+        kept = attend.with_kept_indices()
         self._seen.append((batch.masks, kept))
         return kept
 
-    def after_step(self, seconds: float) -> None:
-        """seconds: of the whole step."""
-        if self._trainer.recorder is None or self._leaving is None:
+    def after_step(self, step: FinishedStep) -> None:
+        self._collect(step.metrics.seconds)
+        self._warn()
+
+    def _collect(self, seconds: float) -> None:
+        """Collect and write the step if it was recorded; ``seconds`` is the whole step's time."""
+        if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
         began = time.perf_counter()
-        self._trainer.observe = None
         self._trainer.record(None)
         estimated = [
             (masks, attend.index.estimated if attend.index is not None else None)
@@ -154,56 +172,75 @@ class TrainingProfile:
         ]
         self._seen.clear()
         dense = self._trainer.choices.pattern is None or any(
-            found is None for _, found in estimated
+            index is None for _, index in estimated
         )
         case = self._by_kind.get(dense) or next(iter(self._by_kind.values()))
-        self._leaving.recorded(case, self._trainer.step, estimated)
+        self._writer.recorded(case, self._trainer.step, estimated)
         self._samples += 1
         try:
-            self._leaving.sampled(self._trainer.step, self._samples)
+            self._writer.sampled(self._trainer.step, self._samples)
         except OSError as error:
-            self.problem = f"{self._folder}: step {self._trainer.step} was not written ({error.strerror or error}); training goes on"
+            self.problem = (
+                f"{self._folder}: step {self._trainer.step} was not written "
+                f"({error.strerror or error}); training goes on"
+            )
         self._recorded.append(seconds)
         self._after.append(time.perf_counter() - began)
 
-    def finish(self) -> str:
-        """-> what was recorded, in words; nothing where nothing was."""
-        if self._leaving is None:
+    def close(self) -> None:
+        summary = self._complete()
+        if summary:
+            self._message(summary)
+        self._warn()
+
+    def _complete(self) -> str:
+        """Return a sentence on what was recorded; empty if nothing was."""
+        if self._writer is None:
             return ""
         steady = self._plain[1:]  # the first step compiles and connects
         if self._recorded and steady:
-            # The first worker's: the others wait in a later step for what it writes.
-            times = self._bench.everyone(
+            # Take the first worker's times: in a later step, the others wait until it has written.
+            times = self._bench.gather(
                 (statistics.median(steady), statistics.median(self._recorded))
             )[0]
-            self._leaving.timed(next(iter(self._by_kind.values())), *times)
+            self._writer.timed(next(iter(self._by_kind.values())), *times)
         try:
-            self._leaving.finish(analysed=False)
+            self._writer.finish(analysed=False)
         except OSError as error:
             self.problem = f"{self._folder}: could not be completed ({error.strerror or error})"
-        self.problem = self.problem or self._leaving.problem
+        self.problem = self.problem or self._writer.problem
         if not self._recorded:
             return ""
-        count = f"recorded {len(self._recorded)} step{'s' * (len(self._recorded) > 1)} in {self._folder}"
+        plural = "s" if len(self._recorded) > 1 else ""
+        count = f"recorded {len(self._recorded)} step{plural} in {self._folder}"
         if not steady:
             return count
         more = statistics.median(self._recorded) / statistics.median(steady) - 1
-        return f"{count}; each took {more:+.1%} against the others, and {statistics.median(self._after):.2f} s after it to collect and write"
+        return (
+            f"{count}; each took {more:+.1%} longer than other steps, plus "
+            f"{statistics.median(self._after):.2f} s to collect and write"
+        )
 
-    def complaint(self) -> str | None:
-        """What went wrong since the last call."""
+    def _warn(self) -> None:
+        """Show what went wrong since the last call."""
         problem, self.problem = self.problem, None
-        return problem
+        if problem:
+            self._message(problem, warning=True)
 
 
 def _numbered(
     earlier: list[dict[str, Any]], cases: list[MeasurementCase], trainer: Trainer
 ) -> tuple[list[dict[str, Any]], dict[bool, MeasurementCase]]:
-    """-> entries of earlier cases that are not those of cases, and cases by whether they are dense, with numbers that fit the rows."""
-    kept, found = list(earlier), {}
+    """Number the cases so that they match the rows.
+
+    Returns:
+        The summary's entries (earlier cases, then new ones), and the cases by whether they are
+        dense.
+    """
+    kept, numbered = list(earlier), {}
     for case in cases:
         facts = case.facts(trainer.environment)
-        # Through JSON, as the others have gone.
+        # Pass through JSON, as the earlier entries did.
         facts = json.loads(json.dumps(facts))
         same = [
             n
@@ -212,13 +249,13 @@ def _numbered(
         ]
         dense = case.choices.pattern is None
         if same:
-            found[dense] = replace(case, number=same[-1], label=earlier[same[-1]]["label"])
+            numbered[dense] = replace(case, number=same[-1], label=earlier[same[-1]]["label"])
         else:
             label = (
                 f"{case.label}, from step {trainer.step + 1}"
                 if any(o["label"] == case.label for o in kept)
                 else case.label
             )
-            found[dense] = replace(case, number=len(kept), label=label)
+            numbered[dense] = replace(case, number=len(kept), label=label)
             kept.append(facts | {"label": label})
-    return kept, found
+    return kept, numbered

@@ -1,4 +1,4 @@
-"""The files of a profile: parts after every sample, and at the end one table, the indices, a trace and the summary."""
+"""Write a profile: parts after each sample; records, indices, trace and summary at the end."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ from mtrain_cli.training.flops import causal_pairs
 
 
 class ProfileWriter:
-    """What becomes of the samples. Called alike by all workers; the first one writes.
+    """Writes the samples of a profile. All workers call the same methods; the first one writes.
 
-    cases: those to come, each with its place among the entries of the summary. entries: of these and of earlier attempts; None: of cases
-    alone. folder: where files are left, None for the run's own.
+    cases: the cases to record, with their numbers in the summary
+    folder: where to write; None: the run's folder
+    entries: the summary's entries for these and earlier cases; None: for `cases` alone
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class ProfileWriter:
         self.folder, self.plan, self.bench, self.cases = folder or run_dir.path, plan, bench, cases
         self.samples = 0
         self.first = bench.environment.rank == 0
-        self.problem: str | None = None  # with what was to be written
+        self.problem: str | None = None  # the last write error
         self._waiting: list[np.ndarray] = []
-        self._latest: dict[int, np.ndarray] = {}  # by case: rows of its last iteration
+        self._latest: dict[int, np.ndarray] = {}  # by case: rows of the latest iteration
         self._last: dict[int, Sequence[Estimated]] = {}
         self._iteration = 0
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
@@ -84,11 +85,19 @@ class ProfileWriter:
     def recorded(
         self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]
     ) -> None:
-        """The iteration that was just recorded. iteration: training step, or sample where attention alone is measured."""
-        # Devices keep nothing of it.
+        """Collect the iteration that was just recorded.
+
+        Args:
+            iteration: training step, or sample of an attention-only profile.
+            estimated: masks and indices of each micro-batch.
+        """
+        # Keep the indices in host memory.
         held = [
-            (masks, None if found is None else {n: index.to("cpu") for n, index in found.items()})
-            for masks, found in estimated
+            (
+                masks,
+                None if indices is None else {n: index.to("cpu") for n, index in indices.items()},
+            )
+            for masks, indices in estimated
         ]
         work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), held)
         self._last[case.number], self._iteration = held, iteration
@@ -101,11 +110,14 @@ class ProfileWriter:
         return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
 
     def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
-        """Seconds of one iteration on this worker, without and with records."""
+        """Add this worker's seconds of one iteration, without and with recording."""
         self._times[case.number].append((plain, recorded))
 
     def sampled(self, number: int, samples: int) -> None:
-        """Writes what was recorded since the last time as a part of that number. samples: complete ones, of all cases, so far."""
+        """Write the rows since the last call as part ``number``.
+
+        samples: complete samples of all cases so far.
+        """
         self.samples = self._document["samples"] = samples
         if not self.first:
             return
@@ -116,19 +128,22 @@ class ProfileWriter:
         records.write_summary(self.folder, self._document)
 
     def measured(self, case: MeasurementCase, **values: float) -> None:
-        """values: for the entry of a case in the summary."""
+        """Add values to the case's entry in the summary."""
         self._document["cases"][case.number].update(values)
 
     def peer(self, measured: dict[str, Any]) -> None:
-        """What was measured of others, for the summary."""
+        """Add the times of another implementation to the summary."""
         self._document["peers"].append(measured)
 
     def facts(self, case: MeasurementCase) -> dict[str, Any]:
-        """The entry of a case in the summary."""
+        """Return the case's entry in the summary."""
         return self._document["cases"][case.number]
 
     def _note_density(self, rows: np.ndarray) -> None:
-        """Of the cases in rows: pairs computed over causal pairs, the mean over heads, layers and sequences."""
+        """Set the density of the cases in rows: computed pairs / causal pairs.
+
+        Both are sums over heads, layers and sequences.
+        """
         forward = rows[rows["direction"] == records.WORDS["direction"].index("forward")]
         for case in self.cases:
             config = case.config
@@ -150,8 +165,11 @@ class ProfileWriter:
                 self._document["cases"][case.number]["density"] = float(mine.sum() / every)
 
     def finish(self, *, analysed: bool = True) -> None:
-        """Indices, trace and summary; on the first worker. analysed: with one table of all parts, and results in the summary."""
-        everyone = self.bench.everyone((self._times, self.bench.collector.uncertainty))
+        """Write indices, trace and summary on the first worker.
+
+        analysed: also join the parts and add results to the summary.
+        """
+        everyone = self.bench.gather((self._times, self.bench.collector.uncertainty))
         self.save_indices()
         if not self.first:
             return
@@ -179,7 +197,8 @@ class ProfileWriter:
             return
         if analysed:
             self._document["results"] = [
-                found.to_json() for found in analyse(records.open_records(self.folder))
+                case_analysis.to_json()
+                for case_analysis in analyse(records.open_records(self.folder))
             ]
             records.write_summary(self.folder, self._document)
         write_trace(
@@ -187,7 +206,7 @@ class ProfileWriter:
         )
 
     def show(self) -> None:
-        """Prints what was found, on the first worker."""
+        """Print the tables and where the files are, on the first worker."""
         if not self.first or not self._latest:
             return
         source = open_source(self.folder)
@@ -202,7 +221,10 @@ class ProfileWriter:
         )
 
     def save_indices(self) -> None:
-        """Writes the indices of the last sample, those of the first forward pass of the first context group: one set for each pattern."""
+        """Write the last sample's indices, one set per pattern.
+
+        They are those of the first forward pass of the first context group.
+        """
         first = self.cases[0]
         chosen = {
             case.config.sparsity.pattern: case
@@ -234,20 +256,20 @@ class ProfileWriter:
             iteration=self._iteration,
             columns={name: most for name, most in columns.items() if most != 0},
         )
-        found = self._parts_of_indices(cases)
+        parts = self._parts_of_indices(cases)
         if self.first:
-            self._write_indices(setup, masks, found)
-        for _ in found:  # to the end, on every worker
+            self._write_indices(setup, masks, parts)
+        for _ in parts:  # to the end on every worker, since some parts need a gather
             pass
 
     def _write_indices(
         self,
         setup: RecordedSetup,
         masks: Sequence[SequenceMask],
-        found: Iterator[tuple[str, int, Index | None]],
+        parts: Iterator[tuple[str, int, Index | None]],
     ) -> None:
         try:
-            save_indices(self.folder / records.INDEX, setup, masks, found)
+            save_indices(self.folder / records.INDEX, setup, masks, parts)
         except OSError as error:
             self.problem = (
                 f"{self.folder / records.INDEX}: could not be written ({error.strerror or error})"
@@ -256,7 +278,10 @@ class ProfileWriter:
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]
     ) -> Iterator[tuple[str, int, Index | None]]:
-        """Layer by layer, called alike by all workers; on the first one everything that is there."""
+        """Yield (pattern, layer, index) layer by layer.
+
+        All workers iterate; the first one gets all parts.
+        """
         e = self.bench.environment
         for case in cases:
             _, indices = self._last[case.number][0]
@@ -277,7 +302,7 @@ class ProfileWriter:
                         yield case.config.sparsity.pattern, layer, part
 
     def _gathered(self, mine: Index | None) -> list[Index | None] | None:
-        """Bitmaps of all workers on the first one, sent as arrays."""
+        """Gather the bitmaps of all workers on the first one, as arrays."""
         assert mine is None or isinstance(mine, BlockBitmap)
         sent = (
             None
@@ -297,12 +322,12 @@ class ProfileWriter:
 
 
 def _in_parts(index: Index) -> bool:
-    """Whether every worker holds the rows of its own queries only."""
+    """Whether each worker holds only the rows of its own queries."""
     return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks
 
 
 def _most_columns(config: Config) -> int | None:
-    """As `exchange_selection.ExchangeNeeds` wants it."""
+    """Return the column bound for `exchange_selection.ExchangeNeeds`."""
     sparsity = config.sparsity
     if sparsity.pattern == "vertical_slash":
         return sparsity.max_columns or None

@@ -1,4 +1,4 @@
-"""A profile while it is taken: what every worker recorded in an iteration comes together on the first one, as rows of one clock."""
+"""Collect the recorded spans of all workers on rank 0, as rows on one clock."""
 
 from __future__ import annotations
 
@@ -38,22 +38,28 @@ _PINGS = 16
 
 @dataclass(frozen=True)
 class Clock:
-    """offset: seconds to add to this rank's monotonic clock for that of rank 0. uncertainty: of offset, in seconds."""
+    """A rank's clock relative to rank 0, in seconds.
+
+    offset: added to this rank's monotonic clock, gives that of rank 0
+    uncertainty: of the offset
+    """
 
     offset: float
     uncertainty: float
 
 
 def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
-    """What machine, since which start, every rank runs on: processes of one share its monotonic clock."""
-    found: list[str] = [""] * workers
-    dist.all_gather_object(found, _boot(), group=group)
-    return found
+    """Return the boot id of every rank's machine. Ranks of one boot share the monotonic clock."""
+    boot_ids: list[str] = [""] * workers
+    dist.all_gather_object(boot_ids, _boot(), group=group)
+    return boot_ids
 
 
 def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
-    """Called by all ranks. boots: `boots_of_all`. Ranks on another machine than the first are asked for the time, and the quickest answer
-    counts: it happened between question and answer.
+    """Measure this rank's clock offset. All ranks call it; ``boots`` is from `boots_of_all`.
+
+    Rank 0 repeatedly asks each rank on another machine for its time. The fastest round trip counts:
+    the rank read its clock between question and reply.
     """
     mine = Clock(0.0, 0.0)
     for other in [r for r in range(len(boots)) if boots[r] != boots[0]]:
@@ -62,23 +68,23 @@ def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> C
             for _ in range(_PINGS):
                 asked = time.perf_counter()
                 dist.send(torch.zeros(1, dtype=torch.float64), other, group=group)
-                told = torch.zeros(1, dtype=torch.float64)
-                dist.recv(told, other, group=group)
+                theirs = torch.zeros(1, dtype=torch.float64)
+                dist.recv(theirs, other, group=group)
                 answered = time.perf_counter()
-                best = min(best, ((answered - asked) / 2, (asked + answered) / 2 - float(told)))
+                best = min(best, ((answered - asked) / 2, (asked + answered) / 2 - float(theirs)))
             dist.send(torch.tensor(best, dtype=torch.float64), other, group=group)
         elif rank == other:
             for _ in range(_PINGS):
                 dist.recv(torch.zeros(1, dtype=torch.float64), 0, group=group)
                 dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), 0, group=group)
-            found = torch.zeros(2, dtype=torch.float64)
-            dist.recv(found, 0, group=group)
-            mine = Clock(float(found[1]), float(found[0]))
+            estimate = torch.zeros(2, dtype=torch.float64)
+            dist.recv(estimate, 0, group=group)
+            mine = Clock(float(estimate[1]), float(estimate[0]))
     return mine
 
 
 def _boot() -> str:
-    """A machine and its start: the monotonic clock is the same for all that share it."""
+    """Return an id of the machine and its boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -86,7 +92,7 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-# What a worker knows about its messages besides, so that those of two workers find each other.
+# Rows with further facts about messages, which match the messages of two workers.
 RAW = np.dtype(
     [
         *ROW.descr,
@@ -97,14 +103,13 @@ RAW = np.dtype(
         ("peers", np.int16),
     ]
 )
-Work = dict[
-    tuple[int, int], dict[str, StepWork]
-]  # of one worker, by micro-batch and layer, by direction
+# of one worker: (micro-batch, layer) -> direction -> work
+Work = dict[tuple[int, int], dict[str, StepWork]]
 
 
 @dataclass
 class RecordCollector:
-    """Recorded iterations of this rank, and on rank 0 of all."""
+    """Records iterations of this rank and collects those of all ranks on rank 0."""
 
     rank: int
     workers: int
@@ -121,7 +126,7 @@ class RecordCollector:
         self.recorder = Recorder(self.device)
 
     def start(self) -> None:
-        """An iteration begins. Clocks of several machines drift, so they are set anew."""
+        """Start an iteration. With several machines, align the clocks again: they drift."""
         if len(set(self.boots)) > 1:
             self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
@@ -129,23 +134,29 @@ class RecordCollector:
     def collect(
         self, case: int, iteration: int, work: Work, flop: tuple[float, float]
     ) -> np.ndarray:
-        """The iteration has ended -> its rows (`records.ROW`) of all ranks on rank 0, none elsewhere. work: of this rank. flop: of a pair,
-        forward and backward.
+        """Collect the rows of the iteration that just ended.
+
+        Args:
+            work: of this rank.
+            flop: per query-key pair, forward and backward.
+
+        Returns:
+            Rows of dtype `records.ROW` of all ranks on rank 0; no rows elsewhere.
         """
         mine = own_rows(with_gaps(self.recorder.read()), self.rank, self.clock.offset, work, flop)
         everyone: list[np.ndarray | None] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(mine, everyone, group=self.host_group)
         if everyone is None:
             return np.empty(0, ROW)
-        found = together([table for table in everyone if table is not None])
-        found["case"], found["iteration"] = case, iteration
-        return found
+        rows = merge_ranks([table for table in everyone if table is not None])
+        rows["case"], rows["iteration"] = case, iteration
+        return rows
 
 
 def own_rows(
     spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
 ) -> np.ndarray:
-    """Spans of one rank as rows of `RAW`; start_us in microseconds of the clock of rank 0."""
+    """Turn one rank's spans into rows of `RAW`; start_us is in microseconds of rank 0's clock."""
     table = np.zeros(len(spans), RAW)
     counted: set[tuple[int, int, str, int, str]] = set()
     for at, span in enumerate(spans):
@@ -167,7 +178,8 @@ def own_rows(
             row["peer"] = message.to if span.kind == SEND else message.source
             row["shard"] = message.leaving if span.kind == SEND else message.shard
         elif span.kind in (ATTENTION, COLUMNS):
-            # Several kernels compute one piece of work, those of single columns before and after the steps: it counts once.
+            # Several kernels share one piece of work (single columns: before and after the steps).
+            # Count it once.
             key = (
                 span.micro,
                 span.layer,
@@ -175,33 +187,36 @@ def own_rows(
                 span.step if span.kind == ATTENTION else -1,
                 span.kind,
             )
-            found = work.get((span.micro, span.layer), {}).get(
+            step_work = work.get((span.micro, span.layer), {}).get(
                 FORWARD if span.direction == RECOMPUTE else span.direction
             )
-            if found is not None and key not in counted:
+            if step_work is not None and key not in counted:
                 counted.add(key)
                 if span.kind == ATTENTION:
                     row["blocks"], row["pairs"] = (
-                        found.blocks[0, span.step],
-                        found.pairs[0, span.step],
+                        step_work.blocks[0, span.step],
+                        step_work.pairs[0, span.step],
                     )
                 else:
-                    row["columns"], row["pairs"] = found.columns[0], found.column_pairs[0]
+                    row["columns"], row["pairs"] = step_work.columns[0], step_work.column_pairs[0]
                 row["flop"] = float(row["pairs"]) * flop[span.direction == BACKWARD]
     return table
 
 
-def together(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Rows of all ranks as `ROW`, from the beginning of the iteration on; for whom each wait was, and for how long that one was late."""
+def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Join the rows of all ranks as `ROW`, with start_us from the start of the iteration.
+
+    Fills in which rank each wait was for, and how late that rank was.
+    """
     table = np.concatenate(tables)
     if not len(table):
         return np.empty(0, ROW)
     _find_late(table)
     table["start_us"] -= table["start_us"].min()
-    found = np.zeros(len(table), ROW)
+    merged = np.zeros(len(table), ROW)
     for name in ROW.names or ():
-        found[name] = table[name]
-    return found
+        merged[name] = table[name]
+    return merged
 
 
 _DIRECTION, _KIND, _LINK, _PAYLOAD = (
@@ -212,7 +227,7 @@ _PASS = ["micro", "layer", "direction", "payload"]
 
 
 def _find_late(table: np.ndarray) -> None:
-    """Fills peer and late_us of waits: a message is under way from the moment on when all that take part in it have posted it."""
+    """Fill peer and late_us of waits. A message starts once all its participants have posted it."""
     import pandas
 
     columns = [
@@ -232,7 +247,7 @@ def _find_late(table: np.ndarray) -> None:
     waits = rows[rows.phase == _KIND[WAIT]].drop(columns="phase")
     posted = rows[rows.phase == _KIND[SEND]].drop(columns=["phase", "dur_us"])
     hops = posted[posted.to >= 0].sort_values([*_PASS, "rank", "number"])
-    # The k-th message of a pass from one rank to another is the k-th that the other expects from it.
+    # The k-th message of a pass that one rank sends to another is the k-th that the other receives.
     hops["sent"] = hops.groupby([*_PASS, "rank", "to"]).cumcount()
     hops["taken"] = hops.groupby([*_PASS, "rank", "source"]).cumcount()
     mine = waits.reset_index().merge(
@@ -260,7 +275,7 @@ def _find_late(table: np.ndarray) -> None:
     among = [*_PASS, "link", "number", "first", "peers"]
     collectives = (
         posted[posted.to < 0].sort_values("start_us").drop_duplicates(among, keep="last")
-    )  # who came last
+    )  # the last to arrive
     mine = (
         waits[waits.peers > 0]
         .reset_index()

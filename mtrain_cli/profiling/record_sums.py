@@ -1,4 +1,4 @@
-"""Rows of a profile, added up: dense arrays of one case and iteration after another, whatever the number of rows."""
+"""Sum the rows of a profile into dense arrays, one iteration of a case at a time."""
 
 from __future__ import annotations
 
@@ -25,24 +25,29 @@ from mtrain_cli.parallel.recording import (
 from mtrain_cli.parallel.schedule import GRADIENTS
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 
-# What the time of a pass is spent on. A wait is `late` until the peer has begun to send, and `exposed` on its link from then on.
+# Categories of the time of a pass. A wait is `late` until the peer has started sending, then
+# `exposed` on its link.
 LATE, EXPOSED = "late", "exposed"
 SPENT = (INDEX, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP, LATE, EXPOSED)
 BUSY = SPENT[:6]
 
 _COLUMNS = (
-    "case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "payload", "peer",
-    "start_us", "dur_us", "late_us", "blocks", "pairs",
+    "case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link", "payload",
+    "peer", "start_us", "dur_us", "late_us", "blocks", "pairs",
 )  # fmt: skip
 _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
 
 
 @dataclass(frozen=True)
 class RecordedShape:
-    """What the rows of a case span.
+    """The ranges that the rows of a case cover.
 
-    workers: ranks of a context group. ranks: of all groups. present: [groups, workers], whether there are rows of that rank. steps: of
-    each direction that has rows.
+    facts: the case's entry in the summary
+    iterations, micros, layers: the numbers that occur
+    workers: ranks of one context group
+    ranks: of all groups
+    present: [groups, workers], whether a rank has rows
+    steps: number of steps of each direction that has rows
     """
 
     case: int
@@ -65,7 +70,7 @@ class RecordedShape:
 
     @property
     def slots(self) -> int:
-        """Slot 0 holds what comes before all steps, slot t + 1 step t."""
+        """Slot 0 is the time before all steps, slot t + 1 is step t."""
         return max(self.steps.values(), default=0) + 1
 
     @property
@@ -75,14 +80,17 @@ class RecordedShape:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration of a case; times in ms. Samples are layers of forward passes: micro x layer.
+    """One iteration of a case, times in ms. Samples are layers of forward passes: micro x layer.
 
-    spent: [SPENT, direction, sample, group, worker, slot]. pairs, blocks: [direction, sample, group, worker, slot]. Single columns that
-    were gathered once belong to no step: their time and pairs are in slot 0.
-    link: exposed time [direction, LINKS, group, worker, slot], all samples together.
-    behind: of the wait with the longest late part: ((rank waited for + 1) * len(LINKS) + link) * 2 + (after the computation of its step);
-    -1 where there is none.
-    start, length: of the pass, [direction, sample, group, worker]; NaN without rows. whole: of the iteration, [group, worker].
+    spent: [SPENT, direction, sample, group, worker, slot]
+    pairs, blocks: [direction, sample, group, worker, slot]. Single columns that are gathered once
+        belong to no step: their time and pairs are in slot 0
+    link: [direction, LINKS, group, worker, slot], exposed time over all samples
+    behind: what the wait with the longest late part waited for, as
+        ((rank waited for + 1) * len(LINKS) + link) * 2 + (whether it sends gradients, that is after
+        computing its step); -1 for none
+    start, length: of the pass, [direction, sample, group, worker]; NaN without rows
+    whole: of the iteration, [group, worker]
     """
 
     number: int
@@ -97,10 +105,13 @@ class Iteration:
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
-    """-> what each case spans, and the number of the last batch that has rows of (case, iteration).
+    """Scan all rows once.
+
+    Returns:
+        The shape of each case, and by (case, iteration) the number of the last batch with rows.
 
     Raises:
-        ConfigError: rows and summary do not belong together.
+        ConfigError: the rows do not match the summary.
     """
     seen: dict[int, dict[str, set[int]]] = {}
     steps: dict[int, dict[int, int]] = {}
@@ -111,8 +122,8 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
             of_case = seen.setdefault(
                 case, {name: set() for name in ("iteration", "micro", "layer", "rank")}
             )
-            for name, found in of_case.items():
-                found.update(_unique(mine[name]))
+            for name, numbers in of_case.items():
+                numbers.update(_unique(mine[name]))
             last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
             counts = steps.setdefault(case, {})
             for direction in _unique(mine["direction"]):
@@ -123,7 +134,7 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     for case, values in sorted(seen.items()):
         if not 0 <= case < len(cases) or not isinstance(cases[case], dict):
             raise ConfigError(
-                f"{recorded.folder}: has rows of case {case}, of which {SUMMARY} knows nothing"
+                f"{recorded.folder}: has rows of case {case}, which {SUMMARY} does not list"
             )
         shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
     return shapes, last
@@ -142,12 +153,12 @@ def _shape(
     total = -(-total // workers) * workers
     present = np.zeros(total, bool)
     present[sorted(seen["rank"])] = True
-    said = facts.get("steps") or {}
+    declared = facts.get("steps") or {}
     counted = {}
     for code, most in sorted(steps.items()):
         if name := DIRECTIONS[code]:
             counted[name] = max(
-                most, int(said.get("backward" if name == "backward" else "forward") or 0)
+                most, int(declared.get("backward" if name == "backward" else "forward") or 0)
             )
     layers = tuple(sorted(layer for layer in seen["layer"] if layer >= 0))
     micros, iterations = tuple(sorted(seen["micro"])), tuple(sorted(seen["iteration"]))
@@ -167,7 +178,7 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Each iteration of each case once its last row is read; others than those under way take no memory."""
+    """Yield each iteration of each case once its last row is read; only open ones take memory."""
     under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
         for case in _unique(batch["case"]):
@@ -186,7 +197,7 @@ def iterations(
 
 
 class _RecordSums:
-    """Adds up the rows of one iteration."""
+    """Sums of the rows of one iteration."""
 
     def __init__(self, shape: RecordedShape, number: int) -> None:
         self.shape, self.number = shape, number
@@ -253,7 +264,7 @@ class _RecordSums:
         code = ((rows["peer"].astype(np.int32) + 1) * len(LINKS) + rows["link"]) * 2 + gradient
         order = np.argsort(late, kind="stable")
         order = order[late[order] > self.longest[cell[order]]]
-        # The longest is written last, and stays.
+        # The longest wait is written last, so it remains.
         self.behind[cell[order]] = code[order]
         self.longest[cell[order]] = late[order]
 
@@ -279,10 +290,9 @@ class _RecordSums:
 
 
 def _table(size: int, values: dict[int, int]) -> np.ndarray:
-    """code -> index, -1 for others."""
-    table = np.full(
-        size + 1, -1, np.int64
-    )  # one more, so that a layer of -1 finds the last and no neighbour's
+    """Return an array code -> index, -1 for other codes."""
+    # One entry more, so that layer -1 reads the last entry, which is -1.
+    table = np.full(size + 1, -1, np.int64)
     for code, index in values.items():
         table[code] = index
     return table
@@ -293,7 +303,7 @@ def _where(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarr
 
 
 def _unique(values: np.ndarray) -> list[int]:
-    """Of whole numbers that lie near each other, without sorting."""
+    """Return the distinct integers of a narrow range, without sorting."""
     if not len(values):
         return []
     low = int(values.min())

@@ -1,4 +1,4 @@
-"""What this worker computed in a recorded iteration, counted from masks and indices."""
+"""Count this worker's work in a recorded iteration, from masks and indices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,22 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.profiling.record_collector import Work
 from mtrain_cli.simulation.work_counts import WorkCounter
 
-# Masks of a micro-batch, and the index of every layer; None for dense attention.
+# Masks of a micro-batch, and each layer's index (None: dense attention).
 Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
 
 
 def own_work(
     exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]
 ) -> Work:
-    """heads: query heads of the model. layers: those whose attention ran. Bitmaps hold the rows that this worker computes."""
+    """Return the work by (micro-batch, layer).
+
+    Args:
+        heads: query heads of the model.
+        layers: layers whose attention ran.
+        micro_batches: masks and indices; bitmaps hold only the rows that this worker computes.
+    """
     rank = exchange.group.rank
-    found: Work = {}
+    work: Work = {}
     for micro, (masks, indices) in enumerate(micro_batches):
         block = next(iter(indices.values())).block if indices else None
         counter = WorkCounter.make(
@@ -32,9 +38,9 @@ def own_work(
         )
         if indices is None:
             dense = counter.count(None, rank)
-            found.update({(micro, layer): dense for layer in layers})
+            work.update({(micro, layer): dense for layer in layers})
         else:
-            found.update(
+            work.update(
                 {(micro, layer): counter.count(index, rank) for layer, index in indices.items()}
             )
-    return found
+    return work

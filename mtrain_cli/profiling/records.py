@@ -1,7 +1,7 @@
-"""Records: what every worker did when, one row a span, in a file that pandas reads. `profiles/definitions.md` describes it for readers.
+"""Records: one row per timed span of a worker, in a file that pandas reads.
 
-A profile writes one part after each sample, so that one that is killed leaves what it has, and joins them at the end. A simulation writes
-the same rows.
+`profiles/definitions.md` documents the columns. A profile writes one part after each sample, so a
+killed run keeps its samples, and joins the parts at the end. A simulation writes the same rows.
 """
 
 from __future__ import annotations
@@ -30,15 +30,12 @@ RECORDS, PARTS, SUMMARY, INDEX, TRACE = (
     "index.npz",
     "trace.json",
 )
-SWEEP = "sweep.jsonl"  # rows of a sweep of simulations, which leaves no records
-STEP, KERNELS = (
-    "step",
-    "kernels.csv",
-)  # the kind of a summary of one step, which leaves no records either, and its rows
-SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # the same of a sparsity profile
+SWEEP = "sweep.jsonl"  # rows of a sweep of simulations, which writes no records
+STEP, KERNELS = "step", "kernels.csv"  # summary kind and rows of `profile step`; no records either
+SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # likewise of `profile sparsity`
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
 PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
-# Columns that are words: stored as dictionaries, codes in these orders while in memory.
+# Columns of words: stored as dictionaries; in memory, codes in these orders.
 WORDS: dict[str, tuple[str, ...]] = {
     "direction": DIRECTIONS,
     "phase": KINDS,
@@ -49,30 +46,24 @@ WORDS: dict[str, tuple[str, ...]] = {
 ROW = np.dtype(
     [
         ("case", np.int16),  # number of the case in summary.json
-        ("iteration", np.int32),  # training step, or sample where attention alone is measured
+        ("iteration", np.int32),  # training step, or sample of an attention-only profile
         ("micro", np.int16),  # forward pass of that step, from 0
         ("layer", np.int16),
         ("direction", np.int8),
-        ("step", np.int16),  # of the schedule, from 0; -1 for what comes before all steps
+        ("step", np.int16),  # of the schedule, from 0; -1 before all steps
         ("rank", np.int16),
         ("phase", np.int8),
         ("link", np.int8),  # wait, send, receive: the channel
         ("payload", np.int8),  # wait, send, receive: what is moved
         ("shard", np.int16),  # wait, send, receive: whose it is; -1 for a collective
-        (
-            "peer",
-            np.int16,
-        ),  # send: to; receive: from; wait: the rank that was waited for; -1 for none or several
+        # send: to; receive: from; wait: the rank waited for; -1 for none or several
+        ("peer", np.int16),
         ("start_us", np.float64),  # since the iteration began, on the clock of rank 0
         ("dur_us", np.float32),
-        (
-            "late_us",
-            np.float32,
-        ),  # wait: the part before the peer had begun to send, which no link could have shortened
-        (
-            "blocks",
-            np.int64,
-        ),  # attention: pairs of blocks that hold computed pairs, summed over heads and sequences
+        # wait: the part before the peer started sending; a faster link would not shorten it
+        ("late_us", np.float32),
+        # attention: block pairs with computed pairs, summed over heads and sequences
+        ("blocks", np.int64),
         ("columns", np.int64),  # columns: single columns, summed over heads and sequences
         ("pairs", np.int64),  # attention, columns: query-key pairs, summed over heads and sequences
         ("flop", np.float64),  # attention, columns
@@ -83,7 +74,12 @@ ROW = np.dtype(
 
 @dataclass(frozen=True)
 class RecordedFolder:
-    """What a folder holds. complete: False if the profile was ended before it had all samples. parts: files of rows, in order."""
+    """The folder of a profile or simulation.
+
+    summary: content of summary.json
+    complete: whether all samples were recorded
+    parts: files of rows, in order
+    """
 
     folder: Path
     summary: dict[str, Any]
@@ -91,7 +87,7 @@ class RecordedFolder:
     parts: tuple[Path, ...]
 
     def batches(self, columns: Iterable[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Rows, some at a time, as arrays; words as codes of `WORDS`. What memory holds does not grow with the files.
+        """Yield the rows in batches of arrays, words as codes of `WORDS`. Memory use is bounded.
 
         Raises:
             ConfigError: a file is damaged or of another schema.
@@ -105,7 +101,8 @@ class RecordedFolder:
                     absent = [name for name in wanted if name not in file.schema_arrow.names]
                     if absent:
                         raise ConfigError(
-                            f"{part}: has no column {', '.join(absent)}; it was written by another version of mtrain"
+                            f"{part}: has no column {', '.join(absent)}; "
+                            "it was written by another version of mtrain"
                         )
                     for batch in file.iter_batches(batch_size=1 << 19, columns=wanted):
                         yield {name: _codes(batch.column(name), name, part) for name in wanted}
@@ -113,26 +110,28 @@ class RecordedFolder:
                 if isinstance(error, ConfigError):
                     raise
                 raise ConfigError(
-                    f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})"
+                    f"{part}: not a parquet file, or damaged ({str(error).splitlines()[0]})"
                 ) from error
 
     def frame(self) -> pandas.DataFrame:
-        """All rows, words as categories."""
-        found = list(self.batches())
+        """Return all rows, words as categories."""
+        batches = list(self.batches())
         return as_frame(
             {
-                name: np.concatenate([b[name] for b in found]) if found else np.empty(0, ROW[name])
+                name: np.concatenate([b[name] for b in batches])
+                if batches
+                else np.empty(0, ROW[name])
                 for name in ROW.names or ()
             }
         )
 
     def frames(self) -> Iterator[pandas.DataFrame]:
-        """The same, some rows at a time."""
+        """Yield the rows in batches, words as categories."""
         return map(as_frame, self.batches())
 
 
 def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
-    """Columns with words as codes -> a frame with words as categories."""
+    """Turn columns with words as codes into a frame with words as categories."""
     import pandas
 
     frame = pandas.DataFrame(values)
@@ -142,7 +141,7 @@ def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
 
 
 def _codes(column: Any, name: str, part: Path) -> np.ndarray:
-    """An arrow column as numbers; words as codes of `WORDS`."""
+    """Convert an arrow column to numbers, words to codes of `WORDS`."""
     if name not in WORDS:
         return column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
     known = {word: code for code, word in enumerate(WORDS[name])}
@@ -151,13 +150,14 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
         table = np.array([known[word] for word in column.dictionary.to_pylist()] or [0], np.int8)
     except KeyError as error:
         raise ConfigError(
-            f"{part}: {name} {error.args[0]!r} is unknown; it was written by another version of mtrain"
+            f"{part}: {name} {error.args[0]!r} is unknown; "
+            "it was written by another version of mtrain"
         ) from None
     return table[column.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
 
 
 def write_rows(rows: np.ndarray, path: Path) -> None:
-    """rows: of dtype `ROW`. The file appears complete or not at all."""
+    """Write rows of dtype `ROW`. The file appears complete or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -177,13 +177,13 @@ def write_rows(rows: np.ndarray, path: Path) -> None:
 
 
 def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
-    """The rows of one sample, beside those of others."""
+    """Write the rows of one sample to a file of their own."""
     (folder / PARTS).mkdir(parents=True, exist_ok=True)
     write_rows(rows, folder / PARTS / f"{number:06d}.parquet")
 
 
-def forget_parts(folder: Path, last: int) -> int:
-    """Removes the parts after number ``last``, which an attempt left that is not gone on with -> how many stay."""
+def delete_parts_after(folder: Path, last: int) -> int:
+    """Delete the parts after number ``last``. Returns how many remain."""
     parts = sorted((folder / PARTS).glob("*.parquet"))
     for part in parts:
         if int(part.stem) > last:
@@ -192,7 +192,7 @@ def forget_parts(folder: Path, last: int) -> int:
 
 
 def join_parts(folder: Path) -> None:
-    """Makes one file of all parts, one after the other, and removes them."""
+    """Join all parts into one file and remove them."""
     import pyarrow.parquet as pq
 
     parts = sorted((folder / PARTS).glob("*.parquet"))
@@ -216,28 +216,29 @@ def write_summary(folder: Path, document: dict[str, Any]) -> None:
 
 
 def open_records(folder: Path) -> RecordedFolder:
-    """What a profile or simulation left in a folder.
+    """Open the folder of a profile or simulation.
 
     Raises:
-        ConfigError: there is nothing, or it is of another schema.
+        ConfigError: the folder holds no profile, or one of another schema.
     """
     path = folder / SUMMARY
     if not path.is_file():
-        raise ConfigError(f"{folder}: holds no profile ({SUMMARY} is missing)")
+        raise ConfigError(f"{folder}: not a profile ({SUMMARY} is missing)")
     try:
         summary = read_json(path)
         schema = summary["schema"]
     except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"{path}: is no summary of a profile ({reason(error)})") from error
+        raise ConfigError(f"{path}: not the summary of a profile ({reason(error)})") from error
     if schema != SCHEMA:
         raise ConfigError(
-            f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; measure again, or use the version it names"
+            f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; "
+            "measure again, or use the version that wrote it"
         )
     cases = summary.get("cases")
     if cases is not None and not (
         isinstance(cases, list) and all(isinstance(case, dict) for case in cases)
     ):
-        raise ConfigError(f"{path}: is no summary of a profile (cases must be a list of objects)")
+        raise ConfigError(f"{path}: not the summary of a profile (cases must be a list of objects)")
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))
     return RecordedFolder(folder, summary, bool(summary.get("complete")), parts)

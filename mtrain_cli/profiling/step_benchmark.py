@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance`: real training steps, in which several cases compute the same batch one after the other."""
+"""`mtrain profile imbalance`: real training steps; all cases compute the same batch in turn."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from mtrain_cli.profiling.measurement import (
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
+from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.trainer import Trainer
 
@@ -24,52 +25,57 @@ MicroBatches = Sequence[Sequence[PackedSample]]
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Worker: trains with the first case; at every sampled step all cases compute forward and backward of its batch, from the same weights
-    and therefore under the same index, before the step is taken. Returns whether it was stopped before it had all samples.
+    """Train with the first case and sample all cases, on this worker.
+
+    At each sampled step, every case computes the forward and backward pass of its batch from the
+    same weights, hence under the same index, before the optimizer step.
+
+    Returns:
+        Whether it stopped before all samples were recorded.
     """
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan = bench.everyone(MeasurementPlan.load(run_dir) if environment.rank == 0 else None)[0]
+    plan = bench.gather(MeasurementPlan.load(run_dir) if environment.rank == 0 else None)[0]
     stop = StopFlag(run_dir, environment)
     with MeasurementProgress(
         environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)
     ) as progress:
-        progress.now("prepares")
+        progress.now("preparing")
         trainer = Trainer(plan.cases[0][1], environment)
-        trainer.keeps_samples = True
         bench.adopt(trainer.choices, trainer.exchange.group)
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
-        leaving = ProfileWriter(run_dir, plan, bench, cases)
-        rehearsal = _Rehearsal(bench, trainer, cases, leaving, progress)
-        while leaving.samples < plan.samples:
+        writer = ProfileWriter(run_dir, plan, bench, cases)
+        rehearsal = _Rehearsal(bench, trainer, cases, writer, progress)
+        trainer.callbacks.append(rehearsal)
+        while writer.samples < plan.samples:
             sampled = trainer.step >= plan.warmup and (trainer.step - plan.warmup) % plan.every == 0
             progress.now(f"training step {trainer.step + 1}")
-            trainer.rehearse = rehearsal if sampled else None
+            rehearsal.due = sampled
             if trainer.train_step(stop.requested()).stop:
                 break
-    leaving.finish()
+    writer.finish()
     if not plan.quiet:
-        leaving.show()
-    return leaving.samples < plan.samples
+        writer.show()
+    return writer.samples < plan.samples
 
 
-class _Rehearsal:
-    """Forward and backward of every case on the samples of one step: once as it is, once recorded."""
+class _Rehearsal(Callback):
+    """Forward and backward of every case on the samples of one step, plain and recorded.
+
+    due: whether the next step is sampled.
+    """
+
+    needs_samples = True
 
     def __init__(
         self,
         bench: Bench,
         trainer: Trainer,
         cases: Sequence[MeasurementCase],
-        leaving: ProfileWriter,
+        writer: ProfileWriter,
         progress: MeasurementProgress,
     ) -> None:
-        self.bench, self.trainer, self.cases, self.leaving, self.progress = (
-            bench,
-            trainer,
-            cases,
-            leaving,
-            progress,
-        )
+        self.bench, self.trainer, self.cases = bench, trainer, cases
+        self.writer, self.progress = writer, progress
         mask = trainer.config.data.document_mask
         keep, offload = attention_kept(trainer.config.train), trainer.offload
         self._make = [
@@ -85,16 +91,21 @@ class _Rehearsal:
             for c in cases
         ]
         self._warm = False
+        self.due = False
 
-    def __call__(self, micro_batches: MicroBatches) -> None:
+    def on_samples(self, samples: MicroBatches) -> None:
+        if self.due:
+            self._sample(samples)
+
+    def _sample(self, micro_batches: MicroBatches) -> None:
         if not self._warm:
-            # Kernels are compiled, connections and events made.
+            # Compile kernels, create connections and events.
             for case in self.cases:
-                self.progress.now(f"{case.label}: warms up")
+                self.progress.now(f"{case.label}: warm-up")
                 self._recorded(case, micro_batches, kept=False)
             self._warm = True
-        sample = self.leaving.samples
-        # Nobody is always first, and neither is what is recorded.
+        sample = self.writer.samples
+        # Rotate the order of cases, and of plain and recorded passes: none is always first.
         first = sample % len(self.cases)
         order = [*self.cases[first:], *self.cases[:first]]
         for case in order:
@@ -106,24 +117,24 @@ class _Rehearsal:
                     if recorded
                     else self._once(case, micro_batches)[1]
                 )
-            self.leaving.timed(case, seconds[False], seconds[True])
+            self.writer.timed(case, seconds[False], seconds[True])
             self.progress.done()
-        self.leaving.sampled(self.trainer.step + 1, sample + 1)
-        self.progress.sampled(sample + 1, self.leaving.plan.samples)
+        self.writer.sampled(self.trainer.step + 1, sample + 1)
+        self.progress.sampled(sample + 1, self.writer.plan.samples)
         if sample == 0:
-            # So that a run that is killed can be replayed, too.
-            self.leaving.save_indices()
+            # Save now, so that a killed run can be replayed.
+            self.writer.save_indices()
 
     def _once(
         self, case: MeasurementCase, micro_batches: MicroBatches
     ) -> tuple[list[Batch], float]:
-        """-> the batches, whose indices are kept, and seconds on this worker."""
+        """Run both passes once. Returns the batches, indices kept, and seconds on this worker."""
         trainer, bench = self.trainer, self.bench
         batches = [self._make[case.number](samples) for samples in micro_batches]
-        attends = [batch.attend.keeping() for batch in batches]
+        attends = [batch.attend.with_kept_indices() for batch in batches]
         valid, _ = trainer.totals(batches)
         clock = bench.collector.recorder
-        bench.together()
+        bench.synchronize()
         if trainer.recorder is not None:
             bench.collector.start()
         began = clock.now()
@@ -140,16 +151,16 @@ class _Rehearsal:
     ) -> float:
         recorder = self.bench.collector.recorder
         self.trainer.recorder = recorder
-        case.exchange.record(recorder)
+        case.exchange.set_recorder(recorder)
         batches, seconds = self._once(case, micro_batches)
         self.trainer.recorder = None
-        case.exchange.record(None)
+        case.exchange.set_recorder(None)
         if not kept:
             recorder.read()
             return seconds
-        self.leaving.recorded(
+        self.writer.recorded(
             case,
             self.trainer.step + 1,
-            [(b.masks, found) for b, found in zip(batches, self._estimated, strict=True)],
+            [(b.masks, indices) for b, indices in zip(batches, self._estimated, strict=True)],
         )
         return seconds

@@ -1,15 +1,16 @@
-"""From the events of a trace of `torch.profiler` to the parts of a step, which add up to it. Nothing here needs a device.
+"""Break a training step down into parts that add up to it, from a `torch.profiler` trace.
 
-On a GPU every instant of a step belongs to what its device does then: a kernel that computes; else a copy; else NCCL that moves something;
-else NCCL that waits; else nothing. Of several kernels at once the one that began first has the instant. A kernel of NCCL lasts from when
-its own rank is there until the message is through, so that what it takes beyond the rank on which the same message took least, which of a
-collective is the last one to be there, counts as waiting for other ranks; so does what a link or computation beside it takes longer on
-one rank than on another. That needs durations alone, and no clocks that agree.
+GPU: each instant of a step belongs to what the device does: a kernel that computes, else a copy,
+else NCCL that transfers, else NCCL that waits, else idle. Of overlapping kernels, the first to
+start gets the instant. An NCCL kernel lasts from the arrival of its own rank until the message is
+through. Its duration on the rank where the same message was shortest (the last rank to arrive) is
+the transfer; the rest is waiting for other ranks. That includes slowdowns of one rank by a link or
+by computation. This uses durations only, so the ranks' clocks need not agree.
 
-On a CPU an instant belongs to the innermost operator of the thread that trains; where that runs none, to messages of gloo under way; else
-to the host, which is Python or waits.
+CPU: each instant belongs to the innermost operator of the training thread, else to gloo messages in
+flight, else to the host (Python, or waiting).
 
-All times are whole nanoseconds, so that sums are exact.
+All times are whole nanoseconds, so sums are exact. Nothing here needs a device.
 """
 
 from __future__ import annotations
@@ -31,13 +32,8 @@ from mtrain_cli.parallel.profiler_labels import (
     STEP,
 )
 
-PRODUCTS, ELEMENTWISE, WEIGHTS, COPIES, OTHER = (
-    "products",
-    "element-wise",
-    "weights",
-    "copies",
-    "other",
-)
+PRODUCTS, ELEMENTWISE, WEIGHTS = "products", "element-wise", "weights"
+COPIES, OTHER = "copies", "other"
 LINKS, WAITS, IDLE, HOST = "links", "waits", "idle", "host"
 COMPUTING = (ATTENTION, INDEX, PRODUCTS, ELEMENTWISE, LOSS, WEIGHTS, OPTIMIZER, COPIES, OTHER)
 OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
@@ -45,14 +41,14 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
-Message = tuple[
-    Any, ...
-]  # group, its ranks and how many, collective, elements in and out, their type, the how many-th such one
+# group, its ranks, their number, collective, elements in and out, dtype, number among equals
+Message = tuple[Any, ...]
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
-_MESSAGES = "gloo:"  # annotations of what gloo moves; they overlap what a thread does
+_MESSAGES = "gloo:"  # annotations of gloo's messages; they overlap the thread's operators
 _NCCL = re.compile(r"^nccl", re.IGNORECASE)
-# By name, for kernels that were launched outside of every range of ours. In this order: CuTe's attention has "cutlass" in its name, too.
+# Parts by kernel name, for launches outside our ranges. The order matters: the name of CuTe's
+# attention also contains "cutlass".
 _KERNELS = (
     (ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
     (OPTIMIZER, re.compile(r"adam|multi_tensor_apply", re.IGNORECASE)),
@@ -67,7 +63,7 @@ _KERNELS = (
         ),
     ),
 )
-# Of a CPU's operators of PyTorch itself.
+# Parts by name of PyTorch's own CPU operators.
 _OPERATORS = (
     (
         PRODUCTS,
@@ -77,18 +73,22 @@ _OPERATORS = (
     (
         ELEMENTWISE,
         re.compile(
-            r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*"
+            r"(add|sub|mul|div|addcmul|addcdiv|neg|pow|exp|r?sqrt)_?"
+            r"|sigmoid|silu(_backward)?|sum|mean|cos|sin|.*rms_norm.*"
         ),
     ),
 )
-_FUSED_OPERATOR = "## Call CompiledFxGraph"  # what the CPU's compiled code does beside operators
+_FUSED_OPERATOR = "## Call CompiledFxGraph"  # compiled CPU code outside of operators
 _LAUNCH = re.compile(r"^cu(da)?Launch")
 _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 
 
 @dataclass(frozen=True)
 class OperationTotals:
-    """What is summed up under one name: kernels of a GPU, or operators of a CPU. ns: their own time, whatever ran beside them."""
+    """Totals of one name: kernels of a GPU or operators of a CPU.
+
+    ns: own time, including what overlaps other kernels
+    """
 
     name: str
     part: str
@@ -98,9 +98,17 @@ class OperationTotals:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Of all recorded steps of one rank together. step: ns of them; parts: the same, divided. hidden: ns of messages beside what computes;
-    exposed ones are the parts links and waits. unmatched: messages of NCCL that were not found on other ranks, and wait for none as far
-    as is known. launches and the rest: of a GPU alone. ahead: ns from the launch of a kernel to its begin, the median.
+    """Sums over all recorded steps of one rank, in ns. `launches` and below exist on a GPU only.
+
+    steps: number of steps
+    step: time of the steps
+    parts: the same time by part
+    hidden: messages that computation or copies overlap; exposed ones are the parts links and waits
+    kinds: totals by name, the longest first
+    launches, launching: kernels launched, host time in launch calls
+    syncs, syncing: calls in which the host waits for the device, host time in them
+    ahead: median time from the launch of a kernel to its start
+    unmatched: NCCL messages not found on other ranks; they count as transfer only
     """
 
     steps: int
@@ -119,22 +127,25 @@ class StepBreakdown:
 def find_parts(
     events: Iterable[Event], *, gpu: bool, least: Mapping[Message, int] | None = None
 ) -> StepBreakdown:
-    """events: `traceEvents` of one rank, in which every step is an annotation named `profiler_labels.STEP`. least: by `shortest`;
-    messages that are
-    not in it wait for none.
+    """Return the parts of one rank's steps.
+
+    Args:
+        events: `traceEvents`; each step is an annotation named `profiler_labels.STEP`.
+        gpu: whether the steps ran on a GPU.
+        least: result of `shortest`; messages not in it count as transfer only.
 
     Raises:
-        ValueError: there is no step.
+        ValueError: the trace holds no step.
     """
     kept, steps = _kept(events)
     return _of_gpu(kept, steps, least or {}) if gpu else _of_cpu(kept, steps)
 
 
 def messages(events: Iterable[Event]) -> dict[Message, int]:
-    """The messages of NCCL in the steps of one rank, as far as the trace tells them apart, and how many ns the kernel of each took.
+    """Return ns of each NCCL message in one rank's steps, as far as the trace identifies it.
 
     Raises:
-        ValueError: there is no step.
+        ValueError: the trace holds no step.
     """
     kept, steps = _kept(events)
     kernels = _inside((s for s in kept if s.category == "kernel"), steps)
@@ -146,21 +157,24 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 
 
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
-    """Of every message the ns on the rank where it took least, if as many ranks as its group has sent as many of its kind."""
+    """Return each message's ns on the rank where it was shortest.
+
+    Only messages that all ranks of the group sent, in equal numbers of their kind.
+    """
     kinds = [Counter(message[:-1] for message in mine) for mine in everyone]
-    found: dict[Message, list[int]] = defaultdict(list)
+    durations: dict[Message, list[int]] = defaultdict(list)
     for mine in everyone:
         for message, ns in mine.items():
-            found[message].append(ns)
+            durations[message].append(ns)
     return {
         message: min(ns)
-        for message, ns in found.items()
+        for message, ns in durations.items()
         if str(len(ns)) == message[2] and len({kind[message[:-1]] for kind in kinds} - {0}) == 1
     }
 
 
 def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
-    """What says something, and the steps."""
+    """Return the spans of known categories, and the steps."""
     kept = [_Span.of(e) for e in events if e.get("ph") == "X" and e.get("cat") in _CATEGORIES]
     steps = sorted(
         (s for s in kept if s.category == "user_annotation" and s.name == _STEP),
@@ -172,14 +186,17 @@ def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
 
 
 def kernel_part(name: str) -> str:
-    """The part of a kernel, by its name alone."""
+    """Return the part of a kernel from its name alone."""
     if _NCCL.search(name):
         return LINKS
-    return next((found for found, names in _KERNELS if names.search(name)), OTHER)
+    return next((part for part, names in _KERNELS if names.search(name)), OTHER)
 
 
 def operator_part(name: str) -> str | None:
-    """The part of an operator of a CPU, by its name alone; None for what only holds others: Python, autograd's nodes, requests to gloo."""
+    """Return the part of a CPU operator from its name alone.
+
+    None for spans that only contain others: Python, autograd nodes, requests to gloo.
+    """
     if name.startswith(_FUSED_OPERATOR):
         return ELEMENTWISE
     library, colons, operator = name.partition("::")
@@ -187,11 +204,11 @@ def operator_part(name: str) -> str | None:
         return WEIGHTS
     if not colons or library in ("autograd", "torch", "c10d", "_c10d_functional"):
         return None
-    return next((found for found, names in _OPERATORS if names.fullmatch(operator)), OTHER)
+    return next((part for part, names in _OPERATORS if names.fullmatch(operator)), OTHER)
 
 
 def range_part(name: str) -> str | None:
-    """The part of everything that is launched inside an annotation of this name; None where it says nothing."""
+    """Return the part of all work launched inside an annotation of this name, or None."""
     if name.startswith(PREFIX):
         own = name.removeprefix(PREFIX)
         return own if own in COMPUTING else None
@@ -200,7 +217,7 @@ def range_part(name: str) -> str | None:
     return OPTIMIZER if name.startswith("Optimizer.") else None
 
 
-# --- events -------------------------------------------------------------------------------------------------------------------------
+# --- events ---
 
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
@@ -242,7 +259,7 @@ class _Span:
 
 
 def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
-    """Those that begin in a step, by their begin."""
+    """Return the spans that begin in a step, ordered by start."""
     return sorted(
         (s for s in spans if any(step.begin <= s.begin < step.end for step in steps)),
         key=lambda s: (s.begin, -s.end),
@@ -252,12 +269,12 @@ def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
 def _innermost(
     ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]
 ) -> list[str | None]:
-    """For every (thread, time) the word of the innermost range around it; None outside of all."""
+    """Return for each (thread, time) the part of the innermost range around it, or None."""
     by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
-    for found in ranges:
-        by_thread[found[0].thread].append(found)
+    for labelled in ranges:
+        by_thread[labelled[0].thread].append(labelled)
     for spans in by_thread.values():
-        spans.sort(key=lambda r: (-r[0].begin, r[0].end))  # the next one last
+        spans.sort(key=lambda r: (-r[0].begin, r[0].end))  # the next range is last
     words: list[str | None] = [None] * len(at)
     stacks: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for number in sorted(range(len(at)), key=lambda n: at[n][1]):
@@ -265,22 +282,25 @@ def _innermost(
         coming, stack = by_thread.get(thread, []), stacks[thread]
         while coming and coming[-1][0].begin <= time:
             stack.append(coming.pop())
-        # One that has ended below one that has not cannot be: ranges of a thread nest.
+        # Ranges of a thread nest, so only the top can have ended.
         while stack and stack[-1][0].end <= time:
             stack.pop()
         words[number] = stack[-1][1] if stack else None
     return words
 
 
-# --- time ---------------------------------------------------------------------------------------------------------------------------
+# --- time ---
 
 
 def _claim(
     free: Sequence[Interval], wanted: Sequence[tuple[int, int, str]], parts: dict[str, int]
 ) -> list[Interval]:
-    """Adds to parts what each of wanted, sorted by its begin, gets of the free time -> what is free after that."""
+    """Give each interval of ``wanted``, sorted by start, the free time that it covers.
+
+    Adds the time to ``parts`` and returns what remains free.
+    """
     left: list[Interval] = []
-    place, cursor = 0, None  # of the free interval at hand, and from where on it is free
+    place, cursor = 0, None  # index of the current free interval; where its free rest begins
     for begin, end, word in wanted:
         while place < len(free):
             if cursor is None:
@@ -311,32 +331,35 @@ def _length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def _kinds(of: Mapping[tuple[str, str], Sequence[int]]) -> list[OperationTotals]:
-    kinds = [OperationTotals(name, part, calls, ns) for (name, part), (calls, ns) in of.items()]
+def _kinds(totals: Mapping[tuple[str, str], Sequence[int]]) -> list[OperationTotals]:
+    kinds = [OperationTotals(name, part, calls, ns) for (name, part), (calls, ns) in totals.items()]
     return sorted(kinds, key=lambda k: (-k.ns, k.name, k.part))
 
 
-# --- a GPU --------------------------------------------------------------------------------------------------------------------------
+# --- GPU ---
 
 
 def _messages(device: Iterable[_Span]) -> list[Message | None]:
-    """Each with its number among equals, in the order in which they began: a group sends one after the other, in one order on all ranks."""
+    """Number equal messages in the order of their start.
+
+    All ranks send the messages of a group in the same order, one after the other.
+    """
     numbers: dict[tuple[Any, ...], int] = defaultdict(int)
-    found: list[Message | None] = []
+    numbered: list[Message | None] = []
     for span in device:
-        found.append(None if span.message is None else (*span.message, numbers[span.message]))
+        numbered.append(None if span.message is None else (*span.message, numbers[span.message]))
         if span.message is not None:
             numbers[span.message] += 1
-    return found
+    return numbered
 
 
 def _of_gpu(
     spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]
 ) -> StepBreakdown:
-    # What is launched in a step ends in it, since a step ends with a wait for the device.
+    # Work launched in a step ends in it, since a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
-    # A call of the runtime may be one of the driver, too: the outer one begins first.
+    # A runtime call may contain a driver call of the same correlation: keep the outer one.
     launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
     assigned = [
         _device_part(span, word)
@@ -357,11 +380,11 @@ def _of_gpu(
                 (span.begin, span.end, word)
             )
             continue
-        comes = span.end - (took if message is None else least.get(message, took))
+        arrived = span.end - (took if message is None else least.get(message, took))
         unmatched += message not in least
         under_way.append((span.begin, span.end, LINKS))
-        waiting.append((span.begin, comes, WAITS))
-        moving.append((comes, span.end, LINKS))
+        waiting.append((span.begin, arrived, WAITS))
+        moving.append((arrived, span.end, LINKS))
     free: list[Interval] = [(step.begin, step.end) for step in steps]
     whole = _length(free)
     in_all = {LINKS: 0}
@@ -381,23 +404,30 @@ def _of_gpu(
     ahead = [
         span.begin - launch.end
         for span, word in zip(device, assigned, strict=True)
-        # Those of NCCL wait for other streams, which says nothing of the host.
+        # NCCL kernels wait for other streams, which says nothing about the host.
         if span.category == "kernel"
         and word != LINKS
         and (launch := launches.get(span.correlation)) is not None
     ]
     return StepBreakdown(
-        len(steps), whole, parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], _kinds(kinds),
-        launches=sum(s.category == "kernel" for s in device), launching=sum(s.end - s.begin for s in launching),
-        syncs=len(syncing), syncing=sum(s.end - s.begin for s in syncing), ahead=statistics.median(ahead) if ahead else None,
+        steps=len(steps),
+        step=whole,
+        parts=parts,
+        hidden=in_all[LINKS] - parts[LINKS] - parts[WAITS],
+        kinds=_kinds(kinds),
+        launches=sum(s.category == "kernel" for s in device),
+        launching=sum(s.end - s.begin for s in launching),
+        syncs=len(syncing),
+        syncing=sum(s.end - s.begin for s in syncing),
+        ahead=statistics.median(ahead) if ahead else None,
         unmatched=unmatched,
-    )  # fmt: skip
+    )
 
 
 def _launched_in(
     device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
 ) -> list[str | None]:
-    """The part that the range says in which each was launched; None outside of all."""
+    """Return the part of the range in which each span was launched, or None."""
     known = {s.thread for s in spans if s.category in ("cpu_op", "user_annotation")}
     operators = {
         s.external: s
@@ -408,7 +438,7 @@ def _launched_in(
     for span in device:
         call = launches.get(span.correlation)
         if call is None or call.thread not in known:
-            # A call that was not recorded, or by a thread under another number: the operator around it was.
+            # The call was not recorded, or under another thread id: use the operator around it.
             call = operators.get(span.external)
         at.append(((None, None), 0) if call is None else (call.thread, call.begin))
     ranges = [
@@ -420,7 +450,7 @@ def _launched_in(
 
 
 def _device_part(span: _Span, word: str | None) -> str:
-    """word: of the range in which it was launched."""
+    """Return the part of a device span; ``word`` is the part of the range that launched it."""
     if span.category == "kernel" and _NCCL.search(span.name):
         return LINKS
     if word is not None:
@@ -428,7 +458,7 @@ def _device_part(span: _Span, word: str | None) -> str:
     return kernel_part(span.name) if span.category == "kernel" else COPIES
 
 
-# --- a CPU --------------------------------------------------------------------------------------------------------------------------
+# --- CPU ---
 
 
 def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
@@ -460,17 +490,19 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
 
 
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
-    """Of every span of one thread, sorted by their begin: its part, None for what does not compute itself, and when none inside it ran."""
-    found: list[tuple[_Span, str | None, list[Interval]]] = []
-    stack: list[
-        list[Any]
-    ] = []  # number in found, end, the range it is in, from when on its own time is not yet noted
+    """Return (span, part or None, own time) of one thread's spans, ordered by start.
+
+    None: the span does not compute itself. Own time excludes spans inside it.
+    """
+    times: list[tuple[_Span, str | None, list[Interval]]] = []
+    # index in times, end, part of the range around it, end of its own time noted so far
+    stack: list[list[Any]] = []
 
     def close(until: int) -> None:
         while stack and stack[-1][1] <= until:
             number, end, _, since = stack.pop()
             if since < end:
-                found[number][2].append((since, end))
+                times[number][2].append((since, end))
             if stack:
                 stack[-1][3] = max(stack[-1][3], end)
 
@@ -481,15 +513,15 @@ def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[In
         if stack:
             above = stack[-1]
             if above[3] < span.begin:
-                found[above[0]][2].append((above[3], span.begin))
-            # Times are rounded: what is called ends with its caller.
+                times[above[0]][2].append((above[3], span.begin))
+            # Times are rounded: clip a callee to the end of its caller.
             end, around = min(end, above[1]), above[2]
         if span.category == "user_annotation":
             around, word = range_part(span.name) or around, None
         else:
             word = operator_part(span.name)
             word = word and (around or word)
-        found.append((span, word, []))
-        stack.append([len(found) - 1, end, around, span.begin])
+        times.append((span, word, []))
+        stack.append([len(times) - 1, end, around, span.begin])
     close(max((s.end for s in spans), default=0))
-    return found
+    return times

@@ -1,4 +1,4 @@
-"""`mtrain profile step`: a training whose last steps are recorded by `torch.profiler`, and what becomes of the records."""
+"""`mtrain profile step`: train a few steps, record the last with `torch.profiler`, report parts."""
 
 from __future__ import annotations
 
@@ -34,15 +34,20 @@ from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import StepResult, Trainer
 
 TARGET = "mtrain_cli.profiling.step_profile:run"
-SHOWN = 10  # kernels or operators
-_COMPRESSION = 5  # a trace of a large step is 100 MB, of which level 9 makes hardly less
+SHOWN = 10  # kernels or operators in the table
+_COMPRESSION = 5  # the trace of a large step is 100 MB; level 9 is hardly smaller
 
 
 @dataclass(frozen=True)
 class StepProfilePlan:
-    """warmup: training steps before the recorded ones. alike: number of the first of them, from 1, that compares with those: it is not
-    dense before sparse ones, nor, if there is another, the first of its kind, which compiles. trace: whether the trace of every rank is
-    left. quiet: nothing is shown.
+    """What to record.
+
+    warmup: training steps before the recorded ones
+    alike: number of the first step, from 1, to compare with the recorded ones: not a dense first
+        step of a sparse run and, if possible, not the first of its kind, which compiles
+    steps: recorded steps
+    trace: whether to keep the trace of every rank
+    quiet: print nothing
     """
 
     warmup: int
@@ -61,42 +66,45 @@ class StepProfilePlan:
 
 @dataclass(frozen=True)
 class _RankSummary:
-    """What one rank has to say. plain: seconds of the steps from `StepProfilePlan.alike` on that were not recorded; recorded: of those
-    that were.
-    peak_gib: the most memory of the former.
+    """The results of one rank.
+
+    breakdown: parts of the recorded steps
+    plain: seconds of each step without recording, from `StepProfilePlan.alike` on
+    recorded: seconds of each recorded step
+    peak_gib: peak memory of the former, None on a CPU
     """
 
-    found: StepBreakdown
+    breakdown: StepBreakdown
     plain: list[float]
     recorded: list[float]
     peak_gib: float | None
 
 
 def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Worker: trains, and records the last steps. Returns whether it was stopped before."""
+    """Train and record the last steps, on this worker. Returns whether it stopped early."""
     bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
     first = environment.rank == 0
-    plan: StepProfilePlan = bench.everyone(StepProfilePlan.load(run_dir) if first else None)[0]
+    plan: StepProfilePlan = bench.gather(StepProfilePlan.load(run_dir) if first else None)[0]
     stop = StopFlag(run_dir, environment)
     results: list[StepResult] = []
     with (
         MeasurementProgress(first and not plan.quiet, plan.warmup + plan.steps) as progress,
         explain_out_of_memory(config, environment, run_dir) as about,
     ):
-        progress.now("prepares")
+        progress.now("preparing")
         trainer = about.begin(Trainer(config, environment))
         progress.say(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
 
         def step(kind: str) -> float:
-            """One training step, from one moment at which all devices are idle to the next -> its seconds."""
+            """Run one training step between two moments of idle devices. Returns its seconds."""
             number = trainer.step + 1
             progress.now(f"step {number}, {kind}")
-            bench.together()
+            bench.synchronize()
             _idle(bench)
             began = time.perf_counter()
-            with profiler_labels.labelled(profiler_labels.STEP):
+            with profiler_labels.label(profiler_labels.STEP):
                 results.append(trainer.train_step(stop.requested()))
-                with profiler_labels.labelled(profiler_labels.CLOSING):
+                with profiler_labels.label(profiler_labels.CLOSING):
                     _idle(bench)
             seconds = time.perf_counter() - began
             progress.done()
@@ -112,7 +120,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             if number >= plan.alike:
                 plain.append(seconds)
                 metrics.append(trainer.metrics(results[-1], seconds))
-        # The first profiler of a process takes seconds to begin, and its first records are slower than those that follow.
+        # Warm up the profiler: the first of a process takes seconds to start and records slowly.
         with _profiler(bench):
             torch.zeros(1, device=bench.device).add_(1)
             _idle(bench)
@@ -122,18 +130,18 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
                 recorded.append(step("recorded"))
                 if results[-1].stop:
                     return True
-        progress.now("reads the records")
+        progress.now("reading the trace")
         trainer.close()
         peaks = [m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None]
         mine = _RankSummary(
             _read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None)
         )
-        everyone: list[_RankSummary] = bench.everyone(mine)
+        everyone: list[_RankSummary] = bench.gather(mine)
     if first:
         document = _document(
             trainer, run_dir, plan, everyone, metrics, [result.loss for result in results]
         )
-        _leave(run_dir.path, document, everyone)
+        _write_results(run_dir.path, document, everyone)
         if not plan.quiet:
             _show(run_dir.path, document, plan)
     return False
@@ -145,24 +153,23 @@ def _idle(bench: Bench) -> None:
 
 
 def _profiler(bench: Bench) -> torch.profiler.profile:
-    """Neither shapes nor stacks nor memory: these would slow the host down."""
-    # Of its own it tells on stderr that it begins and ends.
+    """Return a profiler without shapes, stacks or memory, which would slow the host."""
+    # By default, Kineto reports start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(
-        activities=activities, acc_events=True
-    )  # one cycle: without it, a warning of what is lost between two
+    # acc_events: one cycle; without it, torch warns of events lost between cycles.
+    return torch.profiler.profile(activities=activities, acc_events=True)
 
 
 def _read(
     profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench
 ) -> StepBreakdown:
-    """Writes the trace of this rank, and finds the parts in it.
+    """Write the trace of this rank and break it down.
 
     Raises:
-        RunError: it cannot be written, or the profiler saw nothing of the GPU.
+        RunError: the trace cannot be written, or holds no GPU kernel.
     """
     rank = bench.environment.rank
     trace = folder / f"trace-rank-{rank}.json.gz"
@@ -185,15 +192,15 @@ def _read(
             f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})"
         ) from error
     gpu = bench.device.type == "cuda"
-    # Every rank needs to know how long the others took for the same messages.
-    least = shortest(bench.everyone(messages(events))) if gpu else None
-    found = find_parts(events, gpu=gpu, least=least)
-    if gpu and not found.launches:
+    # Every rank needs the duration of the same messages on the other ranks.
+    least = shortest(bench.gather(messages(events))) if gpu else None
+    breakdown = find_parts(events, gpu=gpu, least=least)
+    if gpu and not breakdown.launches:
         raise RunError(
-            f"rank {rank}: torch.profiler recorded no kernel; another profiler may hold the GPU, or CUPTI is not allowed here; "
-            "KINETO_LOG_LEVEL=0 says more"
+            f"rank {rank}: torch.profiler recorded no kernel. Another profiler may hold the GPU, "
+            "or CUPTI may be forbidden here; set KINETO_LOG_LEVEL=0 for details"
         )
-    return found
+    return breakdown
 
 
 def _document(
@@ -204,8 +211,12 @@ def _document(
     metrics: Sequence[StepMetrics],
     losses: list[float | None],
 ) -> dict[str, Any]:
-    """The summary. Times are ms of one step. metrics: of the steps without records, from `StepProfilePlan.alike` on. losses: of all
-    steps."""
+    """Return summary.json. Times are ms of one step.
+
+    Args:
+        metrics: of the steps without recording, from `StepProfilePlan.alike` on.
+        losses: of all steps.
+    """
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu = trainer.device.type == "cuda"
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
@@ -236,7 +247,7 @@ def _document(
             "shard": config.train.shard,
         },
         "losses": losses,
-        # Medians of rank 0, but for memory, of which it is the most of any rank.
+        # Medians of rank 0, except memory: the peak of any rank.
         "plain": {
             "first": plan.alike,
             "steps": len(metrics),
@@ -249,11 +260,12 @@ def _document(
                 for name in ("mfu_model", "mfu_executed")
             },
             "peak_memory_gib": max(
-                (said.peak_gib for said in everyone if said.peak_gib is not None), default=None
+                (summary.peak_gib for summary in everyone if summary.peak_gib is not None),
+                default=None,
             ),
         },
-        "ranks": [_of_rank(rank, said) for rank, said in enumerate(everyone)],
-        "top": _top([said.found for said in everyone]),
+        "ranks": [_of_rank(rank, summary) for rank, summary in enumerate(everyone)],
+        "top": _top([summary.breakdown for summary in everyone]),
     }
 
 
@@ -262,44 +274,47 @@ def _median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def _of_rank(rank: int, said: _RankSummary) -> dict[str, Any]:
-    found = said.found
+def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
+    breakdown = summary.breakdown
 
     def ms(ns: float) -> float:
-        return ns / 1e6 / found.steps
+        return ns / 1e6 / breakdown.steps
 
     return {
         "rank": rank,
-        "step_ms": ms(found.step),
-        "plain_ms": statistics.median(said.plain) * 1e3,
-        "recorded_ms": statistics.fmean(said.recorded) * 1e3,
-        "parts": {name: ms(ns) for name, ns in found.parts.items()},
-        "links_hidden_ms": ms(found.hidden),
-        "unmatched": found.unmatched / found.steps,
-        "launches": found.launches / found.steps,
-        "launching_ms": ms(found.launching),
-        "syncs": found.syncs / found.steps,
-        "syncing_ms": ms(found.syncing),
-        "ahead_us": None if found.ahead is None else found.ahead / 1e3,
+        "step_ms": ms(breakdown.step),
+        "plain_ms": statistics.median(summary.plain) * 1e3,
+        "recorded_ms": statistics.fmean(summary.recorded) * 1e3,
+        "parts": {name: ms(ns) for name, ns in breakdown.parts.items()},
+        "links_hidden_ms": ms(breakdown.hidden),
+        "unmatched": breakdown.unmatched / breakdown.steps,
+        "launches": breakdown.launches / breakdown.steps,
+        "launching_ms": ms(breakdown.launching),
+        "syncs": breakdown.syncs / breakdown.steps,
+        "syncing_ms": ms(breakdown.syncing),
+        "ahead_us": None if breakdown.ahead is None else breakdown.ahead / 1e3,
     }
 
 
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """Kernels or operators that take most time, of a step and the mean of ranks."""
+    """Return the kernels or operators that take most time per step, means over ranks."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for found in everyone:
-        for kind in found.kinds:
-            of = sums[kind.name, kind.part]
-            of[0] += kind.calls / found.steps / len(everyone)
-            of[1] += kind.ns / 1e6 / found.steps / len(everyone)
+    for breakdown in everyone:
+        for kind in breakdown.kinds:
+            totals = sums[kind.name, kind.part]
+            totals[0] += kind.calls / breakdown.steps / len(everyone)
+            totals[1] += kind.ns / 1e6 / breakdown.steps / len(everyone)
     most = sorted(sums.items(), key=lambda item: -item[1][1])[:SHOWN]
     return [
         {"name": name, "part": part, "calls": calls, "ms": ms} for (name, part), (calls, ms) in most
     ]
 
 
-def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary]) -> None:
-    """
+def _write_results(
+    folder: Path, document: dict[str, Any], everyone: Sequence[_RankSummary]
+) -> None:
+    """Write kernels.csv and summary.json.
+
     Raises:
         RunError: the folder cannot be written.
     """
@@ -307,11 +322,11 @@ def _leave(folder: Path, document: dict[str, Any], everyone: Sequence[_RankSumma
         with (folder / records.KERNELS).open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(("rank", "name", "part", "calls", "ms"))
-            for rank, said in enumerate(everyone):
-                steps = said.found.steps
+            for rank, summary in enumerate(everyone):
+                steps = summary.breakdown.steps
                 rows.writerows(
                     (rank, k.name, k.part, k.calls / steps, k.ns / 1e6 / steps)
-                    for k in said.found.kinds
+                    for k in summary.breakdown.kinds
                 )
         records.write_summary(folder, document)
     except OSError as error:

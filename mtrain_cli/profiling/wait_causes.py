@@ -1,7 +1,8 @@
-"""Why workers wait: the origins of late messages, in words with numbers.
+"""Why workers wait: the origins of late messages, as sentences with numbers.
 
-A delay travels: in a ring the wait of a rank in a step comes from its neighbour one step before, which may itself have waited. So every
-wait is followed back to the rank that kept the others waiting by what it did itself, and it is charged to that rank and step.
+A delay propagates: in a ring, a rank waits for its neighbour, which may itself have waited one step
+before. So each wait is traced back to the rank whose own work kept the others waiting, and charged
+to that rank and step.
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from mtrain_cli.parallel.schedule import HEADS, INNER, OUTER
 from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
 from mtrain_cli.profiling.records import LINKS
 
-SLOWER = (
-    1.25  # times as long as the work explains: a rank beyond it is slow, one below has more work
-)
-MORE = 1.1  # times as much work as others: what is below is called as much
-WORTH = 0.005  # of the time of all passes: what costs less is not worth a line
+SLOWER = 1.25  # time over what the work explains: a straggler beyond it, below it has more work
+MORE = 1.1  # work over that of the others: the same work below it
+WORTH = 0.005  # share of the time of all passes: cheaper causes are not listed
 MOST_LINES = 5
 MOST_CELLS = (
     1 << 28
-)  # of (sample, worker, step, step) looked at in an iteration; more samples than that are thinned
-START = "start"  # beginning the pass later than others
+)  # (sample, worker, step, step) cells per iteration; beyond, samples are thinned
+START = "start"  # starts the pass later than others
 _OWN = (*BUSY, START)
 
 
 @dataclass(frozen=True)
 class WaitCause:
-    """What costs time. ms: lost in an iteration, all ranks together. kind: work, slow, start, a phase or link. rank: whose doing; None for
-    a link.
+    """One cause of lost time.
+
+    text: a sentence for users
+    ms: lost per iteration, over all ranks
+    kind: work, slow, start, link, or the name of a phase
+    rank: the rank that causes it; None for a link
+    step: of the schedule; -1 before the first
     """
 
     text: str
@@ -44,9 +48,11 @@ class WaitCause:
 
 @dataclass
 class _LostTime:
-    """What was lost through a rank in a step of one direction: [groups, workers, slots].
+    """Time lost because of a rank in a step of one direction, [groups, workers, slots].
 
-    The other tables are weighted with it. own: ms that the rank spent more than the others, by `_OWN`.
+    lost: ms
+    own: by `_OWN`, ms that the rank spent more than the others
+    The other tables are weighted with ``lost``; ``*_of_others`` is the mean of the other ranks.
     """
 
     lost: np.ndarray
@@ -66,21 +72,22 @@ class _LostTime:
 
 @dataclass
 class WaitAttribution:
-    """Collects the waits of the iterations of a case, and says what they come from."""
+    """Collects the waits of a case's iterations and attributes them to ranks, steps and links."""
 
     shape: RecordedShape
     uncertainty: float  # of the clocks of different ranks, ms
-    together: bool = True  # all ranks wait for the last at the end of a pass; in training they go on, and wait in the next
+    # Whether all ranks wait for the last one at the end of a pass. In training they go on and wait
+    # in the next pass.
+    ends_together: bool = True
     iterations: int = 0
     charges: list[_LostTime] = field(default_factory=list)
-    victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(
-        default_factory=list
-    )  # direction -> (codes, ms)
+    # per direction: (codes, ms)
+    victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(default_factory=list)
     link: np.ndarray | None = None
-    passes: float = 0.0  # ms of all passes of all ranks, and of the waits at their ends where ranks are `together`
+    passes: float = 0.0  # ms of all passes of all ranks, with the waits at their ends
     layers: int = 0
-    pairs: np.ndarray = field(init=False)  # of whole passes, [directions, groups, workers]
-    attention: np.ndarray = field(init=False)  # the same, ms
+    pairs: np.ndarray = field(init=False)  # [directions, groups, workers], of whole passes
+    attention: np.ndarray = field(init=False)  # [directions, groups, workers], ms
 
     def __post_init__(self) -> None:
         s = self.shape
@@ -88,35 +95,35 @@ class WaitAttribution:
         self.victims = [[] for _ in s.directions]
         self.pairs, self.attention = np.zeros((2, len(s.directions), s.groups, s.workers))
 
-    def add(self, found: Iteration) -> None:
+    def add(self, iteration: Iteration) -> None:
         self.iterations += 1
-        self.layers = found.spent.shape[2]
-        self.pairs += found.pairs.sum((1, 4))
-        computed = found.spent[[SPENT.index(ATTENTION), SPENT.index(COLUMNS)]]
+        self.layers = iteration.spent.shape[2]
+        self.pairs += iteration.pairs.sum((1, 4))
+        computed = iteration.spent[[SPENT.index(ATTENTION), SPENT.index(COLUMNS)]]
         self.attention += computed.sum((0, 2, 5), dtype=np.float64)
-        self.passes += float(np.nansum(found.length))
-        self.link = found.link if self.link is None else self.link + found.link
+        self.passes += float(np.nansum(iteration.length))
+        self.link = iteration.link if self.link is None else self.link + iteration.link
         if self.shape.workers == 1:
             return
         for d in range(len(self.shape.directions)):
             for group in np.flatnonzero(self.shape.present.sum(1) > 1):
-                self._add(found, d, int(group))
+                self._add(iteration, d, int(group))
 
-    def _add(self, found: Iteration, d: int, group: int) -> None:
+    def _add(self, iteration: Iteration, d: int, group: int) -> None:
         s = self.shape
-        samples = found.spent.shape[2]
+        samples = iteration.spent.shape[2]
         each = s.workers * s.slots**2
         kept = np.unique(
             np.linspace(0, samples - 1, max(1, min(samples, MOST_CELLS // each))).astype(int)
         )
         weight = samples / len(kept)
-        spent = found.spent[:, d, kept, group].astype(
+        spent = iteration.spent[:, d, kept, group].astype(
             np.float64
         )  # [SPENT, samples, workers, slots]
         late, exposed = spent[SPENT.index(LATE)], spent[SPENT.index(EXPOSED)]
         own = spent[: len(BUSY)]
         busy = own.sum(0)
-        begin = found.start[d, kept, group]
+        begin = iteration.start[d, kept, group]
         known = ~np.isnan(begin)
         mean = np.where(known, begin, 0).sum(1, keepdims=True) / np.maximum(
             known.sum(1, keepdims=True), 1
@@ -134,27 +141,29 @@ class WaitAttribution:
         starts = begin[..., None] + np.cumsum(busy + late + exposed, -1) - (busy + late + exposed)
         middle = starts + late + exposed + busy / 2
         threshold = max(
-            self.uncertainty, 1e-3, 1e-3 * float(np.nan_to_num(found.length[d, :, group]).mean())
+            self.uncertainty,
+            1e-3,
+            1e-3 * float(np.nan_to_num(iteration.length[d, :, group]).mean()),
         )
-        # In the end all wait for the last.
+        # At the end of the pass, all wait for the last rank.
         ends = starts[..., -1] + (busy + late + exposed)[..., -1]
         tail = np.where(present, ends[:, present].max(1, keepdims=True) - ends, 0)
-        self.passes += weight * float(tail.sum()) if self.together else 0.0
+        self.passes += weight * float(tail.sum()) if self.ends_together else 0.0
         ended = np.where(present, ends, -np.inf).argmax(1)
         behind = np.concatenate(
             [
-                found.behind[d, kept, group],
+                iteration.behind[d, kept, group],
                 np.repeat((ended + 1)[:, None] * len(LINKS) * 2, s.workers, 1)[..., None],
             ],
             -1,
         )
         late = np.concatenate([late, tail[..., None]], -1)
         starts = np.concatenate([starts, ends[..., None]], -1)
-        # Where a wait comes from: worker * slots + slot; -1 for a link.
+        # Origin of each wait: worker * slots + slot; -1 for a link.
         origin = np.full(late.shape, -1, np.int32)
         last = np.full(late.shape[:2], -1)
         charge = self.charges[d]
-        for t in range(s.slots + self.together):
+        for t in range(s.slots + self.ends_together):
             at, victim = np.nonzero((late[..., t] > threshold) & (behind[..., t] >= 0))
             if not len(at):
                 continue
@@ -189,7 +198,7 @@ class WaitAttribution:
             origin[at, victim, t] = came
             last[at, victim] = t
             worker, slot = np.divmod(came, s.slots)
-            counts = (worker != victim) & (came >= 0)  # the same: a delay that came round
+            counts = (worker != victim) & (came >= 0)  # skip a delay that came back to its own rank
             at, victim, worker, slot, lost = (
                 v[counts] for v in (at, victim, worker, slot, lost * weight)
             )
@@ -197,8 +206,8 @@ class WaitAttribution:
             np.add.at(charge.lost, where, lost)
             attention = own[BUSY.index(ATTENTION)] + own[BUSY.index(COLUMNS)]
             work, tiles = (
-                found.pairs[d, kept, group].astype(np.float64),
-                found.blocks[d, kept, group].astype(np.float64),
+                iteration.pairs[d, kept, group].astype(np.float64),
+                iteration.blocks[d, kept, group].astype(np.float64),
             )
             for total, table in (
                 (charge.attention, attention),
@@ -249,12 +258,21 @@ class WaitAttribution:
         moved: np.ndarray,
         before: np.ndarray,
     ) -> np.ndarray:
-        """Where waits come from, given what the one that was waited for did in the slots before, [waits, slots].
+        """Return the origins of waits, from what the peer (waited for) did before, [waits, slots].
 
-        window: slots since the one that waits last waited; what lies before has often been paid for. did: computed before it sent. over:
-        how much more it computed, in all, and how much later it began. moved: how much more it waited for links. before: origins of its
-        own waits. A recent wait of its own that explains half of what is lost is followed; else whichever explains most in all: waits,
-        computation, or links.
+        A recent wait of the peer that explains half of the lost time is followed back. Otherwise
+        the largest of three explanations counts: the peer's waits, its computation, its links.
+
+        Args:
+            lost: ms of each wait.
+            first: peer * slots, the origin code of the peer's slot 0.
+            window: slots since the victim last waited; earlier delays are mostly paid already.
+            did: what the peer computed before it sent.
+            waited, waited_too: late waits of the peer by slot, of the victim in total.
+            excess: ms that the peer spent more than the others.
+            over: ms that the peer computed more or started later than the victim, in total.
+            moved: ms that the peer waited longer for links than the victim.
+            before: origins of the peer's own waits.
         """
         rows = np.arange(len(lost))
         recent = np.where(window, waited, 0)
@@ -271,7 +289,10 @@ class WaitAttribution:
     def _peers(
         self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int
     ) -> np.ndarray:
-        """Workers that were waited for. Of a collective it is the one that waited least, since it came last."""
+        """Return the workers waited for.
+
+        For a collective it is the worker that waited least, since it came last.
+        """
         s = self.shape
         code, link = np.divmod(behind >> 1, len(LINKS))
         peer = code - 1
@@ -287,17 +308,17 @@ class WaitAttribution:
         return np.where(peer >= 0, peer % s.workers, slowest)
 
     def causes(self) -> list[WaitCause]:
-        """Dearest first, at most `MOST_LINES`."""
+        """Return the causes, costliest first, at most `MOST_LINES`."""
         if not self.iterations or not self.passes:
             return []
-        found = [*self._links(), *self._ranks()]
-        worth = [cause for cause in found if cause.ms > WORTH * self.passes / self.iterations]
+        causes = [*self._links(), *self._ranks()]
+        worth = [cause for cause in causes if cause.ms > WORTH * self.passes / self.iterations]
         return sorted(worth, key=lambda cause: -cause.ms)[:MOST_LINES]
 
     def _links(self) -> list[WaitCause]:
-        """Messages that took longer than what was computed meanwhile."""
+        """Return the links with exposed communication."""
         assert self.link is not None
-        found = []
+        causes = []
         ranks = int(self.shape.present.sum())
         for d, direction in enumerate(self.shape.directions):
             for i, name in enumerate(LINKS):
@@ -307,46 +328,47 @@ class WaitAttribution:
                 each = steps / (ranks * self.layers)  # of a rank and layer
                 worst = int(each.argmax())
                 link = f"the {name} link" if name else "the link"
-                text = f"{direction}: {link} is exposed for {_ms(each.sum())} a layer"
+                total = _ms(each.sum())
+                text = f"{direction}: {total} of exposed communication per layer on {link}"
                 if np.count_nonzero(each) > 1:
-                    text += f", most {_in_step(worst)}: {_ms(each[worst])}"
+                    text += f", most {_in_step(worst)} ({_ms(each[worst])})"
                 else:
                     text += f", {_in_step(worst)}"
-                found.append(
+                causes.append(
                     WaitCause(text, float(steps.sum()), "link", direction, None, worst - 1)
                 )
-        return found
+        return causes
 
     def _ranks(self) -> list[WaitCause]:
         merged: dict[tuple[int, str, int], list[tuple[float, int, int]]] = {}
         for d in range(len(self.shape.directions)):
             lost = self.charges[d].lost.reshape(-1, self.shape.slots) / self.iterations
-            lost[~self.shape.present.reshape(-1)] = 0  # nothing is known of what they did
+            lost[~self.shape.present.reshape(-1)] = 0  # ranks without rows: their work is unknown
             for rank, slot in zip(*np.nonzero(lost), strict=True):
                 kind = self._kind(d, int(rank), int(slot))
                 merged.setdefault((int(rank), kind, d if kind == "work" else -1), []).append(
                     (float(lost[rank, slot]), d, int(slot))
                 )
-        found = [
+        charged = [
             (sum(p[0] for p in places), kind, sorted(places, reverse=True), rank)
             for (rank, kind, _), places in merged.items()
         ]
-        found.sort(key=lambda item: -item[0])
+        charged.sort(key=lambda item: -item[0])
         return [
-            self._cause(rank, kind, places) for _, kind, places, rank in found[: 2 * MOST_LINES]
+            self._cause(rank, kind, places) for _, kind, places, rank in charged[: 2 * MOST_LINES]
         ]
 
     def _kind(self, d: int, rank: int, slot: int) -> str:
-        """work: more of it. slow: as much, for longer. Otherwise the phase that took longer than elsewhere."""
+        """Classify: more work, slow for its work, or the phase that took longer than elsewhere."""
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         own = charge.own[(slice(None), *at)]
         phase = _OWN[int(own.argmax())]
         if (
             phase == START
-            and not self.together
+            and not self.ends_together
             and self._over(d, rank) > 0.5 * own[-1] / charge.lost[at]
         ):
-            # The delay of the pass before: this rank's attention takes longer by as much.
+            # Delayed by the pass before, where this rank's attention takes that much longer.
             longer, more = (
                 _against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs)
             )
@@ -358,7 +380,7 @@ class WaitAttribution:
         return phase
 
     def _over(self, d: int, rank: int) -> float:
-        """By how many ms the attention of a layer takes longer on a rank than on the others."""
+        """Return by how many ms a rank's attention of a layer takes longer than the others'."""
         group, worker = divmod(rank, self.shape.workers)
         computed = self.attention[d, group] / (self.iterations * self.layers)
         return float(
@@ -367,7 +389,7 @@ class WaitAttribution:
         )
 
     def _cause(self, rank: int, kind: str, places: list[tuple[float, int, int]]) -> WaitCause:
-        """places: (ms lost, direction, slot), dearest first."""
+        """Phrase one cause; places are (ms lost, direction, slot), costliest first."""
         ms, (_, d, slot) = sum(p[0] for p in places), places[0]
         charge, at = self.charges[d], (*divmod(rank, self.shape.workers), slot)
         lost = charge.lost[at]
@@ -384,9 +406,7 @@ class WaitAttribution:
         if kind == "work":
             whole = False
             where = (
-                (f" in step {slot - 1}" if slot else " outside of all steps")
-                if slot != step
-                else ""
+                (f" in step {slot - 1}" if slot else " outside the steps") if slot != step else ""
             )
             if places[0][0] < 0.6 * ms or extra[BUSY.index(ATTENTION)] + extra[
                 BUSY.index(COLUMNS)
@@ -395,12 +415,16 @@ class WaitAttribution:
                 more = _against(self.pairs[d, at[0]], at[1])
             if whole and more < MORE:
                 why = (
-                    f"which has the most work in several steps, with {more:.2f}x the {unit} in all"
+                    "which has the most work in several steps, "
+                    f"with {more:.2f}x the {unit} of the others in total"
                 )
             elif np.isinf(more):
                 why = f"which has all the {unit} of step {slot - 1}"
             elif more < MORE:
-                why = f"which takes {longer:.2f}x as long as the others{where}, with {more:.2f}x the {unit}"
+                why = (
+                    f"which takes {longer:.2f}x as long as the others{where}, "
+                    f"for {more:.2f}x the {unit}"
+                )
             else:
                 why = f"which has {more:.1f}x the {unit} of the others{where}"
         elif kind == "slow":
@@ -408,19 +432,25 @@ class WaitAttribution:
                 longer, more_pairs = (
                     _against(table[d, at[0]], at[1]) for table in (self.attention, self.pairs)
                 )
-            work = "as much work" if 1 / MORE < more_pairs < MORE else f"{more_pairs:.1f}x the work"
-            why = f"which takes {longer:.1f}x as long for {work}: a slower device, or one that is disturbed"
+            same = 1 / MORE < more_pairs < MORE
+            work = "the same work" if same else f"{more_pairs:.1f}x the work"
+            why = (
+                f"a straggler: {longer:.1f}x the time of the others for {work} "
+                "(slow or disturbed device)"
+            )
         else:
-            what = {
-                START: "begins its attention {} later than the others",
-                INDEX: "takes {} longer for the index than the others",
-                MERGE: "takes {} longer to add up what its steps gave",
-                ARRANGE: "takes {} longer to arrange what it gathered",
-                GAP: "stands still {} longer between kernels: a busy host, or one that is disturbed",
+            delay = {
+                START: "starts its attention {} later than the others",
+                INDEX: "takes {} longer than the others to estimate the index",
+                MERGE: "takes {} longer than the others to merge the results of its steps",
+                ARRANGE: "takes {} longer than the others to arrange the gathered keys",
+                GAP: "idles {} longer than the others between kernels: "
+                "launch overhead on a busy or disturbed host",
             }[kind]
             more_ms = float(extra[_OWN.index(kind)])
-            # Of the times at which somebody waited for it; the wait is a mean of all.
-            why = "which " + ("at times " if more_ms > 2 * each else "") + what.format(_ms(more_ms))
+            # The delay is a mean over the times when a rank waited; the wait is a mean over all.
+            often = "at times " if more_ms > 2 * each else ""
+            why = "which " + often + delay.format(_ms(more_ms))
         spread = len({(direction, s) for _, direction, s in places})
         if spread > 1 and kind != "work":
             directions = " and ".join(
@@ -437,11 +467,15 @@ class WaitAttribution:
         text = f"{when}: rank {victim} waits {_ms(each)} for rank {rank}, {why}"
         if ms > 1.5 * each:
             share = ms * self.iterations / self.passes
-            text += f"; {_ms(ms)} an iteration over all ranks, {share:.1%} of their time"
+            text += f"; {_ms(ms)} per iteration over all ranks, {share:.1%} of their time"
         return WaitCause(text, ms, kind, name, rank, slot - 1)
 
     def _victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float]:
-        """Who waits longest for what a rank did in a slot -> rank, slot (one more than there are: the end of the pass), ms a layer."""
+        """Find who waits longest for a rank's slot.
+
+        Returns:
+            The waiting rank, its slot (the number of slots: the end of the pass), ms per layer.
+        """
         codes, ms = _summed(*(np.concatenate(v) for v in zip(*self.victims[d], strict=True)))
         self.victims[d] = [(codes, ms)]
         s = self.shape
@@ -462,7 +496,7 @@ def _over(part: float, whole: float) -> float:
 
 
 def _against(values: np.ndarray, worker: int) -> float:
-    """A worker's share over the mean of the others that have any."""
+    """Return a worker's value over the mean of the others that have any."""
     mine = float(values[worker])
     others = max(1, int((values > 0).sum()) - 1)
     return _over(mine * others, float(values.sum()) - mine)

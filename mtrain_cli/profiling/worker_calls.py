@@ -1,7 +1,8 @@
-"""`mtrain profile kernels --workers 8,32`: the calls of one worker of 8 or 32, timed on one device and without any messages.
+"""`mtrain profile kernels --workers 8,32`: time one worker's kernel calls on one device.
 
-A call of a long sequence says little about those of a ring's step, which are W * W times smaller: there the fixed time counts.
-These are steps of real schedules: of a ring (one shard of queries against one of keys, diagonals and columns apart as rings compute them)
+A call over a long sequence says little about those of a ring's step, which are W * W times smaller:
+there the fixed cost of a call dominates. These calls are steps of real schedules, without messages:
+of a ring (one shard of queries against one of keys, with diagonals and columns in separate calls)
 and of an all-gather (one shard of queries against all keys).
 """
 
@@ -26,7 +27,7 @@ from mtrain_cli.profiling.kernel_benchmark import (
     KernelTime,
     median_ms,
     request_of,
-    serving,
+    supported_kernels,
 )
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.work_counts import FORWARD, StepWork, WorkCounter
@@ -38,7 +39,12 @@ RING, GATHER = "ring", "all_gather"
 
 @dataclass(frozen=True)
 class _WorkerCall:
-    """What one call computes. keys: positions; None for all. work: of the step, one row."""
+    """The inputs and work of one call.
+
+    exchange, step: of the schedule
+    queries, keys: positions
+    work, masked: one row of work of that worker, under the index and under the mask alone
+    """
 
     exchange: str
     step: int
@@ -57,7 +63,10 @@ def profile_worker_calls(
     repeats: int,
     report: Callable[[KernelTime], None],
 ) -> list[KernelTime]:
-    """cases: shapes as `profile_kernels` has them; those too short to be dealt in whole blocks are left out."""
+    """Time the calls of one worker for each case, worker count and layout.
+
+    Takes the cases of `profile_kernels`; skips those too short to split into whole blocks.
+    """
     times: list[KernelTime] = []
     seen: set[tuple] = set()
     for case in cases:
@@ -81,22 +90,22 @@ def profile_worker_calls(
                     seen.add(kind)
                     one = replace(case, density=None, columns=0) if dense else case
                     for kernel in _kernels(one, kernels, dtype, device):
-                        for found in _of_worker(kernel, one, name, count, dtype, device, repeats):
-                            times.append(found)
-                            report(found)
+                        for time in _of_worker(kernel, one, name, count, dtype, device, repeats):
+                            times.append(time)
+                            report(time)
     return times
 
 
 def _kernels(
     case: KernelCase, names: Sequence[str], dtype: torch.dtype, device: str
 ) -> Iterator[Kernel]:
-    """For dense attention the one that `auto` takes, or those named that serve; under an index as `profile_kernels`."""
+    """Yield the kernel that `auto` picks for dense attention; else those of `profile_kernels`."""
     if case.density is None:
         request = request_of(case, dtype, device, None)
         yield choose("auto", request)[0]
         return
     request = request_of(case, dtype, device, IndexRequest(case.block, bitmap=False))
-    for name in serving(case, names, dtype, device):
+    for name in supported_kernels(case, names, dtype, device):
         yield choose(name, request)[0]
 
 
@@ -133,7 +142,7 @@ def _of_worker(
                 kernel, case, share, tiles, tensors, device, repeats, dense_form, workers, name
             )
             continue
-        under = tiles.under(index.to(device))
+        under = tiles.with_index(index.to(device))
         if whole or not case.columns:
             yield _timed(
                 kernel,
@@ -148,7 +157,7 @@ def _of_worker(
                 name,
             )
             continue
-        alone = tiles.under(index.without_columns().to(device))
+        alone = tiles.with_index(index.without_columns().to(device))
         yield _timed(kernel, case, share, alone, tensors, device, repeats, DIAGONALS, workers, name)
     if index is not None and case.columns and workers > 1:
         yield _columns(kernel, case, layout, mask, index, workers, name, dtype, device, repeats)
@@ -157,12 +166,12 @@ def _of_worker(
 def _shares(
     layout: Layout, mask: SequenceMask, case: KernelCase, index: VerticalSlash | None
 ) -> Iterator[_WorkerCall]:
-    """Of the last worker: its own shard, another one, and all keys."""
+    """Yield the last worker's calls: its own shard, another shard, and all keys."""
     workers, rank = layout.workers, layout.workers - 1
     for exchange in (RING, GATHER):
         schedule = make_schedule(exchange, ScheduleOptions(workers, workers))
         counter = WorkCounter.make(schedule, layout, [mask], case.heads, case.block)
-        work, masked = (counter.count(of, rank)[FORWARD] for of in (index, None))
+        work, masked = (counter.count(attended, rank)[FORWARD] for attended in (index, None))
         steps = schedule.forward[rank]
         chosen = {0, len(steps) // 2} if exchange == RING else {0}
         for at in sorted(chosen):
@@ -201,11 +210,11 @@ class _Tensors:
             (keys, case.kv_heads),
             (queries, case.heads),
         )
-        made = (
+        drawn = (
             torch.randn(1, n, h, case.head_dim, generator=generator, device=device, dtype=dtype)
             for n, h in shapes
         )
-        q, k, v, dout = made
+        q, k, v, dout = drawn
         return _Tensors(q, k, v, dout, case.head_dim**-0.5)
 
 
@@ -224,7 +233,9 @@ def _timed(
     q, k, v, dout, scale = tensors.q, tensors.k, tensors.v, tensors.dout, tensors.scale
     out, lse = kernel.forward(q, k, v, tiles, scale)
     delta = None if kernel.needs_out or share.exchange == GATHER else row_delta(out, dout)
-    forward = median_ms(lambda: kernel.forward(q, k, v, tiles.anew(), scale), device, repeats)
+    forward = median_ms(
+        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
+    )
     backward = median_ms(
         lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale), device, repeats
     )
@@ -260,7 +271,7 @@ def _columns(
     device: str,
     repeats: int,
 ) -> KernelTime:
-    """Single columns that a ring has gathered, for the queries of the last worker."""
+    """Time the single columns that a ring has gathered, for the queries of the last worker."""
     rank = layout.workers - 1
     schedule = make_schedule(RING, ScheduleOptions(layout.workers, layout.workers))
     counter = WorkCounter.make(schedule, layout, [mask], case.heads, case.block)
@@ -269,7 +280,7 @@ def _columns(
 
     def between(keys: np.ndarray) -> Tiles:
         geometry = BlockGeometry.make([mask], own, keys, case.block, device)
-        return Tiles.make([mask.spans(own, keys)], device, geometry).under(moved)
+        return Tiles.make([mask.spans(own, keys)], device, geometry).with_index(moved)
 
     shared = SharedColumns.make(between(everything), between(own))
     assert shared is not None
@@ -278,7 +289,7 @@ def _columns(
     width = shared.slots.shape[-1]
     packed = torch.randn(2, 1, case.heads, width, case.head_dim, device=device, dtype=dtype)
     high = accumulation_dtype(dtype)
-    # What there is of other keys: the output of one step, as kernels give it.
+    # The partial result of the other keys: the output of one step.
     partial = torch.zeros_like(q), torch.zeros(1, case.heads, len(own), device=device, dtype=high)
     out, lse = kernel.forward_columns(q, packed, shared, scale, partial)
     delta = row_delta(out.to(dtype), dout)
@@ -316,7 +327,20 @@ def _time(
     pairs, blocks, of_columns = counts
     flop = 4 * case.head_dim * pairs
     return KernelTime(
-        kernel=kernel.name, case=case, pairs=pairs, blocks=blocks, column_pairs=of_columns, forward_ms=forward, backward_ms=backward,
-        forward_tflops=flop / forward / 1e9, backward_tflops=2.5 * flop / backward / 1e9, forward_ratio=None, backward_ratio=None,
-        form=form, workers=workers, what=what, mask_pairs=masked, skips=kernel.skips,
-    )  # fmt: skip
+        kernel=kernel.name,
+        case=case,
+        pairs=pairs,
+        blocks=blocks,
+        column_pairs=of_columns,
+        forward_ms=forward,
+        backward_ms=backward,
+        forward_tflops=flop / forward / 1e9,
+        backward_tflops=2.5 * flop / backward / 1e9,
+        forward_ratio=None,
+        backward_ratio=None,
+        form=form,
+        workers=workers,
+        what=what,
+        mask_pairs=masked,
+        skips=kernel.skips,
+    )

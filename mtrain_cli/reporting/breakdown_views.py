@@ -1,4 +1,4 @@
-"""Figures of `mtrain profile step` and `mtrain profile sparsity`, as views: labels, traces, layout."""
+"""Views (labels, traces, layout) of `mtrain profile step` and `mtrain profile sparsity`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from mtrain_cli.reporting.step_tables import short_name
 
 View = tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]
 _COLOURS = (
-    "#2f6fb5", "#d97706", "#4d9f6f", "#8c6bb1", "#7fb2e5", "#f7c873", "#a6d19f", "#d26fa5", "#7a5c3e", "#e6b8a2", "#5b5b5b", "#b8b8b8",
-)  # fmt: skip
-RANKS = 64  # bars of a figure
-_CELLS = 60_000  # of all maps of a page together
+    *("#2f6fb5", "#d97706", "#4d9f6f", "#8c6bb1", "#7fb2e5", "#f7c873"),
+    *("#a6d19f", "#d26fa5", "#7a5c3e", "#e6b8a2", "#5b5b5b", "#b8b8b8"),
+)
+RANKS = 64  # bars per figure
+_CELLS = 60_000  # per heat map
 
 
 def step_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
-    """Where one step goes: every run side by side, then every rank of each."""
+    """Breakdown of one step: all runs side by side, then the ranks of each run."""
     views: list[View] = []
     parts = list(
         dict.fromkeys(
@@ -36,7 +37,7 @@ def step_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
             (
                 ("all runs",),
                 _stacks([escape(name) for name, _ in named], means, parts, colours),
-                _bars(len(named), ""),
+                _bars(len(named)),
             )
         )
     for name, document in named:
@@ -46,33 +47,33 @@ def step_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
             (
                 (name,),
                 _stacks(places, [rank["parts"] for rank in shown], parts, colours),
-                _bars(len(shown), ""),
+                _bars(len(shown)),
             )
         )
     return views
 
 
 def kernel_views(named: Sequence[tuple[str, dict[str, Any]]]) -> list[View]:
-    """Kernels or operators that take most time of a step."""
+    """The kernels or operators that take most time of a step."""
     views: list[View] = []
     for name, document in named:
         rows = document["top"]
         data = [
             {
-                "type": "bar", "orientation": "h", "x": [_short(row["ms"]) for row in rows],
-                "y": [f"{i}. {escape(short_name(row['name'], 34))}" for i, row in enumerate(rows, 1)], "marker": {"color": _COLOURS[0]},
+                "type": "bar",
+                "orientation": "h",
+                "x": [_short(row["ms"]) for row in rows],
+                "y": [
+                    f"{i}. {escape(short_name(row['name'], 34))}" for i, row in enumerate(rows, 1)
+                ],
+                "marker": {"color": _COLOURS[0]},
                 "customdata": [[escape(row["part"]), round(row["calls"])] for row in rows],
-                "hovertemplate": "%{y}: %{x:.4g} ms, %{customdata[1]:,} calls, part %{customdata[0]}<extra></extra>",
+                "hovertemplate": "%{y}: %{x:.4g} ms, %{customdata[1]:,} calls, "
+                "part %{customdata[0]}<extra></extra>",
                 "showlegend": False,
             }
-        ]  # fmt: skip
-        views.append(
-            (
-                (name,),
-                data,
-                {**_bars(len(rows), "ms of a step, mean of ranks"), "margin": {"l": 10, "t": 36}},
-            )
-        )
+        ]
+        views.append(((name,), data, {**_bars(len(rows)), "margin": {"l": 10, "t": 36}}))
     return views
 
 
@@ -92,19 +93,26 @@ def _stacks(
         if any(values):
             data.append(
                 {
-                    "type": "bar", "orientation": "h", "name": part, "x": values, "y": list(places), "marker": {"color": colours[part]},
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": part,
+                    "x": values,
+                    "y": list(places),
+                    "marker": {"color": colours[part]},
                     "hovertemplate": f"%{{y}}: {part} %{{x:.4g}} ms<extra></extra>",
                 }
-            )  # fmt: skip
+            )
     return data
 
 
-def _bars(count: int, title: str) -> dict[str, Any]:
+def _bars(count: int) -> dict[str, Any]:
     return {
-        "barmode": "stack", "height": 170 + 30 * min(count, 24),
-        "xaxis": {"title": {"text": title or "ms of a step"}, "rangemode": "tozero"},
-        "yaxis": {"autorange": "reversed", "automargin": True}, "margin": {"l": 10},
-    }  # fmt: skip
+        "barmode": "stack",
+        "height": 170 + 30 * min(count, 24),
+        "xaxis": {"title": {"text": "ms per step"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "automargin": True},
+        "margin": {"l": 10},
+    }
 
 
 _QUANTITIES = (
@@ -115,7 +123,7 @@ _QUANTITIES = (
 
 
 def sparsity_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
-    """What patterns keep, layer by layer: a line for every pattern and measured step."""
+    """Recall and density by layer, one line per pattern and measured step."""
     views: list[View] = []
     groups = sorted({(row["pattern"], row["step"]) for row in rows})
     shown = [
@@ -123,16 +131,16 @@ def sparsity_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
         for i in np.unique(np.linspace(0, len(groups) - 1, min(len(groups), 12)).astype(int))
     ]
     layers = sorted({row["layer"] for row in rows})
-    for title, key, how in _QUANTITIES:
+    for title, key, reduction in _QUANTITIES:
         data = []
         for i, (pattern, step) in enumerate(shown):
             mine = [row for row in rows if (row["pattern"], row["step"]) == (pattern, step)]
-            of_layer = [[row[key] for row in mine if row["layer"] == layer] for layer in layers]
+            by_layer = [[row[key] for row in mine if row["layer"] == layer] for layer in layers]
             y = [
-                _short(min(values) if how == "min" else sum(values) / len(values))
+                _short(min(values) if reduction == "min" else sum(values) / len(values))
                 if values
                 else None
-                for values in of_layer
+                for values in by_layer
             ]
             look = {
                 "line": {"color": _COLOURS[i % len(_COLOURS)]},
@@ -149,16 +157,22 @@ def sparsity_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
                 }
             )
         layout = {
-            "height": 300 + 8 * len(data), "xaxis": {"title": {"text": "layer"}, **whole(layers)}, "showlegend": True,
-            "yaxis": {"title": {"text": key}, "rangemode": "tozero", "tickformat": ".0%" if key == "density" else ""},
+            "height": 300 + 8 * len(data),
+            "xaxis": {"title": {"text": "layer"}, **whole(layers)},
+            "showlegend": True,
+            "yaxis": {
+                "title": {"text": key},
+                "rangemode": "tozero",
+                "tickformat": ".0%" if key == "density" else "",
+            },
             "margin": {"t": 20 + 12 * len(data)},
-        }  # fmt: skip
+        }
         views.append(((title, name), data, layout))
     return views
 
 
 def head_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
-    """Every head of every layer, of the first and the last measured step."""
+    """Maps over layers and heads, for the first and the last measured step."""
     views: list[View] = []
     steps = sorted({row["step"] for row in rows})
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
@@ -167,31 +181,44 @@ def head_views(name: str, rows: Sequence[dict[str, Any]]) -> list[View]:
             layers, heads = (sorted({row[key] for row in mine}) for key in ("layer", "head"))
             if not mine or len(layers) * len(heads) > _CELLS:
                 continue
-            for what, key in (
+            for quantity, key in (
                 ("recall", "recall"),
                 ("density", "density"),
                 ("diagonals", "slashes"),
                 ("columns", "columns"),
             ):
-                found = {(row["layer"], row["head"]): row[key] for row in mine}
-                z = [[_short(found.get((layer, head))) for head in heads] for layer in layers]
+                values = {(row["layer"], row["head"]): row[key] for row in mine}
+                z = [[_short(values.get((layer, head))) for head in heads] for layer in layers]
                 share = key in ("recall", "density")
                 trace = {
-                    "type": "heatmap", "z": z, "x": heads, "y": layers, "colorscale": "YlGnBu", "reversescale": True, "zmin": 0,
-                    "colorbar": {"title": {"text": what}, "thickness": 14, **({"tickformat": ".0%"} if share else {})},
-                    "hovertemplate": f"layer %{{y}}, head %{{x}}: %{{z:{'.2%' if share else '.5g'}}}<extra></extra>",
+                    "type": "heatmap",
+                    "z": z,
+                    "x": heads,
+                    "y": layers,
+                    "colorscale": "YlGnBu",
+                    "reversescale": True,
+                    "zmin": 0,
+                    "colorbar": {
+                        "title": {"text": quantity},
+                        "thickness": 14,
+                        **({"tickformat": ".0%"} if share else {}),
+                    },
+                    "hovertemplate": "layer %{y}, head %{x}: "
+                    f"%{{z:{'.2%' if share else '.5g'}}}<extra></extra>",
                     **({"zmax": 1} if key == "recall" else {}),
-                }  # fmt: skip
+                }
                 layout = {
-                    "height": 200 + 20 * min(40, len(layers)), "xaxis": {"title": {"text": "head"}, **whole(heads)},
-                    "yaxis": {"title": {"text": "layer"}, "autorange": "reversed", **whole(layers)}, "margin": {"t": 36},
-                }  # fmt: skip
-                views.append(((name, f"{pattern}, step {step}", what), [trace], layout))
+                    "height": 200 + 20 * min(40, len(layers)),
+                    "xaxis": {"title": {"text": "head"}, **whole(heads)},
+                    "yaxis": {"title": {"text": "layer"}, "autorange": "reversed", **whole(layers)},
+                    "margin": {"t": 36},
+                }
+                views.append(((name, f"{pattern}, step {step}", quantity), [trace], layout))
     return views
 
 
 def whole(places: Sequence[int]) -> dict[str, Any]:
-    """Ticks at whole numbers only."""
+    """Return ticks at integers only."""
     return (
         {"dtick": 1}
         if max(places, default=0) - min(places, default=0) < 20

@@ -1,4 +1,4 @@
-"""Figures of training: curves side by side, held-out losses, and where a run or its learning rate began again."""
+"""Figures of training: curves, held-out losses, marks where a run or its learning rate restarts."""
 
 from __future__ import annotations
 
@@ -16,68 +16,65 @@ from mtrain_cli.training.evaluation import Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 
 View = tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]  # labels, traces, layout
-POINTS, POINTS_OF_ALL = 1500, 6000  # of a curve, and of one quantity in all runs
+POINTS, POINTS_OF_ALL = 1500, 6000  # per curve, and per quantity over all runs
 COLOURS = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
-_BUCKETS = (
-    "#c6dbef",
-    "#9ecae1",
-    "#6baed6",
-    "#4292c6",
-    "#2171b5",
-    "#d97706",
-    "#c8352b",
-)  # short to long context
+# From short to long context.
+_BUCKETS = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d97706", "#c8352b")
 _SMOOTHED = ("loss", "grad_norm", "tokens_per_second_per_gpu", "seconds")
+# Title, field of a step, whether the axis starts at zero.
 _CURVES = (
     ("loss, nats", "loss", False),
     ("learning rate", "lr", True),
     ("gradient norm", "grad_norm", False),
     ("tokens/s/GPU", "tokens_per_second_per_gpu", True),
-    ("seconds of a step", "seconds", True),
-    ("share of the GPU's peak (MFU)", "mfu_model", True),
-    ("share of the GPU's peak (HFU)", "mfu_executed", True),
+    ("seconds per step", "seconds", True),
+    ("MFU, share of peak FLOP/s", "mfu_model", True),
+    ("HFU, share of peak FLOP/s", "mfu_executed", True),
     ("density", "density", True),
     ("peak memory, GiB", "peak_memory_gib", True),
-)  # title, field of a step, from zero
-_LOG_FROM = 30.0  # largest over smallest gradient norm from which a log axis shows more
+)
+_LOG_FROM = 30.0  # max over min of the gradient norm beyond which the axis is logarithmic
 
 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Exponential moving average over about ``window`` steps, corrected for its start. None stays None."""
+    """Return the exponential moving average over about ``window`` steps, unbiased at the start.
+
+    None stays None.
+    """
     keep = 1 - 2 / (window + 1)
     mean, weight = 0.0, 0.0
-    found: list[float | None] = []
+    averages: list[float | None] = []
     for value in values:
         if value is None or not math.isfinite(value):
-            found.append(None)
+            averages.append(None)
             continue
         mean, weight = keep * mean + (1 - keep) * value, keep * weight + (1 - keep)
-        found.append(mean / weight)
-    return found
+        averages.append(mean / weight)
+    return averages
 
 
 def window_of(steps: int) -> int:
-    """Steps that are smoothed over: a thirtieth of a run, at least 5 and at most 100."""
+    """Return the smoothing window: 1/30 of the steps, 5 to 100."""
     return min(100, max(5, steps // 30))
 
 
 def rate_restarts(metrics: Sequence[StepMetrics]) -> list[int]:
-    """Steps at which the learning rate rises again after it had fallen; a warm-up at the beginning is none."""
-    found, fell, rising = [], False, False
+    """Return the steps where the learning rate rises after a fall, not the first warm-up."""
+    restarts, fell, rising = [], False, False
     for before, now in itertools.pairwise(metrics):
         if before.lr is None or now.lr is None:
             continue
         if now.lr > before.lr * (1 + 1e-6):
             if fell and not rising:
-                found.append(now.step)
+                restarts.append(now.step)
             rising = True
         elif now.lr < before.lr * (1 - 1e-6):
             fell, rising = True, False
-    return found
+    return restarts
 
 
 def training_views(sources: Sequence[ReportSource]) -> tuple[list[View], str]:
-    """-> a view a quantity, and what a reader must know."""
+    """Return one view per quantity, and the note below the figure."""
     views: list[View] = []
     thinned = raw_shown = marked = False
     points = min(POINTS, POINTS_OF_ALL // max(1, len(sources)))
@@ -105,19 +102,23 @@ def training_views(sources: Sequence[ReportSource]) -> tuple[list[View], str]:
         ]
         marked |= bool(shapes)
         layout = {
-            "height": 290, "xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": title}, **scale},
-            "showlegend": len(sources) > 1, "shapes": shapes, "margin": {"t": 20 + 22 * len(sources) if len(sources) > 1 else 20},
-        }  # fmt: skip
+            "height": 290,
+            "xaxis": {"title": {"text": "step"}},
+            "yaxis": {"title": {"text": title}, **scale},
+            "showlegend": len(sources) > 1,
+            "shapes": shapes,
+            "margin": {"t": 20 + 22 * len(sources) if len(sources) > 1 else 20},
+        }
         views.append(((title,), data, layout))
     notes = []
     if raw_shown:
-        notes.append("Bold: smoothed over a thirtieth of the steps, 5 to 100; thin: every step.")
+        notes.append("Bold: moving average over 1/30 of the steps (5 to 100); thin: every step.")
     if marked:
         notes.append(
-            "Dotted: the learning rate begins again. Dashed: the run began again after a worker was lost."
+            "Dotted: the learning rate restarts. Dashed: the run restarted after it lost a worker."
         )
     if thinned:
-        notes.append(f"{points} steps of more are shown.")
+        notes.append(f"Long curves show {points} steps.")
     return views, " ".join(notes)
 
 
@@ -128,7 +129,7 @@ def _colours(sources: Sequence[ReportSource]) -> list[str]:
 def _curve(
     source: ReportSource, values: list[Any], colour: str, *, most: int, smooth: bool
 ) -> tuple[list[dict[str, Any]], bool]:
-    """-> the line of every step and, where it is smoothed, the smooth one; and whether points are left out."""
+    """Return the curve of a run, if smoothed also its average, and whether points were dropped."""
     steps = [m.step for m in source.metrics]
     at = np.unique(np.linspace(0, len(steps) - 1, min(most, len(steps))).astype(int)).tolist()
     common = {
@@ -139,10 +140,9 @@ def _curve(
         "x": [steps[i] for i in at],
     }
     thick = {"color": colour, "width": 2}
+    dropped = len(at) < len(steps)
     if not smooth or len(steps) < 10:
-        return [{**common, "y": [_short(values[i]) for i in at], "line": thick}], len(at) < len(
-            steps
-        )
+        return [{**common, "y": [_short(values[i]) for i in at], "line": thick}], dropped
     means = smoothed(values, window_of(len(steps)))
     thin = {
         **common,
@@ -151,14 +151,12 @@ def _curve(
         "opacity": 0.35,
         "showlegend": False,
     }
-    return [
-        thin,
-        {**common, "y": [_short(means[i]) for i in at], "line": thick, "hoverinfo": "skip"},
-    ], len(at) < len(steps)
+    bold = {**common, "y": [_short(means[i]) for i in at], "line": thick, "hoverinfo": "skip"}
+    return [thin, bold], dropped
 
 
 def _marks(source: ReportSource, key: str, colour: str) -> list[dict[str, Any]]:
-    """Lines down the figure. A restart of the run shows in all, one of the learning rate where it explains something."""
+    """Return vertical lines: restarts of the run in every figure, of the learning rate in some."""
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
     steps = [(step, "dot") for step in rates] + [
         (restart.step, "dash") for restart in source.restarts
@@ -171,13 +169,16 @@ def _marks(source: ReportSource, key: str, colour: str) -> list[dict[str, Any]]:
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:
-    """A log axis where values spread far, with ticks that are written out."""
+    """Return a log axis if the values span a wide range, else one from zero."""
     least, most = min((v for v in values if v > 0), default=1.0), max(values, default=1.0)
     return log_ticks(least, most) if most / least > _LOG_FROM else {"rangemode": "tozero"}
 
 
 def log_ticks(least: float, most: float) -> dict[str, Any]:
-    """A log axis with ticks at 1, 2 and 5 times a power of ten, written as 0.02 or 20k, and at powers alone where these are many."""
+    """Return a log axis with ticks such as 0.02 or 20k.
+
+    Ticks are at 1, 2 and 5 times a power of ten; over more than three decades, at powers only.
+    """
     low, high = math.floor(math.log10(least)), math.ceil(math.log10(max(most, least * 1.01)))
     steps = (1, 2, 5) if high - low <= 3 else (1,)
     ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
@@ -193,7 +194,7 @@ def _tick(value: float) -> str:
 
 
 def held_out_views(sources: Sequence[ReportSource]) -> list[View]:
-    """Held-out loss over steps, by context after the last evaluation, and over steps for each span of context."""
+    """Held-out loss over steps, by context at the last evaluation, and over steps by context."""
     evaluated = [source for source in sources if source.evaluations]
     if not evaluated:
         return []
@@ -222,7 +223,11 @@ def held_out_views(sources: Sequence[ReportSource]) -> list[View]:
     ends = sorted({bucket.end for _, evaluation in last for bucket in evaluation.buckets})
     ticks = {"type": "log", "tickvals": ends, "ticktext": [format_size(end) for end in ends]}
     views.append(
-        (("by context, last evaluation",), data, _layout("earlier tokens, up to", len(data), ticks))
+        (
+            ("by context, last evaluation",),
+            data,
+            _layout("earlier tokens (up to)", len(data), ticks),
+        )
     )
     for source in evaluated:
         if len(source.evaluations) > 1:
@@ -238,11 +243,11 @@ def _by_context(name: str, evaluation: Evaluation, colour: str) -> dict[str, Any
 
 
 def _over_steps(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
-    """A line for each span of context, the longest in the warmest colour."""
+    """Return a line per range of context, the longest in the warmest colour."""
     spans = sorted({(b.begin, b.end) for e in evaluations for b in e.buckets if b.loss is not None})
     data = []
     for i, span in enumerate(spans):
-        found = [
+        losses = [
             (e.step, b.loss)
             for e in evaluations
             for b in e.buckets
@@ -252,8 +257,8 @@ def _over_steps(evaluations: Sequence[Evaluation]) -> list[dict[str, Any]]:
         data.append(
             _line(
                 f"{format_size(span[0])} to {format_size(span[1])}",
-                [s for s, _ in found],
-                [loss for _, loss in found],
+                [s for s, _ in losses],
+                [loss for _, loss in losses],
                 colour,
             )
         )
@@ -274,9 +279,12 @@ def _line(name: str, x: Sequence[int], y: Sequence[Any], colour: str) -> dict[st
 
 def _layout(axis: str, entries: int, ticks: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
-        "height": 300 + 8 * entries, "xaxis": {"title": {"text": axis}, **(ticks or {})},
-        "yaxis": {"title": {"text": "loss, nats a token"}}, "showlegend": entries > 1, "margin": {"t": 20 + 10 * entries},
-    }  # fmt: skip
+        "height": 300 + 8 * entries,
+        "xaxis": {"title": {"text": axis}, **(ticks or {})},
+        "yaxis": {"title": {"text": "loss, nats per token"}},
+        "showlegend": entries > 1,
+        "margin": {"t": 20 + 10 * entries},
+    }
 
 
 def _short(value: Any) -> float | None:

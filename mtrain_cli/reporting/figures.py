@@ -1,4 +1,4 @@
-"""Figures of a report, as plain plotly data. Every figure is a list of views, of which the reader chooses one."""
+"""Figures of a report as plain plotly data. A figure has several views; the reader picks one."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.sweeps import scaling_views
 from mtrain_cli.reporting.tables import fold
 
-# With the library and the curves of training these keep a page under 1.5 MB.
-HEAT_NUMBERS = 60_000  # of all heat maps of a page together
-TIMELINE_BARS = 12_000  # of all timelines of a page together
+# With the library and the training curves, these limits keep a page under 1.5 MB.
+HEAT_NUMBERS = 60_000  # over all heat maps of a page
+TIMELINE_BARS = 12_000  # over all timelines of a page
 TIMELINE_RANKS, TIMELINE_LAYERS = 16, 6
 
 COLOURS = {
@@ -59,12 +59,12 @@ _LINK_COLOURS = {
     "outer": "#d97706",
     "heads": "#e6b8a2",
 }
-_NAMES = {LATE: "waiting for others", GAP: "gap", "message": "message under way"}
+_LATE_LABEL, _EXPOSED_LABEL = "waiting for late peers", "exposed communication"
 
 
 @dataclass(frozen=True)
 class FigureView:
-    """What the reader can choose: a label for every selector of the figure, traces and layout."""
+    """One choice of the reader: a label per selector of the figure, plotly traces and layout."""
 
     labels: tuple[str, ...]
     data: list[dict[str, Any]]
@@ -73,8 +73,11 @@ class FigureView:
 
 @dataclass(frozen=True)
 class Figure:
-    """selectors: what each label of a view is called. note: what a reader must know, such as what was thinned. together: all views are
-    shown side by side, each under its labels, and there is nothing to choose.
+    """A figure of the page.
+
+    selectors: the name of each label of a view
+    note: what a reader must know, such as what was left out
+    together: whether to show all views side by side, each under its labels, without a choice
     """
 
     name: str
@@ -86,46 +89,46 @@ class Figure:
 
 
 def figures(sources: Sequence[ReportSource]) -> list[Figure]:
-    """All that have anything to show, in the order of the page."""
+    """Return the figures that have anything to show, in the order of the page."""
     cases = [
         (_label(source, case, len(sources)), source, case)
         for source in sources
         for case in source.cases
     ]
-    found: list[Figure | None] = [scaling(sources)]
+    drawn: list[Figure | None] = [scaling_figure(sources)]
     trained = [source for source in sources if source.metrics]
     if trained:
-        found += [held_out(trained), training(trained), density(trained)]
+        drawn += [held_out_figure(trained), training_figure(trained), density_figure(trained)]
     recorded = [(source.name, source.step) for source in sources if source.step is not None]
-    found += recorded_steps(recorded) if recorded else []
+    drawn += step_figures(recorded) if recorded else []
     patterns = [source for source in sources if source.sparsity]
-    found += sparsities(patterns) if patterns else []
+    drawn += sparsity_figures(patterns) if patterns else []
     if cases:
-        found += [
-            where_time_goes(cases),
-            heat_maps(cases),
-            timelines(cases),
-            ranks(cases),
-            distributions(cases),
-            layers(cases),
+        drawn += [
+            breakdown_figure(cases),
+            heat_map_figure(cases),
+            timeline_figure(cases),
+            rank_figure(cases),
+            distribution_figure(cases),
+            layer_figure(cases),
         ]
-    return [figure for figure in found if figure is not None and figure.views]
+    return [figure for figure in drawn if figure is not None and figure.views]
 
 
-def scaling(sources: Sequence[ReportSource]) -> Figure | None:
-    """Throughput over the number of GPUs, of sweeps; as figure 6b of MTraining."""
+def scaling_figure(sources: Sequence[ReportSource]) -> Figure | None:
+    """Draw the throughput of sweeps over the number of GPUs, as figure 6b of MTraining."""
     views = [
         FigureView(*view)
         for source in sources
         if source.swept
         for view in scaling_views(source.name, source.swept)
     ]
-    note = "Band: the fastest line, from all constants at their best to all at their worst; point at a line for its own. Crosses do not fit."
-    return (
-        Figure("scaling", "How it scales", ("sweep", "settings", "what"), views, note)
-        if views
-        else None
+    note = (
+        "Band: bounds of the fastest line, with all constants at their best or worst; hover for "
+        "the bounds of the other lines. Crosses do not fit into memory."
     )
+    selectors = ("sweep", "settings", "quantity")
+    return Figure("scaling", "Scaling", selectors, views, note) if views else None
 
 
 Named = Sequence[tuple[str, ReportSource, CaseAnalysis]]
@@ -135,8 +138,8 @@ def _label(source: ReportSource, case: CaseAnalysis, sources: int) -> str:
     return f"{source.name}: {case.label}" if sources > 1 else case.label
 
 
-def where_time_goes(cases: Named) -> Figure:
-    """Bins of every case side by side, mean over ranks."""
+def breakdown_figure(cases: Named) -> Figure:
+    """Draw the bins of all cases side by side, mean over ranks."""
     views = []
     directions = list(dict.fromkeys(name for _, _, case in cases for name in case.directions))
     for which in ("all passes", *directions):
@@ -157,37 +160,39 @@ def where_time_goes(cases: Named) -> Figure:
             "barmode": "stack",
             "height": 160 + 40 * len(has),
             "xaxis": {
-                "title": {"text": "ms of an iteration, mean over workers"},
+                "title": {"text": "ms per iteration"},
                 "rangemode": "tozero",
             },
             "yaxis": {"autorange": "reversed", "automargin": True},
             "margin": {"l": 10},
         }
         views.append(FigureView((which,), data, layout))
-    return Figure("cases", "Where the time of attention goes", ("passes",), views)
+    title = "Time breakdown of attention"
+    note = "Means over workers. Exposed: communication that nothing overlaps, by link."
+    return Figure("cases", title, ("passes",), views, note)
 
 
 _HEATS = (
     ("attention, ms", "attention", "ms"),
-    ("all of the step, ms", "elapsed", "ms"),
-    ("waiting for others, ms", LATE, "ms"),
-    ("waiting for links, ms", EXPOSED, "ms"),
+    ("whole step, ms", "elapsed", "ms"),
+    (f"{_LATE_LABEL}, ms", LATE, "ms"),
+    (f"{_EXPOSED_LABEL}, ms", EXPOSED, "ms"),
     ("work: pairs", "pairs", "pairs"),
     ("work: blocks", "blocks", "blocks"),
 )
 
 
-def heat_maps(cases: Named) -> Figure:
+def heat_map_figure(cases: Named) -> Figure:
     tables = [
-        (label, name, what, unit, getattr(found, key))
+        (label, name, quantity, unit, getattr(analysis, key))
         for label, _, case in cases
-        for name, found in case.passes.items()
-        for what, key, unit in _HEATS
+        for name, analysis in case.passes.items()
+        for quantity, key, unit in _HEATS
     ]
     tables = [table for table in tables if table[4].any() or table[3] == "ms"]
     side = max(16, int((HEAT_NUMBERS / max(1, len(tables))) ** 0.5))
     views, thinned = [], False
-    for label, direction, what, unit, table in tables:
+    for label, direction, quantity, unit, table in tables:
         small, folded = fold(table, side)
         thinned |= folded
         workers, steps = (-(-table.shape[axis] // small.shape[axis]) for axis in (0, 1))
@@ -212,17 +217,16 @@ def heat_maps(cases: Named) -> Figure:
                 **_whole(small.shape[0]),
             },
         }
-        views.append(FigureView((label, direction, what), [trace], layout))
+        views.append(FigureView((label, direction, quantity), [trace], layout))
     note = "Means over samples."
     if thinned:
-        note += f" Larger tables are shown in at most {side} x {side} cells: each is the largest of its group."
-    return Figure(
-        "heat", "Who computes how much at which step", ("case", "pass", "what"), views, note
-    )
+        note += f" Larger tables shrink to {side} x {side} cells, each the maximum of its group."
+    selectors = ("case", "pass", "quantity")
+    return Figure("heat", "Attention by worker and step", selectors, views, note)
 
 
-def timelines(cases: Named) -> Figure | None:
-    """One iteration: what the computing stream of each rank does, and below it the messages that come in."""
+def timeline_figure(cases: Named) -> Figure | None:
+    """Draw one iteration: the computing stream of each rank, and below it its incoming messages."""
     views, notes = [], []
     budget = TIMELINE_BARS // max(1, len(cases))
     for label, source, case in cases:
@@ -244,21 +248,21 @@ def timelines(cases: Named) -> Figure | None:
             cut += left_out
             if view is not None:
                 views.append(FigureView((label, f"layer {layer}, {direction}"), *view))
-        remark = f"iteration {case.typical}, whose passes took the median time"
+        remark = f"iteration {case.typical}, with the median time of its passes"
         if len(shown) < len(case.present):
             remark += f"; {len(shown)} of {len(case.present)} ranks"
         if len(chosen) < len(case.layers):
             remark += f"; {len(chosen)} of {len(case.layers)} layers"
         if cut:
-            remark += f"; {cut:,} of the shortest phases are left out"
+            remark += f"; without the {cut:,} shortest phases"
         notes.append(
             f"{label}: {remark}." if len(cases) > 1 else f"{remark[0].upper()}{remark[1:]}."
         )
     note = " ".join(notes[:4]) + (
-        f" And so on for {len(notes) - 4} more cases." if len(notes) > 4 else ""
+        f" Likewise for {len(notes) - 4} more cases." if len(notes) > 4 else ""
     )
     return (
-        Figure("timeline", "One iteration, rank by rank", ("case", "pass"), views, note)
+        Figure("timeline", "Timeline of one iteration", ("case", "pass"), views, note)
         if views
         else None
     )
@@ -296,7 +300,7 @@ def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> di
 
 
 def _ranks_shown(case: CaseAnalysis) -> list[int]:
-    """Those that are named in causes, and others evenly."""
+    """Return the ranks named in causes, and others at even distances."""
     blamed = [
         cause.rank for cause in case.causes if cause.rank is not None and cause.rank in case.present
     ][:4]
@@ -332,7 +336,7 @@ def _timeline(
     )
     waits = rows["phase"] == KINDS.index(WAIT)
     late = np.where(waits, np.clip(late, 0, duration), 0)
-    # Gaps are what shows of the pass between the phases.
+    # Gaps show as the part of the pass that no phase covers.
     under = np.array([place[rank] for rank in whole["rank"].tolist()], float)
     all_of_it = np.ones(len(under), bool)
     data = [
@@ -360,19 +364,19 @@ def _timeline(
                 y,
                 start,
                 late,
-                _NAMES[LATE],
+                _LATE_LABEL,
                 COLOURS[LATE],
                 "for rank %{customdata[1]}",
             )
         )
         for link in sorted(set(rows["link"][mine].tolist())):
-            of_link = mine & (rows["link"] == link) & (duration - late > 0)
-            name = f"waiting for the {LINKS[link]} link" if LINKS[link] else "waiting for a link"
+            exposed = mine & (rows["link"] == link) & (duration - late > 0)
+            name = _exposed_label(LINKS[link])
             colour = _LINK_COLOURS[LINKS[link]]
             data.append(
                 _spans(
                     rows,
-                    of_link,
+                    exposed,
                     y,
                     start + late,
                     duration - late,
@@ -398,7 +402,7 @@ def _timeline(
         "barmode": "overlay",
         "bargap": 0,
         "height": 150 + 30 * len(ranks),
-        "xaxis": {"title": {"text": "ms since the pass began"}},
+        "xaxis": {"title": {"text": "ms since the pass started"}},
         "yaxis": {
             "tickvals": list(range(len(ranks))),
             "ticktext": [f"rank {rank}" for rank in ranks],
@@ -437,8 +441,8 @@ def _spans(
     }
 
 
-def ranks(cases: Named) -> Figure:
-    """Bins stacked, one bar a rank."""
+def rank_figure(cases: Named) -> Figure:
+    """Draw the bins of every rank as a stacked bar."""
     views = []
     for label, _, case in cases:
         for which in (
@@ -456,20 +460,20 @@ def ranks(cases: Named) -> Figure:
                 "height": 380,
                 "bargap": 0.15 if len(case.present) < 40 else 0,
                 "xaxis": {"title": {"text": "rank"}, **_whole(len(case.present))},
-                "yaxis": {"title": {"text": "ms of an iteration"}, "rangemode": "tozero"},
+                "yaxis": {"title": {"text": "ms per iteration"}, "rangemode": "tozero"},
             }
             views.append(FigureView((label, which), data, layout))
-    return Figure("ranks", "Where the time of every rank goes", ("case", "passes"), views)
+    return Figure("ranks", "Time breakdown by rank", ("case", "passes"), views)
 
 
-def distributions(cases: Named) -> Figure:
-    """As figures 12 and 13 of the paper: attention time across the workers of a step, and across the steps of a worker."""
+def distribution_figure(cases: Named) -> Figure:
+    """Draw attention time across workers and across steps, as figures 12 and 13 of MTraining."""
     views, thinned = [], False
     for label, _, case in cases:
-        for direction, found in case.passes.items():
-            for what, axis, table in (
-                ("across the workers of a step", "step of the schedule", found.across_workers),
-                ("across the steps of a worker", "worker", found.across_steps),
+        for direction, analysis in case.passes.items():
+            for scope, axis, table in (
+                ("across the workers of a step", "step of the schedule", analysis.across_workers),
+                ("across the steps of a worker", "worker", analysis.across_steps),
             ):
                 at = np.array(_spread(range(len(table)), 64))
                 thinned |= len(at) < len(table)
@@ -491,34 +495,38 @@ def distributions(cases: Named) -> Figure:
                     "xaxis": {"title": {"text": axis}, **_whole(len(at))},
                     "yaxis": {"title": {"text": "ms of attention"}, "rangemode": "tozero"},
                 }
-                views.append(FigureView((label, direction, what), [trace], layout))
-    note = "Box: middle half; line: median; whiskers: smallest and largest, over the samples and the workers or steps."
+                views.append(FigureView((label, direction, scope), [trace], layout))
+    note = (
+        "Box: quartiles; line: median; whiskers: minimum and maximum, over the samples and the "
+        "workers or steps."
+    )
     if thinned:
-        note += " 64 of more boxes are shown."
-    return Figure("spread", "Distribution of attention time", ("case", "pass", "what"), views, note)
+        note += " Shows 64 boxes at even distances."
+    selectors = ("case", "pass", "scope")
+    return Figure("spread", "Distribution of attention time", selectors, views, note)
 
 
-def layers(cases: Named) -> Figure | None:
+def layer_figure(cases: Named) -> Figure | None:
     views = []
     for label, _, case in cases:
-        for direction, found in case.passes.items():
-            if len(found.layers) < 2:
+        for direction, analysis in case.passes.items():
+            if len(analysis.layers) < 2:
                 continue
-            x = [row["layer"] for row in found.layers]
+            x = [row["layer"] for row in analysis.layers]
             data = [
                 {
                     "type": "scatter",
                     "mode": "lines+markers",
                     "name": name,
                     "x": x,
-                    "y": _numbers(np.array([row[key] for row in found.layers])),
+                    "y": _numbers(np.array([row[key] for row in analysis.layers])),
                     "line": {"color": colour},
                 }
                 for name, key, colour in (
                     ("pass, slowest worker", "ms", "#333333"),
                     ("attention", "attention_ms", COLOURS[ATTENTION]),
-                    (_NAMES[LATE], "late_ms", COLOURS[LATE]),
-                    ("waiting for links", "exposed_ms", COLOURS[EXPOSED]),
+                    (_LATE_LABEL, "late_ms", COLOURS[LATE]),
+                    (_EXPOSED_LABEL, "exposed_ms", COLOURS[EXPOSED]),
                 )
             ]
             layout = {
@@ -527,14 +535,14 @@ def layers(cases: Named) -> Figure | None:
                 "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
             }
             views.append(FigureView((label, direction), data, layout))
-    return Figure("layers", "Layer by layer", ("case", "pass"), views) if views else None
+    return Figure("layers", "Time by layer", ("case", "pass"), views) if views else None
 
 
-def training(sources: Sequence[ReportSource]) -> Figure:
+def training_figure(sources: Sequence[ReportSource]) -> Figure:
     views, note = training_views(sources)
     return Figure(
         "training",
-        "Training, step by step",
+        "Training curves",
         (),
         [FigureView(*view) for view in views],
         note,
@@ -542,46 +550,46 @@ def training(sources: Sequence[ReportSource]) -> Figure:
     )
 
 
-def held_out(sources: Sequence[ReportSource]) -> Figure:
+def held_out_figure(sources: Sequence[ReportSource]) -> Figure:
     views = [FigureView(*view) for view in held_out_views(sources)]
     return Figure(
         "held-out",
         "Held-out loss",
         (),
         views,
-        "Sequences that were never trained on.",
+        "Over sequences that are not in the training data.",
         together=True,
     )
 
 
-def recorded_steps(named: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
-    """Of `mtrain profile step`."""
+def step_figures(named: Sequence[tuple[str, dict[str, Any]]]) -> list[Figure]:
+    """Draw the results of `mtrain profile step`."""
     parts, kernels = (
         [FigureView(*view) for view in views]
         for view_of in (step_views, kernel_views)
         for views in (view_of(named),)
     )
-    what = "kernels" if all(document["gpu"] for _, document in named) else "operators"
+    operations = "kernels" if all(document["gpu"] for _, document in named) else "operators"
     return [
         Figure(
             "step",
-            "Where one training step goes",
+            "Breakdown of one training step",
             ("run",),
             parts,
-            "Mean of the recorded steps; parts add up to the step.",
+            "Means of the recorded steps; parts add up to the step.",
         ),
         Figure(
             "kernels",
-            f"Most time: {what}",
+            f"Slowest {operations}",
             ("run",),
             kernels,
-            "ms of its own, whatever ran at the same time.",
+            "Own time, overlapped or not, mean of ranks.",
         ),
     ]
 
 
-def sparsities(sources: Sequence[ReportSource]) -> list[Figure]:
-    """Of `mtrain profile sparsity`."""
+def sparsity_figures(sources: Sequence[ReportSource]) -> list[Figure]:
+    """Draw the results of `mtrain profile sparsity`."""
     several = len(sources) > 1
     layers = [view for source in sources for view in sparsity_views(source.name, source.sparsity)]
     lines = [
@@ -591,17 +599,19 @@ def sparsities(sources: Sequence[ReportSource]) -> list[Figure]:
     heads = [
         FigureView(*view) for source in sources for view in head_views(source.name, source.sparsity)
     ]
-    note = "Recall: share of dense attention that the pattern keeps, over sampled queries. Density: of all causal pairs."
+    note = (
+        "Recall: share of dense attention that the pattern keeps, over sampled queries. "
+        "Density: share of all causal pairs."
+    )
+    title = "Recall and density by layer"
     return [
-        Figure(
-            "sparsity", "What the patterns keep, layer by layer", (), lines, note, together=True
-        ),
-        Figure("heads", "Every head", ("run", "pattern", "what"), heads),
+        Figure("sparsity", title, (), lines, note, together=True),
+        Figure("heads", "Patterns by layer and head", ("run", "pattern", "quantity"), heads),
     ]
 
 
-def density(sources: Sequence[ReportSource]) -> Figure | None:
-    """Density of every layer over training."""
+def density_figure(sources: Sequence[ReportSource]) -> Figure | None:
+    """Draw the density of every layer over training."""
     views = []
     for source in sources:
         steps = [m for m in source.metrics if m.density_by_layer]
@@ -633,13 +643,7 @@ def density(sources: Sequence[ReportSource]) -> Figure | None:
 def _bar(labels: Sequence[Any], values: Any, name: str, horizontal: bool = False) -> dict[str, Any]:
     first, _, link = name.partition(" ")
     colour = _LINK_COLOURS.get(link, COLOURS[EXPOSED]) if first == EXPOSED else COLOURS[name]
-    shown = (
-        f"waiting for the {link} link"
-        if link
-        else "waiting for a link"
-        if first == EXPOSED
-        else _NAMES.get(name, name)
-    )
+    shown = _exposed_label(link) if first == EXPOSED else _LATE_LABEL if name == LATE else name
     lengths, places = _numbers(np.asarray(values, float)), list(labels)
     x, y = (lengths, places) if horizontal else (places, lengths)
     value, where = ("x", "y") if horizontal else ("y", "x")
@@ -654,8 +658,12 @@ def _bar(labels: Sequence[Any], values: Any, name: str, horizontal: bool = False
     }
 
 
+def _exposed_label(link: str) -> str:
+    return f"exposed ({link} link)" if link else _EXPOSED_LABEL
+
+
 def _folded(label: str, width: int = 26) -> str:
-    """In lines of so many characters, at spaces."""
+    """Break a label at spaces into lines of ``width`` characters."""
     lines = [""]
     for word in label.split():
         if lines[-1] and len(lines[-1]) + len(word) > width:
@@ -665,7 +673,7 @@ def _folded(label: str, width: int = 26) -> str:
 
 
 def _whole(count: int) -> dict[str, Any]:
-    """Ticks at whole numbers only."""
+    """Return ticks at integers only."""
     return {"dtick": 1} if count <= 20 else {"tickformat": "d"}
 
 
@@ -676,14 +684,14 @@ def _positions(size: int, each: int) -> list[Any]:
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
-    """All of them, or so many at even distances, first and last included."""
+    """Return all items, or ``most`` of them at even distances, first and last included."""
     if len(items) <= most:
         return list(items)
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, max(most, 1)).astype(int))]
 
 
 def _numbers(values: np.ndarray, digits: int = 5) -> Any:
-    """Short decimals: a page need not hold more digits than can be seen."""
+    """Round to few digits, to keep the page small."""
     array = np.asarray(values, float)
     if array.ndim > 1:
         return [_numbers(row, digits) for row in array]

@@ -1,4 +1,4 @@
-"""`report.html`: one file that shows everything, without any network."""
+"""`report.html`: the whole report in one file that needs no network."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.tables import (
+    NO_CAUSES,
     NOISE,
+    ONE_WORKER,
     TRAINING,
     comparison,
     incomparable,
@@ -32,12 +34,13 @@ from mtrain_cli.reporting.tables import (
 )
 
 DEFINITIONS = "definitions.md"
-# plotly.js-cartesian-dist-min 4.1.1 of npm, under the MIT licence beside it, with gzip. plotly.py has the full library alone, of 4.8 MB.
+# plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
+# plotly.py ships only the full library of 4.8 MB.
 _PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
 
 
 def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
-    """The page appears complete or not at all."""
+    """Write the page. It appears complete or not at all."""
     drawn = figures(sources)
     body = "\n".join(
         [
@@ -56,29 +59,31 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         ]
     )
     title = escape(", ".join(source.name for source in sources))
-    data = json.dumps([_plain(figure) for figure in drawn], separators=(",", ":"), allow_nan=False)
+    data = json.dumps(
+        [_as_json(figure) for figure in drawn], separators=(",", ":"), allow_nan=False
+    )
     packed = gzip.compress(data.encode(), mtime=0)
     page = _PAGE.format(
         title=title,
         style=_STYLE,
         body=body,
-        plotly=_letters(_PLOTLY.read_bytes()),
-        data=_letters(packed),
+        plotly=_base64(_PLOTLY.read_bytes()),
+        data=_base64(packed),
         script=_SCRIPT,
     )
-    page = same_width(page)  # somebody may print the file to a terminal
+    page = same_width(page)  # the file may be printed to a terminal
     draft = path.with_name(f".{path.name}.part")
     draft.write_text(page, encoding="utf-8")
     draft.replace(path)
     return path
 
 
-def _letters(packed: bytes) -> str:
-    """For a script element: letters and digits, none of which can end it."""
+def _base64(packed: bytes) -> str:
+    """Encode for a script element, without characters that could end it."""
     return base64.b64encode(packed).decode()
 
 
-def _plain(figure: Figure) -> dict[str, Any]:
+def _as_json(figure: Figure) -> dict[str, Any]:
     views = [{"labels": v.labels, "data": v.data, "layout": v.layout} for v in figure.views]
     return {"name": figure.name, "together": figure.together, "views": views}
 
@@ -92,7 +97,7 @@ def _header(source: ReportSource) -> str:
     rows = {
         "where": source.where if "cluster" in source.summary else _host(facts, gpus),
         "when": facts.get("started"),
-        "command": _typed(command) if isinstance(command, list) else str(command),
+        "command": _command_line(command) if isinstance(command, list) else str(command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": facts.get("git_revision"),
         "samples": ", ".join(
@@ -124,7 +129,7 @@ def _restarts(source: ReportSource) -> str | None:
 
 
 def _settings(source: ReportSource) -> str:
-    """A card of what describes the run, and every key behind it."""
+    """Return the main settings of a run, and all settings in a fold."""
     if not source.settings:
         return ""
     described = "".join(
@@ -134,11 +139,13 @@ def _settings(source: ReportSource) -> str:
         f"<dt>{escape(key)}</dt><dd>{escape(shown(key, value))}</dd>"
         for key, value in source.settings.items()
     )
-    return f"<h3>Settings</h3><dl>{described}</dl><details><summary>all {len(source.settings)} settings</summary><dl>{rows}</dl></details>"
+    summary = f"<summary>all {len(source.settings)} settings</summary>"
+    every = f"<details>{summary}<dl>{rows}</dl></details>"
+    return f"<h3>Settings</h3><dl>{described}</dl>{every}"
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
-    """What stands between several runs: warnings first, then the settings that differ."""
+    """Return how several runs differ: warnings first, then settings."""
     if len(sources) < 2:
         return ""
     warnings = "".join(f'<p class="remark">{escape(line)}</p>' for line in incomparable(sources))
@@ -149,7 +156,7 @@ def _differences(sources: Sequence[ReportSource]) -> str:
             [key, *values] for key, values in differing([source.settings for source in described])
         ]
         heads = ("setting", *(source.name for source in described))
-        note = "<p class=note>run.name and run.dir are left out.</p>"
+        note = "<p class=note>Without run.name and run.dir.</p>"
         table = (
             f'<div class="settings">{_table(heads, rows)}</div>{note}'
             if rows
@@ -170,11 +177,11 @@ def _host(facts: dict[str, Any], gpus: list[Any]) -> str:
 def _clocks(uncertainty: Any) -> str | None:
     if not isinstance(uncertainty, int | float):
         return None
-    return f"agree within {uncertainty:.3g} µs" if uncertainty else "all ranks share one"
+    return f"agree within {uncertainty:.3g} µs" if uncertainty else "one clock for all ranks"
 
 
-def _typed(command: list[Any]) -> str:
-    """As a person typed it: the file that Python ran is `mtrain`."""
+def _command_line(command: list[Any]) -> str:
+    """Return the command as typed: `mtrain` instead of the file that Python ran."""
     first, *rest = map(str, command) if command else [""]
     return shlex.join([Path(first).name.replace("__main__.py", "mtrain"), *rest]) if first else ""
 
@@ -223,49 +230,53 @@ def _summary(sources: Sequence[ReportSource]) -> str:
     if not rows:
         return ""
     heads = (
-        "case", "worker imbalance, time", "worker imbalance, work", "step imbalance, time", "step imbalance, work", "computed, in steps",
-        "computed, in all", "waiting for others, ms",
-        "waiting for links, ms", "step p50 / p95 / max, ms", "pass forward / backward, ms", "n",
-    )  # fmt: skip
-    note = (
-        "Imbalance degree: largest over mean, across the workers of a step or the steps of a worker; 1 is perfect; mean ± standard "
-        "deviation over n samples. Waits: one iteration of a worker. Pass: one layer."
+        *("case", "worker imbalance, time", "worker imbalance, work"),
+        *("step imbalance, time", "step imbalance, work"),
+        *("computation ratio, per step", "computation ratio, total"),
+        *("waiting for late peers, ms", "exposed communication, ms"),
+        *("step p50 / p95 / max, ms", "pass forward / backward, ms", "n"),
     )
-    return f"<section><h2>Balance</h2>{_table(heads, rows)}<p class='note'>{note}</p></section>"
+    note = (
+        "Imbalance degree: max over mean, across the workers of a step or the steps of a worker; "
+        "1 is perfect; mean ± standard deviation over n samples. Computation ratio: share of time "
+        "in attention. Waits: one iteration of a worker. Pass: one layer."
+    )
+    table = _table(heads, rows)
+    return f"<section><h2>Load balance</h2>{table}<p class='note'>{note}</p></section>"
 
 
 def _trained(sources: Sequence[ReportSource]) -> str:
     rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
     note = "Medians of all steps but the first."
-    return (
-        f"<section><h2>Training</h2>{_table(('run', *TRAINING), rows)}<p class='note'>{note}</p></section>"
-        if rows
-        else ""
-    )
+    if not rows:
+        return ""
+    table = _table(("run", *TRAINING), rows)
+    return f"<section><h2>Training</h2>{table}<p class='note'>{note}</p></section>"
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
-    """Of `mtrain profile step`: parts as numbers, and what is no part."""
-    found = []
+    """Return the results of `mtrain profile step`: the parts, and facts that are not parts."""
+    sections = []
     for source in (source for source in sources if source.step is not None):
         assert source.step is not None
         rows = [
             [part, f"{mean:.4g}", f"{share:.1%}", f"{least:.4g}", f"{most:.4g}", str(rank)]
             for part, mean, share, least, most, rank in parts_rows(source.step["ranks"])
         ]
-        said = "".join(
+        facts = "".join(
             f"<li>{escape(' '.join(line.split()))}</li>" for line in step_lines(source.step)
         )
         title = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
-        found.append(
-            f"{title}{_table(('part', 'ms', 'share', 'least', 'most', 'of rank'), rows)}<ul>{said}</ul>"
-        )
-    note = "<p class=note>ms of one step, mean of ranks; least and most of any rank.</p>"
-    return f"<section><h2>One training step</h2>{''.join(found)}{note}</section>" if found else ""
+        table = _table(("part", "ms", "share", "min", "max", "rank of max"), rows)
+        sections.append(f"{title}{table}<ul>{facts}</ul>")
+    if not sections:
+        return ""
+    note = "<p class=note>ms per step, mean of ranks; min and max over ranks.</p>"
+    return f"<section><h2>One training step</h2>{''.join(sections)}{note}</section>"
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:
-    """Of `mtrain profile sparsity`: a line a pattern and measured step."""
+    """Return the results of `mtrain profile sparsity`, one row per pattern and measured step."""
     rows = []
     for source in sources:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
@@ -292,21 +303,18 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
     if not rows:
         return ""
     heads = (
-        "pattern",
-        "step",
-        "recall",
-        "worst query",
-        "density",
-        "of the mask",
-        "diagonals",
-        "columns",
+        *("pattern", "step", "recall", "worst query"),
+        *("density", "density in mask", "diagonals", "columns"),
     )
-    note = "<p class=note>Means over layers and heads. Density: of all causal pairs; of the mask: of those inside a document.</p>"
+    note = (
+        "<p class=note>Means over layers and heads. Density: share of all causal pairs; in mask: "
+        "of the pairs inside documents.</p>"
+    )
     return f"<section><h2>Patterns</h2>{_table(heads, rows)}{note}</section>"
 
 
 def _steps(source: ReportSource) -> str:
-    """Whole steps that were predicted."""
+    """Return the predicted whole steps."""
     if not source.steps:
         return ""
     heads, rows, states = cells(source.steps)
@@ -322,19 +330,22 @@ def _steps(source: ReportSource) -> str:
         + "</tr>"
         for row, state in zip(rows, states, strict=True)
     )
-    note = "One optimizer step; best and worst by the bounds of all constants. Bold: the fastest that fits, of equal settings and GPUs."
-    table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    return f"<section><h2>Steps, predicted</h2>{table}<p class='note'>{note}</p></section>"
+    note = (
+        "One optimizer step; best and worst: all constants at their best or worst bound. Bold: the "
+        "fastest that fits, among equal settings and GPUs."
+    )
+    table = _scrolling(head, body)
+    return f"<section><h2>Predicted steps</h2>{table}<p class='note'>{note}</p></section>"
 
 
 def _compared(sources: Sequence[ReportSource]) -> str:
-    if len(sources) < 2 or not (found := comparison(sources)):
+    if len(sources) < 2 or not (compared := comparison(sources)):
         return ""
     rows = [
         [
             *(
                 ("", "")
-                if i and (r.run, r.case) == (found[i - 1].run, found[i - 1].case)
+                if i and (r.run, r.case) == (compared[i - 1].run, compared[i - 1].case)
                 else (r.run, r.case)
             ),
             r.what,
@@ -343,11 +354,11 @@ def _compared(sources: Sequence[ReportSource]) -> str:
             r.difference,
             r.spread,
         ]
-        for i, r in enumerate(found)
+        for i, r in enumerate(compared)
     ]
     heads = ("run", "case", "what", sources[0].name, "this", "difference", "noise")
-    note = f"{NOISE}."
-    return f"<section><h2>Against {escape(sources[0].name)}</h2>{_table(heads, rows, text=3)}<p class='note'>{note}</p></section>"
+    title, table = f"Compared with {escape(sources[0].name)}", _table(heads, rows, text=3)
+    return f"<section><h2>{title}</h2>{table}<p class='note'>{NOISE}.</p></section>"
 
 
 def _causes(sources: Sequence[ReportSource]) -> str:
@@ -356,9 +367,9 @@ def _causes(sources: Sequence[ReportSource]) -> str:
         for case in source.cases:
             name = f"{source.name}: {case.label}" if len(sources) > 1 else case.label
             if case.workers == 1:
-                text = "<p>One worker: nobody waits.</p>"
+                text = f"<p>{ONE_WORKER}</p>"
             elif not case.causes:
-                text = "<p>Nobody waits for more than half a per cent of the time.</p>"
+                text = f"<p>{NO_CAUSES}</p>"
             else:
                 text = (
                     "<ol>"
@@ -370,7 +381,7 @@ def _causes(sources: Sequence[ReportSource]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """text: how many columns on the left are words."""
+    """Return a table; the first ``text`` columns are words."""
     head = "".join(
         f"<th{' class=words' if i < text else ''}>{escape(name)}</th>"
         for i, name in enumerate(heads)
@@ -384,7 +395,13 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -
         + "</tr>"
         for row in rows
     )
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    return _scrolling(head, body)
+
+
+def _scrolling(head: str, body: str) -> str:
+    """Return a table in a box that scrolls sideways; head: its cells, body: its rows."""
+    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{table}</table></div>'
 
 
 def _section(figure: Figure) -> str:
@@ -394,7 +411,8 @@ def _section(figure: Figure) -> str:
     )
     note = f'<p class="note">{escape(figure.note)}</p>' if figure.note else ""
     panels = "".join(
-        f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3><div class="figure" data-panel="{i}"></div></div>'
+        f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'
+        f'<div class="figure" data-panel="{i}"></div></div>'
         for i, view in enumerate(figure.views if figure.together else ())
     )
     place = (
@@ -408,11 +426,12 @@ def _definitions() -> str:
     path = resource_dir("profiles") / DEFINITIONS
     if not path.is_file():
         return ""
-    return f"<details class=definitions><summary>Definitions</summary>{_markdown(path.read_text(encoding='utf-8'))}</details>"
+    text = _markdown(path.read_text(encoding="utf-8"))
+    return f"<details class=definitions><summary>Definitions</summary>{text}</details>"
 
 
 def _markdown(text: str) -> str:
-    """Headings, lists, tables, code and paragraphs, which is all that definitions.md has."""
+    """Convert headings, lists, tables, code and paragraphs: all that definitions.md uses."""
     result: list[str] = []
     lines = text.splitlines()
     at = 0
@@ -441,9 +460,7 @@ def _markdown(text: str) -> str:
                 "<tr>" + "".join(f"<td class=words>{cell}</td>" for cell in row) + "</tr>"
                 for row in cells[2:]
             )
-            result.append(
-                f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-            )
+            result.append(_scrolling(head, body))
             at = end
         elif line.startswith("- "):
             items: list[str] = []
@@ -471,7 +488,7 @@ def _markdown(text: str) -> str:
 
 
 def _inline(text: str) -> str:
-    """Code and bold."""
+    """Convert code and bold."""
     parts = escape(text).split("`")
     marked = "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
     bold = marked.split("**")
@@ -479,43 +496,63 @@ def _inline(text: str) -> str:
 
 
 _STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1b1b1b; --faint: #666; --line: #ddd; --soft: #f5f5f5; --head: #444;
-  --warn: #fff4e0; --edge: #bbb; }
+:root { color-scheme: light dark; --back: #fff; --text: #1b1b1b; --faint: #666; --line: #ddd;
+  --soft: #f5f5f5; --head: #444; --warn: #fff4e0; --edge: #bbb; }
 @media (prefers-color-scheme: dark) {
   :root { --back: #16181c; --text: #e4e4e4; --faint: #9aa0a8; --line: #33373e; --soft: #22262c;
     --head: #c4c8ce; --warn: #3a2c12; --edge: #555b64; }
 }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px; background: var(--back); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 1.5rem; margin: .4rem 0; overflow-wrap: anywhere; } h1 small { font-weight: 400; color: var(--faint); font-size: 1rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--line); padding-bottom: .2rem; overflow-wrap: anywhere; }
-h3 { font-size: 1rem; margin: 1rem 0 .2rem; overflow-wrap: anywhere; } h4, h5 { margin: .9rem 0 .2rem; }
-.headers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 0 2rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0; font-size: .9rem; }
+body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px;
+  background: var(--back); color: var(--text);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial,
+    sans-serif; }
+h1 { font-size: 1.5rem; margin: .4rem 0; overflow-wrap: anywhere; }
+h1 small { font-weight: 400; color: var(--faint); font-size: 1rem; }
+h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--line);
+  padding-bottom: .2rem; overflow-wrap: anywhere; }
+h3 { font-size: 1rem; margin: 1rem 0 .2rem; overflow-wrap: anywhere; }
+h4, h5 { margin: .9rem 0 .2rem; }
+.headers { display: grid; gap: 0 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0;
+  font-size: .9rem; }
 dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
-.remark { background: var(--warn); border-left: 4px solid #d97706; margin: .4rem 0; padding: .3rem .7rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .35rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; white-space: nowrap; }
-th { white-space: normal; color: var(--head); border-bottom: 2px solid var(--edge); vertical-align: bottom; }
-th.words, td.words { text-align: left; } details td.words, details th { text-align: left; white-space: normal; }
+.remark { background: var(--warn); border-left: 4px solid #d97706; margin: .4rem 0;
+  padding: .3rem .7rem; overflow-wrap: anywhere; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .35rem; border-bottom: 1px solid var(--line); text-align: right;
+  vertical-align: top; white-space: nowrap; }
+th { white-space: normal; color: var(--head); border-bottom: 2px solid var(--edge);
+  vertical-align: bottom; }
+th.words, td.words { text-align: left; }
+details td.words, details th { text-align: left; white-space: normal; }
 .settings td, .settings th { white-space: normal; overflow-wrap: anywhere; text-align: left; }
 .settings td.words { white-space: nowrap; }
 tr.best { font-weight: 600; } tr.not { color: var(--faint); }
-.note { color: var(--faint); font-size: .85rem; margin: .3rem 0; } ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
-.selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } label { color: var(--faint); font-size: .9rem; }
-select { font: inherit; color: inherit; background: var(--back); border: 1px solid var(--edge); border-radius: 4px; padding: .15rem .3rem;
-  max-width: 80vw; }
+.note { color: var(--faint); font-size: .85rem; margin: .3rem 0; }
+ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
+.selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; }
+label { color: var(--faint); font-size: .9rem; }
+select { font: inherit; color: inherit; background: var(--back); border: 1px solid var(--edge);
+  border-radius: 4px; padding: .15rem .3rem; max-width: 80vw; }
 .figure { width: 100%; min-height: 200px; }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: .4rem 1.6rem; }
+.panels { display: grid; gap: .4rem 1.6rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); }
 .panel { min-width: 0; } .panel h3 { font-weight: 500; color: var(--head); }
-details { margin-top: 1rem; } summary { cursor: pointer; font-weight: 600; } details.definitions { margin-top: 2rem; }
+details { margin-top: 1rem; } summary { cursor: pointer; font-weight: 600; }
+details.definitions { margin-top: 2rem; }
 details.definitions > summary { font-size: 1.15rem; }
-code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: var(--soft); padding: 0 .2em; }
+code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: var(--soft);
+  padding: 0 .2em; }
 pre { padding: .6rem; overflow-x: auto; }
 footer { margin-top: 2.5rem; color: var(--faint); font-size: .85rem; }
-@media (max-width: 640px) { td.words { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; } }
-@media (max-width: 640px) { body { padding: .8rem .7rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: .35rem; } }
+@media (max-width: 640px) {
+  td.words { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
+  body { padding: .8rem .7rem 2rem; }
+  dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: .35rem; }
+}
 @media print { .selectors { display: none; } }
 """
 
@@ -523,26 +560,31 @@ _SCRIPT = """
 "use strict";
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const narrow = () => window.innerWidth < 640;
-async function unpacked(id) {
-  const letters = document.getElementById(id).textContent;
-  const bytes = Uint8Array.from(atob(letters), (letter) => letter.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+async function unpack(id) {
+  const base64 = document.getElementById(id).textContent;
+  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Response(stream).text();
 }
 function colours() {
-  const of = getComputedStyle(document.documentElement);
-  const [back, text, line, edge] = ["--back", "--text", "--line", "--edge"].map((name) => of.getPropertyValue(name).trim());
+  const style = getComputedStyle(document.documentElement);
+  const names = ["--back", "--text", "--line", "--edge"];
+  const [back, text, line, edge] = names.map((name) => style.getPropertyValue(name).trim());
+  const family = "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif";
   return {
-    page: {paper_bgcolor: back, plot_bgcolor: back,
-      font: {family: "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif", size: 13, color: text},
+    page: {paper_bgcolor: back, plot_bgcolor: back, font: {family, size: 13, color: text},
       hoverlabel: {bgcolor: back, bordercolor: edge, font: {color: text}}},
-    axis: {gridcolor: line, zerolinecolor: edge, linecolor: edge, ticks: "outside", tickcolor: edge},
+    axis: {gridcolor: line, zerolinecolor: edge, linecolor: edge, ticks: "outside",
+      tickcolor: edge},
   };
 }
 // Dark lines would not show on a dark page.
-const LIGHTER = {"#333333": "#d0d0d0", "#5b5b5b": "#a8a8a8", "#2f6fb5": "#5b9be0", "#7a5c3e": "#c19a6b", "#8c6bb1": "#b394d6"};
-function shown(data) {
+const LIGHTER = {"#333333": "#d0d0d0", "#5b5b5b": "#a8a8a8", "#2f6fb5": "#5b9be0",
+  "#7a5c3e": "#c19a6b", "#8c6bb1": "#b394d6"};
+function themed(data) {
   if (!dark.matches) return data;
-  const change = (of) => of && LIGHTER[of.color] ? Object.assign({}, of, {color: LIGHTER[of.color]}) : of;
+  const change = (style) => style && LIGHTER[style.color]
+    ? Object.assign({}, style, {color: LIGHTER[style.color]}) : style;
   return data.map((trace) => {
     const result = Object.assign({}, trace);
     for (const part of ["line", "marker"]) if (trace[part]) result[part] = change(trace[part]);
@@ -551,22 +593,29 @@ function shown(data) {
 }
 function merged(layout, entries) {
   const {page, axis} = colours();
-  const legend = {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0, xanchor: "left"};
+  const legend = {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0,
+    xanchor: "left"};
   const base = {margin: {l: 62, r: 12, t: 76, b: 48}, autosize: true, legend};
-  const result = Object.assign({}, base, page, layout, {margin: Object.assign({}, base.margin, layout.margin)});
+  const margin = Object.assign({}, base.margin, layout.margin);
+  const result = Object.assign({}, base, page, layout, {margin});
   if (narrow()) {
-    // One entry of the legend a line there: below the figure, which grows by them.
+    // One legend entry per line, below the figure, which grows accordingly.
     result.legend = Object.assign({}, legend, {yref: "container", y: 0, yanchor: "bottom"});
     if (entries > 1 && layout.showlegend !== false) result.height = layout.height + 20 * entries;
     result.margin.t = Math.min(30, result.margin.t);
   }
-  for (const name of ["xaxis", "yaxis"]) result[name] = Object.assign({automargin: true}, axis, layout[name]);
+  for (const name of ["xaxis", "yaxis"]) {
+    // plotly's larger default font cuts axis titles off on narrow pages.
+    const title = Object.assign({font: {size: 13}}, layout[name].title);
+    result[name] = Object.assign({automargin: true}, axis, layout[name], {title});
+  }
   return result;
 }
 function draw(place, view) {
   const entries = view.data.filter((trace) => trace.showlegend !== false).length;
-  Plotly.react(place, shown(view.data), merged(view.layout, entries), {responsive: true, displaylogo: false, showTips: false,
-    plotlyServerURL: "", modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
+  Plotly.react(place, themed(view.data), merged(view.layout, entries), {
+    responsive: true, displaylogo: false, showTips: false, plotlyServerURL: "",
+    modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
 }
 function setUp(figure) {
   const place = document.getElementById("figure-" + figure.name);
@@ -580,35 +629,43 @@ function setUp(figure) {
   const chosen = figure.views[0].labels.slice();
   function options(at) {
     const seen = new Set();
-    for (const view of figure.views) if (chosen.slice(0, at).every((label, i) => view.labels[i] === label)) seen.add(view.labels[at]);
+    for (const view of figure.views) {
+      const matches = chosen.slice(0, at).every((label, i) => view.labels[i] === label);
+      if (matches) seen.add(view.labels[at]);
+    }
     return Array.from(seen);
   }
   function refresh() {
     selects.forEach((select, at) => {
       const names = options(at);
       if (!names.includes(chosen[at])) chosen[at] = names[0];
-      select.replaceChildren(...names.map((name) => new Option(name, name, false, name === chosen[at])));
+      const entries = names.map((name) => new Option(name, name, false, name === chosen[at]));
+      select.replaceChildren(...entries);
       select.parentElement.hidden = names.length < 2;
       select.parentElement.style.display = names.length < 2 ? "none" : "";
     });
     draw(place, figure.views.find((one) => one.labels.every((label, i) => label === chosen[i])));
   }
-  selects.forEach((select, at) => select.addEventListener("change", () => { chosen[at] = select.value; refresh(); }));
+  selects.forEach((select, at) => select.addEventListener("change", () => {
+    chosen[at] = select.value;
+    refresh();
+  }));
   refresh();
   return refresh;
 }
 async function begin() {
-  const [library, data] = await Promise.all(["plotly", "figures"].map(unpacked));
+  const [library, data] = await Promise.all(["plotly", "figures"].map(unpack));
   const script = document.createElement("script");
   script.textContent = library;
   document.head.append(script);
-  const again = JSON.parse(data).map(setUp);
-  dark.addEventListener("change", () => again.forEach((one) => one()));
+  const redraws = JSON.parse(data).map(setUp);
+  dark.addEventListener("change", () => redraws.forEach((redraw) => redraw()));
 }
 begin().catch((error) => {
   const line = document.createElement("p");
   line.className = "remark";
-  line.textContent = "The figures could not be drawn (" + error + "). They need a browser of 2023 or later; the tables are complete.";
+  line.textContent = "The figures could not be drawn (" + error + "). "
+    + "They need a browser of 2023 or later. The tables are complete.";
   document.body.prepend(line);
 });
 """

@@ -1,4 +1,4 @@
-"""What can be reported: folders of training runs, profiles and simulations, and the profiles that ship with mtrain."""
+"""Find and open what can be reported: training runs, profiles, simulations, shipped profiles."""
 
 from __future__ import annotations
 
@@ -37,15 +37,23 @@ from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
 SHOWN = 5  # names in a message
-LAYER = "layer"  # an older kind of the profiles that ship
-SHOWN_FIRST = "real-512k-4xh200"  # of the profiles that ship
+LAYER = "layer"  # an older kind of shipped profile
+SHOWN_FIRST = "real-512k-4xh200"  # shipped profile to show without any run
 
 
 @dataclass(frozen=True)
 class ReportSource:
-    """One thing to report. facts: of run_dir._facts(). shipped: a document of profiles/, of an older kind, which has tables only. step:
-    summary of `mtrain profile step`. sparsity: rows of `mtrain profile sparsity`, as its HeadRecord names them. settings: by key.
-    damage: what is wrong with a file that is left out.
+    """One run, profile or simulation to report.
+
+    facts: content of environment.json
+    recorded: its profile or simulation; cases: the analysis of that
+    metrics: training steps; steps_wanted: their planned number
+    shipped: a shipped profile of the older kind, which has tables only
+    evaluations: held-out losses
+    step: summary of `mtrain profile step`
+    sparsity: rows of `mtrain profile sparsity`, keys as in HeadRecord
+    settings: resolved configuration by dotted key
+    damage: why a damaged file is skipped; empty if none is
     """
 
     name: str
@@ -95,7 +103,7 @@ class ReportSource:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Whole steps that were predicted, of a sweep or of single configurations, as `sweeps` shows them."""
+        """Predicted whole steps, of a sweep or of single configurations, as rows for `sweeps`."""
         predicted = self.summary.get("predicted")
         return self.swept or [
             entry["step"]
@@ -105,7 +113,7 @@ class ReportSource:
 
     @property
     def where(self) -> str:
-        """On what it was measured, or for what it was predicted; empty where that is unknown."""
+        """The hardware measured, or the cluster predicted; empty if unknown."""
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
@@ -114,7 +122,7 @@ class ReportSource:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing is missing of what was to be measured, or trained."""
+        """Whether all planned samples and training steps are there."""
         recorded = self.recorded is None or (
             self.recorded.complete and not any(case.missing for case in self.cases)
         )
@@ -124,18 +132,18 @@ class ReportSource:
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader has to know before the figures: what is missing."""
-        found = []
+        """What a reader must know first, such as what is missing."""
+        remarks = []
         if self.recorded is not None and not self.recorded.complete:
             done = max((case.iterations for case in self.cases), default=0)
             wanted = self.summary.get("samples_wanted")
             short = [
                 f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done
             ]
-            of = f"{done} of {wanted} samples" if wanted else f"{done} samples"
+            progress = f"{done} of {wanted} samples" if wanted else f"{done} samples"
             left_out = len(self.summary.get("cases") or []) - len(self.cases)
-            found.append(
-                f"partial: {of}; the run did not end"
+            remarks.append(
+                f"partial: {progress}; the run did not finish"
                 + (f" ({', '.join(short)})" if short else "")
                 + (
                     f"; {left_out} of {len(self.summary['cases'])} cases have none"
@@ -145,9 +153,10 @@ class ReportSource:
             )
         missing = {case.missing: case for case in self.cases if case.missing}
         for ranks, case in missing.items():
-            of_all = f"{len(ranks)} of {case.workers * case.groups}"
-            found.append(
-                f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({of_all}); degrees are over the others"
+            share = f"{len(ranks)} of {case.workers * case.groups}"
+            remarks.append(
+                f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({share}); "
+                "imbalance degrees cover the other ranks"
             )
         cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")
         if (
@@ -157,22 +166,23 @@ class ReportSource:
             and isinstance(workers, int)
             and workers > cores
         ):
-            found.append(
-                f"{workers} workers share {cores} CPU cores: times tell who gets a core, work tells who has more to do"
+            remarks.append(
+                f"{workers} workers share {cores} CPU cores: times depend on who gets a core; "
+                "compare work instead"
             )
         if self.cases and all(case.workers == 1 for case in self.cases):
-            found.append(
-                "one worker: there is nobody to compare it with, and every degree across workers is 1"
+            remarks.append(
+                "one worker: nothing to compare with; imbalance degrees across workers are 1"
             )
         if self.damage:
-            found.append(self.damage)
+            remarks.append(self.damage)
         if self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted:
-            found.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
-        return found
+            remarks.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
+        return remarks
 
 
 def shortened(ranks: Sequence[int]) -> str:
-    """1, 4-7, 9"""
+    """Format ranks as ranges: 1, 4-7, 9."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -184,10 +194,10 @@ def shortened(ranks: Sequence[int]) -> str:
 
 
 def find(name: str) -> Path:
-    """The folder or file of something to report, by its path or by its name under runs/ or measurements/.
+    """Find a folder or file to report, by path or by name under runs/ or measurements/.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none of that name.
     """
     path = Path(name).expanduser()
     for candidate in (path, RUNS / name, MEASUREMENTS / name):
@@ -211,50 +221,50 @@ def find(name: str) -> Path:
     else:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         listed = (
-            f"; here are, newest first: {', '.join(names[:SHOWN])}{more}"
+            f"; newest first, there are: {', '.join(names[:SHOWN])}{more}"
             if names
-            else "; there is nothing in runs/ or measurements/"
+            else "; runs/ and measurements/ are empty"
         )
         hint = did_you_mean(name, names) or listed
-    raise ConfigError(f"{name}: no such folder, and no run or measurement of that name{hint}")
+    raise ConfigError(f"{name}: no such folder, run or measurement{hint}")
 
 
 def default() -> list[Path]:
-    """The newest run or measurement of this folder; without any, one of the profiles that ship."""
+    """Return the newest run or measurement of this folder, else a shipped profile."""
     return known()[:1] or [path for path in shipped() if path.stem == SHOWN_FIRST]
 
 
 def ships(path: Path) -> bool:
-    """Whether it is part of mtrain, where nothing is to be written."""
+    """Whether a path is part of mtrain itself, where nothing may be written."""
     return path.resolve().is_relative_to(resource_dir("profiles").resolve())
 
 
 def shipped() -> list[Path]:
-    """Recorded profiles in mtrain's own profiles/."""
-    found = []
+    """Return the recorded profiles that ship with mtrain."""
+    paths = []
     root = resource_dir("profiles")
     for path in sorted(root.iterdir()):
         if (path.is_dir() and (path / SUMMARY).is_file()) or (
             path.suffix == ".json" and _document(path).get("kind") == LAYER
         ):
-            found.append(path)
-    return found
+            paths.append(path)
+    return paths
 
 
 def known() -> list[Path]:
-    """Folders under runs/ and measurements/ that hold anything to report, newest first."""
-    found = []
+    """Return folders under runs/ and measurements/ with something to report, newest first."""
+    dated = []
     for root in (RUNS, MEASUREMENTS):
         for folder in root.iterdir() if root.is_dir() else ():
-            # A profile that was ended before its first sample, or a run before its first step, says nothing.
+            # Skip a profile without a sample, or a run without a step.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
             times = [
                 file.stat().st_mtime for file in files if file.is_file() and file.stat().st_size
             ]
             if times and not folder.is_symlink():
-                found.append((max(times), folder))
-    return [folder for _, folder in sorted(found, key=lambda pair: (-pair[0], pair[1].name))]
+                dated.append((max(times), folder))
+    return [folder for _, folder in sorted(dated, key=lambda pair: (-pair[0], pair[1].name))]
 
 
 def _has_figures(place: Path) -> bool:
@@ -264,10 +274,10 @@ def _has_figures(place: Path) -> bool:
 
 
 def open_source(path: Path) -> ReportSource:
-    """Reads and analyses everything that a folder holds.
+    """Read and analyse a folder, or a shipped file.
 
     Raises:
-        ConfigError: it holds nothing that can be reported, or something damaged.
+        ConfigError: it holds nothing to report, or something damaged.
     """
     if path.is_file():
         return _open_file(path)
@@ -303,45 +313,56 @@ def open_source(path: Path) -> ReportSource:
         if not cases and not metrics and not recorded.summary.get("sweep"):
             if recorded.complete or recorded.summary.get("samples"):
                 raise ConfigError(
-                    f"{recorded.folder}: {RECORDS} is missing, and {SUMMARY} says that there were samples; measure again"
+                    f"{recorded.folder}: {RECORDS} is missing, although {SUMMARY} lists samples; "
+                    "measure again"
                 )
             raise ConfigError(
-                f"{recorded.folder}: has no sample yet; the profile was ended before its first, or still runs"
+                f"{recorded.folder}: no sample yet; the profile stopped before, or still runs"
             )
     facts = _facts(path, recorded)
     wanted = _steps_wanted(path) if metrics else None
     return ReportSource(
-        _name(path), path, facts, recorded, cases, metrics, wanted, evaluations=tuple(read_evaluations(path)),
-        settings=read_settings(path), restarts=tuple(restart.read(RunDir(path))), damage=damaged,
-    )  # fmt: skip
+        _name(path),
+        path,
+        facts,
+        recorded,
+        cases,
+        metrics,
+        wanted,
+        evaluations=tuple(read_evaluations(path)),
+        settings=read_settings(path),
+        restarts=tuple(restart.read_restarts(RunDir(path))),
+        damage=damaged,
+    )
 
 
 def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
-    """The steps of a run, and what is wrong with their file. alone: nothing else of the run can be shown.
+    """Return the steps of a run, and what is wrong with their file (empty: nothing).
+
+    Args:
+        alone: the run has nothing else to show.
 
     Raises:
-        ConfigError: the file is damaged and the run has nothing else.
+        ConfigError: the file is damaged and the run has nothing else to show.
     """
     file = path / METRICS_FILE
     if not file.is_file():
         return (), ""
     try:
-        found = tuple(read_metrics(path))
+        steps = tuple(read_metrics(path))
     except ConfigError as error:
         if alone:
             raise
-        return (), f"{error.problems[0]}; the steps are left out"
-    return (
-        found,
-        f"{file}: holds no step" if not found and not alone and file.stat().st_size else "",
-    )
+        return (), f"{error.problems[0]}; steps are not shown"
+    empty = not steps and not alone and file.stat().st_size
+    return steps, f"{file}: no steps" if empty else ""
 
 
 def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
-    """Rows of `mtrain profile sparsity`.
+    """Read the rows of `mtrain profile sparsity`.
 
     Raises:
-        ConfigError: they are missing, damaged or something else.
+        ConfigError: the file is missing, damaged or of another kind.
     """
     import pyarrow
     import pyarrow.parquet as pq
@@ -353,20 +374,10 @@ def _sparsity(folder: Path) -> tuple[dict[str, Any], ...]:
         raise ConfigError(
             f"{file}: cannot be read ({str(error).splitlines()[0]}); measure again"
         ) from None
-    wanted = {
-        "step",
-        "pattern",
-        "layer",
-        "head",
-        "density",
-        "of_mask",
-        "recall",
-        "worst",
-        "slashes",
-        "columns",
-    }
+    wanted = {"step", "pattern", "layer", "head", "density", "of_mask", "recall", "worst"}
+    wanted |= {"slashes", "columns"}
     if not rows or not wanted <= rows[0].keys():
-        raise ConfigError(f"{file}: holds no rows of `mtrain profile sparsity`; measure again")
+        raise ConfigError(f"{file}: not from `mtrain profile sparsity`; measure again")
     return tuple(rows)
 
 
@@ -376,7 +387,7 @@ def _open_file(path: Path) -> ReportSource:
         if document.get("kind") == LAYER and isinstance(document.get("cases"), list):
             return ReportSource(path.stem, path.parent, shipped=document)
     raise ConfigError(
-        f"{path}: is a file, and no profile of mtrain; give the folder of a run, a profile or a simulation"
+        f"{path}: not a profile of mtrain; give the folder of a run, a profile or a simulation"
     )
 
 
@@ -386,44 +397,47 @@ def _nothing(path: Path) -> str:
     except OSError as error:
         return f"{path}: cannot be read ({error.strerror})"
     if not content:
-        return f"{path}: is empty; give the folder of a run, a profile or a simulation"
+        return f"{path}: empty folder; give the folder of a run, a profile or a simulation"
     if RECORDS in content or PARTS in content:
-        return (
-            f"{path}: holds records without {SUMMARY}, which says what they are of; measure again"
-        )
+        return f"{path}: records without {SUMMARY}, which describes them; measure again"
     if RESOLVED in content:
-        return f"{path}: is a run that has no step yet, and no profile"
+        return f"{path}: a run without any step or profile yet"
     if (path / PROFILE).is_dir():
-        return f"{path}: holds a folder {PROFILE}/ without {SUMMARY}, and no {METRICS_FILE}"
+        return f"{path}: no {METRICS_FILE}, and {PROFILE}/ has no {SUMMARY}"
     inside = [
         entry
         for entry in content
         if (path / entry / SUMMARY).is_file() or (path / entry / METRICS_FILE).is_file()
     ]
     if inside:
-        return f"{path}: is no run itself, but holds {', '.join(inside[:SHOWN])}{' and more' * (len(inside) > SHOWN)}; give one of these"
-    some = ", ".join(content[:3]) + " and more" * (len(content) > 3)
-    return f"{path}: holds no run, profile or simulation ({SUMMARY} and {METRICS_FILE} are missing; there are {some})"
+        listed = f"{', '.join(inside[:SHOWN])}{' and more' * (len(inside) > SHOWN)}"
+        return f"{path}: not a run, but contains {listed}; give one of these"
+    listed = ", ".join(content[:3]) + " and more" * (len(content) > 3)
+    return (
+        f"{path}: not a run, profile or simulation "
+        f"({SUMMARY} and {METRICS_FILE} are missing; contains {listed})"
+    )
 
 
 def _check_schema(recorded: RecordedFolder) -> None:
-    """Every file of rows says which schema it has.
+    """Check the schema of every file of rows.
 
     Raises:
-        ConfigError: one is of another schema than the summary, or no parquet file.
+        ConfigError: a file has another schema than the summary, or is not a parquet file.
     """
     import pyarrow.parquet as pq
 
     for part in recorded.parts:
         try:
-            found = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
+            schema = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{part}: is no parquet file, or a damaged one ({str(error).splitlines()[0]})"
+                f"{part}: not a parquet file, or damaged ({str(error).splitlines()[0]})"
             ) from error
-        if found is not None and found != str(SCHEMA).encode():
+        if schema is not None and schema != str(SCHEMA).encode():
             raise ConfigError(
-                f"{part}: has schema {found.decode()}, and {SUMMARY} beside it {SCHEMA}; measure again into a new folder"
+                f"{part}: has schema {schema.decode()}, but its {SUMMARY} has {SCHEMA}; "
+                "measure again into a new folder"
             )
 
 
@@ -436,17 +450,17 @@ def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
     if (path / ENVIRONMENT).is_file():
         facts = _document(path / ENVIRONMENT)
     if recorded is not None:
-        said = recorded.summary
+        summary = recorded.summary
         facts = {
-            **(said.get("environment") or {}),
-            **({"command": said["command"]} if said.get("command") else {}),
+            **(summary.get("environment") or {}),
+            **({"command": summary["command"]} if summary.get("command") else {}),
             **facts,
         }
     return facts
 
 
 def _steps_wanted(path: Path) -> int | None:
-    """train.steps of the run; None where its configuration cannot be read."""
+    """Return train.steps of the run; None if its configuration cannot be read."""
     from mtrain_cli.config import compose
 
     try:

@@ -1,4 +1,4 @@
-"""Settings of runs on a page: a card of each, and where several differ."""
+"""Settings of runs in a report: a card per run, and the differences between runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_cli.config.earlier_versions import renamed
 from mtrain_cli.config.sizes import format_size
 
 RESOLVED = "resolved.yaml"
-# Keys that name a run or its place; they differ between any two runs and change nothing that is computed.
+# Keys that only name a run; they differ between any two runs.
 _NAMES = ("run.name", "run.dir")
 _CARD = (
     ("model", ("model.name", "model.num_layers", "model.hidden_size")),
@@ -30,19 +30,19 @@ _CARD = (
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Every key of a run's resolved.yaml by its dotted name; empty where there is none that can be read.
+    """Return resolved.yaml by dotted key; empty if there is no readable file.
 
-    The file is not checked against this version's schema, so that runs of other versions can be shown.
+    Does not check the file against this version's schema, so that runs of other versions show.
     """
     try:
-        found = read_yaml(folder / RESOLVED)
-        return renamed(keys.flatten(found)) if isinstance(found, Mapping) else {}
+        document = read_yaml(folder / RESOLVED)
+        return renamed(keys.flatten(document)) if isinstance(document, Mapping) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
 
 def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(heading, values) of what describes a run at a glance."""
+    """Return (heading, values) of the settings that describe a run at a glance."""
     rows = []
     for heading, names in _CARD:
         parts = [
@@ -56,7 +56,7 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """(key, value of each run) where runs do not agree. Runs without settings count as blank."""
+    """Return (key, value of each run) where runs differ. A missing value is blank."""
     names = dict.fromkeys(name for run in runs for name in run)
     rows = []
     for name in names:

@@ -1,4 +1,4 @@
-"""Where one training step goes, in the terminal: the summary of `mtrain profile step` as tables and lines."""
+"""The breakdown of a training step in the terminal: `mtrain profile step` as tables and lines."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ from mtrain_cli.training.metrics import sound_mfu
 
 NAME = 44  # characters of a kernel's name
 _GPU = (
-    "counted: kernels of the GPU; what computes comes before copies, these before NCCL, and of two kernels at once the earlier one; "
-    "links: NCCL beside neither{}; idle: nothing on the GPU. attention, index, loss (with its products), "
-    "weights (FSDP's copies) and optimizer: all that is launched there; the rest by name"
+    "Each instant of the GPU counts once: computing kernels first, then copies, then NCCL; of "
+    "overlapping kernels, the first to start. links: exposed NCCL communication{}; idle: nothing "
+    "on the GPU. attention, index, loss (with its products), weights (FSDP's copies) and "
+    "optimizer: everything launched there; other parts by kernel name"
 )
-_WAITS = "; waits: likewise, what a message takes beyond the rank on which it takes least, such as the last one to be there"
-_NO_WAITS = ", waits for other ranks among it"
+_WAITS = (
+    "; waits: exposed NCCL time spent waiting for stragglers, that is the time of a message beyond "
+    "its time on the rank where it is shortest"
+)
+_NO_WAITS = ", including waits for other ranks"
 _CPU = (
-    "counted: operators of the thread that trains, their own time; links: gloo's messages beside none, waits for other "
-    "ranks among them; host: the rest, Python and waiting. "
-    "attention, index, loss (with its products), weights (FSDP's copies) and optimizer: all operators called there; the rest by name"
+    "Each instant counts once: the innermost operator of the training thread first, then gloo. "
+    "links: exposed gloo communication, including waits for other ranks; host: the rest, Python "
+    "and waiting. attention, index, loss (with its products), weights (FSDP's copies) and "
+    "optimizer: every operator called there; other parts by operator name"
 )
 
 
 def show_step(console: Console, document: dict[str, Any]) -> None:
-    """document: summary.json of a recorded step."""
+    """Print summary.json of a recorded step."""
     ranks, gpu = document["ranks"], document["gpu"]
     say(console, _about(document), indent=2, style="bold")
-    print_table(console, parts_table(ranks), spare=("least",))
+    print_table(console, parts_table(ranks), spare=("min",))
     say(
         console,
         _GPU.format(_WAITS if WAITS in ranks[0]["parts"] else _NO_WAITS) if gpu else _CPU,
@@ -46,19 +51,19 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     print_table(console, top_table(document["top"], gpu))
     say(
         console,
-        "ms of its own, whatever ran beside it; kernels.csv of a measurement has all, of every rank",
+        "ms: own time, overlapped or not; kernels.csv lists all kernels or operators of every rank",
         style="dim",
     )
 
 
 def damage_of_step(document: dict[str, Any]) -> str | None:
-    """Why a summary cannot be shown; None if it can."""
+    """Return why a summary cannot be shown, or None."""
     try:
         show_step(Console(file=io.StringIO()), document)
     except KeyError as error:
-        return f"has no {error.args[0]}"
+        return f"{error.args[0]} is missing"
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        return f"holds something else than a recorded step ({error})"
+        return f"not the summary of a recorded step ({error})"
     return None
 
 
@@ -73,19 +78,24 @@ def _about(document: dict[str, Any]) -> str:
     recorded = (
         f"step {number_of}" if steps == 1 else f"steps {number_of} to {number_of + steps - 1}"
     )
-    what = f"{s['model']}, seq {s['seq']:,}, {s['pattern']}, {s['layout']}, {s['exchange']}, {s['kernel']}"
-    return f"{workers}: {what}; {recorded}"
+    sizes = f"{s['model']}, seq {s['seq']:,}"
+    settings = f"{sizes}, {s['pattern']}, {s['layout']}, {s['exchange']}, {s['kernel']}"
+    return f"{workers}: {settings}; {recorded}"
 
 
 def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
-    """One row a part that took any time; ms of one step."""
+    """One row per part that took any time; ms of one step."""
     table = Table(
-        title="Where one training step goes", title_justify="left", caption_justify="left", box=SIMPLE, padding=(0, 1, 0, 0),
-        caption=f"ms a step, mean of {len(ranks)} ranks" if len(ranks) > 1 else "ms a step",
-    )  # fmt: skip
+        title="Breakdown of one training step",
+        title_justify="left",
+        caption=f"ms per step, mean of {len(ranks)} ranks" if len(ranks) > 1 else "ms per step",
+        caption_justify="left",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
     several = len(ranks) > 1
     table.add_column("part", no_wrap=True)
-    for heading in ("ms", "share", *(("least", "most", "rank") if several else ())):
+    for heading in ("ms", "share", *(("min", "max", "rank") if several else ())):
         table.add_column(heading, justify="right", no_wrap=True)
     rows = parts_rows(ranks)
     for i, (name, mean, share, least, most, rank) in enumerate(rows):
@@ -103,7 +113,10 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
 def parts_rows(
     ranks: Sequence[dict[str, Any]],
 ) -> list[tuple[str, float, float, float, float, int]]:
-    """(part, mean ms, share of the step, least, most, rank of the most) of every part that took any time; the last is the whole step."""
+    """Return (part, mean ms, share of the step, min, max, rank of the max) of each nonzero part.
+
+    The last row is the whole step.
+    """
     whole = statistics.fmean(rank["step_ms"] for rank in ranks)
     rows = [(name, [rank["parts"][name] for rank in ranks]) for name in ranks[0]["parts"]]
     rows = [
@@ -124,7 +137,7 @@ def parts_rows(
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Several recorded steps: ms of every part, the mean over ranks; of two of them the ratio, too."""
+    """Compare recorded steps: mean ms of every part over ranks; for two steps also the ratio."""
     table = Table(title="Side by side, ms", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("part", no_wrap=True)
     for name, _ in named:
@@ -143,12 +156,12 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     rows = [(name, ms) for name, ms in rows if any(ms)]
     ends = {rows[-1][0]}
     rows += [("step", [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every])]
-    rows += [("without records", [max(rank["plain_ms"] for rank in ranks) for ranks in every])]
-    together = f"in {LINKS}"  # where earlier versions counted waits
+    rows += [("without recording", [max(rank["plain_ms"] for rank in ranks) for ranks in every])]
+    in_links = f"in {LINKS}"  # where earlier versions counted waits
     mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
     for name, ms in rows:
         cells = [
-            together if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value)
+            in_links if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value)
             for ranks, value in zip(every, ms, strict=True)
         ]
         comparable = ms[0] and not (name in (LINKS, WAITS) and mixed)
@@ -158,11 +171,10 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """A line for everything that is no part."""
+    """Return a line for each fact that is not a part of the step."""
     ranks, gpu = document["ranks"], document["gpu"]
-    before = document.get(
-        "plain"
-    )  # not in files of earlier versions, of which plain_ms is the last step before
+    # Absent in files of earlier versions, where plain_ms is the step before the recorded ones.
+    before = document.get("plain")
 
     def mean(name: str) -> float:
         return statistics.fmean(rank[name] for rank in ranks)
@@ -171,60 +183,59 @@ def lines(document: dict[str, Any]) -> list[str]:
         max(rank["plain_ms"] for rank in ranks),
         max(rank["recorded_ms"] for rank in ranks),
     )
-    # Of one step without records no spread is known, and a step with them that is faster shows no cost.
+    # A single step without recording has no spread, and a faster step with it shows no cost.
     slower = recorded / plain - 1
-    differs = (
-        f"{slower:+.1%}, by records and by chance"
-        if slower > 0
-        else "within noise: records show no cost"
+    difference = (
+        f"{slower:+.1%}, recording and noise" if slower > 0 else "no cost of recording beyond noise"
     )
     which = (
-        "the one before"
+        "the step before"
         if before is None or before["steps"] == 1
-        else f"the median of {before['steps']} before"
+        else f"median of {before['steps']} steps before"
     )
     if before is not None and before.get("first") == before["steps"] == 1:
-        which = "the first of all, which compiles and loads,"
-    found = [
-        f"step      of the slowest rank {_ms(recorded)} ms, {_ms(plain)} ms {which} without records ({differs})"
+        which = "the first step, which compiles and loads"
+    result = [
+        f"step      slowest rank {_ms(recorded)} ms; without recording {_ms(plain)} ms ({which}): "
+        f"{difference}"
     ]
     if before is not None:
-        found.append(f"speed     {_speed(before, gpu)}, without records")
-    waits = statistics.fmean(
-        rank["parts"].get(WAITS, 0.0) for rank in ranks
-    )  # not in files of earlier versions
+        result.append(f"speed     {_speed(before, gpu)}, without recording")
+    # Absent in files of earlier versions.
+    waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)
     exposed, hidden = (
         statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits,
         mean("links_hidden_ms"),
     )
     if exposed or hidden:
-        name, beside = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
-        waiting = f", {_ms(waits)} of that waiting for other ranks" if waits else ""
-        if lost := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
-            waiting += (
-                f"; {lost:,.0f} messages could not be found on other ranks, and count as links"
-            )
-        exposure = f"hidden beside {beside} {_ms(hidden)}, exposed {_ms(exposed)}{waiting}"
-        found.append(f"{name:<10}{_ms(exposed + hidden)} ms, of which {exposure}")
+        name, work = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
+        waiting = f" (waiting for other ranks: {_ms(waits)} ms)" if waits else ""
+        if unmatched := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
+            waiting += f"; {unmatched:,.0f} messages unmatched on other ranks count as links"
+        result.append(
+            f"{name:<10}{_ms(exposed + hidden)} ms: {_ms(hidden)} ms overlapped with {work}, "
+            f"{_ms(exposed)} ms exposed{waiting}"
+        )
     if gpu:
         ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
-        begins = (
-            f"; a kernel begins {_ms(statistics.median(ahead) / 1e3)} ms after its launch (median)"
+        delay = (
+            f"; kernels start {_ms(statistics.median(ahead) / 1e3)} ms after launch (median)"
             if ahead
             else ""
         )
-        found.append(
-            f"launches  {mean('launches'):,.0f} kernels, {_ms(mean('launching_ms'))} ms of the host{begins}"
+        result.append(
+            f"launches  {mean('launches'):,.0f} kernels; launch overhead "
+            f"{_ms(mean('launching_ms'))} ms on the host{delay}"
         )
         idle = statistics.fmean(rank["parts"][IDLE] for rank in ranks)
-        found.append(
-            f"syncs     {mean('syncs'):,.0f} waits of the host for the GPU, {_ms(mean('syncing_ms'))} ms; GPU idle {_ms(idle)} ms"
+        result.append(
+            f"syncs     {mean('syncs'):,.0f} host waits for the GPU, {_ms(mean('syncing_ms'))} ms; "
+            f"GPU idle {_ms(idle)} ms"
         )
     else:
-        found.append(
-            f"host      {_ms(statistics.fmean(rank['parts'][HOST] for rank in ranks))} ms in no operator and beside no message"
-        )
-    return found
+        host = statistics.fmean(rank["parts"][HOST] for rank in ranks)
+        result.append(f"host      {_ms(host)} ms outside of operators and messages")
+    return result
 
 
 def _speed(before: dict[str, Any], gpu: bool) -> str:
@@ -232,21 +243,16 @@ def _speed(before: dict[str, Any], gpu: bool) -> str:
         ("MFU", sound_mfu(before["mfu_model"], before["mfu_executed"])),
         ("HFU", before["mfu_executed"]),
     )
-    said = [f"{before['tokens_per_second_per_gpu']:,.0f} tokens/s/{'GPU' if gpu else 'worker'}"]
-    said += [f"{name} {share:.1%}" for name, share in shares if share is not None]
-    said += [f"density {before['density']:.1%}"] if before["density"] < 1 else []
-    return ", ".join(
-        said
-        + (
-            [f"{before['peak_memory_gib']:.1f} GiB at most"]
-            if before["peak_memory_gib"] is not None
-            else []
-        )
-    )
+    facts = [f"{before['tokens_per_second_per_gpu']:,.0f} tokens/s/{'GPU' if gpu else 'worker'}"]
+    facts += [f"{name} {share:.1%}" for name, share in shares if share is not None]
+    facts += [f"density {before['density']:.1%}"] if before["density"] < 1 else []
+    if before["peak_memory_gib"] is not None:
+        facts.append(f"peak {before['peak_memory_gib']:.1f} GiB")
+    return ", ".join(facts)
 
 
 def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
-    title = f"Most time: {'kernels' if gpu else 'operators'}"
+    title = f"Slowest {'kernels' if gpu else 'operators'}"
     table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
     table.add_column("kernel" if gpu else "operator", no_wrap=True)
     for heading in ("calls", "ms"):
@@ -266,16 +272,18 @@ def _ms(value: float) -> str:
 
 
 def short_name(name: str, width: int = NAME) -> str:
-    """A kernel's name without what all of its kind have: return type, namespaces, arguments and templates; of an element-wise kernel the
-    function that it applies stays. Beginning and end of what is still too long.
+    """Shorten a kernel's name: drop return type, namespaces, arguments and templates.
+
+    Keeps the function that an element-wise kernel applies. Cuts the middle of a name that is still
+    too long.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare = _without(_without(plain, "<>"), "()").strip()
     bare = bare.rpartition("::")[2] if "at::native" in bare or "cutlass::" in bare else bare
     bare = " ".join(bare.split()) or name
-    bare = re.sub(r"^nvjet_sm\d+_", "nvjet_", bare)  # of cuBLAS: what differs stands at its end
+    bare = re.sub(r"^nvjet_sm\d+_", "nvjet_", bare)  # cuBLAS: the end of the name differs
     if of_cute := re.match(r"kernel_cutlass_\w*?([A-Z]\w*?)_object_at_", plain):
-        bare = of_cute[1]  # the class of the kernel; the rest describes its arguments
+        bare = of_cute[1]  # the kernel's class; the rest describes its arguments
     applied = re.search(r"\w*Functor\w*|\w+_kernel_cuda|Gemm\w+", plain.partition("<")[2])
     if applied and (room := width - len(applied[0]) - 1) > 10:
         return f"{bare if len(bare) <= room else bare[: room - 2] + '..'} {applied[0]}"
@@ -284,7 +292,7 @@ def short_name(name: str, width: int = NAME) -> str:
 
 
 def _without(text: str, brackets: str) -> str:
-    """text without what stands in brackets of one kind, however deep."""
+    """Drop text inside brackets of one kind, however deep."""
     depth, kept = 0, []
     for character in text:
         if character == brackets[0]:

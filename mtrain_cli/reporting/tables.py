@@ -1,4 +1,4 @@
-"""Tables of a report: for the terminal (rich), and as sheets of plain rows for CSV and HTML."""
+"""Tables of a report: rich tables for the terminal, and sheets of plain rows for CSV and HTML."""
 
 from __future__ import annotations
 
@@ -22,17 +22,22 @@ from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import losses_by_bucket
 from mtrain_cli.training.metrics import StepMetrics
 
-NOISE = "Noise: twice the standard error of the difference, from the spread over iterations; a smaller difference says nothing"
-SAME = 5e-4  # what shows as a ratio of 1.000
-_LEAST = 5e-4  # what shows as a share of 0.1 %
-CELLS = 32  # of a heat map in the terminal, in each direction
+NOISE = (
+    "Noise: twice the standard error of the difference, from the spread over iterations; "
+    "smaller differences are not significant"
+)
+SAME = 5e-4  # a smaller difference shows as a ratio of 1.000
+_LEAST = 5e-4  # a smaller share shows as <0.1%
+ONE_WORKER = "One worker: no waits."
+NO_CAUSES = "No wait costs more than 0.5% of the time."
+CELLS = 32  # rows and columns of a heat map in the terminal
 SHADES = " ░▒▓█"
 _COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """One CSV file. Numbers are as they were computed."""
+    """One CSV file, with unrounded numbers."""
 
     name: str
     columns: tuple[str, ...]
@@ -53,26 +58,30 @@ def _cell(value: Any) -> Any:
     return "" if value is None else value
 
 
-# --- terminal -----------------------------------------------------------------------------------------------------------------------
+# --- terminal -----
 
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """One row a case: first line time, second line work. names: of the runs, where there are several."""
-    table = _table(
-        "Balance",
-        f"{_over(cases)} 1 is perfect; ms are of one layer, waits of one iteration of a worker{_of_bare(cases)}",
+    """One row per case: time on the first line, work on the second.
+
+    names: the run of each case, if there are several runs.
+    """
+    caption = (
+        f"{_imbalance_note(cases)} 1 is perfect; ms of one layer, waits of one iteration of a "
+        f"worker{_bare_note(cases)}"
     )
+    table = _table("Load balance", caption)
     if names:
-        table.add_column("run", no_wrap=True)  # what is typed to see it again
+        table.add_column("run", no_wrap=True)  # users copy it to show the run again
     table.add_column("case", min_width=_longest_word(cases))
     for heading in (
         "imbalance\nof workers\ntime\nwork",
         "imbalance\nof steps\ntime\nwork",
-        "computed\nin steps\nin all",
-        "waits ms\nfor others\nfor links",
+        "computed\nper step\ntotal",
+        "waits ms\nlate peers\nexposed",
         "step ms\np50, p95\nmax",
         "pass ms\nforward\nbackward"
-        if not _of_bare(cases)
+        if not _bare_note(cases)
         else "pass ms\nforward (bare)\nbackward (bare)",
     ):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -101,35 +110,36 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
 
 
 def _bare(case: CaseAnalysis, direction: str) -> str:
-    """What the pass takes without records, behind what it takes with them."""
-    found = case.bare_ms(direction)
-    return "" if found is None else f" ({ms(found)})"
+    """Return the time of the pass without recording, in brackets; empty if not measured."""
+    bare_ms = case.bare_ms(direction)
+    return "" if bare_ms is None else f" ({ms(bare_ms)})"
 
 
-def _of_bare(cases: Sequence[CaseAnalysis]) -> str:
-    """What is said of it, where there is any."""
+def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
+    """Return the caption on `_bare`; empty if no case has it."""
     there = any(case.bare_ms(direction) is not None for case in cases for direction in case.passes)
     return (
-        "; pass ms: of recorded iterations, the mean; in brackets bare: without records, the median"
+        "; pass ms: mean of recorded iterations, in brackets bare: median without recording"
         if there
         else ""
     )
 
 
 def _longest_word(cases: Sequence[CaseAnalysis]) -> int:
-    """Characters: names of exchanges are not broken."""
+    """Return the characters of the longest word in a label, since names do not wrap."""
     return max([10, *(len(word) for case in cases for word in case.label.split())])
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Where the time of the passes goes, mean over ranks, as shares."""
+    """Return the shares of the bins in the time of the passes, mean over ranks."""
     table = _table(
-        "Where the time of attention goes",
-        "shares of all passes of an iteration, means over workers; late: waiting for others",
+        "Time breakdown of attention",
+        "shares of all passes of an iteration, mean over workers; late: waiting for late peers; "
+        "exposed: communication that nothing overlaps",
     )
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     if names:
-        table.add_column("run", no_wrap=True)  # what is typed to see it again
+        table.add_column("run", no_wrap=True)  # users copy it to show the run again
     table.add_column("case", min_width=_longest_word(cases))
     table.add_column("ms", justify="right", no_wrap=True)
     for name in used:
@@ -151,28 +161,28 @@ def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Tabl
 
 
 def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> RenderableType:
-    """What `summary_table` and `bins_table` say, in sentences that wrap: for narrow terminals."""
+    """Return `summary_table` and `bins_table` as sentences that wrap, for narrow terminals."""
     lines: list[RenderableType] = []
     for i, case in enumerate(cases):
         name = f"{names[i]}: " if names else ""
         lines.append(
             Text(
-                f"{name}{case.label}{' (partial)' if case.partial else ''}, {case.samples} sample{'s' * (case.samples != 1)}",
+                f"{name}{case.label}{' (partial)' if case.partial else ''}, "
+                f"{case.samples} sample{'s' * (case.samples != 1)}",
                 style="bold",
             )
         )
         for degree in ("worker", "step"):
-            time, work = (spread(getattr(of, degree)) for of in (case.time, case.work))
-            lines.append(Text(f"  {degree} imbalance {time} of time, {work} of work"))
+            time, work = (spread(getattr(degrees, degree)) for degrees in (case.time, case.work))
+            lines.append(Text(f"  {degree} imbalance: time {time}, work {work}"))
         passes = ", ".join(
-            f"{direction} {ms(of.duration.mean)}{_bare(case, direction)}"
-            for direction, of in case.passes.items()
+            f"{direction} {ms(analysis.duration.mean)}{_bare(case, direction)}"
+            for direction, analysis in case.passes.items()
         )
-        lines.append(Text(f"  ms of a layer's pass: {passes}"))
+        lines.append(Text(f"  pass of a layer, ms: {passes}"))
+        ratio = case.computation
         lines.append(
-            Text(
-                f"  computed {case.computation.step.mean:.1%} in steps, {case.computation.total.mean:.1%} in all"
-            )
+            Text(f"  computed {ratio.step.mean:.1%} per step, {ratio.total.mean:.1%} total")
         )
         whole = float(case.passes_ms[:, case.present].sum(0).mean())
         parts = [
@@ -181,27 +191,31 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
             if whole and case.bin_ms(bin) >= _LEAST * whole
         ]
         lines.append(
-            Padding(f"{ms(whole)} ms an iteration: {', '.join(parts)}", (0, 0, 0, 2), expand=False)
+            Padding(f"{ms(whole)} ms per iteration: {', '.join(parts)}", (0, 0, 0, 2), expand=False)
         )
-    caption = f"{_over(cases)} 1 is perfect; late: waiting for others; exposed: for a link{_of_bare(cases)}"
+    caption = (
+        f"{_imbalance_note(cases)} 1 is perfect; late: waiting for late peers; "
+        f"exposed: communication that nothing overlaps{_bare_note(cases)}"
+    )
     return Group(*lines, Text(caption, style="dim italic"))
 
 
 def causes_text(case: CaseAnalysis) -> RenderableType:
-    """Why workers wait, dearest first."""
+    """Return why workers wait, the costliest cause first."""
     if case.workers == 1:
-        return Text("One worker: nobody waits.")
+        return Text(ONE_WORKER)
     if not case.causes:
-        return Text("Nobody waits for more than half a per cent of the time.")
+        return Text(NO_CAUSES)
     return Group(*(Text(f"{i}. {cause.text}") for i, cause in enumerate(case.causes, 1)))
 
 
 def heat_map(
     case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: str = ""
 ) -> RenderableType:
-    """name: of the run, where there are several.
+    """Return a map of attention ms: workers down, steps across.
 
-    ms of attention, workers down and steps across, in shades that show without colours too."""
+    The shades also show without colours. name: the run, if there are several.
+    """
     whole = case.passes[direction].attention
     table, folded = fold(whole, cells)
     top = float(table.max(initial=0)) or 1.0
@@ -219,19 +233,25 @@ def heat_map(
             line.append(SHADES[level] * 2, style=_COLOURS[level])
         line.append(f" {ms(float(whole[first : last + 1].sum(1).max()))}")
         lines.append(line)
-    caption = f"{'':>8} steps 0-{whole.shape[1] - 1} across; {SHADES[-1] * 2} = {ms(top)} ms in a step; right: ms of the worker"
+    caption = (
+        f"{'':>8} steps 0-{whole.shape[1] - 1} across; {SHADES[-1] * 2} = {ms(top)} ms in a step; "
+        "right: total ms of the worker"
+    )
     if folded:
-        caption += f"\n{'':>8} each cell is the largest of {per_worker} workers x {per_step} steps"
-    of_run = f"{name}, " if name else ""
+        caption += f"\n{'':>8} each cell is the maximum of {per_worker} workers x {per_step} steps"
+    run = f"{name}, " if name else ""
     return Group(
-        Text(f"{of_run}{case.label}, {direction}: attention of worker and step", style="bold"),
+        Text(f"{run}{case.label}, {direction}: attention by worker and step", style="bold"),
         *lines,
         Text(caption, style="dim"),
     )
 
 
 def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
-    """A table of at most cells x cells: the largest of each group of neighbours. -> also whether it had to be."""
+    """Shrink a table to at most cells x cells: each cell is the maximum of a group of neighbours.
+
+    Also returns whether it shrank.
+    """
     whole = table.shape
     for axis in (0, 1):
         size = -(-table.shape[axis] // cells)
@@ -253,11 +273,11 @@ TRAINING = (
 
 
 def training_table(sources: Sequence[ReportSource]) -> Table:
-    """One row a training run."""
+    """One row per training run."""
     table = _table("Training", "medians of all steps but the first")
-    several = len(sources) > 1  # of one the line above has the name
+    several = len(sources) > 1  # a single run is named in the line above
     for heading in (*(("run",) if several else ()), *TRAINING):
-        # Broken where it reads well: a narrow terminal would break it anywhere.
+        # Break it here; a narrow terminal would break it anywhere.
         shown = heading.replace("s/GPU", "s\n/GPU")
         table.add_column(shown, justify="left" if heading == "run" else "right", overflow="fold")
     for source in sources:
@@ -266,7 +286,10 @@ def training_table(sources: Sequence[ReportSource]) -> Table:
 
 
 def positions_table(sources: Sequence[ReportSource]) -> Table | None:
-    """Held-out losses by how many earlier tokens a token sees: of one run its first and last evaluation, of several the last of each."""
+    """Return held-out losses by context, that is the number of earlier tokens.
+
+    One run: its first and last evaluation. Several runs: the last of each.
+    """
     evaluated = [source for source in sources if source.evaluations]
     if not evaluated:
         return None
@@ -277,7 +300,7 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
     tokens = {(b.begin, b.end): b.tokens for b in last.buckets}
     table = _table(
         "Held-out loss by context",
-        f"nats a token, over {last.sequences} sequences that were never trained on",
+        f"nats per token, over {last.sequences} sequences not in the training data",
     )
     for heading in ("earlier tokens", "tokens"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -303,7 +326,10 @@ def positions_table(sources: Sequence[ReportSource]) -> Table | None:
 
 
 def training_row(source: ReportSource) -> list[str]:
-    """In the order of `TRAINING`. Medians leave the first step out, which also compiles and fills caches."""
+    """Return the cells in the order of `TRAINING`.
+
+    Medians skip the first step, which also compiles and fills caches.
+    """
     steps = source.metrics
     rest = steps[1:] or steps
 
@@ -311,13 +337,12 @@ def training_row(source: ReportSource) -> list[str]:
         values = [value for value in (getattr(step, name) for step in rest) if value is not None]
         return statistics.median(values) if values else None
 
-    # The dense first steps of a sparse run have an MFU that says nothing about the run.
+    # The MFU of the dense first steps of a sparse run does not describe the run.
     mfu = median("mfu_model") if all(step.mfu_model is not None for step in rest) else None
     hfu, density = median("mfu_executed"), median("density")
     speed, seconds = median("tokens_per_second_per_gpu"), median("seconds")
-    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [
-        None
-    ]  # a step without labels has none
+    # A step without labels has no loss.
+    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [None]
     peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
     return [
         str(steps[-1].step),
@@ -332,18 +357,14 @@ def training_row(source: ReportSource) -> list[str]:
     ]
 
 
-SPARE_OF_TRAINING = (
-    "peak GiB",
-    "density",
-    "MFU",
-    "s / step",
-)  # what a narrow terminal does without
+# Columns that a narrow terminal drops, in this order.
+SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")
 SPARE_OF_COMPARISON = ("first",)
-SPARE_OF_SHIPPED = ("waits\nms", "density")  # what a narrow terminal does without
+SPARE_OF_SHIPPED = ("waits\nms", "density")
 
 
 def shipped_table(document: dict[str, Any]) -> Table:
-    """The cases of a recorded profile of the older kind."""
+    """Return the cases of a shipped profile of the older kind."""
     table = _table(
         f"{document.get('hardware', '')}, {document.get('date', '')}",
         str(document.get("note") or ""),
@@ -377,13 +398,16 @@ def shipped_table(document: dict[str, Any]) -> Table:
 
 
 def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Means over heads. The share of what the document mask allows has a column of its own only where it is not the density."""
+    """Return means over heads; "of mask" has a column only where it differs from the density."""
     masked = any(abs(r["of_mask"] - r["density"]) >= 5e-5 for r in rows)
-    caption = "means over heads; recall: of sampled queries that were not probed; worst: the least of any; density: of all causal pairs"
+    caption = (
+        "means over heads; recall: mine sampled queries that the pattern does not probe; "
+        "worst: mine the worst query; density: mine all causal pairs"
+    )
     table = Table(
         title=title,
         title_justify="left",
-        caption=caption + ("; of mask: of those inside a document" if masked else ""),
+        caption=caption + ("; mine mask: mine the pairs inside documents" if masked else ""),
         caption_justify="left",
         box=SIMPLE,  # without borders it fits 60 columns
         padding=(0, 1, 0, 0),
@@ -402,26 +426,26 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
         (str(layer), [r for r in rows if r["layer"] == layer])
         for layer in sorted({r["layer"] for r in rows})
     ]
-    for name, of in [*groups, ("all", list(rows))]:
+    for name, mine in [*groups, ("all", list(rows))]:
         table.add_row(
             name,
-            f"{statistics.fmean(r['recall'] for r in of):.4f}",
-            f"{min(r['worst'] for r in of):.3f}",
-            f"{statistics.fmean(r['density'] for r in of):.2%}",
-            *((f"{statistics.fmean(r['of_mask'] for r in of):.2%}",) if masked else ()),
-            f"{statistics.fmean(r['slashes'] for r in of):.1f}",
-            f"{statistics.fmean(r['columns'] for r in of):.0f}",
+            f"{statistics.fmean(r['recall'] for r in mine):.4f}",
+            f"{min(r['worst'] for r in mine):.3f}",
+            f"{statistics.fmean(r['density'] for r in mine):.2%}",
+            *((f"{statistics.fmean(r['of_mask'] for r in mine):.2%}",) if masked else ()),
+            f"{statistics.fmean(r['slashes'] for r in mine):.1f}",
+            f"{statistics.fmean(r['columns'] for r in mine):.0f}",
             end_section=name == groups[-1][0],
         )
     return table
 
 
 def compare_table(sources: Sequence[ReportSource]) -> Table | None:
-    """Every run against the first; None where they have nothing in common."""
+    """Compare every run with the first; None if they share no figure."""
     rows = comparison(sources)
     if not rows:
         return None
-    table = _table(f"Against {sources[0].name}", f"{NOISE[0].lower()}{NOISE[1:]}")
+    table = _table(f"Compared with {sources[0].name}", f"{NOISE[0].lower()}{NOISE[1:]}")
     for heading in ("run", "case", "what", "first", "this", "difference", "noise"):
         table.add_column(
             heading,
@@ -449,21 +473,24 @@ def compare_table(sources: Sequence[ReportSource]) -> Table | None:
 
 
 def incomparable(sources: Sequence[ReportSource]) -> list[str]:
-    """Warnings, a line each: what makes the times of several runs say less of their settings. Missing facts are not compared."""
-    found = []
-    for what, of in (("workers", _workers_of), ("machines", _machine_of)):
-        values = [(source.name, of(source)) for source in sources]
+    """Return warnings about facts other than settings that differ between runs.
+
+    Missing facts are not compared.
+    """
+    warnings = []
+    for fact, value_of in (("workers", _workers_of), ("machines", _machine_of)):
+        values = [(source.name, value_of(source)) for source in sources]
         known = [(name, value) for name, value in values if value]
         if len({value for _, value in known}) > 1:
             listed = "; ".join(f"{name}: {value}" for name, value in known)
-            found.append(
-                f"the runs differ in {what} ({listed}): their times do not compare settings alone"
+            warnings.append(
+                f"the runs differ in {fact} ({listed}): settings alone do not explain their times"
             )
-    return found
+    return warnings
 
 
 def _workers_of(source: ReportSource) -> str:
-    told = [
+    candidates = [
         source.summary.get("workers"),
         (source.step or {}).get("workers"),
         source.settings.get("topology.workers"),
@@ -471,13 +498,13 @@ def _workers_of(source: ReportSource) -> str:
     # `auto` means one worker per GPU, or two processes on a CPU.
     gpus = len(source.facts.get("gpus") or [])
     return next(
-        (str(value) for value in told if isinstance(value, int)),
-        str(gpus or 2) if "auto" in told else "",
+        (str(value) for value in candidates if isinstance(value, int)),
+        str(gpus or 2) if "auto" in candidates else "",
     )
 
 
 def _machine_of(source: ReportSource) -> str:
-    """Kind of GPU, and host; a prediction is for the cluster that it names."""
+    """Return GPU model and host; for a prediction, its cluster."""
     if isinstance(source.summary.get("cluster"), dict):
         return source.where
     gpus, host = source.facts.get("gpus") or [], source.facts.get("host")
@@ -485,7 +512,7 @@ def _machine_of(source: ReportSource) -> str:
 
 
 def recording_cost(summary: dict[str, Any]) -> str | None:
-    """What records cost of an iteration, from the summary of a profile; a difference that chance explains is not shown as a cost."""
+    """Return the cost of recording, from a profile's summary; None if it has none."""
     overhead = summary.get("overhead")
     if not isinstance(overhead, int | float):
         return None
@@ -495,19 +522,22 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
         if (times := case.get("iteration_ms"))
     ]
     if not plain or min(map(len, plain)) < 2:
-        return "cost unknown: one sample with records and one without"
+        return "cost unknown: only one iteration with and one without recording"
     noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)
-    apart = f"iterations without records differ by up to {noise:.1%}"
+    variation = f"iterations without recording vary by up to {noise:.1%}"
     return (
-        f"cost within noise ({apart})"
+        f"cost within noise ({variation})"
         if overhead <= noise
-        else f"costs {overhead:.1%} of an iteration ({apart})"
+        else f"costs {overhead:.1%} of an iteration ({variation})"
     )
 
 
 @dataclass(frozen=True)
 class RatioComparison:
-    """One figure of a run against that of the first. noise: half the width of the band around 1 in which the ratio may lie by chance."""
+    """One figure of a run and of the first run.
+
+    noise: half the width of the band around 1 in which the ratio may lie by chance
+    """
 
     run: str
     case: str
@@ -532,7 +562,7 @@ class RatioComparison:
 
     @property
     def difference(self) -> str:
-        """The change, where it is more than noise."""
+        """The change if it exceeds the noise, else why not."""
         if self.verdict in ("more", "less"):
             return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{self.ratio - 1:+.1%}"
         return "unknown" if not np.isfinite(self.noise) else self.verdict
@@ -543,7 +573,10 @@ class RatioComparison:
 
 
 def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
-    """Figures that a later run shares with the first: of cases with the same label, or of the only case of each."""
+    """Compare the figures that later runs share with the first run.
+
+    Compares cases with equal labels, or the only case of each run.
+    """
     first = sources[0]
     rows: list[RatioComparison] = []
     for other in sources[1:]:
@@ -551,7 +584,7 @@ def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
         if not pairs and len(first.cases) == len(other.cases) == 1:
             pairs = [(first.cases[0], other.cases[0])]
         for a, b in pairs:
-            label = a.label if a.label == b.label else f"{b.label} against {a.label}"
+            label = a.label if a.label == b.label else f"{b.label} vs. {a.label}"
             rows += _compared(other.name, label, _figures(a), _figures(b))
         if first.metrics and other.metrics:
             rows += _compared(
@@ -576,25 +609,20 @@ def _compared(
 
 
 def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
-    found = {f"{name} ms": p.duration for name, p in case.passes.items()}
-    found["worker imbalance, time"], found["step imbalance, time"] = (
-        case.time.worker,
-        case.time.step,
-    )
-    found["worker imbalance, work"], found["step imbalance, work"] = (
-        case.work.worker,
-        case.work.step,
-    )
-    found["computed, in steps"], found["computed, in all"] = (
-        case.computation.step,
-        case.computation.total,
-    )
-    found["iteration ms"] = case.iteration_ms
-    return found
+    return {
+        **{f"{name} ms": p.duration for name, p in case.passes.items()},
+        "worker imbalance, time": case.time.worker,
+        "step imbalance, time": case.time.step,
+        "worker imbalance, work": case.work.worker,
+        "step imbalance, work": case.work.step,
+        "computation ratio, per step": case.computation.step,
+        "computation ratio, total": case.computation.total,
+        "iteration ms": case.iteration_ms,
+    }
 
 
 def _training_figures(source: ReportSource) -> dict[str, Estimate]:
-    """The last losses are means of the last tenth of the steps, and their noise is the spread of these."""
+    """Return the figures of a training run; the last loss is the mean of the last 10% of steps."""
     metrics: Sequence[StepMetrics] = source.metrics
     rest = metrics[1:] or metrics
     ends = metrics[-max(1, len(metrics) // 10) :]
@@ -609,7 +637,7 @@ def _training_figures(source: ReportSource) -> dict[str, Estimate]:
 
 
 def _rate(steps: Sequence[StepMetrics]) -> Estimate:
-    """Tokens of all steps over their time. A mean of the rates of steps would count slow ones too little."""
+    """Return tokens of all steps over their time; a mean of rates would underweight slow steps."""
     rates = np.array([m.tokens_per_second_per_gpu for m in steps])
     seconds = np.array([m.seconds for m in steps])
     mean = (
@@ -620,20 +648,26 @@ def _rate(steps: Sequence[StepMetrics]) -> Estimate:
     return replace(Estimate.of(rates), mean=mean)
 
 
-# --- sheets -------------------------------------------------------------------------------------------------------------------------
+# --- sheets -----
 
 
 def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
-    """One for each kind of table that has rows."""
-    found = [
-        summary_sheet(sources), steps_sheet(sources), bins_sheet(sources), layers_sheet(sources), causes_sheet(sources),
-        training_sheet(sources), positions_sheet(sources), compare_sheet(sources),
-    ]  # fmt: skip
-    return [sheet for sheet in found if sheet.rows]
+    """Return one sheet per kind of table that has rows."""
+    makers = (
+        summary_sheet,
+        steps_sheet,
+        bins_sheet,
+        layers_sheet,
+        causes_sheet,
+        training_sheet,
+        positions_sheet,
+        compare_sheet,
+    )
+    return [sheet for make in makers if (sheet := make(sources)).rows]
 
 
 def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    """One row a case and direction; `both` is the mean of forward and backward."""
+    """One row per case and direction; `both` is the mean of forward and backward."""
     columns = [
         "run",
         "case",
@@ -667,7 +701,7 @@ def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
         facts = case.facts
         about = [facts.get(key) for key in ("layout", "exchange", "pattern", "kernel", "seq")]
         both: list[tuple[str, CaseAnalysis | PassAnalysis]] = [("both", case), *case.passes.items()]
-        for name, found in both:
+        for name, analysis in both:
             row: list[Any] = [
                 source.name,
                 case.label,
@@ -679,27 +713,27 @@ def summary_sheet(sources: Sequence[ReportSource]) -> Sheet:
                 case.iterations,
                 case.partial,
             ]
-            for degrees in (found.time, found.work):
+            for degrees in (analysis.time, analysis.work):
                 for one in (degrees.worker, degrees.step, degrees.total, degrees.critical):
                     row += [one.mean, one.std]
-            for one in (found.computation.step, found.computation.total):
+            for one in (analysis.computation.step, analysis.computation.total):
                 row += [one.mean, one.std]
-            if isinstance(found, CaseAnalysis):
+            if isinstance(analysis, CaseAnalysis):
                 row += [sum(p.duration.mean for p in case.passes.values()), None, None, None, None]
             else:
                 row += [
-                    found.duration.mean,
-                    found.duration.std,
-                    found.p50,
-                    found.p95,
-                    found.longest,
+                    analysis.duration.mean,
+                    analysis.duration.std,
+                    analysis.p50,
+                    analysis.p95,
+                    analysis.longest,
                 ]
             rows.append(tuple(row))
     return Sheet("summary", tuple(columns), rows)
 
 
 def steps_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    """One row a case, direction, worker and step."""
+    """One row per case, direction, worker and step."""
     columns = (
         "run",
         "case",
@@ -715,16 +749,16 @@ def steps_sheet(sources: Sequence[ReportSource]) -> Sheet:
     )
     rows: list[tuple[Any, ...]] = []
     for source, case in _cases(sources):
-        for name, found in case.passes.items():
+        for name, analysis in case.passes.items():
             tables = (
-                found.attention,
-                found.elapsed,
-                found.late,
-                found.exposed,
-                found.pairs,
-                found.blocks,
+                analysis.attention,
+                analysis.elapsed,
+                analysis.late,
+                analysis.exposed,
+                analysis.pairs,
+                analysis.blocks,
             )
-            workers, steps = found.attention.shape
+            workers, steps = analysis.attention.shape
             for worker in range(workers):
                 for step in range(steps):
                     rows.append(
@@ -741,7 +775,7 @@ def steps_sheet(sources: Sequence[ReportSource]) -> Sheet:
 
 
 def bins_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    """ms of every rank in an iteration; the bins fill pass_ms."""
+    """One row per case, direction and rank: ms of an iteration; the bins add up to pass_ms."""
     rows = []
     for source, case in _cases(sources):
         for d, name in enumerate(case.directions):
@@ -761,7 +795,7 @@ def bins_sheet(sources: Sequence[ReportSource]) -> Sheet:
 
 
 def layers_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    """ms by layer: the pass of the slowest worker, and means over workers."""
+    """One row per layer: ms of the slowest worker's pass, and means over workers."""
     rows = [
         (
             s.name,
@@ -774,8 +808,8 @@ def layers_sheet(sources: Sequence[ReportSource]) -> Sheet:
             row["exposed_ms"],
         )
         for s, c in _cases(sources)
-        for name, found in c.passes.items()
-        for row in found.layers
+        for name, analysis in c.passes.items()
+        for row in analysis.layers
     ]
     return Sheet(
         "layers",
@@ -815,7 +849,7 @@ def training_sheet(sources: Sequence[ReportSource]) -> Sheet:
 
 
 def positions_sheet(sources: Sequence[ReportSource]) -> Sheet:
-    """One row a run, evaluation and bucket."""
+    """One row per run, evaluation and bucket."""
     rows = [
         (source.name, e.step, e.attention, bucket.begin, bucket.end, bucket.tokens, bucket.loss)
         for source in sources
@@ -835,7 +869,7 @@ def compare_sheet(sources: Sequence[ReportSource]) -> Sheet:
     )
 
 
-# --- words --------------------------------------------------------------------------------------------------------------------------
+# --- words -----
 
 
 def _cases(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, CaseAnalysis]]:
@@ -853,10 +887,10 @@ def _table(title: str, caption: str) -> Table:
     )
 
 
-def _over(cases: Sequence[CaseAnalysis]) -> str:
+def _imbalance_note(cases: Sequence[CaseAnalysis]) -> str:
     several = any(case.samples > 1 for case in cases)
     over = "mean ± standard deviation over n samples" if several else "of one sample"
-    return f"imbalance degree: largest over mean, {over};"
+    return f"imbalance degree: max over mean, {over};"
 
 
 def spread(value: Estimate) -> str:
@@ -864,7 +898,7 @@ def spread(value: Estimate) -> str:
 
 
 def ms(value: float) -> str:
-    """Three digits."""
+    """Format milliseconds with three digits."""
     if value == 0 or not np.isfinite(value):
         return "0" if value == 0 else "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

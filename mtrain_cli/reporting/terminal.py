@@ -16,10 +16,10 @@ from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.terminal_width import limit, print_table, say
 
-PIPED = 100  # columns of a table that goes to no terminal
+PIPED = 100  # columns of a table that does not go to a terminal
 NARROW = 98  # columns that tables need at least
 WIDEST = 400
-FIGURES = 3  # heat maps; the page has all
+FIGURES = 3  # heat maps; report.html has all
 
 
 def make_console() -> Console:
@@ -30,7 +30,7 @@ def make_console() -> Console:
 
 
 def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
-    """Tables, some heat maps, and why workers wait."""
+    """Print tables, some heat maps, and why workers wait."""
     whole, sources = sources, _numbered(console, sources)
     for given, source in zip(whole, sources, strict=True):
         number = "" if source.name == given.name else f"{source.name} "
@@ -47,8 +47,8 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
         if source.steps:
             print_table(console, sweep_table(source.steps), SPARE)
             say(console, LEGEND, style="dim")
-            for why in why_not(source.steps):
-                say(console, f"cannot be: {why}", style="dim")
+            for reason in why_not(source.steps):
+                say(console, f"impossible: {reason}", style="dim")
         if source.sparsity:
             show_sparsity(console, source.sparsity)
     for line in tables.incomparable(sources):
@@ -88,7 +88,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
         console.print()
     if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
         console.print(
-            f"maps of {len(shown)} of {many} cases; report.html has all, of both passes",
+            f"showing {len(shown)} of {many} heat maps; report.html has all, for both passes",
             style="dim",
             soft_wrap=True,
         )
@@ -102,7 +102,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
 
 
 def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """A table for each pattern, of the first and of the last measured step."""
+    """Print a table per pattern, for the first and the last measured step."""
     steps = sorted({row["step"] for row in rows})
     for pattern in dict.fromkeys(row["pattern"] for row in rows):
         for step in dict.fromkeys((steps[0], steps[-1])):
@@ -112,7 +112,10 @@ def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbered(console: Console, sources: Sequence[ReportSource]) -> list[ReportSource]:
-    """The same, with numbers for names where names would fill the tables. The line that begins each says which number is whose."""
+    """Replace names by numbers if they are too long for the tables.
+
+    The line above each source's tables gives its number and name.
+    """
     width = limit(console)
     if (
         width is None
@@ -133,9 +136,9 @@ def _samples(source: ReportSource) -> str:
     most = max(source.cases, key=lambda case: case.samples)
     layers = len(most.layers)
     times, many = most.samples // max(1, layers), layers > 1
-    said = (
+    recorded = (
         f"{times} iteration{'s' * (times != 1)} of {layers} layers"
         if many
         else f"{most.samples} sample{'s' * (most.samples != 1)}"
     )
-    return f"{said}{' of each case' * (len(source.cases) > 1)}"
+    return f"{recorded}{' of each case' * (len(source.cases) > 1)}"

@@ -1,4 +1,4 @@
-"""Tables and sentences at the width of the terminal: a pipe gets every column and one line a sentence."""
+"""Fit tables and sentences to the terminal. A pipe gets all columns and one line per sentence."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ _WIDEST = 400  # characters
 
 
 def number(value: float, digits: int = 3) -> str:
-    """With so many digits, and never as 1.28e+03."""
+    """Format with ``digits`` significant digits, never as 1.28e+03."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
 
 
 def limit(console: Console) -> int | None:
-    """Characters of a line; None for a pipe or a file, where nobody said any."""
+    """Return the characters of a line; None for a pipe or file without COLUMNS."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
 def say(console: Console, line: str, indent: int = 0, style: str | None = None) -> None:
-    """A sentence, broken between words; the lines after the first are indented."""
+    """Print a sentence, wrapped between words; continuation lines are indented."""
     width = limit(console)
     if width is not None:
         line = textwrap.fill(
-            line, max(width, 2 * indent), subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
-        )  # fmt: skip
+            line,
+            max(width, 2 * indent),
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     console.print(line, style=style, soft_wrap=True)
 
 
 def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> None:
-    """A table whose words may wrap and whose numbers never do. Where that is still too wide columns are left out, and a line tells which.
+    """Print a table. Words may wrap, numbers never do.
 
-    spare: headings of what can be left out, in this order.
+    If it is still too wide, drops columns and prints a line that names them.
+
+    Args:
+        spare: headings of columns that may be dropped, in this order.
     """
     wide = Console(file=console.file, highlight=False, width=_WIDEST)
     width = limit(console)
@@ -50,7 +57,7 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
 def fitted(
     table: Table, width: int | None, spare: Sequence[str] = ()
 ) -> tuple[Table, int, list[str]]:
-    """-> the table as `print_table` shows it at that width, the characters that it needs, and the headings of what is left out."""
+    """Return the table as `print_table` shows it, its width and the dropped headings."""
     whole = Console(width=_WIDEST).measure(table).maximum
     left_out: list[str] = []
     if width is None or whole <= width:
@@ -66,17 +73,21 @@ def fitted(
 
 
 def without(left_out: Sequence[str]) -> str:
-    """What is said below a table that has lost columns."""
+    """Return the line below a table with dropped columns."""
     names = ", ".join(" ".join(name.split()) for name in left_out)
-    return f"for want of width without: {names}; a wider terminal or --json has them"
+    return f"columns dropped to fit: {names}; widen the terminal or use --json to see them"
 
 
 def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, int]:
-    """-> the same without some of the columns, with headings that are broken where they read well and words wrapped, and its characters."""
-    found = Table(
-        title=table.title, title_justify=table.title_justify, caption=table.caption, caption_justify=table.caption_justify, box=table.box,
+    """Return the table without some columns, with wrapped headings and words, and its width."""
+    narrow = Table(
+        title=table.title,
+        title_justify=table.title_justify,
+        caption=table.caption,
+        caption_justify=table.caption_justify,
+        box=table.box,
         padding=0,
-    )  # fmt: skip
+    )
     kept = [column for column in table.columns if column.header not in left_out]
     columns = [[str(cell) for cell in column.cells] for column in kept]
     headings = [
@@ -86,29 +97,31 @@ def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, i
         [line for text in (heading, *cells) for line in text.splitlines()]
         for heading, cells in zip(headings, columns, strict=True)
     ]
-    widths = [max(map(len, of), default=0) for of in lines]
-    words = [max((len(word) for line in of for word in line.split()), default=0) for of in lines]
+    widths = [max(map(len, texts), default=0) for texts in lines]
+    words = [
+        max((len(word) for line in texts for word in line.split()), default=0) for texts in lines
+    ]
     least = [
         w if c.justify == "right" else word for w, word, c in zip(widths, words, kept, strict=True)
     ]
-    between = len(kept) + 1  # a space on either side of each
-    # The widest column of words gives way first.
+    between = len(kept) + 1  # a space before and after each column
+    # Shrink the widest column of words first.
     while sum(widths) + between > width and (
         wider := [i for i, w in enumerate(widths) if w > least[i]]
     ):
         widths[max(wider, key=lambda i: widths[i])] -= 1
     for column, heading, of_column in zip(kept, headings, widths, strict=True):
-        found.add_column(heading, justify=column.justify, width=of_column)
-    # The cells themselves, not their words: they keep their colours.
+        narrow.add_column(heading, justify=column.justify, width=of_column)
+    # Take the cells, not their text, to keep colours.
     for row, cells in zip(
         table.rows, zip(*(column.cells for column in kept), strict=True), strict=True
     ):
-        found.add_row(*cells, style=row.style, end_section=row.end_section)
-    return found, sum(widths) + between
+        narrow.add_row(*cells, style=row.style, end_section=row.end_section)
+    return narrow, sum(widths) + between
 
 
 def _broken(heading: str, cells: Sequence[str]) -> str:
-    """A heading no wider than its cells, as far as its words allow."""
+    """Break a heading to the width of its cells, as far as its words allow."""
     if "\n" in heading:
         return heading
     heading = heading.replace("s/GPU", "s\n/GPU")

@@ -1,7 +1,8 @@
-"""Records as a trace: `trace.json` for Perfetto and chrome://tracing, and one file a rank for HolisticTraceAnalysis.
+"""Records as traces: `trace.json` for Perfetto and chrome://tracing, a file per rank for HTA.
 
-A process is a rank. Its first thread is the stream that computes; the others are the links, one lane for every message under way at once.
-An arrow leads from the send of a shard to its arrival. Every row but gaps and waits of no length is a slice, so that slices and rows agree.
+HTA is HolisticTraceAnalysis. Each rank is a process. Its first thread is the computing stream; the
+others are the links, one lane per concurrent message. An arrow leads from the send of a shard to
+its arrival. Every row is one slice, except gaps and waits of zero length.
 """
 
 from __future__ import annotations
@@ -18,21 +19,28 @@ import pandas
 from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
 from mtrain_cli.profiling.records import ROW, as_frame
 
-MOST_ROWS = 400_000  # what a browser still opens; beyond that only some layers are drawn
+MOST_ROWS = 400_000  # a browser opens this many; beyond, only some layers are drawn
 FOLDER = "trace"
 _COMPUTE = 0
 _LANES = 100  # thread numbers of a link
 
 
 def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
-    """rows: of dtype `records.ROW`, one iteration of every case -> slices. Beside the file, in a folder, the same by rank."""
+    """Write the trace, and next to it a folder with one trace per rank.
+
+    Args:
+        rows: one iteration of every case, of dtype `records.ROW`.
+
+    Returns:
+        The number of slices.
+    """
     rows = _drawn(rows)
-    found = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
-    events = list(_events(found, summary))
+    frame = _in_order(as_frame({name: rows[name] for name in ROW.names or ()}))
+    events = list(_events(frame, summary))
     info = {
         "mtrain": {
             "cases": [case["label"] for case in summary["cases"]],
-            "layers": sorted(map(int, set(found.layer) - {-1})),
+            "layers": sorted(map(int, set(frame.layer) - {-1})),
         }
     }
     _write(path, {"displayTimeUnit": "ms", "otherData": info}, events)
@@ -50,7 +58,7 @@ def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
 
 
 def _drawn(rows: np.ndarray) -> np.ndarray:
-    """Without gaps, and of some layers if there are too many."""
+    """Drop gaps, and layers if there are too many rows."""
     rows = rows[rows["phase"] != KINDS.index(GAP)]
     if len(rows) > MOST_ROWS:
         layers = np.unique(rows["layer"][rows["layer"] >= 0])
@@ -61,7 +69,7 @@ def _drawn(rows: np.ndarray) -> np.ndarray:
 
 
 def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """`start_us` goes on from one case to the next."""
+    """Put the cases one after the other in time."""
     begin = 0.0
     for case in sorted(set(rows.case)):
         mine = rows.case == case
@@ -100,14 +108,23 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
         if row.phase in COMPUTING and not row.dur_us > 0:
             continue
         yield {
-            "ph": "X", "cat": _category(row.phase), "name": _name(row), "pid": int(row.rank), "tid": int(row.tid),
-            "ts": round(row.start_us, 3), "dur": round(float(row.dur_us), 3), "args": _arguments(row, cases),
-        }  # fmt: skip
+            "ph": "X",
+            "cat": _category(row.phase),
+            "name": _name(row),
+            "pid": int(row.rank),
+            "tid": int(row.tid),
+            "ts": round(row.start_us, 3),
+            "dur": round(float(row.dur_us), 3),
+            "args": _arguments(row, cases),
+        }
     yield from _arrows(rows)
 
 
 def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
-    """For HolisticTraceAnalysis: what computes and what is under way is work of a stream, and messages are told by a name like NCCL's."""
+    """Turn a slice into a kernel of a stream, as HTA expects.
+
+    HTA recognises communication by names like those of NCCL's kernels.
+    """
     if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
         return event
     name = f"ncclKernel {event['name']}" if event["cat"] == "message" else event["name"]
@@ -138,7 +155,7 @@ def _name(row: Any) -> str:
 
 
 def _arguments(row: Any, cases: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "case": cases[row.case],
         "iteration": int(row.iteration),
         "layer": int(row.layer),
@@ -146,21 +163,21 @@ def _arguments(row: Any, cases: Sequence[str]) -> dict[str, Any]:
     }
     for name in ("shard", "peer"):
         if getattr(row, name) >= 0:
-            found[name] = int(getattr(row, name))
+            arguments[name] = int(getattr(row, name))
     for name in ("blocks", "columns", "pairs", "bytes"):
         if getattr(row, name):
-            found[name] = int(getattr(row, name))
+            arguments[name] = int(getattr(row, name))
     if row.late_us > 0:
-        found["late_us"] = round(float(row.late_us), 3)
-    return found
+        arguments["late_us"] = round(float(row.late_us), 3)
+    return arguments
 
 
 def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """A lane for every interval, so that those of one lane do not overlap."""
+    """Assign each interval a lane, so that intervals of one lane do not overlap."""
     ends: list[float] = []
     lanes = np.zeros(len(start), np.int64)
     for at in np.argsort(start, kind="stable"):
-        # Times are written to the nanosecond.
+        # Times are written in nanoseconds, hence the margins.
         lane = next((lane for lane, end in enumerate(ends) if end <= start[at] + 1e-3), len(ends))
         if lane == len(ends):
             ends.append(0.0)
@@ -170,7 +187,7 @@ def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
-    """From the send of a shard to its arrival: the k-th between two ranks in a pass is the k-th that arrives."""
+    """Yield arrows from sends to arrivals: the k-th send of a shard matches its k-th arrival."""
     key = ["case", "iteration", "micro", "layer", "direction", "payload", "shard"]
     hops = rows[rows.phase.isin([SEND, RECEIVE]) & (rows.peer >= 0)].sort_values("start_us")
     sent, received = hops[hops.phase == SEND].copy(), hops[hops.phase == RECEIVE].copy()
@@ -215,7 +232,7 @@ def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict
 def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:
     draft = path.with_name(f".{path.name}.part")
     with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as file:
-        # Only events are many. HolisticTraceAnalysis finds a rank by a pattern that wants the space after the colon.
+        # Only the events are compact: HTA finds the rank by a pattern with a space after the colon.
         file.write(json.dumps(about)[:-1] + ', "traceEvents": ')
         json.dump(events, file, separators=(",", ":"))
         file.write("}")

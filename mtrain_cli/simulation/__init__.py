@@ -1,1 +1,1 @@
-"""What a plan costs, without running it: work counts, and what other layouts, exchanges and worker counts would give."""
+"""Count, price and play a plan without running it; replay recorded indices in other setups."""

@@ -1,8 +1,9 @@
-"""How long attention kernels take, from times that were measured: a fixed time a call, and a rate for the work of block diagonals and for
-that of single columns, forward and backward apart.
+"""Fit times of attention kernels to measurements.
 
-A kernel's efficiency grows with the work of a call, w / (w + w0): the fixed time is w0 at full speed. Errors are those of points that were
-left out of the fit, one after the other.
+A call takes a fixed time plus its work over a rate. Block diagonals and single columns have
+separate rates, as do forward and backward. A kernel's efficiency thus grows with the work w of a
+call as w / (w + w0), where w0 is the work of the fixed time at full speed. Errors are leave-one-out
+errors.
 """
 
 from __future__ import annotations
@@ -26,39 +27,48 @@ from mtrain_cli.simulation.program import FloatArray
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
-# What a call is given: whole intervals, a list of blocks under plain masks, or the block diagonals and columns of an index, together or
-# one of them alone.
+# Forms of a call: whole intervals; a list of blocks under plain masks; the block diagonals and the
+# columns of an index, together or only one of them.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-# What else of a step is measured (`profiling.non_attention_benchmark`), beside the passes of a layer and INDEX: the loss, with the
-# embedding.
+# Other measured parts of a step (`profiling.non_attention_benchmark`): the passes of a layer,
+# INDEX, and the loss with the embedding.
 LOSS = "loss"
 NON_ATTENTION_FILE = "non_attention"
 KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
 LOW, VALUE, HIGH = "low", "value", "high"
-# A GPU of which nothing is known: another's share of the peak, and how far time may be off it.
+# Bounds of a GPU that was not measured: its time may be off the estimate by these factors.
 UNKNOWN = (1 / 1.6, 2.0)
-_LEAST_ERROR = 0.05  # one GPU to another of the same kind
-_WAITS = 1.5  # so many times the share of large work, and it is the host that takes the time
-_NEAR = 0.5  # beyond what was measured, as a share of it, bounds stay as they are
+_LEAST_ERROR = 0.05  # from one GPU to another of the same kind
+_WAITS = 1.5  # above this many times the share of large work, the host sets the time
+_NEAR = 0.5  # bounds also hold up to this share beyond the measured range
 
 
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """One measured call. flop: of block diagonals or of everything that is dense, and of single columns; 1e12."""
+    """One measured call.
+
+    flop: 1e12 FLOP of block diagonals, or of all dense work.
+    column_flop: 1e12 FLOP of single columns.
+    ms: its time.
+    """
 
     flop: float
-    of_columns: float
+    column_flop: float
     ms: float
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Time of a call in ms: ``fixed_ms + tflop * ms_per_tflop + column_tflop * ms_per_column_tflop``.
+    """Time of a call: ``fixed_ms + tflop * ms_per_tflop + column_tflop * ms_per_column_tflop``.
 
-    fixed_bounds: what fixed_ms may be, where it is not as certain as the rest.
-    error: mean absolute error of points left out, a share. points: how many were measured. low, high: factors for bounds. scaled: the
-    device that was measured, where this is for another one; stands_for: the kernel or form, where it was another one. skips: whether work
-    is what an index leaves; otherwise it is all that the mask leaves.
+    error: mean absolute relative leave-one-out error.
+    points: number of measured points.
+    low, high: factors for the bounds.
+    fixed_bounds: bounds of fixed_ms, if it is less certain than the rest.
+    scaled: the measured device, if this curve is scaled to another one.
+    stands_for: the measured kernel or form, if it was another one.
+    skips: whether the kernel skips what an index leaves out; if not, work is all that the mask
+        leaves.
     """
 
     kernel: str
@@ -77,41 +87,44 @@ class Curve:
     skips: bool = True
 
     def us(
-        self, flop: np.ndarray, of_columns: np.ndarray | float = 0.0, bound: str = VALUE
+        self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
     ) -> FloatArray:
-        """flop: of calls, of everything but single columns. 0 where there is no work."""
+        """Return the us of calls; 0 where there is no work. flop: of all but single columns."""
         fixed = self.fixed_ms
         if self.fixed_bounds is not None and bound != VALUE:
             fixed = self.fixed_bounds[bound == HIGH]
         ms = (
             fixed
             + np.asarray(flop) * (self.ms_per_tflop / 1e12)
-            + np.asarray(of_columns) * (self.ms_per_column_tflop / 1e12)
+            + np.asarray(column_flop) * (self.ms_per_column_tflop / 1e12)
         )
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
-        return np.where(np.asarray(flop) + of_columns > 0, ms * 1e3 * factor, 0.0)
+        return np.where(np.asarray(flop) + column_flop > 0, ms * 1e3 * factor, 0.0)
 
     def efficiency(self, flop: float, peak: float) -> float:
-        """Share of the peak FLOP/s that a call of so much work reaches."""
+        """Return the share of the peak FLOP/s that a call with this much work reaches."""
         return flop / (float(self.us(np.array(flop))) / 1e6) / peak
 
 
 def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """-> fixed ms, ms of 1e12 FLOP, and of 1e12 FLOP of columns: none negative, with the least sum of squared relative errors."""
+    """Fit fixed ms, ms per 1e12 FLOP, and ms per 1e12 FLOP of columns.
+
+    None is negative; the sum of squared relative errors is the least.
+    """
     return fit_together([points])[0]
 
 
 def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
-    """`fit` of each form of calls to the same kernels: the time of a unit of work is theirs in common, the fixed time each form's own.
+    """`fit` several forms of calls to the same kernels: shared rates, a fixed time for each form.
 
-    Calls with diagonals and columns in about one proportion cannot tell what each of them takes, and small calls of one form alone do not
-    tell what large ones take; together they do.
+    Calls that mix diagonals and columns in one proportion cannot separate the two rates, and small
+    calls of one form cannot tell what large ones take. Together they can.
     """
-    rows = [(of_form, p) for of_form, points in enumerate(forms) for p in points]
+    rows = [(form_number, p) for form_number, points in enumerate(forms) for p in points]
     table = np.zeros((len(rows), len(forms) + 2))
-    for row, (of_form, p) in zip(table, rows, strict=True):
-        row[[of_form, -2, -1]] = np.array([1.0, p.flop, p.of_columns]) / p.ms
-    # One or two points say nothing of a fixed time.
+    for row, (form_number, p) in zip(table, rows, strict=True):
+        row[[form_number, -2, -1]] = np.array([1.0, p.flop, p.column_flop]) / p.ms
+    # Fewer than three points of a form cannot determine a fixed time.
     used = [
         i
         for i in range(table.shape[1])
@@ -120,28 +133,29 @@ def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[floa
     best, least = np.zeros(table.shape[1]), np.inf
     for number in range(1, len(used) + 1):
         for chosen in itertools.combinations(used, number):
-            found = np.zeros(table.shape[1])
-            found[list(chosen)] = np.linalg.lstsq(table[:, chosen], np.ones(len(rows)), rcond=None)[
-                0
-            ]
-            error = float(((table @ found - 1) ** 2).sum())
-            if (found >= 0).all() and error < least * (1 - 1e-9):
-                best, least = found, error
+            solution = np.zeros(table.shape[1])
+            solution[list(chosen)] = np.linalg.lstsq(
+                table[:, chosen], np.ones(len(rows)), rcond=None
+            )[0]
+            error = float(((table @ solution - 1) ** 2).sum())
+            if (solution >= 0).all() and error < least * (1 - 1e-9):
+                best, least = solution, error
     return [(float(fixed), float(best[-2]), float(best[-1])) for fixed in best[:-2]]
 
 
 def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
-    """Of each form the mean absolute error, a share, of every point as all others predict it."""
+    """Return the mean absolute relative leave-one-out error of each form."""
     means = []
-    for of_form, points in enumerate(forms):
+    for form_number, points in enumerate(forms):
         errors = []
         for i, left_out in enumerate(points):
             others = [list(p) for p in forms]
-            del others[of_form][i]
-            fixed, rate, of_columns = fit_together(others)[of_form]
+            del others[form_number][i]
+            fixed, rate, column_flop = fit_together(others)[form_number]
             errors.append(
                 abs(
-                    (fixed + left_out.flop * rate + left_out.of_columns * of_columns) / left_out.ms
+                    (fixed + left_out.flop * rate + left_out.column_flop * column_flop)
+                    / left_out.ms
                     - 1
                 )
             )
@@ -151,8 +165,11 @@ def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
 
 @dataclass(frozen=True)
 class NonAttentionPoint:
-    """One part of a step beside attention, as measured. size: tokens; of a layer, rows of a tile of its MLP. flop, moved: what is counted
-    for it (`simulation.non_attention_cost`). heads: of queries.
+    """One measured part of a step other than attention.
+
+    size: tokens; for a layer, rows of a tile of its MLP.
+    flop, moved: FLOP and bytes that `simulation.non_attention_cost` counts for it.
+    heads: query heads.
     """
 
     part: str
@@ -165,7 +182,7 @@ class NonAttentionPoint:
 
 @dataclass(frozen=True)
 class NonAttentionTimes:
-    """What a step computes beside attention, as it was measured on such a GPU. dtype: of its products."""
+    """Measured parts of a step other than attention, on one device. dtype: of matrix products."""
 
     points: tuple[NonAttentionPoint, ...]
     dtype: str = "bfloat16"
@@ -177,15 +194,19 @@ class NonAttentionTimes:
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """How many times as long as expected a part takes, in between by the logarithm of what is expected, and whether as much was
-        measured. expected: us, of: the same of a point. Where the least that was measured waited for the host, less takes as long.
+        """Return a part's measured over its expected time, and whether such a size was measured.
+
+        Interpolates by the logarithm of the expected time. If the smallest measured size was bound
+        by the host, smaller sizes take the same time.
+
+        expected: us. of: expected us of a measured point.
         """
-        found: dict[float, list[float]] = {}
+        ratios: dict[float, list[float]] = {}
         for point in self.points:
             if point.part == part:
-                found.setdefault(of(point), []).append(point.us / of(point))
-        us = sorted(found)
-        shares = [statistics.median(found[e]) for e in us]
+                ratios.setdefault(of(point), []).append(point.us / of(point))
+        us = sorted(ratios)
+        shares = [statistics.median(ratios[e]) for e in us]
         least, most = us[0], us[-1]
         share = float(np.interp(np.log(expected), np.log(us), shares))
         if expected < least and shares[0] > _WAITS * min(shares):
@@ -193,24 +214,27 @@ class NonAttentionTimes:
         return share, least * (1 - _NEAR) <= expected <= most * (1 + _NEAR)
 
     def index(self, tokens: float, heads: int, each: float) -> float | None:
-        """us of an estimate; None: not measured. each: us of a token beyond the most that were measured, since short ones are launches."""
-        found: dict[int, list[float]] = {}
+        """Return the us of an index estimate; None if not measured.
+
+        each: us per token above the largest measured size, since short estimates are launch-bound.
+        """
+        by_size: dict[int, list[float]] = {}
         for point in self.points:
             if point.part == INDEX:
-                found.setdefault(point.size, []).append(point.us)
-        if not found:
+                by_size.setdefault(point.size, []).append(point.us)
+        if not by_size:
             return None
-        sizes = sorted(found)
-        us = [statistics.median(found[size]) for size in sizes]
+        sizes = sorted(by_size)
+        us = [statistics.median(by_size[size]) for size in sizes]
         measured = next(point.heads for point in self.points if point.part == INDEX)
-        # Every head reads the scores of all keys; launches are those of any number of heads.
+        # Every head reads the scores of all keys. Launches do not depend on the number of heads.
         more = (float(np.interp(tokens, sizes, us)) - min(us)) * max(1.0, heads / measured)
         return min(us) + more + max(0.0, tokens - sizes[-1]) * each
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """The curves of one device. files: where they come from. non_attention: what else was measured."""
+    """The curves of one device, the files they come from, and other measured parts of a step."""
 
     device: str
     curves: tuple[Curve, ...]
@@ -229,47 +253,48 @@ class Calibration:
 
 
 def load_calibration(*paths: Path) -> Calibration:
-    """What files of ``mtrain profile kernels --out FILE`` and ``mtrain profile non-attention --out FILE`` hold; all of the same device.
+    """Load files of ``mtrain profile kernels --out`` and ``mtrain profile non-attention --out``.
 
     Raises:
-        ConfigError: a file is missing, damaged or of something else.
+        ConfigError: a file is missing, damaged or of another kind, or the devices differ.
     """
     points: dict[tuple[str, str, str], list[CalibrationPoint]] = {}
     non_attention: list[NonAttentionPoint] = []
     dtypes: list[str] = []
-    hiding: set[str] = set()  # kernels that compute what an index leaves out
+    dense_only: set[str] = set()  # kernels that compute what an index leaves out
     devices = []
     for path in paths:
         document = _document(path)
         devices.append(str(document["device"]))
         if devices[0] != devices[-1]:
             raise ConfigError(
-                f"--calibration {path}: is of {devices[-1]}, and the other file of {devices[0]}; give files of one GPU"
+                f"--calibration {path}: is of {devices[-1]}, the other file of {devices[0]}; "
+                "give files of one GPU"
             )
         try:
             if document["kind"] == NON_ATTENTION_FILE:
-                of_file = [_non_attention_point(time) for time in document["times"]]
-                _check_non_attention(path, of_file, str(document["dtype"]), dtypes)
-                non_attention += of_file
+                file_points = [_non_attention_point(time) for time in document["times"]]
+                _check_non_attention(path, file_points, str(document["dtype"]), dtypes)
+                non_attention += file_points
                 continue
             for time in document["times"]:
                 form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
-                pairs, of_columns = int(time["pairs"]), int(time.get("column_pairs") or 0)
+                pairs, column_pairs = int(time["pairs"]), int(time.get("column_pairs") or 0)
                 if not time.get("skips", True):
-                    hiding.add(str(time["kernel"]))
+                    dense_only.add(str(time["kernel"]))
                     if form in (SPARSE, DIAGONALS):
-                        pairs, of_columns = int(time["mask_pairs"]), 0
+                        pairs, column_pairs = int(time["mask_pairs"]), 0
                 for direction in (FORWARD, BACKWARD):
                     flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
                     point = CalibrationPoint(
-                        (pairs - of_columns) * flop,
-                        of_columns * flop,
+                        (pairs - column_pairs) * flop,
+                        column_pairs * flop,
                         float(time[f"{direction}_ms"]),
                     )
-                    if not all(map(is_number, (point.ms, point.flop, point.of_columns))) or not (
-                        point.ms > 0 and point.flop + point.of_columns > 0
+                    if not all(map(is_number, (point.ms, point.flop, point.column_flop))) or not (
+                        point.ms > 0 and point.flop + point.column_flop > 0
                     ):
-                        raise ValueError("a time or a number of pairs is none")
+                        raise ValueError("a time or a number of pairs is not positive")
                     points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
         except (
             KeyError,
@@ -283,16 +308,15 @@ def load_calibration(*paths: Path) -> Calibration:
                 f"--calibration {path}: is damaged ({reason(problem)}); measure again"
             ) from problem
     curves = []
-    for (kernel, direction), forms in _same_kernels(points):
+    for (kernel, direction), forms in _group_by_kernels(points):
         measured = [points[kernel, form, direction] for form in forms]
-        for form, of_form, found, error in zip(
+        for form, form_points, constants, error in zip(
             forms, measured, fit_together(measured), held_out_errors(measured), strict=True
         ):
             spread = max(_LEAST_ERROR, 2 * (error if np.isfinite(error) else 0.25))
-            low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in hiding
-            curves.append(
-                Curve(kernel, form, direction, *found, error, len(of_form), low, high, skips=skips)
-            )
+            low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in dense_only
+            name, number = (kernel, form, direction), len(form_points)
+            curves.append(Curve(*name, *constants, error, number, low, high, skips=skips))
     return Calibration(
         devices[0],
         tuple(curves),
@@ -301,35 +325,39 @@ def load_calibration(*paths: Path) -> Calibration:
     )
 
 
-def own_calibration(files: str | None) -> Calibration | None:
-    """files: as typed, ``FILE,...``; None: none were.
+def load_user_calibration(files: str | None) -> Calibration | None:
+    """Load the user's files, ``FILE,...`` as typed; None if there are none.
 
     Raises:
-        ConfigError: as `load_calibration`.
+        ConfigError: see `load_calibration`.
     """
     if files is None:
         return None
     paths = [file.strip() for file in files.split(",")]
     if not all(paths):
-        raise ConfigError(f"--calibration {files!r}: an item is empty; give FILE or FILE,FILE")
+        raise ConfigError(f"--calibration {files!r}: empty item; give FILE or FILE,FILE")
     return load_calibration(*map(Path, paths))
 
 
 def _check_non_attention(
-    path: Path, found: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]
+    path: Path, points: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]
 ) -> None:
-    """dtypes: of the files before, to which this one's is added."""
+    """Check the parts and the dtype of a file. dtypes: of earlier files; this one's is added."""
     absent = [
-        part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in found}
+        part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in points}
     ]
     if absent:
         raise ConfigError(
-            f"--calibration {path}: holds no times of {' and '.join(absent)}; it was ended too early: measure again"
+            f"--calibration {path}: no times of {' and '.join(absent)}; the measurement ended "
+            "early, "
+            "measure again"
         )
     dtypes.append(dtype)
     if dtype != dtypes[0]:
         raise ConfigError(
-            f"--calibration {path}: is of {dtype}, and the other file of {dtypes[0]}; give files of one dtype"
+            f"--calibration {path}: is of {dtype}, the other file of {dtypes[0]}; give files of "
+            "one "
+            "dtype"
         )
 
 
@@ -338,7 +366,7 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
     if part not in (FORWARD, BACKWARD, LOSS, INDEX):
         raise ValueError(f"part={part}")
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
-    found = NonAttentionPoint(
+    point = NonAttentionPoint(
         part,
         size,
         float(time["ms"]) * 1e3,
@@ -346,28 +374,30 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
         float(time["moved"]),
         int(time["heads"]),
     )
-    if not all(map(is_number, (found.us, size, found.flop, found.moved, found.heads))):
-        raise ValueError(f"{part}: a value is no number")
+    if not all(map(is_number, (point.us, size, point.flop, point.moved, point.heads))):
+        raise ValueError(f"{part}: a value is not a number")
     if not (
-        found.us > 0
+        point.us > 0
         and size > 0
-        and found.heads > 0
-        and (part == INDEX or found.flop + found.moved > 0)
+        and point.heads > 0
+        and (part == INDEX or point.flop + point.moved > 0)
     ):
         raise ValueError(f"{part}: ms, tokens, rows, flop and moved must be above 0")
-    return found
+    return point
 
 
-def _same_kernels(
+def _group_by_kernels(
     measured: Iterable[tuple[str, str, str]],
 ) -> list[tuple[tuple[str, str], list[str]]]:
-    """-> (kernel, direction), and forms of calls that the same kernels serve: those under an index together, the others each by itself."""
-    together: dict[tuple[str, str, str], list[str]] = {}
+    """Group the forms of each (kernel, direction) that the same kernels serve.
+
+    Forms under an index are one group; every other form is its own.
+    """
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for kernel, form, direction in measured:
-        together.setdefault(
-            (kernel, direction, SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form), []
-        ).append(form)
-    return [((kernel, direction), forms) for (kernel, direction, _), forms in together.items()]
+        family = SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form
+        groups.setdefault((kernel, direction, family), []).append(form)
+    return [((kernel, direction), forms) for (kernel, direction, _), forms in groups.items()]
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -375,10 +405,12 @@ def _document(path: Path) -> dict[str, Any]:
         document = read_json(path)
     except FileNotFoundError:
         raise ConfigError(
-            f"--calibration {path}: there is no such file; `mtrain profile kernels --out FILE` writes one"
+            f"--calibration {path}: no such file; `mtrain profile kernels --out FILE` writes one"
         ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--calibration {path}: is no readable JSON ({reason(error)})") from error
+        raise ConfigError(
+            f"--calibration {path}: not readable as JSON ({reason(error)})"
+        ) from error
     if (
         not isinstance(document, dict)
         or document.get("kind") not in KINDS_OF_FILES
@@ -386,14 +418,15 @@ def _document(path: Path) -> dict[str, Any]:
         or "device" not in document
     ):
         raise ConfigError(
-            f"--calibration {path}: holds no times; `mtrain profile kernels` and `profile non-attention` write such files with --out FILE"
+            f"--calibration {path}: holds no times; `mtrain profile kernels` and `mtrain profile "
+            "non-attention` write such files with --out FILE"
         )
     return document
 
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Calibration, ...]:
-    """One for each device of which times ship."""
+    """Return the calibrations that ship, one per measured device."""
     by_device: dict[str, list[Path]] = {}
     for path in sorted(resource_dir("profiles").glob("*.json")):
         try:
@@ -406,9 +439,12 @@ def shipped() -> tuple[Calibration, ...]:
 
 @dataclass(frozen=True)
 class KernelCurves:
-    """What the kernels of a cluster's GPU take, by direction: measured, or scaled from another GPU. whole: of calls with everything that
-    was measured together. remarks: what a reader has to know. alone: of calls with block diagonals or single columns alone, by form and
-    direction, where those were measured. non_attention: what a step computes beside attention, where that was measured on such a GPU.
+    """Curves of the attention kernels of a cluster's GPU, measured or scaled from another GPU.
+
+    whole: by direction, of calls that compute everything at once.
+    remarks: for the user.
+    alone: by form and direction, of calls with diagonals or columns only, where measured.
+    non_attention: measured parts of a step other than attention, if measured on such a GPU.
     """
 
     whole: dict[str, Curve]
@@ -421,8 +457,10 @@ class KernelCurves:
         return all(curve.scaled is None for curve in self.whole.values())
 
     def part(self, direction: str, form: str) -> Curve:
-        """Of calls with block diagonals or with single columns alone (`DIAGONALS`, `ALONE_COLUMNS`). Where these were not measured, the
-        fixed time is known of both together: a half is given to each, and it may be none or all of it.
+        """Return the curve of calls with diagonals or columns only (`DIAGONALS`, `ALONE_COLUMNS`).
+
+        If these were not measured, only their joint fixed time is known: each gets half of it, with
+        bounds from none to all of it.
         """
         if (form, direction) in self.alone:
             return self.alone[form, direction]
@@ -438,32 +476,43 @@ def kernels_for(
     peaks: dict[str, float],
     calibration: Calibration | None = None,
 ) -> KernelCurves:
-    """gpu: name of the cluster's GPU; peak: its FLOP/s. peaks: those of devices that were measured. calibration: the user's own."""
+    """Return the curves of a kernel on a GPU.
+
+    Args:
+        gpu: name of the cluster's GPU.
+        peak: its FLOP/s.
+        peaks: FLOP/s of the measured devices, by name.
+        calibration: the user's own.
+    """
     source, measured = _source(gpu, calibration)
     remarks: list[str] = []
     factor, low, high = 1.0, 1.0, 1.0
     if not measured:
         factor, (low, high) = peaks[source.device] / peak, UNKNOWN
         remarks.append(
-            f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x {factor:.2f}), within "
-            f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then --calibration FILE"
+            f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x "
+            f"{factor:.2f}), within "
+            f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then "
+            "--calibration FILE"
         )
     elif source.device != gpu:
         remarks.append(
-            f"kernel times are those of {source.device}: {gpu} computes as fast, and its memory may be of another speed"
+            f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
+            "may "
+            "be faster or slower"
         )
 
-    def here(found: Curve, stands: str | None, low: float, high: float) -> Curve:
+    def scale(curve: Curve, stands: str | None, low: float, high: float) -> Curve:
+        fixed = curve.fixed_ms
+        # The fixed time is launches and the like: a slower GPU need not make it longer.
+        fixed_bounds = min(1.0, factor) * fixed, max(1.0, factor) * fixed
         return replace(
-            found,
-            # Launches and the like: a slower GPU does not make them longer.
-            fixed_bounds=None
-            if factor == 1
-            else (min(1.0, factor) * found.fixed_ms, max(1.0, factor) * found.fixed_ms),
-            ms_per_tflop=found.ms_per_tflop * factor,
-            ms_per_column_tflop=found.ms_per_column_tflop * factor,
-            low=found.low * low,
-            high=found.high * high,
+            curve,
+            fixed_bounds=None if factor == 1 else fixed_bounds,
+            ms_per_tflop=curve.ms_per_tflop * factor,
+            ms_per_column_tflop=curve.ms_per_column_tflop * factor,
+            low=curve.low * low,
+            high=curve.high * high,
             scaled=None if measured else source.device,
             stands_for=stands,
         )
@@ -473,13 +522,16 @@ def kernels_for(
         for part in (DIAGONALS, ALONE_COLUMNS):
             exactly = source.find(kernel, part, direction)
             if exactly is not None:
-                alone[part, direction] = here(exactly, None, low, high)
-        found, stands = _curve(source, kernel, form, direction)
+                alone[part, direction] = scale(exactly, None, low, high)
+        curve, stands = _curve(source, kernel, form, direction)
         if stands is not None:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
-            said = f"{kernel} was not measured on {form} calls: {stands} stands for it, within x {low:.2f} and x {high:.2f}"
-            remarks += [said] if said not in remarks else []
-        curves[direction] = here(found, stands, low, high)
+            remark = (
+                f"{kernel} was not measured on {form} calls: {stands} stands for it, within "
+                f"x {low:.2f} and x {high:.2f}"
+            )
+            remarks += [remark] if remark not in remarks else []
+        curves[direction] = scale(curve, stands, low, high)
     non_attention = _non_attention_of(gpu, calibration)
     if (
         calibration is not None
@@ -487,13 +539,15 @@ def kernels_for(
         and non_attention is not calibration.non_attention
     ):
         remarks.append(
-            f"the rest of a step was measured on {calibration.device}, which says nothing of {gpu}: those times are not used"
+            f"times other than attention are of {calibration.device}, which says nothing about "
+            f"{gpu}: "
+            "they are not used"
         )
     return KernelCurves(curves, tuple(remarks), alone, non_attention)
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
-    """-> the calibration that a GPU's kernels are priced by, and whether it is of that GPU."""
+    """Return the calibration that prices a GPU's kernels, and whether it is of that GPU."""
     known = (calibration,) if calibration is not None and calibration.curves else shipped()
     measured = next((c for c in known if c.device == gpu), None) or next(
         (c for c in known if same_device(c.device, gpu)), None
@@ -502,7 +556,7 @@ def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, boo
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
-    """What was measured of the rest of a step: the user's own, else what ships, of such a GPU."""
+    """Return the times other than attention of such a GPU: the user's own, else those that ship."""
     known = [*([calibration] if calibration is not None else []), *shipped()]
     return next(
         (
@@ -514,10 +568,10 @@ def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttention
     )
 
 
-def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
-    """What files say of it. calibration: the user's own. scaled: its times are those of another device."""
+def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
+    """Describe the calibration in use, for files. scaled: its times are of another device."""
     source, measured = _source(gpu, calibration)
-    # Of the rest of a step alone, and of such a GPU.
+    # The user's file may hold times other than attention only, of such a GPU.
     own = (
         calibration.files
         if calibration not in (None, source) and same_device(calibration.device, gpu)
@@ -532,23 +586,25 @@ def used(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
-    """-> a curve, and what it stands in for: None where exactly that was measured."""
-    found = source.find(kernel, form, direction)
-    if found is not None:
-        return found, None
+    """Return a curve, and the kernel and form that it stands in with (None if exactly measured)."""
+    curve = source.find(kernel, form, direction)
+    if curve is not None:
+        return curve, None
     others = [(kernel, LISTS), (kernel, DENSE), (kernel, SPARSE)] if form != SPARSE else []
     others += [(c.kernel, form) for c in source.curves] + [
         (c.kernel, c.form) for c in source.curves
     ]
     for name, other in others:
-        if (found := source.find(name, other, direction)) is not None:
-            return found, f"{name} ({other})"
+        if (curve := source.find(name, other, direction)) is not None:
+            return curve, f"{name} ({other})"
     raise ConfigError(f"the calibration of {source.device} holds no {direction} times")
 
 
 def same_device(device: str, gpu: str) -> bool:
-    """Whether kernels that compute take as long on both: the same chip (H200, A100 and so on) in the same form (SXM, NVL, PCIe) with the
-    same peak. They may have other memory (A100 of 40 and 80 GB).
+    """Return whether compute-bound kernels take as long on both.
+
+    That is the same chip (H200, A100, ...) in the same form (SXM, NVL, PCIe) with the same peak.
+    The memory may differ (A100 of 40 and 80 GB).
     """
     if device == gpu:
         return True
@@ -558,5 +614,5 @@ def same_device(device: str, gpu: str) -> bool:
     return same and peak_flops(device) == peak_flops(gpu)
 
 
-def _text(found: re.Match[str] | None) -> str | None:
-    return None if found is None else found[0]
+def _text(match: re.Match[str] | None) -> str | None:
+    return None if match is None else match[0]

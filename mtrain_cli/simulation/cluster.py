@@ -1,6 +1,6 @@
-"""Clusters: how many GPUs, how fast they compute and how they are linked, each constant with where it comes from.
+"""Clusters: number, speed and links of GPUs. Every constant states its source.
 
-``conf/cluster/*.yaml`` ship; any other file of that form is given by its path.
+Presets ship in ``conf/cluster/*.yaml``; users can give the path of any other file of that form.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mtrain_cli.config.suggest import did_you_mean
 FOLDER = "cluster"  # under conf/
 CUDA, CPU = "cuda", "cpu"
 SOURCES = ("measured", "datasheet", "paper", "guess")
-# What a constant may really be, as shares of it, where a file does not say. Of the rates on a datasheet a program gets a part.
+# Range of a constant, as factors, if its file gives none. A program reaches only a part of the
+# rates on a datasheet.
 _SPREAD = {
     "measured": (0.9, 1.1),
     "datasheet": (0.6, 1.0),
@@ -32,7 +33,7 @@ _SPREAD = {
 
 @dataclass(frozen=True)
 class Constant:
-    """A number, what it may really be, and where it comes from: `SOURCES`. note: says more."""
+    """A number, its range and its source (one of `SOURCES`). note: explains it."""
 
     value: float
     source: str
@@ -63,10 +64,20 @@ class Constant:
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """name: as CUDA has it, or of a CPU; device: which of both. peak_tflops: dense bf16. gemm_tflops: what large matrix products reach of
-    it. hbm_gib: memory. hbm_gbps: of a copy, reads and writes together. launch_us: of the host, to launch one kernel. step_ms: of an
-    optimizer step, what is neither computed nor sent: the batch, sums that the host waits for. Of the host, for each GPU while all are at
-    it: host_gib of memory, host_link_gbps from and to it, one direction, host_memory_gbps that an optimizer on the host reads and writes.
+    """A GPU, or a CPU whose processes are the workers.
+
+    name: as CUDA reports it, or the CPU's.
+    device: ``cuda`` or ``cpu``.
+    peak_tflops: dense bf16.
+    gemm_tflops: what large matrix products reach.
+    hbm_gib: memory.
+    hbm_gbps: of a copy, reads and writes together.
+    launch_us: host time to launch one kernel.
+    step_ms: time of an optimizer step that is neither computation nor communication: the batch, and
+        sums that the host waits for.
+    host_gib: host memory per GPU.
+    host_link_gbps: to and from the host per GPU, one direction, with all GPUs busy.
+    host_memory_gbps: read and written by an optimizer on the host, per GPU, with all GPUs busy.
     """
 
     name: str
@@ -83,18 +94,22 @@ class Gpu:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether workers are processes of a CPU."""
+        """Whether workers are processes on a CPU."""
         return self.device == CPU
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Between GPUs of a node (inner) or of different nodes (outer). Bandwidths in GB/s, one direction.
+    """Links between the GPUs of a node (inner) or of different nodes (outer).
 
-    latency_us, bandwidth_gbps: of one message between two GPUs that nothing else disturbs. capacity_gbps: of the link of a GPU, which
-    several messages share. collective_latency_us, collective_bandwidth_gbps: of collectives over collective_ranks ranks, by the bandwidth
-    that a ring has on every link. shared_by: GPUs behind one network card, whose capacity they share; 1 for inner. gpu_share: of a GPU's
-    computing power, taken by a message that is under way.
+    Bandwidths are in GB/s, one direction.
+
+    latency_us, bandwidth_gbps: of one message between two GPUs on an otherwise idle link.
+    capacity_gbps: of a GPU's link, shared by its concurrent messages.
+    collective_latency_us, collective_bandwidth_gbps: of collectives over collective_ranks ranks;
+        the bandwidth is that of a ring on each link.
+    shared_by: GPUs that share one network card and its capacity; 1 for inner links.
+    gpu_share: share of a GPU's computing power that a message under way takes.
     """
 
     latency_us: Constant
@@ -109,7 +124,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """dollars_per_gpu_hour: None where unknown. outer: None for one node."""
+    """A number of nodes of equal GPUs and their links.
+
+    outer: None if there is only one node.
+    dollars_per_gpu_hour: None if unknown.
+    """
 
     name: str
     nodes: int
@@ -130,8 +149,8 @@ class Cluster:
         return self.outer
 
     def constants(self) -> dict[str, Constant]:
-        """All by name, such as ``links.inner.latency_us``."""
-        found: dict[str, Constant] = {}
+        """Return all constants by name, such as ``links.inner.latency_us``."""
+        constants: dict[str, Constant] = {}
         for prefix, part in (
             ("gpu", self.gpu),
             ("links.inner", self.inner),
@@ -141,62 +160,69 @@ class Cluster:
                 values = {
                     field.name: getattr(part, field.name) for field in dataclasses.fields(part)
                 }
-                found |= {
+                constants |= {
                     f"{prefix}.{name}": value
                     for name, value in values.items()
                     if isinstance(value, Constant)
                 }
-        return (
-            found
-            if self.dollars_per_gpu_hour is None
-            else {**found, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
-        )
+        if self.dollars_per_gpu_hour is None:
+            return constants
+        return {**constants, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
 
 
-def uneven(cluster: Cluster, workers: int) -> str | None:
-    """Why so many workers leave a node half empty; None where they do not, or are all in one."""
+def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
+    """Return an error if the workers need several nodes and do not fill all of them, else None."""
     each = cluster.gpus_per_node
     if workers <= each or workers % each == 0:
         return None
     near = " or ".join(
         str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus
     )
-    return f"{cluster.name} has nodes of {each} GPUs, of which several are filled; allowed: 1 to {each}, or multiples of {each} such as {near}"
+    return (
+        f"{cluster.name} has nodes of {each} GPUs, and several nodes must be filled; allowed: 1 to "
+        f"{each}, or multiples of {each} such as {near}"
+    )
 
 
 def shipped() -> dict[str, Path]:
-    """Presets by name."""
+    """Return the files of the presets by name."""
     return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
 
 
 def load_cluster(
     name: str, *, nodes: int | None = None, gpus_per_node: int | None = None
 ) -> Cluster:
-    """A preset by its name, or a YAML file by its path. nodes, gpus_per_node: instead of those of the file.
+    """Load a preset by its name, or a YAML file by its path.
+
+    nodes, gpus_per_node: replace those of the file.
 
     Raises:
-        ConfigError: there is no such cluster, or the file does not say all that it should; all problems together, each with the file.
+        ConfigError: there is no such cluster, or the file is wrong; lists all problems.
     """
     presets = shipped()
     path = presets.get(name, Path(name).expanduser())
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in name:
-            raise ConfigError(f"--cluster {name}: there is no such file")
+            raise ConfigError(f"--cluster {name}: no such file")
         known = ", ".join(presets)
         raise ConfigError(
-            f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or the path of a YAML file"
+            f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or "
+            "the "
+            "path of a YAML file"
         )
     content = _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
-            f"nodes={nodes}: {name} does not say how nodes are linked; allowed: 1, or --cluster {others} or a file with links.outer"
+            f"nodes={nodes}: {name} does not describe links between nodes; allowed: 1, or "
+            "--cluster "
+            f"{others}, or a file with links.outer"
         )
     reader = _Reader(path, content)
-    found = reader.cluster(nodes, gpus_per_node)
-    if reader.problems or found is None:
+    cluster = reader.cluster(nodes, gpus_per_node)
+    if reader.problems or cluster is None:
         raise ConfigError(*(f"{path}: {problem}" for problem in reader.problems))
-    return found
+    return cluster
 
 
 def _links_nodes(content: Mapping[str, Any]) -> bool:
@@ -208,17 +234,17 @@ def _content(path: Path) -> dict[str, Any]:
     try:
         content = read_yaml(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: is no readable YAML ({reason(error)})") from error
+        raise ConfigError(f"{path}: not readable as YAML ({reason(error)})") from error
     if not isinstance(content, dict):
         raise ConfigError(
-            f"{path}: describes no cluster; expected keys such as nodes, gpus_per_node, gpu and links"
+            f"{path}: not a cluster file; expected keys such as nodes, gpus_per_node, gpu and links"
         )
     return content
 
 
 _Check = tuple[str, Callable[[float], bool]]
-_MOST = 1e12  # of any constant, in its unit: a thousand times what a whole cluster has
-_MOST_NODES = 2**14  # and GPUs of a node: as topology.workers
+_MOST = 1e12  # of any constant, in its unit: a thousand times the figure of a whole cluster
+_MOST_NODES = 2**14  # and GPUs of a node; the limit of topology.workers
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
 _AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
 _COUNT: _Check = (
@@ -226,50 +252,83 @@ _COUNT: _Check = (
     lambda v: 1 <= v <= _MOST_NODES and v == int(v),
 )
 _SHARE: _Check = ("a share, at least 0 and below 1", lambda v: 0 <= v < 1)
-_OF_GPU = {
-    "peak_tflops": _ABOVE, "gemm_tflops": _ABOVE, "hbm_gib": _ABOVE, "hbm_gbps": _ABOVE, "launch_us": _AT_LEAST, "step_ms": _AT_LEAST,
-    "host_gib": _ABOVE, "host_link_gbps": _ABOVE, "host_memory_gbps": _ABOVE,
-}  # fmt: skip
-_OF_LINK = {
-    "latency_us": _AT_LEAST, "bandwidth_gbps": _ABOVE, "capacity_gbps": _ABOVE, "collective_latency_us": _AT_LEAST,
-    "collective_bandwidth_gbps": _ABOVE, "collective_ranks": _COUNT, "shared_by": _COUNT, "gpu_share": _SHARE,
-}  # fmt: skip
-# What stands for a constant of a link that a file leaves out.
+_GPU_CHECKS = {
+    "peak_tflops": _ABOVE,
+    "gemm_tflops": _ABOVE,
+    "hbm_gib": _ABOVE,
+    "hbm_gbps": _ABOVE,
+    "launch_us": _AT_LEAST,
+    "step_ms": _AT_LEAST,
+    "host_gib": _ABOVE,
+    "host_link_gbps": _ABOVE,
+    "host_memory_gbps": _ABOVE,
+}
+_LINK_CHECKS = {
+    "latency_us": _AT_LEAST,
+    "bandwidth_gbps": _ABOVE,
+    "capacity_gbps": _ABOVE,
+    "collective_latency_us": _AT_LEAST,
+    "collective_bandwidth_gbps": _ABOVE,
+    "collective_ranks": _COUNT,
+    "shared_by": _COUNT,
+    "gpu_share": _SHARE,
+}
+# If a file leaves out a constant of a link, this other one replaces it.
 _DEFAULTS = {
     "capacity_gbps": "bandwidth_gbps",
     "collective_latency_us": "latency_us",
     "collective_bandwidth_gbps": "capacity_gbps",
 }
-# Where a file does not say: matrix products of a H200 reach 0.77 of its peak, and of others from a half to nearly all.
+# If a file leaves it out: matrix products of an H200 reach 0.77 of its peak; of other GPUs 0.5 to
+# nearly all.
 _GEMM_SHARES = {"low": 0.5, "value": 0.77, "high": 0.95}
 _STEP_MS = {"value": 10, "low": 0, "high": 60, "source": "guess", "note": "not measured apart"}
 _HOST = {
-    "host_gib": {"value": 128, "low": 64, "high": 256, "source": "guess", "note": "1 to 2 TiB in a host of eight GPUs"},
-    "host_link_gbps": {"value": 50, "low": 20, "high": 60, "source": "guess", "note": "pinned copies over PCIe 5 x16, 64 on paper"},
-    "host_memory_gbps": {
-        "value": 19, "low": 8, "high": 60, "source": "guess", "note": "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper",
+    "host_gib": {
+        "value": 128,
+        "low": 64,
+        "high": 256,
+        "source": "guess",
+        "note": "1 to 2 TiB in a host of eight GPUs",
     },
-}  # fmt: skip
+    "host_link_gbps": {
+        "value": 50,
+        "low": 20,
+        "high": 60,
+        "source": "guess",
+        "note": "pinned copies over PCIe 5 x16, 64 on paper",
+    },
+    "host_memory_gbps": {
+        "value": 19,
+        "low": 8,
+        "high": 60,
+        "source": "guess",
+        "note": "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper",
+    },
+}
 _RANKS = {
     "value": 8,
     "source": "guess",
     "note": "ranks that the latency of collectives is taken to be of",
 }
-# What a section cannot do without.
-_OF_ANY_LINK = tuple(
-    key for key in _OF_LINK if key not in (*_DEFAULTS, "shared_by", "collective_ranks")
+# Keys that a section must have.
+_NEEDED_OF_LINK = tuple(
+    key for key in _LINK_CHECKS if key not in (*_DEFAULTS, "shared_by", "collective_ranks")
 )
+_NEEDED_OF_GPU = tuple(key for key in _GPU_CHECKS if key not in ("gemm_tflops", "step_ms", *_HOST))
 _NEEDED = {
-    "gpu": ("name", *(key for key in _OF_GPU if key not in ("gemm_tflops", "step_ms", *_HOST))),
-    "links": ("inner", "outer for several nodes"), "inner": _OF_ANY_LINK, "outer": (*_OF_ANY_LINK, "shared_by"),
-}  # fmt: skip
+    "gpu": ("name", *_NEEDED_OF_GPU),
+    "links": ("inner", "outer for several nodes"),
+    "inner": _NEEDED_OF_LINK,
+    "outer": (*_NEEDED_OF_LINK, "shared_by"),
+}
 _NAME_OF_CPU = re.compile(r"\b(CPU|EPYC|Xeon|Ryzen|Neoverse|Graviton)\b", re.IGNORECASE)
 _KEYS = ("name", "nodes", "gpus_per_node", "gpu", "links", "dollars_per_gpu_hour")
 _PARTS = ("value", "source", "note", "low", "high")
 
 
 class _Reader:
-    """Reads one document and collects everything that is wrong with it."""
+    """Reads one document and collects all its problems."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path, self.content = path, content
@@ -283,10 +342,10 @@ class _Reader:
             self._count(key, given)
             for key, given in (("nodes", nodes), ("gpus_per_node", gpus_per_node))
         ]
-        of_gpu = self._section(content, "gpu", "")
-        gpu_name = self._text(of_gpu, "name", "gpu.") if of_gpu is not None else ""
-        gpu = self._constants(_with_defaults(of_gpu), _OF_GPU, "gpu.", ("name", "device"))
-        device = self._device(of_gpu, gpu_name)
+        gpu_section = self._section(content, "gpu", "")
+        gpu_name = self._text(gpu_section, "name", "gpu.") if gpu_section is not None else ""
+        gpu = self._constants(_with_defaults(gpu_section), _GPU_CHECKS, "gpu.", ("name", "device"))
+        device = self._device(gpu_section, gpu_name)
         links = self._section(content, "links", "")
         if links is not None:
             self._unknown(links, ("inner", "outer"), "links.")
@@ -302,7 +361,8 @@ class _Reader:
         if per_node and shared and per_node % int(shared.value):
             divisors = ", ".join(str(n) for n in range(1, per_node + 1) if per_node % n == 0)
             self.problems.append(
-                f"links.outer.shared_by={int(shared.value)}: does not divide gpus_per_node={per_node}; allowed: {divisors}"
+                f"links.outer.shared_by={int(shared.value)}: does not divide "
+                f"gpus_per_node={per_node}; allowed: {divisors}"
             )
         if self.problems:
             return None
@@ -334,11 +394,13 @@ class _Reader:
                     "note": "every GPU has its own links in a node",
                 },
             )
-        # What stands for another constant is checked, and blamed, under its own name alone.
-        asked = {key: check for key, check in _OF_LINK.items() if key not in left_out}
-        found = self._constants(given, asked, f"links.{name}.", tuple(left_out))
-        return found | {
-            key: found[stands] for key in left_out if (stands := _standing(key, left_out)) in found
+        # A constant that is left out takes its default's value. Check, and blame, only the latter.
+        checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
+        constants = self._constants(given, checks, f"links.{name}.", tuple(left_out))
+        return constants | {
+            key: constants[other]
+            for key in left_out
+            if (other := _default_of(key, left_out)) in constants
         }
 
     def _constants(
@@ -351,19 +413,19 @@ class _Reader:
         if content is None:
             return {}
         self._unknown(content, (*checks, *more), prefix)
-        found = {}
+        constants = {}
         for key, check in checks.items():
             if content.get(key) is None:
                 if f"{prefix}{key}" == "gpu.gemm_tflops":
-                    continue  # the peak that it follows from has been told
+                    continue  # derived from the peak, which is reported
                 self.problems.append(
                     f"{prefix}{key}: is missing; expected {check[0]} as {_form(None)}"
                 )
                 continue
             constant = self._constant(content[key], check, f"{prefix}{key}")
             if constant is not None:
-                found[key] = constant
-        return found
+                constants[key] = constant
+        return constants
 
     def _constant(self, content: Any, check: _Check, key: str) -> Constant | None:
         if not isinstance(content, Mapping):
@@ -376,12 +438,12 @@ class _Reader:
         value = self._number(content, "value", key, check)
         source = content.get("source")
         if source not in SOURCES:
-            said = (
+            problem = (
                 f"{key}.source: is missing"
                 if source is None
                 else f"{key}.source={source}: is no source"
             )
-            self.problems.append(f"{said}; allowed: {', '.join(SOURCES)}")
+            self.problems.append(f"{problem}; allowed: {', '.join(SOURCES)}")
         bounds = [
             self._number(content, name, key, check) if content.get(name) is not None else None
             for name in ("low", "high")
@@ -390,13 +452,14 @@ class _Reader:
             return None
         if check is _COUNT:
             bounds = [value if bound is None else bound for bound in bounds]
-        found = Constant.of(value, str(source), str(content.get("note") or ""), *bounds)
-        if not found.low <= value <= found.high:
+        constant = Constant.of(value, str(source), str(content.get("note") or ""), *bounds)
+        if not constant.low <= value <= constant.high:
             self.problems.append(
-                f"{key}: low={found.low:g} and high={found.high:g} must stand on either side of value={value:g}"
+                f"{key}: value={value:g} must lie between low={constant.low:g} and "
+                f"high={constant.high:g}"
             )
             return None
-        return found
+        return constant
 
     def _number(
         self, content: Mapping[str, Any], name: str, key: str, check: _Check
@@ -406,7 +469,7 @@ class _Reader:
             self.problems.append(f"{key}.{name}: is missing; expected {check[0]}")
             return None
         try:
-            # YAML takes 1e3 for a word.
+            # YAML reads 1e3 as a string.
             value = math.nan if isinstance(raw, bool) else float(raw)
         except (TypeError, ValueError, OverflowError):
             value = math.nan
@@ -419,8 +482,8 @@ class _Reader:
         raw = self.content.get(key) if given is None else given
         if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
             return raw
-        said = f"{key}: is missing" if raw is None else f"{key}={raw}: is no cluster"
-        self.problems.append(f"{said}; expected {_COUNT[0]}")
+        problem = f"{key}: is missing" if raw is None else f"{key}={raw}: not allowed"
+        self.problems.append(f"{problem}; expected {_COUNT[0]}")
         return None
 
     def _text(
@@ -437,7 +500,7 @@ class _Reader:
         return raw
 
     def _device(self, gpu: Mapping[str, Any] | None, name: str) -> str:
-        """Files that do not say it tell by the name."""
+        """Return the device; files that do not state it are judged by the name."""
         given = (gpu or {}).get("device", CPU if _NAME_OF_CPU.search(name) else CUDA)
         if given not in (CUDA, CPU):
             self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
@@ -462,18 +525,19 @@ class _Reader:
             if key not in allowed:
                 hint = did_you_mean(str(key), allowed)
                 self.problems.append(
-                    f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: {', '.join(allowed)}"
+                    f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: "
+                    f"{', '.join(allowed)}"
                 )
 
 
-def _standing(key: str, left_out: Sequence[str]) -> str:
-    """The constant of a link that stands for ``key``, which a file leaves out."""
-    stands = _DEFAULTS[key]
-    return _standing(stands, left_out) if stands in left_out else stands
+def _default_of(key: str, left_out: Sequence[str]) -> str:
+    """Return the constant of a link that replaces ``key``, which a file leaves out."""
+    other = _DEFAULTS[key]
+    return _default_of(other, left_out) if other in left_out else other
 
 
 def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """A GPU with what its file may leave out."""
+    """Return a GPU section with defaults for the keys that a file may leave out."""
     if gpu is None:
         return None
     given: dict[str, Any] = {"step_ms": _STEP_MS, **_HOST, **gpu}

@@ -1,4 +1,4 @@
-"""Constants of the simulator itself, which no cluster file or calibration replaces, with where they come from."""
+"""Constants of the simulator itself: no cluster file or calibration replaces them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mtrain_cli.simulation.cluster import Constant
 
 
 def _fixed(value: float, note: str) -> Constant:
-    """A guess that does not change with the bounds of a prediction."""
+    """A guess that is the same in all bounds of a prediction."""
     return Constant(value, "guess", f"{note}; not varied", value, value)
 
 
@@ -26,19 +26,42 @@ CONSTANTS: dict[str, Constant] = {
     "non_attention.eager": non_attention_cost.EAGER,
     "non_attention.launches": non_attention_cost.LAUNCHES,
     **{
-        f"non_attention.{name}": Constant(1.0, "guess", note, by_bound[calibration.LOW], by_bound[calibration.HIGH])
+        f"non_attention.{name}": Constant(
+            1.0, "guess", note, by_bound[calibration.LOW], by_bound[calibration.HIGH]
+        )
         for name, by_bound, note in (
-            ("measured", non_attention_cost.MEASURED, "what was measured beside attention, on another such GPU and under load"),
-            ("beyond", non_attention_cost.BEYOND, "the same where a layer of another size was measured"),
+            (
+                "measured",
+                non_attention_cost.MEASURED,
+                "what was measured beside attention, on another such GPU and under load",
+            ),
+            (
+                "beyond",
+                non_attention_cost.BEYOND,
+                "the same where a layer of another size was measured",
+            ),
         )
     },
-    **{f"costs.launches.{name}": _fixed(number, "kernels, counted roughly in the code") for name, number in costs.LAUNCHES.items()},
-    "costs.index_alone_us": _of_index(costs.INDEX_ALONE_US, "an index on one GPU, whatever the length"),
-    "costs.index_per_token_us": _of_index(costs.INDEX_PER_TOKEN_US, "each token of a GPU; by heads, elsewhere by bandwidth of memory"),
+    **{
+        f"costs.launches.{name}": _fixed(number, "kernels, counted roughly in the code")
+        for name, number in costs.LAUNCHES.items()
+    },
+    "costs.index_alone_us": _of_index(
+        costs.INDEX_ALONE_US, "an index on one GPU, whatever the length"
+    ),
+    "costs.index_per_token_us": _of_index(
+        costs.INDEX_PER_TOKEN_US, "each token of a GPU; by heads, elsewhere by bandwidth of memory"
+    ),
     "costs.index_together_us": _of_index(costs.INDEX_TOGETHER_US, "the least on several GPUs"),
     "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "a copy, however small"),
-    "timeline.least_power": _fixed(timeline.LEAST_POWER, "share of a GPU that messages leave to computation"),
-    "calibration.unknown": Constant(
-        1.0, "guess", "times of another GPU or kernel, beside the peak", calibration.UNKNOWN[0], calibration.UNKNOWN[1]
+    "timeline.least_power": _fixed(
+        timeline.LEAST_POWER, "share of a GPU that messages leave to computation"
     ),
-}  # fmt: skip
+    "calibration.unknown": Constant(
+        1.0,
+        "guess",
+        "times of another GPU or kernel, beside the peak",
+        calibration.UNKNOWN[0],
+        calibration.UNKNOWN[1],
+    ),
+}

@@ -1,9 +1,10 @@
-"""What a pass of one layer costs on a cluster: kernels from calibrated curves, copies from the bandwidth of memory, messages from latency
-and bandwidth of their links. Every figure can be asked for as it is likely, and as it is at best and at worst (`LOW`, `HIGH`).
+"""Prices of one layer's pass on a cluster: expected (`VALUE`), at best and worst (`LOW`, `HIGH`).
 
-Messages: between two GPUs, latency + bytes / bandwidth of the link that they cross (BurstEngine, table 1). Collectives as rings: every link
-carries what a rank has to receive; across nodes the network cards of a node carry it together. GPUs behind one card share it. Nodes are
-those of the cluster: a schedule may divide them further (`topology.gpus_per_node`).
+Kernels are priced by calibrated curves, copies by memory bandwidth, messages by the latency and
+bandwidth of their links: a message between two GPUs takes latency + bytes / bandwidth (BurstEngine,
+table 1). A collective counts as a ring: each link carries what a rank has to receive; across nodes,
+the network cards of a node carry it together. GPUs behind one card share it. Nodes are those of the
+cluster; a schedule may divide them further (`topology.gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -38,21 +39,24 @@ from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
 LEAST_COPY_US = 2.0
-_SUM_BYTES = 4  # of sums that are not rounded
-# Kernels that the host launches, counted in the code of exchanges and kernels, roughly: a pass begins; a step under an index, and without
-# one; messages alone.
+_SUM_BYTES = 4  # of a number that is accumulated
+# Kernel launches, counted roughly in the code of exchanges and kernels: at the start of a pass; in
+# a step with and without an index; in a step with messages only.
 LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
-# Estimating a vertical-slash index where nothing was measured of it (`profiling.non_attention_benchmark`): on two H200s 1.05, 1.43 and
-# 1.79 ms with 32K, 64K
-# and 128K tokens each (profiles/notes.md), on one 1.2 to 1.46 ms with 4K to 128K, most of it launches.
+# us to estimate a vertical-slash index, where `profiling.non_attention_benchmark` did not measure
+# it. On two H200s 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K tokens each (profiles/notes.md); on
+# one 1.2 to 1.46 ms with 4K to 128K, most of it launches.
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 
 
 def index_scale(gpu: Gpu, heads: int) -> float:
-    """How many times as long a token takes where an index is estimated as where it was measured: every head reads all keys' scores a few
-    times, so by the number of heads and by the bandwidth of memory. What does not depend on the length is launches, and stays.
+    """Return how many times as long a token takes in an index estimate as where it was measured.
+
+    Every head reads the scores of all keys a few times: time grows with the number of heads and
+    with 1 / memory bandwidth. The part that does not depend on the length is launches, and is not
+    scaled.
     """
     of_gpu = 1.0 if same_device(INDEX_DEVICE, gpu.name) else INDEX_HBM_GBPS / gpu.hbm_gbps.value
     return heads / INDEX_HEADS * of_gpu
@@ -60,9 +64,13 @@ def index_scale(gpu: Gpu, heads: int) -> float:
 
 @dataclass(frozen=True)
 class Costs:
-    """Prices of everything on one cluster. bound: how likely. sizes: of a shard. columns: single columns a head, as wide as they travel.
-    estimated: how many tokens an index is estimated over; 0: there is none, or it costs nothing. measured: whether estimating such
-    an index was measured on such a GPU.
+    """Prices of everything on one cluster, under one bound.
+
+    sizes: of a shard.
+    columns: single columns a head, at the width in which they travel.
+    estimated: tokens over which an index is estimated; 0 if there is none, or if it costs nothing.
+    measured: whether the estimate of such an index was measured on such a GPU.
+    bound: `LOW`, `VALUE` or `HIGH` (the longest time).
     """
 
     cluster: Cluster
@@ -79,21 +87,21 @@ class Costs:
     _messages: dict[tuple, PricedMessage] = field(default_factory=dict, repr=False, compare=False)
 
     def rate(self, constant: Constant) -> float:
-        """Of what makes things faster: at best high."""
+        """Return a constant of which more is faster, under the bound."""
         return {LOW: constant.high, VALUE: constant.value, HIGH: constant.low}[self.bound]
 
     def burden(self, constant: Constant) -> float:
-        """Of what makes things slower."""
+        """Return a constant of which more is slower, under the bound."""
         return {LOW: constant.low, VALUE: constant.value, HIGH: constant.high}[self.bound]
 
     def copied(self, numbers_of_bytes: float) -> float:
-        """us in which memory moves so many bytes, and the launch where that takes longer."""
+        """Return the us in which memory moves this many bytes; at least those of a launch."""
         if not numbers_of_bytes:
             return 0.0
         return max(numbers_of_bytes / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
 
     def crosses(self, move: SpmdTransfer) -> np.ndarray:
-        """bool [workers]: what arrives at a rank comes from another node; for a collective, that anything does."""
+        """Return bool [workers]: whether data that arrives at a rank crosses nodes."""
         per_node, ranks = self.cluster.gpus_per_node, np.arange(self.lockstep.grid.workers)
         if move.source is not None:
             return move.source // per_node != ranks // per_node
@@ -125,9 +133,22 @@ class Costs:
             )
         like, t = self._messages[key], move.first
         return PricedMessage(
-            t.number, t.channel, t.payload, move.queue, t.after, move.to, move.source, move.peers,
-            like.latency, like.busy, like.outer, like.share, size, size, move,
-        )  # fmt: skip
+            t.number,
+            t.channel,
+            t.payload,
+            move.queue,
+            t.after,
+            move.to,
+            move.source,
+            move.peers,
+            like.latency,
+            like.busy,
+            like.outer,
+            like.share,
+            size,
+            size,
+            move,
+        )
 
     def _between_two(self, move: SpmdTransfer, size: int) -> PricedMessage:
         assert move.to is not None
@@ -139,7 +160,7 @@ class Costs:
                 continue
             link = self.cluster.link(outer=crossing)
             mine = outer == crossing
-            # What leaves through a card and what arrives through one at the same time.
+            # A card carries incoming and outgoing messages at the same time: the busier way counts.
             sharing = (
                 np.maximum(
                     self._sharing(move.source, mine), self._sharing(np.arange(len(mine)), mine)
@@ -153,7 +174,7 @@ class Costs:
             alone += np.where(mine, self.burden(link.latency_us) + moving, 0.0)
             busy += np.where(mine, size * sharing / capacity, 0.0)
             share[mine] = self.burden(link.gpu_share)
-        # A rank's message takes its share of the GPU for what leaves as for what arrives.
+        # A rank loses the larger share of its sent and its received message.
         share = np.maximum(share, share[move.to])
         return PricedMessage(
             0,
@@ -173,7 +194,7 @@ class Costs:
         )
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
-        """[workers]: how many of the messages that cross pass the card of the given rank of each."""
+        """Return [workers]: how many of the crossing messages share the card of each rank."""
         cards = self._cards[ranks]
         return np.maximum(np.bincount(cards[crossing], minlength=len(cards))[cards], 1).astype(
             np.float64
@@ -204,18 +225,21 @@ class Costs:
         )
 
     def _members(self, peers: tuple[int, ...]) -> int:
-        """Ranks of a collective that share a node."""
+        """Return the most ranks of a collective that share a node."""
         nodes = np.bincount(np.array(peers) // self.cluster.gpus_per_node)
         return int(nodes.max())
 
     def collective(self, to_all: bool, ranks: int, members: int, size: int) -> tuple[float, float]:
-        """-> us, and for how long of it the links are busy. to_all: an all-to-all, else a ring. ranks: that take part, ``members`` of them
-        on a node. size: bytes that a rank sends.
+        """Return the us of a collective, and for how many of them links are busy.
+
+        to_all: an all-to-all; otherwise a ring.
+        ranks: that take part; members: of these, the ranks of a node.
+        size: bytes that a rank sends.
         """
         inner = self.cluster.inner
         inner_us = self._moving(inner, size)
         if members == ranks:
-            # Inside a node launches are most of it: that more ranks take longer is the worst case.
+            # Inside a node most of it is launches; growth with the ranks is the worst case.
             longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
             return self.burden(
                 inner.collective_latency_us
@@ -227,7 +251,7 @@ class Costs:
             across = size * (ranks - members) / (ranks - 1)
             moving = max(self._moving(link, across) * shared, self._moving(inner, size - across))
             return latency + moving, across * shared / self._capacity(link)
-        # All groups of this kind share the cards of a node, a part for each member.
+        # All groups of this kind share the cards of a node; each member carries a part.
         moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
         return latency * _longer(link, ranks) + moving, moving
 
@@ -238,7 +262,7 @@ class Costs:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
 
     def sum_of_columns(self, direction: str) -> PricedMessage:
-        """An all-reduce sends every number about twice."""
+        """Price the all-reduce of columns, which sends every number about twice."""
         grid = self.lockstep.grid
         each = _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
         width = -(-self.columns // COLUMN_TILE) * COLUMN_TILE
@@ -259,7 +283,7 @@ class Costs:
         )
 
     def host(self, what: str) -> float:
-        """us that the host needs to launch it."""
+        """Return the host's us to launch ``begin``, ``step`` or ``moves``."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
         return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
@@ -284,17 +308,17 @@ class Costs:
             max(alone, INDEX_TOGETHER_US if workers > 1 else 0.0) * INDEX_BOUNDS[self.bound] * wider
         )
 
-    # What is copied and added, in bytes that memory reads and writes: `parallel.all_gather_exchange` and `parallel.ring_exchange`, line
-    # by line.
+    # Copies and additions, in bytes that memory reads and writes. They follow
+    # `parallel.all_gather_exchange` and `parallel.ring_exchange` line by line.
 
     @property
     def _rows(self) -> float:
-        """Numbers of queries, of an output, of their gradients, at a rank."""
+        """Numbers in a rank's queries, and so in its output and in their gradients."""
         return self.sizes.tokens * self.sizes.heads * self.head_dim
 
     @property
     def _kv(self) -> float:
-        """Numbers of the keys and values of a rank; too few heads are repeated."""
+        """Numbers in a rank's keys and values; too few heads are repeated."""
         heads = self.lockstep.grid.heads
         return 2 * self.sizes.tokens * max(self.sizes.kv_heads, heads) * self.head_dim
 
@@ -302,7 +326,7 @@ class Costs:
         e, high = self.sizes.dtype_bytes, _SUM_BYTES
         added, copied = 2 * high + e, high + e
         if direction != BACKWARD:
-            # The first partial output is kept as it is, and brought into float32 with the second.
+            # The first partial output is kept as it is; the second merge casts it to float32.
             return (
                 0.0
                 if step == 0
@@ -337,7 +361,7 @@ class Costs:
             * self.head_dim,
             words.TRADE: 3 * e * ((rows if backward else rows + kv) if what == words.TRADE else 0),
             words.ORDER: 2 * e * gathered / parts,
-            # PyTorch's kernel copies out and dout, the others take them as they lie.
+            # PyTorch's kernel copies out and dout; the other kernels take views.
             words.CUT: 2 * 2 * e * rows / parts
             if parts > 1 and self.kernels.whole[BACKWARD].kernel == "sdpa"
             else 0,
@@ -364,12 +388,15 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """A ring's latency grows with its length, from that of the ranks that it was measured with; fewer are not taken to be faster."""
+    """Return how many times as long a ring's latency is with ``ranks`` as with the measured ranks.
+
+    At least 1: fewer ranks are not assumed to be faster.
+    """
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
 class LayerPrices(Prices):
-    """The work of one layer, priced: the same for all passes of a layer whose index is alike."""
+    """Prices of the work of one layer in one pass."""
 
     def __init__(
         self,
@@ -378,7 +405,7 @@ class LayerPrices(Prices):
         direction: str,
         masked: Mapping[str, StepWork] | None = None,
     ) -> None:
-        """masked: the work without an index, for kernels that compute what it leaves out."""
+        """masked: the work without an index, for kernels that compute what an index leaves out."""
         self.costs, self.direction = costs, direction
         counted = BACKWARD if direction == BACKWARD else FORWARD
         self.counts = work[counted]
@@ -387,7 +414,7 @@ class LayerPrices(Prices):
         per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
         of_columns: IntArray | int = 0 if self.counts.of_columns is None else self.counts.of_columns
         pairs = self.counts.pairs
-        # Columns that are gathered once are another call; and a call that is given none does not begin with them.
+        # Gathered columns are a call of their own; the other calls then have diagonals only.
         whole = kernels.whole[counted]
         without = self.columns or (whole.form == SPARSE and not np.any(of_columns))
         curve = kernels.part(counted, DIAGONALS) if without else whole

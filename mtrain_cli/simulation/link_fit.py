@@ -1,6 +1,7 @@
-"""What measured messages say of links: latency and bandwidth by a robust fit, with bounds that hold all that was measured, as a cluster.
+"""Fit latency and bandwidth of links to measured messages, robustly, with bounds; write a cluster.
 
-The inverse of `simulation.costs`: a message takes ``latency + bytes / bandwidth``, a collective the same by what a rank has to receive.
+The inverse of `simulation.costs`: a message takes ``latency + bytes / bandwidth``; so does a
+collective, by the bytes that a rank has to receive.
 """
 
 from __future__ import annotations
@@ -14,21 +15,27 @@ import numpy as np
 from mtrain_cli.simulation.cluster import CUDA
 
 INNER, OUTER = "inner", "outer"
-# What is measured: a hop of a ring, alone; hops of all rings between nodes at once; two rings at once; collectives.
+# Operations: a hop of one ring; hops of all rings between nodes at once; two rings at once;
+# collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
 GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
 ONE_BY_ONE = (HOP,)
-COLLECTIVES = (GATHER, SCATTER)  # what the constants of collectives are fitted to
+COLLECTIVES = (GATHER, SCATTER)  # the constants of collectives are fitted to these
 _ROUNDS = 50
-_NEGLIGIBLE = 0.01  # relative residuals below this count alike: noise
-_LARGE = 1 << 20  # bytes from which on bandwidth decides
+_NEGLIGIBLE = 0.01  # smaller relative residuals are noise and all get the same weight
+_LARGE = 1 << 20  # bytes from which on bandwidth dominates
 
 
 @dataclass(frozen=True)
 class LinkTime:
-    """One operation at one size on one class of links. size: bytes that a rank sends, and receives. us: median over repeats of the slowest
-    rank; low, high: 10th and 90th percentile. loaded_us: the same while computing, with slowdown, how many times as long the
-    computation took; None where it was not measured. ranks: that took part in one operation.
+    """One operation at one size on one class of links.
+
+    what: the operation, such as `HOP`.
+    size: bytes that a rank sends, and receives.
+    ranks: that take part in one operation.
+    us: median over repeats of the slowest rank; low, high: 10th and 90th percentile.
+    loaded_us: the same during computation; None if not measured.
+    slowdown: how many times as long the computation then took; None if not measured.
     """
 
     link: str
@@ -48,9 +55,12 @@ class LinkTime:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """``us = latency_us + size / bandwidth``. error, worst: mean and largest relative error of the points. latency, gbps: what the two may
-    be, by everything that was measured: repeats, and messages during computation. Small messages bound the latency, large ones the
-    bandwidth.
+    """Fitted ``us = latency_us + size / bandwidth``.
+
+    error, worst: mean and largest relative error of the points.
+    latency, bandwidth: bounds that hold all measurements, repeats and loaded messages included.
+        Small messages bound the latency, large ones the bandwidth (GB/s).
+    points: number of measurements.
     """
 
     latency_us: float
@@ -66,7 +76,9 @@ class LinkFit:
 
 
 def fit_link(times: Sequence[LinkTime]) -> LinkFit:
-    """Least absolute relative errors, by least squares that are weighted again and again; neither part is negative.
+    """Minimise absolute relative errors, by iteratively reweighted least squares.
+
+    Latency and bandwidth are not negative.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -76,11 +88,11 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
     us, size = np.array([t.us for t in times]), np.array([t.size for t in times], np.float64)
     table = np.stack([1 / us, size / us], 1)
     weights = np.ones(len(us))
-    found = np.zeros(2)
+    constants = np.zeros(2)
     for _ in range(_ROUNDS):
-        found = _not_negative(table, weights)
-        weights = 1 / np.maximum(np.abs(table @ found - 1), _NEGLIGIBLE)
-    latency, per_byte = (float(v) for v in found)
+        constants = _fit_not_negative(table, weights)
+        weights = 1 / np.maximum(np.abs(table @ constants - 1), _NEGLIGIBLE)
+    latency, per_byte = (float(v) for v in constants)
     moving = [per_byte * t.size for t in times]
     errors = np.abs((latency + np.array(moving)) / us - 1)
     large = [us >= min(latency, max(moving)) for us in moving]
@@ -112,25 +124,31 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
     )
 
 
-def _not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """[2]: weighted least squares of table @ found = 1, latency and us of a byte. Without a latency where that would be negative; where
-    large messages were not slower than small ones, the largest took its time for its bytes.
+def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return [latency, us per byte]: weighted least squares of table @ [latency, us per byte] = 1.
+
+    If the latency would be negative, it is 0. If large messages were not slower than small ones,
+    the largest one's time is taken as all bandwidth.
     """
     root = np.sqrt(weights)
-    found = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
-    if found[0] < 0:
+    constants = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
+    if constants[0] < 0:
         only = table[:, 1]
-        found = np.array([0.0, float((weights * only).sum() / (weights * only**2).sum())])
-    if found[1] <= 0:
-        found = np.array([0.0, float(1 / table[:, 1].max())])
-    return found
+        constants = np.array([0.0, float((weights * only).sum() / (weights * only**2).sum())])
+    if constants[1] <= 0:
+        constants = np.array([0.0, float(1 / table[:, 1].max())])
+    return constants
 
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What was measured beside links. gpu: the device's name; device: ``cuda`` or ``cpu``. peak_tflops, peak_source: dense; matmul_tflops:
-    of a large product. copy_gbps, added_gbps: of a copy and of an addition, reads and writes together. launch_us: host time of one small
-    operation, 10th, 50th and 90th percentile.
+    """Measurements of a machine other than links.
+
+    gpu: the device's name; device: ``cuda`` or ``cpu``.
+    peak_tflops, peak_source: dense peak and its source.
+    matmul_tflops: of a large matrix product.
+    copy_gbps, added_gbps: of a copy and of an addition, reads and writes together.
+    launch_us: host time of one small operation, 10th, 50th and 90th percentile.
     """
 
     gpu: str
@@ -144,19 +162,19 @@ class MeasuredMachine:
     device: str = CUDA
 
 
-def fits(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """By class and what was measured; and ``collectives`` of both that the constants are fitted to."""
-    found: dict[str, dict[str, LinkFit]] = {}
+def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
+    """Fit each operation of each link class, and ``collectives`` to both of `COLLECTIVES`."""
+    by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
-        mine = [t for t in times if t.link == link]
-        for what in dict.fromkeys(t.what for t in mine):
-            found.setdefault(link, {})[what] = fit_link([t for t in mine if t.what == what])
-        found[link]["collectives"] = fit_link([t for t in mine if t.what in COLLECTIVES])
-    return found
+        link_times = [t for t in times if t.link == link]
+        for what in dict.fromkeys(t.what for t in link_times):
+            by_link.setdefault(link, {})[what] = fit_link([t for t in link_times if t.what == what])
+        by_link[link]["collectives"] = fit_link([t for t in link_times if t.what in COLLECTIVES])
+    return by_link
 
 
 def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float]:
-    """Share of the computing power that messages take: smallest, median, largest over what was measured of one class."""
+    """Return the least, median and most share of computing power that a link's messages take."""
     shares = [
         min(max(1 - 1 / t.slowdown, 0.0), 0.95)
         for t in times
@@ -171,8 +189,11 @@ def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float
     return float(min(shares)), float(np.median(shares)), float(max(shares))
 
 
-def sharing(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float]:
-    """How many GPUs stand behind one network card, of those that divide a node; and how many times as long all of them took at once."""
+def gpus_per_card(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float]:
+    """Return how many GPUs share a network card, and the slowdown of all rings at once.
+
+    The number divides a node's GPUs and is the closest to the slowdown.
+    """
     slower = alone.gbps / at_once.gbps
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
     return min(divisors, key=lambda n: abs(np.log(slower / n))), float(slower)
@@ -188,17 +209,21 @@ def cluster_document(
     measured_ranks: int,
     virtual: bool,
 ) -> dict[str, Any]:
-    """A cluster file (`cluster.load_cluster`) of what was measured. nodes, per_node: of the cluster, which may have more GPUs than took
-    part. virtual: nodes are parts of one host.
+    """Make a cluster file (`cluster.load_cluster`) from measurements.
+
+    Args:
+        nodes, per_node: of the cluster; it may have more GPUs than were measured.
+        measured_ranks: ranks that took part.
+        virtual: nodes are parts of one host.
     """
-    fitted = fits(times)
+    fitted = fit_links(times)
     classes = [link for link in (INNER, OUTER) if link in fitted]
     links = {link: _link(link, fitted[link], times, measured_ranks, virtual) for link in classes}
     if INNER not in links:  # one GPU a node
         links[INNER] = {**links[OUTER]}
         links[INNER].pop("shared_by", None)
     if OUTER in links and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
-        count, slower = sharing(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
+        count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
         links[OUTER]["shared_by"] = _constant(
             count,
             count,
@@ -256,11 +281,17 @@ def cluster_document(
 def _link(
     link: str, fitted: Mapping[str, LinkFit], times: Sequence[LinkTime], ranks: int, virtual: bool
 ) -> dict[str, Any]:
-    hop, together, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
-    said = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
-    of_hop = f"ring of batch_isend_irecv, {said}; mean error of the fit {hop.error:.0%}, worst {hop.worst:.0%}"
-    of_all = f"all-gather and reduce-scatter, {said}; mean error of the fit {together.error:.0%}, worst {together.worst:.0%}"
-    # What two messages at once reach together; never below one alone, which a noisy measurement may say.
+    hop, collectives, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
+    ranks_text = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
+    hop_note = (
+        f"ring of batch_isend_irecv, {ranks_text}; mean error of the fit {hop.error:.0%}, worst "
+        f"{hop.worst:.0%}"
+    )
+    collective_note = (
+        f"all-gather and reduce-scatter, {ranks_text}; mean error of the fit "
+        f"{collectives.error:.0%}, worst {collectives.worst:.0%}"
+    )
+    # Two messages at once reach this together. Noise may put it below one message: then use that.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
     taking_part = max(
         (t.ranks for t in times if t.link == link and t.what in COLLECTIVES), default=ranks
@@ -268,13 +299,13 @@ def _link(
     low, share, high = slowdowns(times, link)
     note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     return {
-        "latency_us": _latency(hop, of_hop),
-        "bandwidth_gbps": _bandwidth(hop, hop.gbps, of_hop),
+        "latency_us": _latency(hop, hop_note),
+        "bandwidth_gbps": _bandwidth(hop, hop.gbps, hop_note),
         "capacity_gbps": _bandwidth(
-            hop, capacity, "two rings at once" if two is not None else of_hop
+            hop, capacity, "two rings at once" if two is not None else hop_note
         ),
-        "collective_latency_us": _latency(together, of_all),
-        "collective_bandwidth_gbps": _bandwidth(together, together.gbps, of_all),
+        "collective_latency_us": _latency(collectives, collective_note),
+        "collective_bandwidth_gbps": _bandwidth(collectives, collectives.gbps, collective_note),
         "collective_ranks": _constant(
             taking_part, taking_part, taking_part, "ranks of each collective that was measured"
         ),
@@ -294,16 +325,16 @@ def _bandwidth(fit: LinkFit, gbps: float, note: str) -> dict[str, Any]:
 def _constant(value: float, low: float, high: float, note: str) -> dict[str, Any]:
     low, high = min(low, value), max(high, value)
     return {
-        "value": _short(value),
+        "value": _round_digits(value),
         "source": "measured",
         "note": note,
-        "low": _short(low, -1),
-        "high": _short(high, 1),
+        "low": _round_digits(low, -1),
+        "high": _round_digits(high, 1),
     }
 
 
-def _short(value: float, towards: int = 0) -> float:
-    """Four digits; bounds are never rounded inwards."""
+def _round_digits(value: float, towards: int = 0) -> float:
+    """Round to four digits; bounds are never rounded inwards."""
     if not value:
         return 0.0
     digits = 3 - int(np.floor(np.log10(abs(value))))

@@ -1,9 +1,12 @@
-"""What a training step computes beside attention: FLOP of matrix products, and bytes that element-wise kernels read and write, of one rank.
+"""What a rank computes in a step other than attention: FLOP of matrix products, bytes of the rest.
 
-T tokens of a rank and micro-batch (pads included), C hidden, A = heads * head_dim, K = kv_heads * head_dim, I intermediate, V vocabulary,
-P_l weights of a layer, P_r of the others, W workers, e bytes of the compute dtype, r of the dtype in which gradients are reduced, n
-micro-batches of a step. Products are those of `training.flops`; bytes follow
-`model.decoder`, `model.loss` and FSDP2's copies, line by line, with norms, rotation and gates fused as ``torch.compile`` does.
+Symbols: T tokens of a rank and micro-batch with padding, C hidden size, A heads * head_dim,
+K kv_heads * head_dim, I intermediate size, V vocabulary, P_l weights of a layer, P_r other weights,
+W workers, e bytes of the compute dtype, r bytes of the dtype that gradients are reduced in, n
+micro-batches of a step. FLOP are those of `training.flops`. Bytes are what element-wise kernels
+read
+and write: they follow `model.decoder`, `model.loss` and FSDP2's copies line by line, with norms,
+rotation and gates fused as by ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -35,25 +38,23 @@ LAUNCHES = Constant.of(
     8,
     40,
 )
-_LOGITS = 20  # bytes a logit: written, largest, sum, gradient read and written, all float32 (`model.loss`); beside it e for the last
-_LOGITS_AGAIN = 12  # of these, where only the loss is formed
+# Bytes a logit (`model.loss`): written, maximum, sum, gradient read and written, all float32. The
+# last one is written in the compute dtype, too.
+_LOGITS = 20
+_LOGITS_AGAIN = 12  # of these, in a pass that only forms the loss
 _TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`model.feed_forward`)
-DEVICE_ROWS = 4096  # of which a layer is slower on an H200 than its host launches it
-# How far parts that were measured on such a GPU may be off in a run: one GPU to another, and clocks under load.
+DEVICE_ROWS = 4096  # with more rows, a layer on an H200 takes longer than its launches
+# How far parts measured on such a GPU may be off in a run: GPUs differ, and clocks drop under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
-BEYOND = {
-    LOW: 0.85,
-    VALUE: 1.0,
-    HIGH: 1.3,
-}  # where a layer of another size is taken for one that was measured
-_ADAMW = (
-    28  # bytes a number of a shard: parameter, two states read and written, gradient read; float32
-)
+# The same if the layer that was measured has another size.
+BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
+# Bytes a number of a shard: parameter, two states read and written, gradient read; float32.
+_ADAMW = 28
 
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """flop: of matrix products. moved: bytes of element-wise kernels. launches: kernels that the host starts."""
+    """flop: of matrix products. moved: bytes of element-wise kernels. launches: by the host."""
 
     flop: float = 0.0
     moved: float = 0.0
@@ -67,8 +68,11 @@ class ComputeCost:
 
 @dataclass(frozen=True)
 class MicroBatchRound:
-    """Micro-batches that are alike: how many in a step; whether weights are gathered in their forward pass, again in their backward pass,
-    and gradients scattered in it.
+    """Micro-batches with the same communication.
+
+    times: how many in a step.
+    forward, backward: whether weights are gathered in the pass.
+    reduced: whether gradients are scattered.
     """
 
     times: int
@@ -78,7 +82,7 @@ class MicroBatchRound:
 
 
 def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
-    """The micro-batches of a step under ``train.shard``, as `parallel.fsdp.begin_micro_batch` has them."""
+    """Return the micro-batches of a step under ``train.shard`` (`fsdp.begin_micro_batch`)."""
     if shard == "full":
         return [MicroBatchRound(micro_batches, True, True, True)]
     each = shard == "gradients"
@@ -94,9 +98,14 @@ def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """Bytes that one rank exchanges with its host. layers: whose activations leave, kept: of each, one way. down, up: gradients and weights
-    of a step, stepped: that AdamW reads and writes there, unit: of the first gradients and the last weights, beside which nothing is
-    stepped; 0 where the optimizer is on the GPU. leave: gradients go down beside the backward pass.
+    """Bytes that one rank exchanges with its host.
+
+    layers: layers that offload activations.
+    kept: bytes of one of these layers, one way.
+    down, up: gradients and weights of a step; 0 if the optimizer runs on the GPU.
+    stepped: bytes that AdamW reads and writes on the host.
+    unit: the first gradients and the last weights, whose transfer overlaps with no optimizer work.
+    leave: whether gradients leave during the backward pass.
     """
 
     layers: int
@@ -110,11 +119,18 @@ class HostTraffic:
 
 @dataclass(frozen=True)
 class NonAttentionCost:
-    """forward, recomputed, backward: of a layer and micro-batch. loss: LM head and loss, both directions, with the embedding and the last
-    norm, of a micro-batch. gathered, reduced, root_gathered, root_reduced: copies where weights of a layer, or those outside of the layers,
-    are gathered and their gradients scattered. added: where gradients add up whole. optimizer: gradient norm, clipping and AdamW, of a
-    step. gather, root_gather: bytes that arrive at a rank when the weights of a layer, or those outside of the layers, are gathered;
-    reduce, root_reduce: when their gradients are scattered. tokens: of a micro-batch; rows: of a tile of the MLP.
+    """Costs of one rank.
+
+    forward, recomputed, backward: of a layer and micro-batch.
+    loss: of a micro-batch: LM head and loss in both directions, embedding and last norm.
+    gathered, reduced: copies when a layer's weights are gathered, and its gradients scattered.
+    root_gathered, root_reduced: the same for weights outside the layers.
+    added: accumulation of whole gradients.
+    optimizer: of a step: gradient norm, clipping and AdamW.
+    host: traffic with the host.
+    gather, reduce, root_gather, root_reduce: bytes that arrive at a rank in these collectives.
+    tokens: of a micro-batch.
+    rows: of a tile of the MLP.
     """
 
     forward: ComputeCost
@@ -136,8 +152,10 @@ class NonAttentionCost:
     rows: int
 
     def size(self, part: str) -> int:
-        """By which what was measured of a part is looked up. Of a layer in tiles, rows of a tile, as long as it is the GPU that takes the
-        time: the host is waited for once a layer, and not once a tile.
+        """Return the size by which measurements of a part are looked up.
+
+        For a tiled layer these are the rows of a tile, as long as the GPU sets the time: the host
+        delays a layer once, not once per tile.
         """
         return (
             self.tokens
@@ -169,14 +187,14 @@ class NonAttentionCost:
             / model.num_layers
         )
         without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
-        # Over several tiles gradients of the weights add up in float32.
+        # With several tiles the weight gradients accumulate in float32.
         of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
         logits_again = train.loss_gradients == "recompute"
         logits, head = tokens * model.vocab_size, model.vocab_size * hidden
         chunks = -(-4 * logits // (train.loss_chunk_mib * MIB))
         launches = LAUNCHES.value
-        # Weights are cast, gathered and copied out; gradients copied in, and added to the shard.
+        # Weights are cast, gathered and copied out; gradients are copied in and added to the shard.
         out, out_of_shard = 2 * e, e + (e if config.optim.offload else 4)
         back, to_shard = r + e, 8 + r
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
@@ -185,23 +203,34 @@ class NonAttentionCost:
         share = (workers - 1) / workers
         return NonAttentionCost(
             forward=ComputeCost(
-                2.0 * matmul * tokens, eager * e * tokens * (9 * hidden + rotated + 3 * wide), launches + (tiles - 1) * _TILE_LAUNCHES[0]
+                2.0 * matmul * tokens,
+                eager * e * tokens * (9 * hidden + rotated + 3 * wide),
+                launches + (tiles - 1) * _TILE_LAUNCHES[0],
             ),
             recomputed=ComputeCost(
                 2.0 * again * tokens,
-                eager * e * tokens * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide * without) if again else 0.0,
+                eager
+                * e
+                * tokens
+                * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide * without)
+                if again
+                else 0.0,
                 launches if whole else 0.0,
             ),
             backward=ComputeCost(
-                4.0 * matmul * tokens, eager * e * tokens * (15 * hidden + rotated + 5 * wide) + sums,
+                4.0 * matmul * tokens,
+                eager * e * tokens * (15 * hidden + rotated + 5 * wide) + sums,
                 2 * launches + (tiles - 1) * _TILE_LAUNCHES[1],
             ),
             loss=ComputeCost(
                 (8.0 if logits_again else 6.0) * head * tokens,
-                # Logits; the float32 gradient of the LM head, read and written by every chunk and cast once; the embedding, forward and
-                # backward, whose gradient is added to that of the head where they are tied; the last norm.
+                # Logits. The LM head's float32 gradient, read and written by every chunk and cast
+                # once. The embedding in both directions; if tied, its gradient is added to that of
+                # the head. The last norm.
                 (_LOGITS + e + (_LOGITS_AGAIN if logits_again else 0)) * logits
-                + 8 * head * chunks + (4 + e) * head + e * (3 * head + 6 * tokens * hidden),
+                + 8 * head * chunks
+                + (4 + e) * head
+                + e * (3 * head + 6 * tokens * hidden),
                 (15.0 if logits_again else 10.0) * chunks,
             ),
             gathered=ComputeCost(moved=out * layer + out_of_shard * layer / workers),
@@ -209,11 +238,23 @@ class NonAttentionCost:
             root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
             root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
-            optimizer=ComputeCost(0.0, float(shard * (4 + (8 if config.optim.clip_norm else 0)) + _ADAMW * (shard - away)), 50.0),
+            optimizer=ComputeCost(
+                0.0,
+                float(shard * (4 + (8 if config.optim.clip_norm else 0)) + _ADAMW * (shard - away)),
+                50.0,
+            ),
             host=HostTraffic(
-                on_host, (plan.memory.host - states.host) / on_host if on_host else 0.0,
-                4.0 * away, float(e * away), float((_ADAMW + e) * away),
-                float((e if config.optim.offload_gradients else 4 + e) * max(states.layer_shard, states.root_shard)) if away else 0.0,
+                on_host,
+                (plan.memory.host - states.host) / on_host if on_host else 0.0,
+                4.0 * away,
+                float(e * away),
+                float((_ADAMW + e) * away),
+                float(
+                    (e if config.optim.offload_gradients else 4 + e)
+                    * max(states.layer_shard, states.root_shard)
+                )
+                if away
+                else 0.0,
                 config.optim.offload_gradients,
             ),
             gather=e * layer * share,
@@ -222,12 +263,12 @@ class NonAttentionCost:
             root_reduce=r * root * share,
             tokens=tokens,
             rows=rows,
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """us of some work: matrix products, element-wise kernels, and what the host is longer in launching than the GPU in computing."""
+    """us of matrix products and of element-wise kernels; host: by how much launches exceed both."""
 
     matrices: float
     elements: float
@@ -239,16 +280,17 @@ class ExpectedTime:
 
 
 def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
-    """By the constants of the cluster."""
+    """Return the us of work by the constants of the cluster."""
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
 def longer_than_expected(
     non_attention: NonAttentionCost, costs: Costs, dtype: str
 ) -> dict[str, float]:
-    """By part of a step, as `profiling.non_attention_benchmark` measures it: how many times as long it takes as the constants say, under
-    the bound of the
-    costs. Nothing where it was not measured on such a GPU in that dtype.
+    """Return by how much parts of a step take longer than the constants say, as a factor by part.
+
+    Parts are those of `profiling.non_attention_benchmark`; the factors include the bound of the
+    costs. Parts that were not measured on such a GPU in this dtype are missing.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
@@ -273,7 +315,7 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """longer: how many times as long as the constants say it takes, where that was measured (`longer_than_expected`)."""
+    """Price some work. longer: its factor from `longer_than_expected`, if there is one."""
     gpu = costs.cluster.gpu
     if longer is not None:
         matrices, elements = (
@@ -288,7 +330,7 @@ def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> Expe
 
 
 def _share(costs: Costs) -> float:
-    """Of the launches that are counted."""
+    """Return the factor on counted launches under the bound."""
     return {LOW: LAUNCHES.low, HIGH: LAUNCHES.high}.get(
         costs.bound, LAUNCHES.value
     ) / LAUNCHES.value

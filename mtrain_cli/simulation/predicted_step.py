@@ -1,12 +1,13 @@
-"""A whole training step: attention as it was played, the rest of every layer, weights and gradients on their way, and the optimizer.
+"""Predict a training step: attention as played, the rest of a layer, weights, and the optimizer.
 
-Order and overlap are FSDP2's: the weights of the next layer are gathered while one is computed, and in backward the gradients of the layer
-before are scattered at the same time, one collective after the other. All layers are alike, so that the time of a layer is a closed form:
-computation, or what links have to carry where that is longer. The first gather and the last scatter have nothing to hide behind.
+Order and overlap follow FSDP2: the weights of the next layer are gathered while one layer computes;
+in backward the gradients of the layer before are scattered at the same time, one collective after
+the other. All layers are alike, so a layer takes its computation or its communication, whichever is
+longer. The first gather and the last scatter overlap with nothing.
 
-What train.shard leaves out in a micro-batch is not sent in it. Attention that is computed again in part takes its share of the time of a
-forward pass, and all of its messages. Activations that leave for the host are hidden behind one layer each way, or waited for; an
-optimizer on the host is as slow as the slowest of its memory and of the ways down and up.
+Micro-batches send what ``train.shard`` requires. Partly recomputed attention takes its share of a
+forward pass, and all its messages. Offloaded activations overlap with one layer each way. An
+optimizer on the host takes as long as the slowest of host memory, gradients down and weights up.
 """
 
 from __future__ import annotations
@@ -37,21 +38,38 @@ from mtrain_cli.training.flops import (
 from mtrain_cli.training.run_plan import RunPlan
 
 DAY, HOUR = 86400.0, 3600.0
-# In this order they are shown. late: for slower workers, in attention; links: for keys, values and their gradients; offload: for
-# activations on their way from and to the host.
+# In display order. late: waiting for slower workers in attention; links: waiting for KV and its
+# gradients; offload: waiting for activations to or from the host.
 PARTS = (
-    "attention", "index", "merge and copies", "late", "links", "matrices", "recomputed", "element-wise", "loss", "weights",
-    "optimizer", "offload", "host",
-)  # fmt: skip
+    "attention",
+    "index",
+    "merge and copies",
+    "late",
+    "links",
+    "matrices",
+    "recomputed",
+    "element-wise",
+    "loss",
+    "weights",
+    "optimizer",
+    "offload",
+    "host",
+)
 
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One optimizer step. seconds: with bounds. parts: seconds by `PARTS`, which add up to the likely time; ``weights`` is what gathering
-    weights and scattering gradients adds to it. hidden: seconds of these that computation hides. exposed: share of the step in which
-    workers wait for links, those of weights included. mfu, hfu: shares of the peak by what the model asks for and by what is executed, as
-    in training; of a sparse step mfu counts the pairs of dense attention. Of one worker: flop, executed; sent: bytes of weights and
-    gradients that reach it; over_host: bytes to and from its host.
+    """One optimizer step.
+
+    seconds: its time, with bounds.
+    parts: seconds by `PARTS`, which sum to the expected time. ``weights`` is what gathering weights
+        and scattering gradients adds to it.
+    hidden: seconds of that communication hidden behind computation.
+    mfu, hfu: shares of the peak by the model's FLOP and by executed FLOP, as in training. In a
+        sparse step mfu counts the pairs of dense attention.
+    flop: executed by one worker.
+    sent: bytes of weights and gradients that reach one worker.
+    over_host: bytes between one worker and its host.
     """
 
     plan: RunPlan
@@ -78,7 +96,7 @@ class PredictedStep:
         return bool(self.plan.fits)
 
     def days(self, tokens: float) -> BoundedTime:
-        """Of a training on so many tokens."""
+        """Return the days of a training on this many tokens."""
         rate = self.tokens_per_second_per_gpu
         return BoundedTime(
             *(
@@ -88,7 +106,7 @@ class PredictedStep:
         )
 
     def dollars(self, tokens: float, price: float) -> BoundedTime:
-        """price: of a GPU and hour."""
+        """Return the cost of a training. price: of one GPU hour."""
         days = self.days(tokens)
         return BoundedTime(
             *(
@@ -100,7 +118,13 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class WeightTransfer:
-    """A collective. us: alone. busy: for how long of it the link is full. outer: it crosses nodes. size: bytes that reach a rank."""
+    """A collective.
+
+    us: alone.
+    busy: us for which the link is full.
+    outer: whether it crosses nodes.
+    size: bytes that reach a rank.
+    """
 
     us: float
     busy: float
@@ -108,11 +132,13 @@ class WeightTransfer:
     size: float = 0.0
 
 
-def beside(
+def overlapped_us(
     transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
-    """us that collectives take, one after the other, beside so many us of computation in which attention's messages fill the links for
-    ``carried`` us: they get what is left of them, and all of it after the computation. At best they never meet attention's messages.
+    """Return the us of collectives, one after the other, that overlap with computation.
+
+    While it computes, attention's messages fill the links for ``carried`` us; the collectives get
+    the rest, and the whole link afterwards. At best they never meet attention's messages.
     """
     alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
     if not alone or not computing or bound == LOW:
@@ -130,7 +156,7 @@ def predict_step(
     *,
     bounds: bool = True,
 ) -> PredictedStep:
-    """attention: of a layer of the same plan, with its recomputation where there is some."""
+    """Predict a step. attention: of a layer of the same plan, with recomputation if it has any."""
     slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
     found = {
         bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest)
@@ -146,19 +172,26 @@ def predict_step(
     )
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
-    if (
-        attention.facts["pattern"] == "dense"
-    ):  # with documents it has fewer pairs than the causal ones of the plan
+    # With documents there are fewer pairs than in the plan, which assumes causal attention.
+    if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
     return PredictedStep(
-        plan, seconds, likely.parts, likely.hidden, rate,
-        rate.value * model / peak, likely.flop / seconds.value / peak, likely.flop, likely.sent, likely.over_host,
-    )  # fmt: skip
+        plan,
+        seconds,
+        likely.parts,
+        likely.hidden,
+        rate,
+        rate.value * model / peak,
+        likely.flop / seconds.value / peak,
+        likely.flop,
+        likely.sent,
+        likely.over_host,
+    )
 
 
 class _StepEstimate:
-    """The sum of a step under one bound."""
+    """The times of a step under one bound, in us."""
 
     def __init__(
         self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
@@ -209,13 +242,14 @@ class _StepEstimate:
             passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
         )
         carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
-        # Beside the last layer nothing is to be scattered yet, beside the first nothing to be gathered.
+        # The last layer has nothing to scatter yet, the first one nothing more to gather.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
         for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
             self._weights(
                 backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0
             )
-        # Weights outside of the layers and of the first layer; of the last one at the start of backward; gradients that come last.
+        # These overlap with nothing: weights outside the layers and of the first layer, those of
+        # the last layer at the start of backward, and the last gradients.
         alone = (
             [self._transfer(non_attention.root_gather), gather] * one.forward
             + gathers
@@ -231,7 +265,7 @@ class _StepEstimate:
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
-        """What waiting for them adds. forward, backward: us of a layer, behind which those of another one leave or come."""
+        """Add the time of waiting for offloaded activations. forward, backward: us of a layer."""
         host = self.non_attention.host
         us = host.kept / self._host_link
         self.us["offload"] += (
@@ -241,12 +275,15 @@ class _StepEstimate:
 
     @property
     def _host_link(self) -> float:
-        """Bytes a us, one direction."""
+        """Bandwidth to the host, bytes a us, one direction."""
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
-        """us. Unit by unit: gradients come and weights leave while another one is stepped; the first comes and the last leaves alone. Those
-        that leave as they come do so beside the last backward pass.
+        """Return the us of an optimizer on the host.
+
+        Units are pipelined: gradients come and weights leave while another unit is stepped; the
+        first gradients and the last weights overlap with nothing. Gradients that leave during
+        backward overlap with the last backward pass.
         """
         host = self.non_attention.host
         self.over_host += host.down + host.up
@@ -277,7 +314,7 @@ class _StepEstimate:
         *,
         copied: ComputeCost,
     ) -> float:
-        """Adds what all layers compute -> us of a micro-batch. copied: of weights and gradients."""
+        """Add what all layers compute. Returns the us of a micro-batch."""
         before = sum(self.us.values())
         for name in passes:
             self._attention(name, layers)
@@ -295,13 +332,16 @@ class _StepEstimate:
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {
-            "attention": spent["attention"] + spent["columns"], "index": spent["index"],
+            "attention": spent["attention"] + spent["columns"],
+            "index": spent["index"],
             "merge and copies": spent["merge"] + spent["arrange"],
-            "links": exposed, "host": spent["gap"],
-        }  # fmt: skip
-        # Who ends a pass early waits for the others, at the latest where weights are gathered.
+            "links": exposed,
+            "host": spent["gap"],
+        }
+        # Workers that end a pass early wait for the others, at the latest when weights are
+        # gathered.
         late = max(0.0, found.duration.value - sum(of_all.values()))
-        # Messages that attention hid come to light where less of it is computed.
+        # If less attention is recomputed, messages that it would have hidden are exposed.
         freed = (1.0 - share) * of_all["attention"]
         computing = sum(of_all.values()) - exposed - freed
         links = max(exposed, min(exposed + freed, max(found.carried) - computing))
@@ -311,7 +351,7 @@ class _StepEstimate:
             "links": links,
             "late": share * late,
         }
-        # Under a bound the parts are not known, only their sum.
+        # Bounds exist for the sum of the parts only: scale all parts alike.
         scale = duration / found.duration.value if found.duration.value else 1.0
         for name, ms in parts.items():
             self.us[name] += self.times * ms * 1e3 * layers * scale
@@ -328,7 +368,7 @@ class _StepEstimate:
     def _add(
         self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None
     ) -> None:
-        """part: as it is measured (`profiling.non_attention_benchmark`)."""
+        """Add some work. part: its name in `profiling.non_attention_benchmark`."""
         spent = priced(work, self.costs, None if part is None else self.longer.get(part))
         times *= self.times
         self.flop += work.flop * times
@@ -339,7 +379,7 @@ class _StepEstimate:
     def _transfer(self, size: float) -> WeightTransfer:
         workers = self.plan.environment.workers
         if workers == 1:
-            return WeightTransfer(0.0, 0.0, False)  # of nothing
+            return WeightTransfer(0.0, 0.0, False)
         members = min(workers, self.cluster.gpus_per_node)
         us, busy = self.costs.collective(False, workers, members, int(size))
         return WeightTransfer(us, busy, members < workers, size)
@@ -351,12 +391,12 @@ class _StepEstimate:
         transfers: Sequence[WeightTransfer],
         times: int,
     ) -> None:
-        """Adds what the weights of so many layers cost beside the computation of one."""
+        """Add what the weights of ``times`` layers cost, overlapped with the computation of one."""
         if not times or not transfers:
             return
         times *= self.times
         self.sent += times * sum(transfer.size for transfer in transfers)
-        needed = beside(transfers, computing, carried, self.costs.bound)
+        needed = overlapped_us(transfers, computing, carried, self.costs.bound)
         hidden = min(needed, computing)
         share = (
             self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share)

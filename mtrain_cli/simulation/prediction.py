@@ -1,7 +1,8 @@
-"""Predictions: configurations of a cluster, their work counted, priced and played, with the figures of a profile.
+"""Predict attention on a cluster: count the work, price it, play it, and report as a profile does.
 
-What is predicted here is the attention of each layer, index estimates and messages included, as `mtrain profile imbalance
---attention-only` measures it: all ranks begin a pass together. `step` makes a whole training step of it.
+A prediction covers the attention of each layer, with index estimates and messages, as `mtrain
+profile imbalance --attention-only` measures it: all ranks begin a pass together. `predicted_step`
+adds the rest of a training step.
 """
 
 from __future__ import annotations
@@ -48,17 +49,23 @@ from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, re
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
-MOST_ROWS = 20_000_000  # of a case; beyond it there are tables only
-_NEED_OUT: tuple[
-    str, ...
-] = ()  # kernels whose backward cannot use delta (`Kernel.needs_out`; its classes need torch)
+MOST_ROWS = 20_000_000  # of a case; above it there are only tables
+# Kernels whose backward cannot use delta (`Kernel.needs_out`; the kernel classes need torch).
+_NEED_OUT: tuple[str, ...] = ()
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 
 @dataclass(frozen=True)
 class AttentionWorkload:
-    """What is computed. made: shapes. masks: one a sequence. layers: which. index: of a layer, None for dense; made when asked for.
-    pattern: what the indices are, in words. columns: as in `what_if.make_case`. estimated: whether estimating indices is in the time.
+    """The attention to predict.
+
+    made: shapes.
+    masks: one per sequence.
+    layers: their numbers.
+    index: makes the index of a layer on demand; None for dense.
+    pattern: a name of the indices.
+    columns: see `what_if.make_case`.
+    estimated: whether the time includes estimating indices.
     """
 
     made: RecordedSetup
@@ -73,7 +80,7 @@ class AttentionWorkload:
 
 @dataclass(frozen=True)
 class BoundedTime:
-    """A prediction, and what it is at best and at worst by the bounds of the constants."""
+    """A predicted value, with its best and worst case by the bounds of the constants."""
 
     low: float
     value: float
@@ -81,7 +88,7 @@ class BoundedTime:
 
     @staticmethod
     def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
-        """A bound on the wrong side is none: it is the value, and never stands for the other one."""
+        """Make a value with bounds. A bound on the wrong side of the value is replaced by it."""
         return BoundedTime(
             value if low is None else min(low, value),
             value,
@@ -91,10 +98,16 @@ class BoundedTime:
 
 @dataclass(frozen=True)
 class PredictedPass:
-    """Means over layers; ms. duration: of a layer, the slowest worker. time, work: degrees. computed: share of attention in the time of a
-    pass (`imbalance.ComputationRatios.total`). spent: by `recording.COMPUTING`, the mean over workers; late, exposed: waits, likewise.
-    carried:
-    ms in which the links to a rank are full, inside its node and from others, of the rank with most.
+    """Means over layers, in ms.
+
+    duration: of a layer, by the slowest worker.
+    time, work: imbalance degrees.
+    computed: share of attention in the time of a pass (`imbalance.ComputationRatios.total`).
+    late: waiting for slower workers, mean over workers.
+    exposed: waiting for messages, mean over workers, by link.
+    spent: by kind (`recording.COMPUTING`), mean over workers.
+    carried: time for which links are full, inside the node and from other nodes, of the busiest
+        rank.
     """
 
     duration: BoundedTime
@@ -109,7 +122,11 @@ class PredictedPass:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One configuration. rows: `records.ROW` of one iteration, where they were asked for. costs: what it was priced with, by bound."""
+    """The prediction of one configuration.
+
+    rows: `records.ROW` of one iteration, if asked for.
+    costs: the costs used, by bound.
+    """
 
     setup: ReplaySetup
     exchange: str
@@ -122,15 +139,15 @@ class Prediction:
 
     @property
     def duration(self) -> BoundedTime:
-        """Of all passes of a layer."""
-        of_passes = [found.duration for found in self.passes.values()]
+        """Time of all passes of a layer."""
+        of_passes = [predicted.duration for predicted in self.passes.values()]
         return BoundedTime(
             *(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH))
         )
 
 
 def default_kernel(gpu: str, pattern_is_dense: bool) -> str:
-    """What `kernel=auto` would choose, as far as a GPU's name tells."""
+    """Return what ``kernel=auto`` would choose, as far as the GPU's name tells."""
     if any(name in gpu for name in _SM90):
         return "flash4"
     return "sdpa" if pattern_is_dense else "triton"
@@ -150,11 +167,15 @@ def predict(
     bounds: bool = True,
     choice: ExchangeChoice | None = None,
 ) -> Prediction:
-    """number: of the case in its file. bounds: also what it is at best and at worst, which takes three times as long. choice: the exchange
-    of ``setup`` where it was chosen already.
+    """Predict the attention of one configuration.
+
+    Args:
+        number: of the case in its file.
+        bounds: also predict the best and the worst case, which takes three times as long.
+        choice: the exchange of ``setup``, if it was chosen already.
 
     Raises:
-        Unfit: the configuration cannot be.
+        InvalidSetup: the configuration is impossible.
         ConfigError: its kernel has no times, or the index is damaged.
     """
     first = problem.index(problem.layers[0])
@@ -169,12 +190,12 @@ def predict(
         cluster, problem, case, lockstep, kernels, conditions or Disturbances(), recompute
     )
     fits = rows and player.rows_of_layer * len(problem.layers) <= MOST_ROWS
-    remarks = [*kernels.remarks, *_uncertain(cluster), *_of_index(cluster, problem, first)]
+    remarks = [*kernels.remarks, *_uncertain(cluster), *_index_remarks(cluster, problem, first)]
     if rows and not fits:
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
-    found: dict[str, list[dict[str, PassTimes]]] = {
+    predicted: dict[str, list[dict[str, PassTimes]]] = {
         direction: [] for direction in player.directions
     }
     works, played = [], []
@@ -189,18 +210,19 @@ def predict(
                 )
                 for bound in (BOUNDS if bounds else (VALUE,))
             }
-            found[direction].append(times)
+            predicted[direction].append(times)
             played.append((layer, direction, times[VALUE]))
     passes = {
         direction: _summary(
-            of_layers, [w[FORWARD if direction == RECOMPUTE else direction] for w in works]
+            by_layer, [w[FORWARD if direction == RECOMPUTE else direction] for w in works]
         )
-        for direction, of_layers in found.items()
+        for direction, by_layer in predicted.items()
     }
+    facts = _facts(cluster, problem, case, name, works)
+    table = _rows(played, problem.made.head_dim, number) if fits else None
     return Prediction(
-        setup, case.choice.label, name, passes, _facts(cluster, problem, case, name, works), tuple(remarks),
-        _rows(played, problem.made.head_dim, number) if fits else None, player.costs,
-    )  # fmt: skip
+        setup, case.choice.label, name, passes, facts, tuple(remarks), table, player.costs
+    )
 
 
 def _kernels(
@@ -210,7 +232,7 @@ def _kernels(
     case: ReplayCase,
     calibration: Calibration | None,
 ) -> KernelCurves:
-    # Workers that share all heads compute whole sequences, whatever the layout.
+    # If the workers only share heads, each computes whole sequences, whatever the layout.
     lists = (
         index is None
         and case.setup.layout == "striped"
@@ -236,12 +258,12 @@ def _uncertain(cluster: Cluster) -> list[str]:
 
 
 def _guesses(name: str, keys: Sequence[str]) -> str:
-    said = "one constant is a guess" if len(keys) == 1 else f"{len(keys)} constants are guesses"
-    return f"{name}: {said} ({', '.join(keys)})"
+    count = "one constant is a guess" if len(keys) == 1 else f"{len(keys)} constants are guesses"
+    return f"{name}: {count} ({', '.join(keys)})"
 
 
-def _of_index(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """What estimating an index is taken from, where that is something else."""
+def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
+    """Say which measurement prices the estimate of an index, if it is of another index or GPU."""
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
     if (
         first is None
@@ -249,17 +271,21 @@ def _of_index(cluster: Cluster, problem: AttentionWorkload, first: Index | None)
         or (heads == INDEX_HEADS and _measured(cluster, first))
     ):
         return []
-    what = f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on {cluster.gpu.name}"
+    what = (
+        f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on "
+        f"{cluster.gpu.name}"
+    )
     by = f"number of heads{'' if here else ' and bandwidth of memory'}"
     wider = "" if _measured(cluster, first) else ", and bounds are wider"
     return [
-        f"estimating an index was measured of vertical_slash with {INDEX_HEADS} heads on {INDEX_DEVICE}, not of {what}: a token takes "
+        f"estimating an index was measured of vertical_slash with {INDEX_HEADS} heads on "
+        f"{INDEX_DEVICE}, not of {what}: a token takes "
         f"x {index_scale(cluster.gpu, heads):.3g} of that, by {by}{wider}"
     ]
 
 
 def _measured(cluster: Cluster, first: Index) -> bool:
-    """Whether estimating such an index was, on such a GPU."""
+    """Return whether the estimate of such an index was measured on such a GPU."""
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
@@ -285,12 +311,17 @@ class _CasePlayer:
         self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
         first = problem.index(problem.layers[0])
         costs = Costs(
-            cluster, kernels, case.sizes, lockstep, problem.made.head_dim, sequences=len(problem.masks),
+            cluster,
+            kernels,
+            case.sizes,
+            lockstep,
+            problem.made.head_dim,
+            sequences=len(problem.masks),
             measured=first is None or _measured(cluster, first),
-        )  # fmt: skip
+        )
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
-        # What a kernel computes that hides pairs instead of leaving them out.
+        # The work of a kernel that masks what an index leaves out instead of skipping it.
         self.masked = None if all(curve.skips for curve in curves) else case.counter.count(None)
 
     @property
@@ -313,19 +344,25 @@ class _CasePlayer:
         width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
         seq = self.case.layout.padded_seq * len(self.problem.masks)
         estimated = seq if self.problem.estimated and index is not None else 0
-        # Messages of columns alone depend on the layer.
+        # Only the messages of columns depend on the layer.
         costs = replace(costs, columns=width, sparse=index is not None, estimated=estimated)
         prices = LayerPrices(costs, work, direction, self.masked)
         return play(
-            program(self.lockstep, prices), direction, self.case.setup.workers, len(self.lockstep.beats(direction)),
-            grid=self.lockstep.grid, conditions=self.conditions, rows=rows, stream=3 * layer + self.directions.index(direction),
-        )  # fmt: skip
+            program(self.lockstep, prices),
+            direction,
+            self.case.setup.workers,
+            len(self.lockstep.beats(direction)),
+            grid=self.lockstep.grid,
+            conditions=self.conditions,
+            rows=rows,
+            stream=3 * layer + self.directions.index(direction),
+        )
 
 
-def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]) -> PredictedPass:
-    likely = [times[VALUE] for times in of_layers]
+def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]) -> PredictedPass:
+    likely = [times[VALUE] for times in by_layer]
     low, value, high = (
-        float(np.mean([times.get(bound, times[VALUE]).duration for times in of_layers])) / 1e3
+        float(np.mean([times.get(bound, times[VALUE]).duration for times in by_layer])) / 1e3
         for bound in (LOW, VALUE, HIGH)
     )
     time = [_degrees(times.attention, times.spent["columns"][:, 0]) for times in likely]
@@ -347,30 +384,43 @@ def _summary(of_layers: Sequence[dict[str, PassTimes]], works: Sequence[StepWork
     }
     inner, outer = np.mean([t.carried.max(1) for t in likely], axis=0) / 1e3
     return PredictedPass(
-        BoundedTime.around(value, low, high), _mean(time), _mean(work), float(np.mean(computed)), late, exposed,
-        spent, (float(inner), float(outer)),
-    )  # fmt: skip
+        BoundedTime.around(value, low, high),
+        _mean(time),
+        _mean(work),
+        float(np.mean(computed)),
+        late,
+        exposed,
+        spent,
+        (float(inner), float(outer)),
+    )
 
 
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
-    """Columns are one step more where workers are compared, and none of those of a worker (`profiling.analysis`)."""
-    found = degrees(table[None])[:, 0]
+    """Return imbalance degrees. Columns count as one more step when comparing workers only.
+
+    (As in `profiling.analysis`.)
+    """
+    values = degrees(table[None])[:, 0]
     if columns.any():
-        found[[0, 2, 3]] = degrees(np.column_stack([table, columns])[None])[[0, 2, 3], 0]
-    return Imbalance(*(float(value) for value in found))
+        values[[0, 2, 3]] = degrees(np.column_stack([table, columns])[None])[[0, 2, 3], 0]
+    return Imbalance(*(float(value) for value in values))
 
 
-def _mean(found: Sequence[Imbalance]) -> Imbalance:
+def _mean(layers: Sequence[Imbalance]) -> Imbalance:
     return Imbalance(
         *(
-            float(np.mean([getattr(d, name) for d in found]))
+            float(np.mean([getattr(d, name) for d in layers]))
             for name in ("worker", "step", "total", "critical")
         )
     )
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:
-    """One iteration: forward passes of all layers, then the others from the last layer back; each begins when the one before has ended."""
+    """Make the rows of one iteration.
+
+    Forward passes of all layers run first, then the other passes from the last layer back. Each
+    begins when the one before it has ended.
+    """
     forward = [entry for entry in played if entry[1] == FORWARD]
     others = [
         entry
@@ -392,7 +442,7 @@ def _facts(
     kernel: str,
     works: Sequence[dict[str, StepWork]],
 ) -> dict[str, Any]:
-    """The entry of the case in summary.json, as `profiling.measurement.MeasurementCase.facts` has it."""
+    """Make the case's entry in summary.json, like `profiling.measurement.MeasurementCase.facts`."""
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = float(np.mean([w[FORWARD].total_pairs.sum() for w in works]))
     return {

@@ -1,7 +1,7 @@
-"""What every rank does in one pass of the attention of a layer, in order, priced: the same list for all ranks, with arrays over ranks.
+"""The priced actions of one attention pass, in order: one list for all, with arrays over ranks.
 
-The order is that of `parallel.all_gather_exchange` and `parallel.ring_exchange`: post, wait, compute, collect, send; and what they copy
-and add up.
+The order is that of `parallel.all_gather_exchange` and `parallel.ring_exchange`, with their copies
+and additions: post, wait, compute, collect, send.
 """
 
 from __future__ import annotations
@@ -30,18 +30,22 @@ from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdStep, SpmdTran
 
 FloatArray = NDArray[np.float64]
 
-# What is copied or added beside attention, and when: k and v packed and columns picked at the start; tokens traded for heads made ready and
-# brought into order; gathered keys brought into sequence order, and a part of the heads of outputs cut out, where the kernel needs that;
-# gradients of keys cut into shards; gradients that arrived added; gradients of columns added; results brought into the compute dtype.
-PACK, PICK, TRADE, ORDER, CUT, SHARDS, ADD, SCATTER, RESULT = (
-    "pack", "pick", "trade", "order", "cut", "shards", "add", "scatter", "result",
-)  # fmt: skip
+# Copies and additions other than attention. PACK: stack k and v; PICK: select single columns;
+# TRADE: prepare or reorder tokens traded for heads; ORDER: bring gathered keys into sequence order;
+# CUT: copy a part of the heads of out and dout, if the kernel needs that; SHARDS: cut key gradients
+# into shards; ADD: add a gradient that arrived; SCATTER: add column gradients; RESULT: cast the
+# results.
+PACK, PICK, TRADE, ORDER, CUT = "pack", "pick", "trade", "order", "cut"
+SHARDS, ADD, SCATTER, RESULT = "shards", "add", "scatter", "result"
 
 
 @dataclass(frozen=True, eq=False)
 class Spend:
-    """The stream that computes is busy. us: [workers], 0 for a rank that has nothing to do. slowed: messages under way take a part of the
-    GPU from it. pairs, blocks, columns: its work, for records.
+    """The compute stream is busy.
+
+    us: [workers], 0 for a rank that has nothing to do.
+    slowed: whether messages under way take computing power from it.
+    pairs, blocks, columns: [workers], its work, for records.
     """
 
     kind: str
@@ -55,7 +59,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The host needs so long for the launches that follow: nothing that follows begins earlier."""
+    """The host launches what follows: nothing that follows begins until ``us`` later."""
 
     step: int
     us: float
@@ -63,11 +67,16 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class PricedMessage:
-    """A transfer of all ranks. queue: its communicator, which carries one message after the other. after: what it waits for. to, source,
-    peers: as in `spmd_schedule.SpmdTransfer`. latency, busy: us [workers], of what arrives at a rank: until it is there, in which its
-    link is free for
-    the next, and in which it is not. outer: bool [workers], what arrives crosses nodes. share: [workers], of the GPU's computing power that
-    the message takes at a rank while it is under way. sent, received: bytes. arriving, leaving: shards [workers], None for a collective.
+    """A transfer of all ranks, priced. Arrays are [workers].
+
+    queue: the communicator; it carries one message after the other.
+    after: number of the message that this one forwards.
+    to, source, peers: see `spmd_schedule.SpmdTransfer`.
+    busy: us in which what arrives at a rank occupies its link.
+    latency: further us until it is there; the link is free for the next message.
+    outer: bool, whether what arrives crosses nodes.
+    share: of a rank's computing power that the message takes while it is under way.
+    sent, received: bytes.
     """
 
     number: int
@@ -95,7 +104,7 @@ class Post:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until a message is there."""
+    """The compute stream waits for a message."""
 
     step: int
     number: int
@@ -105,48 +114,48 @@ Action = Spend | Dispatch | Post | Wait
 
 
 class Prices(ABC):
-    """What one pass of one layer costs. Times in us, [workers] or one number for all."""
+    """Prices of one pass of one layer. Times in us: [workers], or one number for all."""
 
     direction: str  # forward, recompute or backward
-    columns: bool = False  # single columns are gathered once, apart from the steps
+    columns: bool = False  # whether single columns are gathered once, outside the steps
 
     @abstractmethod
     def attention(self, step: int) -> FloatArray: ...
 
     @abstractmethod
     def message(self, move: SpmdTransfer, *, first: bool) -> PricedMessage:
-        """first: of the two trades of heads of a pass."""
+        """Price a transfer. first: whether it is the first of the two head trades of a pass."""
 
-    def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002 - none is known
-        """Pairs and blocks of a step, for records."""
+    def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002
+        """Return the pairs and blocks of a step, for records; None if unknown."""
         return None, None
 
     def merge(self, step: int) -> float:  # noqa: ARG002
-        """Of a rank that computes in this step."""
+        """Return the us of merging, for a rank that computes in this step."""
         return 0.0
 
     def other(self, what: str) -> float:  # noqa: ARG002
-        """What is copied or added, by the words above."""
+        """Return the us of a copy or addition, such as `PACK`."""
         return 0.0
 
     def index(self) -> float:
         return 0.0
 
     def dispatch(self, what: str) -> float:  # noqa: ARG002
-        """What the host needs: to begin a pass (``begin``), for a step that computes (``step``), for messages alone (``moves``)."""
+        """Return the host's us to launch ``begin`` (of a pass), ``step`` or ``moves``."""
         return 0.0
 
     def column_times(self) -> tuple[FloatArray, IntArray | None, IntArray | None]:
-        """Of gathered columns: us, how many, and their pairs."""
+        """Return the us of gathered columns, their number and their pairs."""
         raise NotImplementedError
 
     def column_sum(self) -> PricedMessage:
-        """That of gathered columns over workers, or of their gradients."""
+        """Return the all-reduce of gathered columns, or of their gradients."""
         raise NotImplementedError
 
 
 def program(lockstep: SpmdSchedule, prices: Prices) -> Iterator[Action]:
-    """All actions of one pass, in order."""
+    """Yield all actions of one pass, in order."""
     return _Program(lockstep, prices).actions()
 
 
@@ -178,7 +187,7 @@ class _Program:
                 yield from self._step(at, beat)
             if at == inner_last:
                 yield from self._end(at)
-        # Nobody else waits for these: sums of gradients.
+        # The last reduce-scatters: no step waits for them.
         for number in list(self.under_way):
             yield self._wait(last, number)
         if self.backward:
@@ -266,10 +275,22 @@ def collective_of_all(
     crosses: bool,
     size: int,
 ) -> PricedMessage:
-    """A sum over all ranks that hold the same heads, beside the schedule. us: latency and busy."""
+    """Make an all-reduce over all ranks with the same heads. us: latency and busy time."""
     latency, busy = (np.full(workers, t) for t in us)
     peers = np.arange(workers) % heads
     return PricedMessage(
-        UNSCHEDULED, CONTEXT, payload, ("whole", False), None, None, None, peers, latency, busy,
-        np.full(workers, crosses), np.full(workers, share), size, size,
-    )  # fmt: skip
+        UNSCHEDULED,
+        CONTEXT,
+        payload,
+        ("whole", False),
+        None,
+        None,
+        None,
+        peers,
+        latency,
+        busy,
+        np.full(workers, crosses),
+        np.full(workers, share),
+        size,
+        size,
+    )

@@ -1,8 +1,8 @@
-"""Which configuration to choose: every layout, exchange, context group and recomputation that can be, the fastest that fits, and why.
+"""Recommend the fastest configuration that fits, of all layouts, exchanges, groups, recomputation.
 
-What fits is tried once more with the products of as many layers' MLPs kept as there is ample room for (``train.keep_mlp``), as
-``train.memory=auto`` has it: the same attention in another step. Where none of the recomputations fits, the way of using memory that
-``train.memory=auto`` takes is tried in their place.
+What fits is also tried with the MLP products of as many layers kept as memory allows
+(``train.keep_mlp``): the same attention in another step. If no recomputation fits, the memory
+settings that ``train.memory=auto`` chooses are tried instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
-    check_dealt,
+    check_enough_blocks,
     evaluate,
     plan_on,
     with_step,
@@ -39,11 +39,11 @@ from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, wi
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
-CLOSE = 0.02  # of a step: less than what the prediction can tell apart
+CLOSE = 0.02  # of a step: a smaller difference is below the accuracy of a prediction
 _SHOWN = 3
 _MOST_NODES = 512
-_LARGEST_GPU = 512  # GiB, of those that are looked at in any case
-# What a difference between two steps is called, by the part of the step.
+_LARGEST_GPU = 512  # GiB; sizes up to this are always tried
+# Names of the parts of a step in explanations.
 _WORDS = {
     "attention": "attention",
     "index": "estimating indices",
@@ -62,7 +62,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class RejectedSetup:
-    """A configuration that cannot be or does not fit. why: the same words for the same reason."""
+    """A configuration that is impossible or does not fit. why: the same for the same reason."""
 
     what: str
     why: str
@@ -70,8 +70,12 @@ class RejectedSetup:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """ranked: what fits, fastest first; the first two with bounds. Where nothing fits, ``least`` says what needs least, of all that was
-    tried and of what ``train.memory=auto`` could make of it, and ``needed`` what would help.
+    """The result of a search.
+
+    ranked: configurations that fit, fastest first; the first two have bounds.
+    rejected: configurations that are impossible or do not fit.
+    needed: if nothing fits, changes that would help.
+    least: if nothing fits, the plan that needs the least memory, with ``train.memory=auto``.
     """
 
     ranked: tuple[PredictedScenario, ...]
@@ -85,26 +89,29 @@ class Recommendation:
 
 
 def label(plan: RunPlan) -> str:
-    """A configuration in words."""
+    """Return a configuration in a few words."""
     environment, train = plan.environment, plan.config.train
     groups = f", {environment.dp} x {environment.cp} workers" if environment.dp > 1 else ""
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
     other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
-    return f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} recomputation{', ' if other else ''}{other}"
+    return (
+        f"{plan.layout.name} {plan.exchange.label}{groups}, {kind} "
+        f"recomputation{', ' if other else ''}{other}"
+    )
 
 
 def memory_settings(config: Config) -> dict[str, str]:
-    """What `train.memory=auto` may change beside the kind of recomputation, where it is not as usual."""
-    found = {
+    """Return memory settings, except the kind of recomputation, that differ from the default."""
+    settings = {
         key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
     }
     if config.train.activation_checkpoint != "sequence_selective":
-        del found["train.checkpoint_keep"]
-    return {key: format_value(value) for key, value in found.items() if value != CHOICES[key][0]}
+        del settings["train.checkpoint_keep"]
+    return {key: format_value(value) for key, value in settings.items() if value != CHOICES[key][0]}
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
-    """Sizes of context groups that lie well on nodes, the largest first."""
+    """Return the sizes of context groups that fill nodes or divide them, the largest first."""
     if config.topology.context_parallel != "auto":
         assert isinstance(config.topology.context_parallel, int)
         return [config.topology.context_parallel]
@@ -124,10 +131,12 @@ def recommend(
     recomputations: Sequence[str] = RECOMPUTATIONS,
     progress: Callable[[int, int], None] = lambda done, of: None,  # noqa: ARG005
 ) -> Recommendation:
-    """progress: is told how many attentions of how many have been played.
+    """Search all configurations for the fastest that fits.
+
+    progress: called with the number of attention passes predicted so far and in total.
 
     Raises:
-        Unfit, ConfigError: no configuration can be, whatever the memory.
+        InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
     """
     per_node = min(cluster.gpus_per_node, workers)
     rejected: list[RejectedSetup] = []
@@ -138,9 +147,11 @@ def recommend(
     for context in contexts(scenario.config, workers, per_node):
         replicas, train = workers // context, scenario.config.train
         if train.global_batch % (replicas * train.micro_batch):
-            short = f"train.global_batch={train.global_batch} cannot be dealt to so many groups"
+            short = (
+                f"train.global_batch={train.global_batch} cannot be divided among so many groups"
+            )
             if train.micro_batch > 1:
-                short += f", train.micro_batch={train.micro_batch} to each"
+                short += f" with train.micro_batch={train.micro_batch} each"
             rejected.append(
                 RejectedSetup(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short)
             )
@@ -167,7 +178,7 @@ def recommend(
             else:
                 tight.append(plans[-1])
             unfit += [plan for plan in plans if not plan.fits]
-    # The nearest first.
+    # Those that miss by the least come first.
     unfit.sort(key=lambda plan: plan.memory.total)
     rejected += [
         RejectedSetup(
@@ -177,38 +188,42 @@ def recommend(
     ]
     if mistakes and not fitting and not unfit:
         raise mistakes[0]
-    found: list[PredictedScenario] = []
+    outcomes: list[PredictedScenario] = []
     for done, plans in enumerate(fitting):
         progress(done, len(fitting))
         full = any(recomputes_attention(plan.config.train) for plan in plans)
         first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
-        found += [
+        outcomes += [
             first,
             *(
                 with_step(cluster, scenario, plan, first.attention, bounds=False)
                 for plan in plans[1:]
             ),
         ]
-    if not found:
+    if not outcomes:
         return Recommendation(
             (),
             tuple(rejected),
             tuple(_needed(cluster, scenario, workers, layouts, exchanges)),
             _least(tight),
         )
-    found.sort(key=lambda outcome: outcome.step.seconds.value)
-    best = found[0]
-    runner = next((o for o in found[1:] if place(o) != place(best)), next(iter(found[1:]), None))
+    outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
+    best = outcomes[0]
+    runner = next(
+        (o for o in outcomes[1:] if place(o) != place(best)), next(iter(outcomes[1:]), None)
+    )
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
-    rest = [o for o in found if o is not best and o is not runner]
+    rest = [o for o in outcomes if o is not best and o is not runner]
     return Recommendation((*top, *rest), tuple(rejected))
 
 
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
-    """Combinations that differ: one worker exchanges nothing, inside a node hierarchies are none, and where heads are all that is shared
-    every worker computes whole sequences, whatever the layout.
+    """Return the combinations that differ.
+
+    One worker exchanges nothing. Inside one node there is no hierarchy. With ulysses alone, every
+    worker computes whole sequences, whatever the layout.
     """
     if context == 1:
         return [(layouts[0], exchanges[0])]
@@ -222,7 +237,7 @@ def _distinct(
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, int]:
-    """Layout, exchange and context group: in what a runner-up differs from the best, beside what is kept in memory."""
+    """Layout, exchange and context group: a runner-up differs in these, not in memory settings."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 
@@ -236,7 +251,7 @@ def _why(error: Exception, exchange: str) -> str:
 
 
 def usable(plan: RunPlan) -> float:
-    """GiB of a GPU."""
+    """Return the usable GiB of a GPU."""
     return USABLE * (plan.capacity or 0) / GIB
 
 
@@ -249,9 +264,9 @@ def _plans(
     exchange: str,
     recomputations: Sequence[str],
 ) -> Iterator[RunPlan]:
-    check_dealt(scenario.config, layout, workers, context)
+    check_enough_blocks(scenario.config, layout, workers, context)
 
-    def made(**changes: Any) -> RunPlan:
+    def plan_with(**changes: Any) -> RunPlan:
         config = replace(
             scenario.config, train=replace(scenario.config.train, memory="manual", **changes)
         )
@@ -265,15 +280,17 @@ def _plans(
             context_parallel=context,
         )
 
-    # An offload that was typed is for kinds that leave something to be moved.
+    # If the user set offloading, skip `none`: offloading moves what recomputation keeps.
     away = scenario.config.train.offload_activations
     plans = [
-        made(activation_checkpoint=kind) for kind in recomputations if kind != "none" or not away
+        plan_with(activation_checkpoint=kind)
+        for kind in recomputations
+        if kind != "none" or not away
     ]
     yield from plans
     good = [plan for plan in plans if plan.fits]
     if good:
-        # What was typed stays, whatever it is.
+        # Do not change what the user set.
         typed = any(word.startswith("train.keep_mlp=") for word in scenario.words)
         with_more = [] if typed else [(plan, with_products(plan)) for plan in good]
         yield from (
@@ -282,19 +299,24 @@ def _plans(
         return
     kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
     settings = (
-        search(made()).settings if recomputations is RECOMPUTATIONS else search(plans[0]).settings
+        search(plan_with()).settings
+        if recomputations is RECOMPUTATIONS
+        else search(plans[0]).settings
     )
     chosen = next(
         (s for s in settings if s.fits and s.config.train.activation_checkpoint in kinds), None
     )
     if chosen is not None:
-        yield with_setting(made(), chosen)
+        yield with_setting(plan_with(), chosen)
 
 
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
-    """Of plans of which none fits, the one that needs least when ``train.memory=auto`` has saved what can be; they recompute most."""
-    found = [with_setting(plan, nearest_to_fitting(plan, search(plan).settings)) for plan in plans]
-    return min(found, key=lambda plan: plan.memory.total, default=None)
+    """Return the plan that needs the least memory once ``train.memory=auto`` has saved what it can.
+
+    plans: for each place the one that recomputes the most.
+    """
+    saving = [with_setting(plan, nearest_to_fitting(plan, search(plan).settings)) for plan in plans]
+    return min(saving, key=lambda plan: plan.memory.total, default=None)
 
 
 def _needed(
@@ -304,29 +326,29 @@ def _needed(
     layouts: Sequence[str],
     exchanges: Sequence[str],
 ) -> Iterator[str]:
-    """What would make it fit, one change at a time."""
+    """Yield single changes that would make the training fit."""
 
     def smallest(config: Config, of: Cluster, count: int) -> RunPlan | None:
-        found = []
+        plans = []
         for layout, exchange in _distinct(layouts, exchanges, count, min(of.gpus_per_node, count)):
             try:
                 tried = replace(scenario, config=config)
-                found += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
+                plans += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
             except (InvalidSetup, ConfigError):
                 continue
-        return min(found, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
+        return min(plans, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
     now = smallest(scenario.config, cluster, workers)
     if now is None:
         return
 
     def on_larger(gib: int) -> RunPlan | None:
-        """What fits GPUs of the same kind with so much memory."""
+        """Return a plan that fits GPUs of the same kind with ``gib`` of memory, or None."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
-        found = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
-        return found if found is not None and found.fits else None
+        plan = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
+        return plan if plan is not None and plan.fits else None
 
-    # The more a GPU holds the less has to leave it: what the host takes is another search for each.
+    # Not a formula: with more GPU memory less is offloaded, so each size is a search of its own.
     possible = range(
         floor(cluster.gpu.hbm_gib.value) + 1,
         max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1,
@@ -338,20 +360,29 @@ def _needed(
     nodes = 2 * cluster.nodes
     while nodes <= _MOST_NODES:
         if cluster.outer is None:
-            yield f"more nodes than {cluster.nodes}: {cluster.name} does not say how nodes are linked (links.outer)"
+            yield (
+                f"more nodes than {cluster.nodes}: {cluster.name} does not describe links between "
+                "nodes (links.outer)"
+            )
             break
         more = replace(cluster, nodes=nodes)
-        found = smallest(scenario.config, more, more.gpus)
-        if found is not None and found.fits:
-            yield f"--nodes {nodes} instead of {cluster.nodes}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
+        plan = smallest(scenario.config, more, more.gpus)
+        if plan is not None and plan.fits:
+            yield (
+                f"--nodes {nodes} instead of {cluster.nodes}: {label(plan)}, "
+                f"{plan.memory.total / GIB:.1f} GiB"
+            )
             break
         nodes *= 2
     seq = scenario.config.seq // 2
     while seq >= SHORTEST_SEQ:
-        found = smallest(replace(scenario.config, seq=seq), cluster, workers)
-        if found is not None and found.fits:
+        plan = smallest(replace(scenario.config, seq=seq), cluster, workers)
+        if plan is not None and plan.fits:
             asked = format_size(scenario.config.seq)
-            yield f"seq={format_size(seq)} instead of {asked}: {label(found)}, {found.memory.total / GIB:.1f} GiB"
+            yield (
+                f"seq={format_size(seq)} instead of {asked}: {label(plan)}, "
+                f"{plan.memory.total / GIB:.1f} GiB"
+            )
             break
         seq //= 2
 
@@ -359,11 +390,14 @@ def _needed(
 def reasons(
     best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()
 ) -> list[str]:
-    """Why one step is faster than another, dearest first, in words with numbers. words: that were typed."""
+    """Explain with numbers why one step is faster than another, the largest difference first.
+
+    words: settings as the user typed them.
+    """
     mine, its = best.step, other.step
     gap = its.seconds.value - mine.seconds.value
-    said = [
-        f"{gap:.3g} s ({gap / its.seconds.value:.1%}) a step less"
+    explanation = [
+        f"{gap:.3g} s ({gap / its.seconds.value:.1%}) less a step"
         if gap > CLOSE * its.seconds.value
         else _close(best, other)
     ]
@@ -372,28 +406,30 @@ def reasons(
     )
     for difference, name in differences[:_SHOWN]:
         if difference > 0.002 * its.seconds.value:
-            said.append(
-                f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s{_degree(best, other, name)}"
+            explanation.append(
+                f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} "
+                f"s{_degree(best, other, name)}"
             )
     lost = [(d, name) for d, name in differences if d < -0.002 * its.seconds.value]
     if lost:
         difference, name = min(lost)
-        said.append(
-            f"against it: {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
+        explanation.append(
+            f"but {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
         )
-    said.append(
-        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} that can be used ({USABLE:.0%})"
+    explanation.append(
+        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} "
+        f"usable ({USABLE:.0%})"
     )
     if "train.keep_mlp" in memory_settings(best.plan.config) and not any(
         word.startswith("train.keep_mlp=") for word in words
     ):
-        said.append(KEPT)
-    return said
+        explanation.append(KEPT)
+    return explanation
 
 
 def _close(best: PredictedScenario, other: PredictedScenario) -> str:
     gap = other.step.seconds.value / best.step.seconds.value - 1
-    return f"{gap:.1%} faster, which is less than the prediction can tell apart: measure both"
+    return f"{gap:.1%} faster, less than the prediction can resolve: measure both"
 
 
 def _degree(best: PredictedScenario, other: PredictedScenario, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Trainings on a cluster: which pairs they compute, what they plan, and how long a step of theirs takes."""
+"""Trainings on a cluster: the pairs that they compute, their plan, and the time of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
 from mtrain_cli.profiling.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.cluster import Cluster, uneven
+from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -26,14 +26,18 @@ from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
-_KEPT = 8  # indices of layers
-_FEWEST_BARS = 8  # of vertical_slash
+_KEPT = 8  # layers whose indices are kept
+_LEAST_COLUMNS = 8  # of vertical_slash
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """Which pairs are computed: ``dense``, ``fixed`` (as the pattern of that name draws them), or the name of a family with its numbers.
-    layers: indices of how many layers are drawn; the others are taken to be like these. fewest, most: diagonals of a head of a family.
+    """The pairs that a training computes.
+
+    name: ``dense``, ``fixed`` (drawn as by the pattern of that name), or the name of an index
+        family.
+    density, columns, fewest, most: see `IndexFamily`.
+    layers: layers whose indices are drawn; the others are assumed to be like these.
     """
 
     name: str
@@ -44,10 +48,13 @@ class PairSource:
     most: int = 0
 
     def sparsity(self) -> list[str]:
-        """Settings of a training that computes about as much: memory and exchange depend on these."""
+        """Return the settings of a training that computes about as much.
+
+        Memory and the choice of an exchange depend on them.
+        """
         if self.name == DENSE:
             return []
-        if self.columns < _FEWEST_BARS:
+        if self.columns < _LEAST_COLUMNS:
             return [
                 "sparsity=fixed",
                 f"sparsity.density={self.density:g}",
@@ -57,19 +64,34 @@ class PairSource:
         return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
-        """Of one micro-batch, each of its sequences one document."""
+        """Return the workload of one micro-batch; each of its sequences is one document."""
         model, block, sequences = config.model, config.topology.block_size, config.train.micro_batch
-        made = RecordedSetup(
-            seq=config.seq, heads=model.num_heads, kv_heads=model.num_kv_heads, head_dim=model.head_dim, dtype_bytes=_bytes(config),
-            workers=1, per_node=1, layout=config.layout, exchange=config.topology.exchange, block_size=block,
-        )  # fmt: skip
+        recorded_as = RecordedSetup(
+            seq=config.seq,
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            dtype_bytes=_bytes(config),
+            workers=1,
+            per_node=1,
+            layout=config.layout,
+            exchange=config.topology.exchange,
+            block_size=block,
+        )
         masks = (SequenceMask.causal(config.seq, config.seq),) * sequences
         block = config.sparsity.block or block
-        # What `fixed` draws costs nothing in a step: a layer keeps it.
+        fixed = self.name == FIXED
         return AttentionWorkload(
-            made, masks, tuple(range(self.layers)), _remembered(self._draw(config, block)), self.name,
-            int(config.sparsity.columns or 0) if self.name == FIXED else -1, estimated=self.name != FIXED, model=model.name,
-        )  # fmt: skip
+            recorded_as,
+            masks,
+            tuple(range(self.layers)),
+            _cached(self._draw(config, block)),
+            self.name,
+            int(config.sparsity.columns or 0) if fixed else -1,
+            # a layer draws its `fixed` index once and keeps it: no cost a step
+            estimated=not fixed,
+            model=model.name,
+        )
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
         heads, sequences, sparsity = (
@@ -81,9 +103,15 @@ class PairSource:
             return lambda layer: None  # noqa: ARG005
         if self.name == FIXED:
             return lambda layer: fixed_index(
-                seed=config.seed + 1000 * layer, batch=sequences, heads=heads, seq=config.seq, block=block,
-                slashes=sparsity.slashes or 0, columns=sparsity.columns or 0, density=sparsity.density or None,
-            )  # fmt: skip
+                seed=config.seed + 1000 * layer,
+                batch=sequences,
+                heads=heads,
+                seq=config.seq,
+                block=block,
+                slashes=sparsity.slashes or 0,
+                columns=sparsity.columns or 0,
+                density=sparsity.density or None,
+            )
         family = IndexFamily(
             self.name,
             self.density,
@@ -94,24 +122,24 @@ class PairSource:
             most=self.most,
         )
 
-        def drawn(layer: int) -> VerticalSlash:
+        def draw(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
             slashes, columns = (
                 torch.cat([lines] * sequences) for lines in (one.slashes, one.columns)
             )
             return VerticalSlash(one.block, one.blocks, slashes, columns)
 
-        return drawn
+        return draw
 
 
 def _bytes(config: Config) -> int:
-    """Of a number, as `training.resolution.compute_dtype` has it for the device that the settings name."""
+    """Bytes of a number, as `training.resolution.compute_dtype` chooses the dtype."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 
 
-def _remembered(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None]:
-    """The cases of one run share the indices of all layers, unless these are many."""
+def _cached(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None]:
+    """Cache the indices of a few layers: the cases of one run share them."""
     kept: dict[int, Any] = {}
 
     def of(layer: int) -> Index | None:
@@ -126,7 +154,12 @@ def _remembered(draw: Callable[[int], Index | None]) -> Callable[[int], Index | 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training to predict. problem: of its configuration. kernel: instead of ``train.kernel``. words: its settings, as they are typed."""
+    """A training to predict.
+
+    problem: its attention.
+    kernel: replaces ``train.kernel``.
+    words: its settings, as typed.
+    """
 
     config: Config
     problem: AttentionWorkload
@@ -138,7 +171,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class PredictedScenario:
-    """One training, predicted."""
+    """The prediction of one training."""
 
     plan: RunPlan
     attention: Prediction
@@ -154,7 +187,7 @@ class PredictedScenario:
 
     @property
     def dense(self) -> bool:
-        """Whether every pair that the mask allows is computed, as MFU takes it; as in training an index has HFU alone."""
+        """Whether it computes every pair that the mask allows. If not, it has an HFU but no MFU."""
         return self.attention.facts["pattern"] == DENSE
 
     @property
@@ -166,34 +199,36 @@ class PredictedScenario:
             and costs.kernels.non_attention is not None
             and costs.kernels.non_attention.dtype == self.plan.dtype
         )
-        what = (
+        source = (
             "layers and the loss as measured (profile non-attention), links and optimizer"
             if measured
             else "matrix products, memory and links"
         )
-        found = [
+        remarks = [
             *self.attention.remarks,
-            f"steps: {what} by the constants of the cluster; every sequence is one document; loading data and writing checkpoints are not "
-            "in them",
+            f"steps: {source} by the constants of the cluster; every sequence is one document; "
+            "loading data and writing checkpoints are not in them",
         ]
         if self.attention.facts["pattern"] in FAMILIES:
             family = self.attention.facts["pattern"]
-            found.append(
-                f"which pairs are computed is drawn ({family}), and balance depends on it; --index takes those of a profile"
+            remarks.append(
+                f"which pairs are computed is drawn ({family}), and balance depends on it; --index "
+                "takes those of a profile"
             )
         if self.plan.search is not None and self.plan.search.chosen is not None:
-            found.append(
+            remarks.append(
                 f"train.memory=auto takes {self.plan.search.chosen.overrides or 'the defaults'}"
             )
         if train.compile == False:  # noqa: E712 - auto is a word
-            found.append(
-                "train.compile=false: element-wise kernels take 2.8 times as long, as measured on one H200 at 32K"
+            remarks.append(
+                "train.compile=false: element-wise kernels take 2.8 times as long, as measured on "
+                "one H200 at 32K"
             )
-        return tuple(found)
+        return tuple(remarks)
 
 
 def capability(gpu: str) -> tuple[int, int]:
-    """CUDA compute capability by a GPU's name; Ampere's where it tells nothing."""
+    """Return the CUDA compute capability of a GPU by its name; Ampere's if the name is unknown."""
     if re.search(r"\b(GB|B)[23]00\b", gpu):
         return (10, 0)
     return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)
@@ -202,23 +237,27 @@ def capability(gpu: str) -> tuple[int, int]:
 def plan_on(
     cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any
 ) -> RunPlan:
-    """The plan of a training on so many GPUs of a cluster. topology: what differs from that of ``config``, such as ``layout``.
+    """Plan a training on ``workers`` GPUs of a cluster.
+
+    topology: values that replace those of ``config``, such as ``layout``.
 
     Raises:
         ConfigError: sizes do not fit each other, or no kernel serves the run.
     """
     if config.train.dtype not in ("auto", "bfloat16"):
         raise ConfigError(
-            f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 alone; allowed: auto, bfloat16"
+            f"train.dtype={config.train.dtype}: kernels were measured in bfloat16 only; allowed: "
+            "auto, bfloat16"
         )
     if cluster.gpu.is_cpu:
         raise ConfigError(
-            f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a CPU; allowed: cpu"
+            f"topology.device={config.topology.device}: {cluster.name} has {cluster.gpu.name}, a "
+            "CPU; allowed: cpu"
         )
     if config.topology.device == "cpu":
         raise ConfigError(f"topology.device=cpu: {cluster.name} has GPUs; allowed: auto, cuda")
     per_node = config.topology.gpus_per_node
-    if per_node == "auto" and (why := uneven(cluster, workers)):
+    if per_node == "auto" and (why := uneven_nodes(cluster, workers)):
         raise ConfigError(f"topology.workers={workers}: {why}")
     topology = {
         "workers": workers,
@@ -237,7 +276,7 @@ def plan_on(
 
 
 def setup_of(plan: RunPlan) -> ReplaySetup:
-    """What one context group of a plan does."""
+    """Return the setup of one context group of a plan."""
     environment = plan.environment
     return ReplaySetup(
         plan.layout.name,
@@ -257,42 +296,64 @@ def evaluate(
     bounds: bool = True,
     recompute: bool = False,
 ) -> PredictedScenario:
-    """recompute: as `prediction.predict`; otherwise where attention is computed again.
+    """Predict a training.
+
+    recompute: also predict the recomputation of attention, even if the plan has none.
 
     Raises:
-        Unfit: the configuration cannot be.
+        InvalidSetup: the configuration is impossible.
         ConfigError: its kernel has no times, or the index is damaged.
     """
-    again = recomputes_attention(plan.config.train)
+    recompute = recompute or recomputes_attention(plan.config.train)
 
-    def of_group(conditions: Disturbances) -> Prediction:
+    def predict_group(conditions: Disturbances) -> Prediction:
         return predict(
-            cluster, scenario.problem, setup_of(plan), kernel=plan.kernel, calibration=scenario.calibration, recompute=recompute or again,
-            conditions=conditions, number=number, rows=rows, bounds=bounds, choice=plan.exchange,
-        )  # fmt: skip
+            cluster,
+            scenario.problem,
+            setup_of(plan),
+            kernel=plan.kernel,
+            calibration=scenario.calibration,
+            recompute=recompute,
+            conditions=conditions,
+            number=number,
+            rows=rows,
+            bounds=bounds,
+            choice=plan.exchange,
+        )
 
     return with_step(
         cluster,
         scenario,
         plan,
-        slowest_group(scenario.conditions, plan.environment.cp, of_group),
+        slowest_group(scenario.conditions, plan.environment.cp, predict_group),
         bounds=bounds,
     )
 
 
 def slowest_group(
-    conditions: Disturbances, size: int, predicted: Callable[..., Prediction]
+    conditions: Disturbances, size: int, predict_group: Callable[..., Prediction]
 ) -> Prediction:
-    """The attention of the context group that takes longest, since the others wait for it: all have the same work, but not the same GPUs.
-    size: ranks of a group. predicted: attention of a group, whose ``conditions`` are of its own ranks.
+    """Return the attention of the slowest context group: the other groups wait for it.
+
+    All groups have the same work but, under disturbances, not equally fast GPUs.
+
+    Args:
+        size: ranks of a group.
+        predict_group: predicts a group; its ``conditions`` count that group's ranks from 0.
     """
-    found = {group: predicted(conditions=of) for group, of in conditions.of_groups(size).items()}
-    group = max(found, key=lambda group: found[group].duration.value)
+    predictions = {
+        group: predict_group(conditions=own) for group, own in conditions.of_groups(size).items()
+    }
+    group = max(predictions, key=lambda group: predictions[group].duration.value)
+    slowest = predictions[group]
     if not group:
-        return found[group]
+        return slowest
     first = group * size
-    told = f"the context group of ranks {first} to {first + size - 1} is played, which has the slowest; its ranks count from 0"
-    return replace(found[group], remarks=(*found[group].remarks, told))
+    remark = (
+        f"the context group of ranks {first} to {first + size - 1} is shown, the slowest one; its "
+        "ranks count from 0"
+    )
+    return replace(slowest, remarks=(*slowest.remarks, remark))
 
 
 def with_step(
@@ -303,43 +364,50 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """The same attention in a step of another plan: another recomputation, with ``RECOMPUTE`` among its passes if attention is in it."""
+    """Put attention into a step of a plan, which may recompute other parts than its own plan does.
+
+    If the plan recomputes attention, ``RECOMPUTE`` must be among the passes.
+    """
     return PredictedScenario(
         plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
     )
 
 
-def check_dealt(config: Config, layout: str, workers: int, context: int) -> None:
-    """Raises Unfit where there are fewer blocks than workers that share a sequence."""
+def check_enough_blocks(config: Config, layout: str, workers: int, context: int) -> None:
+    """Raise InvalidSetup if a sequence has fewer blocks than workers that share it."""
     piece = config.sparsity.block or (config.topology.block_size if layout == "striped" else 1)
     if context * piece > config.seq:
         most = max(1, config.seq // piece)
-        said = f"{config.seq} tokens in blocks of {piece} cannot be dealt to {'so many' if workers == context else context}; allowed"
+        sharing = "so many workers" if workers == context else f"{context} workers"
         raise InvalidSetup(
-            ReplaySetup(layout, "auto", workers, 1), "workers", f"{said}: 1 to {most}"
+            ReplaySetup(layout, "auto", workers, 1),
+            "workers",
+            f"{config.seq} tokens in blocks of {piece} are too few for {sharing}; allowed: 1 to "
+            f"{most}",
         )
 
 
 def train_line(
     cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]
 ) -> str:
-    """What to type for a training; on several nodes on each of them."""
-    # What is said of memory is what was predicted: `auto` might choose something else.
-    unsaid = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
-    kept = [word for word in words if word.partition("=")[0] not in unsaid]
-    said = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
+    """Return the command that starts a training; with several nodes, the one for each node."""
+    # Give the memory settings that were predicted: `auto` might choose others.
+    replaced = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
+    kept = [word for word in words if word.partition("=")[0] not in replaced]
+    settings = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
     environment = plan.environment
     if environment.nodes == 1:
-        return f"mtrain train {said} topology.workers={environment.workers}"
+        return f"mtrain train {settings} topology.workers={environment.workers}"
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29400"
     each = min(environment.workers, cluster.gpus_per_node)
     nodes = environment.workers // each
     return (
-        f"torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous} -m mtrain_cli train {said}"
+        f"torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous} -m mtrain_cli train "
+        f"{settings}"
     )
 
 
 def pattern_words(label: str) -> list[str]:
-    """Settings of a training whose indices were recorded under so named a pattern."""
+    """Return the settings of a training whose indices were recorded under a pattern's label."""
     name = label.partition(" ")[0]
     return [f"sparsity={name}"] if name in PATTERNS and name != DENSE else []

@@ -1,9 +1,8 @@
-"""A schedule for all ranks at once: every rank takes the same steps, with the same kinds of transfers, among other peers.
+"""One schedule for all ranks: the steps and transfers of rank 0, with arrays over ranks for peers.
 
-Schedules are alike seen from any rank: ranks are the places of a grid of nodes and ranks of a node, whose edges are joined, and what a rank
-does is what rank 0 does, moved to its place. So a thousand ranks need one schedule, not a thousand; `SpmdSchedule.of` compares some ranks
-with
-their own.
+Schedules look the same from every rank. Ranks are places on a grid of nodes and local ranks that
+wraps around, and each rank does what rank 0 does, translated to its place. So a thousand ranks need
+one schedule. `SpmdSchedule.of` compares some ranks with their own schedules.
 """
 
 from __future__ import annotations
@@ -24,8 +23,11 @@ NOBODY = -1
 class SpmdTransfer:
     """One transfer of all ranks.
 
-    first: that of rank 0, for what all of them share. to, source: [workers], for p2p. peers: [workers], for collectives: the lowest rank of
-    those that take part in the same one. arriving, leaving: places of the shards of rank 0 (`RankGrid.of`), None for a collective.
+    first: rank 0's transfer, for what all of them share.
+    to, source: [workers], for p2p.
+    peers: [workers], for collectives: the lowest rank that takes part in the same one.
+    arriving, leaving: groups whose shards rank 0 receives and sends (`RankGrid.groups_of`); None
+        for a collective.
     """
 
     first: Transfer
@@ -41,15 +43,17 @@ class SpmdTransfer:
 
     @property
     def queue(self) -> tuple[str, bool]:
-        """The communicator: its messages go one after the other, in the order in which they are posted."""
+        """The communicator; it carries messages one after the other, in posting order."""
         return self.first.channel, self.first.payload in GRADIENTS
 
 
 @dataclass(frozen=True, eq=False)
 class SpmdStep:
-    """One step of all ranks, see `schedule.ScheduleStep`. queries, keys: places of the groups that rank 0 computes, None for none;
-    ``keys`` is
-    `EVERYTHING` where all are computed at once. part: of the heads of rank 0 (`parts_of`).
+    """One step of all ranks; see `schedule.ScheduleStep`.
+
+    queries, keys: groups that rank 0 computes attention between; None for none. keys is
+        `EVERYTHING` if all keys are computed at once.
+    part: of the heads, for rank 0 (`SpmdSchedule.parts_of`).
     """
 
     queries: int | None
@@ -70,7 +74,7 @@ EVERYTHING = -1
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Places of ranks: ``nodes`` x ``size`` groups of ``heads`` ranks that share heads, numbered in this order."""
+    """A grid of ``nodes`` x ``size`` groups; a group is ``heads`` ranks that share heads."""
 
     nodes: int
     size: int
@@ -100,12 +104,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """[workers]: the group that is to each rank what ``group`` is to rank 0."""
+        """Return [workers]: each rank's counterpart of rank 0's ``group``."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """[workers]: the same of a rank that has the place of rank 0 in its group."""
+        """Return [workers]: each rank's counterpart of rank 0's ``rank``."""
         assert rank % self.heads == 0
         return (
             self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
@@ -114,7 +118,7 @@ class RankGrid:
 
 @dataclass(frozen=True, eq=False)
 class SpmdSchedule:
-    """forward, backward: the steps of all ranks."""
+    """The steps of all ranks, by pass."""
 
     schedule: Schedule
     grid: RankGrid
@@ -138,7 +142,7 @@ class SpmdSchedule:
         return self.backward if direction == "backward" else self.forward
 
     def parts_of(self, beat: SpmdStep) -> IntArray:
-        """[workers]: which of the equal parts of the heads each rank computes."""
+        """Return [workers]: the part of the heads that each rank computes."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
@@ -146,7 +150,7 @@ class SpmdSchedule:
         return rank // self.schedule.per_node
 
     def compare(self, rank: int) -> None:
-        """Raises AssertionError where a rank's own schedule says something else."""
+        """Raise AssertionError if a rank's own schedule differs."""
         for beats, steps in (
             (self.forward, self.schedule.forward[rank]),
             (self.backward, self.schedule.backward[rank]),
@@ -193,7 +197,7 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes beats; arrays that many moves share are made once."""
+    """Makes the steps; transfers with equal peers share their arrays."""
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

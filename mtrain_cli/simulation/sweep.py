@@ -1,7 +1,7 @@
-"""Many trainings, one after the other: every combination of lengths, workers, nodes and settings under every layout and exchange.
+"""Sweeps: predict every combination of lengths, workers, nodes and settings, layouts and exchanges.
 
-Rows are plain dictionaries, as they stand in ``summary.json`` under ``sweep``. Each is written when it is there, so that a sweep that was
-ended goes on from where it was when it is started again into the same folder.
+Rows are plain dictionaries; ``summary.json`` holds them under ``sweep``. Each row is written when
+it is complete, so an interrupted sweep resumes when it is started again in the same folder.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ from mtrain_cli.simulation.prediction import BoundedTime
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
-    check_dealt,
+    check_enough_blocks,
     evaluate,
     plan_on,
 )
 from mtrain_cli.simulation.what_if import InvalidSetup
 
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
-OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are no settings
+OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are not settings
 MOST_POINTS = 5000
-_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # as topology.workers and seq
+_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # the limits of topology.workers and seq
 _DIGITS = 18
-_ROW = 2  # of what a row holds: earlier versions wrote none of its remarks
+_ROW_VERSION = 2  # of the rows in a journal; version 1 had no remarks
 EXAMPLE = '--sweep "seq=128k,512k nodes=1,2,4"'
 
 
 def axes(texts: Sequence[str]) -> dict[str, list[str]]:
-    """``["seq=128k,512k nodes=1,2"]`` -> values by name. Settings are checked when they are composed.
+    """Parse ``["seq=128k,512k nodes=1,2"]`` into values by name.
+
+    Settings are checked later, when they are composed.
 
     Raises:
-        ConfigError: a word is no list of values, or names what cannot be swept.
+        ConfigError: a word is not a list of values, or names something that cannot be swept.
     """
     found: dict[str, list[str]] = {}
     for word in itertools.chain.from_iterable(text.split() for text in texts):
@@ -53,7 +55,7 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(f"--sweep {word}: expected NAME=VALUE,..., such as {EXAMPLE}")
         if name in ("layout", "exchange", "topology.layout", "topology.exchange"):
             option = name.rpartition(".")[2]
-            raise ConfigError(f"--sweep {word}: is compared by --{option} {listed}")
+            raise ConfigError(f"--sweep {word}: use --{option} {listed} to compare these")
         if name in found:
             raise ConfigError(f"--sweep {word}: {name} is swept twice; give all its values at once")
         if name in (NODES, WORKERS, COLUMNS):
@@ -66,24 +68,26 @@ def axes(texts: Sequence[str]) -> dict[str, list[str]]:
                     and least <= int(value) <= _LARGEST[name]
                 ):
                     raise ConfigError(
-                        f"--sweep {word}: {name}={value}: expected a whole number of at least {least} and at most {_LARGEST[name]:,}"
+                        f"--sweep {word}: {name}={value}: expected a whole number of at least "
+                        f"{least} and at most {_LARGEST[name]:,}"
                     )
         elif name == DENSITY:
             for value in values:
                 if not _is_share(value):
                     raise ConfigError(
-                        f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as 0.05 or 5%"
+                        f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as "
+                        "0.05 or 5%"
                     )
         elif "." not in name and (hint := did_you_mean(name, OWN)):
             raise ConfigError(f"--sweep {word}: {name} cannot be swept{hint}")
         found[name] = values
     if not found:
         raise ConfigError(
-            f"--sweep {' '.join(texts)!r}: names nothing; expected NAME=VALUE,..., such as {EXAMPLE}"
+            f"--sweep {' '.join(texts)!r}: empty; expected NAME=VALUE,..., such as {EXAMPLE}"
         )
     if NODES in found and WORKERS in found:
         raise ConfigError(
-            "--sweep nodes and workers: each says how many GPUs there are; give one of them"
+            "--sweep nodes and workers: both set the number of GPUs; give one of them"
         )
     return found
 
@@ -97,7 +101,7 @@ def _is_share(text: str) -> bool:
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """values: by axis, as typed."""
+    """One configuration of a sweep. values: by axis, as typed."""
 
     values: dict[str, str]
     layout: str
@@ -114,25 +118,29 @@ class SweepPoint:
 def points(
     swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]
 ) -> list[SweepPoint]:
-    """Settings outermost, so that points which share them come one after the other and indices are drawn once."""
+    """Make all points. Settings vary slowest, so points that share indices follow each other."""
     names = sorted(swept, key=lambda name: name in (NODES, WORKERS))
-    found = [
+    combinations = [
         SweepPoint(dict(zip(names, values, strict=True)), layout, exchange)
         for values in itertools.product(*(swept[name] for name in names))
         for layout in layouts
         for exchange in exchanges
     ]
-    if len(found) > MOST_POINTS:
+    if len(combinations) > MOST_POINTS:
         raise ConfigError(
-            f"--sweep: makes {len(found)} configurations; allowed: at most {MOST_POINTS}"
+            f"--sweep: makes {len(combinations)} configurations; allowed: at most {MOST_POINTS}"
         )
-    return found
+    return combinations
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """cluster_of: with so many nodes. scenario_of: of settings, a density and a number of columns. about: everything else that a row
-    depends on.
+    """The points of a sweep and what they share.
+
+    cluster_of: makes the cluster with this many nodes (None: as it is).
+    scenario_of: makes the scenario of settings, a density and a number of columns.
+    workers: if no axis sets them; None for all GPUs.
+    about: identifies everything else that a row depends on.
     """
 
     points: list[SweepPoint]
@@ -142,35 +150,43 @@ class Sweep:
     about: str
     _scenarios: dict[tuple, Scenario] = field(default_factory=dict)
 
-    def rows(self, journal: Path | None, told: Callable[[int], None]) -> Iterator[dict[str, Any]]:
-        """journal: rows of an earlier attempt, and of this one. told: how many are there.
+    def rows(
+        self, journal: Path | None, report_count: Callable[[int], None]
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the row of each point.
+
+        Args:
+            journal: file with the rows of an earlier attempt; new rows are added.
+            report_count: called with the number of complete rows.
 
         Raises:
-            ConfigError: settings that are wrong whatever the other axes are.
+            ConfigError: settings are wrong for every point.
         """
-        there, waiting = _read(journal), ""
+        done, waiting = _read(journal), ""
         for number, point in enumerate(self.points):
-            told(number)
+            report_count(number)
             key = hashlib.sha256(
-                json.dumps([__version__, _ROW, self.about, dataclasses.asdict(point)]).encode()
+                json.dumps(
+                    [__version__, _ROW_VERSION, self.about, dataclasses.asdict(point)]
+                ).encode()
             ).hexdigest()[:16]
-            if key not in there:
-                row = there[key] = self._row(point)
+            if key not in done:
+                row = done[key] = self._row(point)
                 waiting += json.dumps({"key": key, **row}) + "\n"
-                # A sweep in which nothing can be leaves nothing.
+                # A sweep without a single possible point writes no file.
                 if journal is not None and "cannot" not in row:
                     journal.parent.mkdir(parents=True, exist_ok=True)
                     with journal.open("a", encoding="utf-8") as file:
                         file.write(waiting)
                     waiting = ""
-            yield there[key]
-        told(len(self.points))
+            yield done[key]
+        report_count(len(self.points))
 
     def _row(self, point: SweepPoint) -> dict[str, Any]:
         cluster = self.cluster_of(point.own(NODES, int, None))
         scenario = self._scenario(point)
         count = point.own(WORKERS, int, self.workers or cluster.gpus)
-        said: dict[str, Any] = {
+        identity: dict[str, Any] = {
             "point": point.values,
             "workers": count,
             "layout": point.layout,
@@ -178,9 +194,8 @@ class Sweep:
         }
         try:
             context = scenario.config.topology.context_parallel
-            check_dealt(
-                scenario.config, point.layout, count, count if isinstance(context, str) else context
-            )
+            shared_by = count if isinstance(context, str) else context
+            check_enough_blocks(scenario.config, point.layout, count, shared_by)
             plan = plan_on(
                 cluster,
                 scenario.config,
@@ -191,8 +206,8 @@ class Sweep:
             )
             outcome = evaluate(cluster, scenario, plan)
         except (InvalidSetup, ConfigError) as error:
-            return {**said, "cannot": str(error).splitlines()[0]}
-        return {**said, **row_of(outcome), "remarks": list(outcome.remarks)}
+            return {**identity, "cannot": str(error).splitlines()[0]}
+        return {**identity, **row_of(outcome), "remarks": list(outcome.remarks)}
 
     def _scenario(self, point: SweepPoint) -> Scenario:
         key = (
@@ -207,12 +222,12 @@ class Sweep:
 
 
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """-> what was said of every row that can be, once; and the rows, with what is left to say of each under ``remarks``."""
-    said = [row["remarks"] for row in rows if "cannot" not in row]
+    """Return the remarks that all possible rows share, and the rows with only their own."""
+    remarks = [row["remarks"] for row in rows if "cannot" not in row]
     common = [
         remark
-        for remark in dict.fromkeys(said[0] if said else ())
-        if all(remark in of for of in said)
+        for remark in dict.fromkeys(remarks[0] if remarks else ())
+        if all(remark in of_row for of_row in remarks)
     ]
     left: list[dict[str, Any]] = []
     for row in rows:
@@ -238,16 +253,20 @@ def _read(journal: Path | None) -> dict[str, dict[str, Any]]:
                 row = json.loads(line)
                 found[row.pop("key")] = row
             except (ValueError, KeyError, AttributeError):
-                continue  # the line at which an earlier attempt was ended
+                continue  # the incomplete line of an interrupted attempt
     return found
 
 
-def of_range(found: BoundedTime, digits: int = 6) -> dict[str, float]:
-    return {name: float(f"{getattr(found, name):.{digits}g}") for name in ("low", "value", "high")}
+def range_as_dict(time: BoundedTime, digits: int = 6) -> dict[str, float]:
+    return {name: float(f"{getattr(time, name):.{digits}g}") for name in ("low", "value", "high")}
 
 
 def row_of(outcome: PredictedScenario) -> dict[str, Any]:
-    """The figures of one training, as files have them. mfu: None where pairs are left out; mfu_as_dense counts them, and may be above 1."""
+    """Return the figures of one training, as files hold them.
+
+    mfu: None for sparse attention. mfu_as_dense counts skipped pairs as if computed, so it may
+    exceed 1.
+    """
     step, plan = outcome.step, outcome.plan
     passes = outcome.attention.passes
     degrees = {
@@ -257,14 +276,27 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         for name in ("worker", "step")
     }
     return {
-        "layout": outcome.layout, "exchange": plan.exchange.label, "kernel": plan.kernel, "seq": plan.config.seq,
+        "layout": outcome.layout,
+        "exchange": plan.exchange.label,
+        "kernel": plan.kernel,
+        "seq": plan.config.seq,
         "nodes": -(-plan.environment.workers // max(1, plan.environment.workers_per_node)),
-        "workers": plan.environment.workers, "cp": outcome.context, "dp": plan.environment.dp,
-        "activation_checkpoint": plan.config.train.activation_checkpoint, "density": outcome.attention.facts["density"],
-        "seconds": of_range(step.seconds), "tokens_per_second_per_gpu": of_range(step.tokens_per_second_per_gpu),
-        "mfu": step.mfu if outcome.dense else None, "mfu_as_dense": step.mfu, "hfu": step.hfu,
-        "memory_bytes": plan.memory.total, "memory_parts": plan.memory.peak.parts,
-        "memory_reserve_bytes": plan.memory.reserve, "capacity_bytes": plan.capacity, "fits": step.fits,
-        "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()}, "hidden_weights_s": step.hidden,
+        "workers": plan.environment.workers,
+        "cp": outcome.context,
+        "dp": plan.environment.dp,
+        "activation_checkpoint": plan.config.train.activation_checkpoint,
+        "density": outcome.attention.facts["density"],
+        "seconds": range_as_dict(step.seconds),
+        "tokens_per_second_per_gpu": range_as_dict(step.tokens_per_second_per_gpu),
+        "mfu": step.mfu if outcome.dense else None,
+        "mfu_as_dense": step.mfu,
+        "hfu": step.hfu,
+        "memory_bytes": plan.memory.total,
+        "memory_parts": plan.memory.peak.parts,
+        "memory_reserve_bytes": plan.memory.reserve,
+        "capacity_bytes": plan.capacity,
+        "fits": step.fits,
+        "parts_s": {name: float(f"{value:.6g}") for name, value in step.parts.items()},
+        "hidden_weights_s": step.hidden,
         "degrees": degrees,
-    }  # fmt: skip
+    }

@@ -1,19 +1,23 @@
-"""When everything of a pass happens: a discrete-event simulation of the real schedule, over all ranks at once.
+"""When everything in a pass happens: a discrete-event simulation over all ranks at once.
 
-All ranks run the same program (`simulation.program`), and what happens at one depends only on what comes earlier in the program of the
-others. So each action is played for all ranks together, in the order of the program, and no queue of events is needed:
+All ranks run the same program (`simulation.program`), and what happens on one rank depends only on
+what comes earlier in the programs of the others. So each action is played for all ranks together,
+in
+program order, without a queue of events:
 
-- A message is ready at a rank once it was posted there, the message before it on the same communicator has ended there, and what it sends
-  on has arrived. What moves from one rank to another begins when both are ready and the link into the latter is free: one inside its node,
-  one from other nodes. A link carries messages in the order in which they were posted. All that leaves a rank of a ring goes to the same
-  neighbour by each link, so that links out of ranks need no account of their own.
-- A message between two ranks ends at a rank when what it sends has left and what it receives is there; a collective begins when all that
-  take part are ready.
-- A wait keeps the stream that computes until the message has ended at this rank.
-- While messages are under way at a rank they take a part of its computing power from attention.
+- A message is ready at a rank once it is posted there, the message before it on the same
+communicator
+  has ended there, and the message that it forwards has arrived. A transfer between two ranks begins
+  when both are ready and the link into the receiver is free (each rank has one link inside its node
+  and one from other nodes). A link carries messages in posting order. In a ring, a rank sends all
+  its messages on a link to the same neighbour, so outgoing links need no account of their own.
+- A message between two ranks ends at a rank when its data has left and arrived. A collective begins
+  when all its ranks are ready.
+- A wait stops the compute stream until the message has ended at this rank.
+- Messages under way at a rank take a part of its computing power from attention.
 
-The definitions of `late` and of who was waited for are those of profiles (`profiling.record_collector`): late is a wait until the peer
-has posted.
+`late`, and the peer waited for, are defined as in profiles (`profiling.record_collector`): late is
+the part of a wait before the peer has posted.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ from mtrain_cli.simulation.program import (
 )
 from mtrain_cli.simulation.spmd_schedule import RankGrid
 
-LEAST_POWER = 0.05  # of the GPU that messages leave to computation
+LEAST_POWER = 0.05  # share of a GPU that messages leave to computation at least
 _KIND, _LINK, _PAYLOAD, _DIRECTION = (
     {word: code for code, word in enumerate(words)}
     for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS)
@@ -57,8 +61,11 @@ _KIND, _LINK, _PAYLOAD, _DIRECTION = (
 
 @dataclass(frozen=True)
 class Disturbances:
-    """What is not as it should be. slow: rank -> how many times as long it computes. jitter: standard deviation of the logarithm of the
-    time of a message, drawn from ``seed`` for every message and rank.
+    """Deviations from an ideal run.
+
+    slow: by rank, how many times as long it computes.
+    jitter: standard deviation of the log of a message's time, drawn for every message and rank.
+    seed: of the jitter.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -66,7 +73,10 @@ class Disturbances:
     seed: int = 0
 
     def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Of each context group of so many ranks that has a slow one, with ranks in the group, by its number; of the first if none has."""
+        """Return the disturbances of each context group with a slow rank, or of group 0 if none.
+
+        Ranks count from 0 in each group of ``size`` ranks.
+        """
         slow: dict[int, dict[int, float]] = {}
         for rank, factor in sorted(self.slow.items()):
             slow.setdefault(rank // size, {})[rank % size] = factor
@@ -75,9 +85,13 @@ class Disturbances:
 
 @dataclass(frozen=True, eq=False)
 class PassTimes:
-    """One pass; times in us. start, end: [workers]. spent: of each kind of `recording.COMPUTING` but waits, [workers, 1 + steps]: slot 0 is
-    what comes before all steps, and single columns that were gathered once. late, exposed: waits, the latter by link, of the same shape.
-    carried: [inner or outer, workers], us in which the links to a rank, inside its node and from others, were full.
+    """One pass; times in us.
+
+    start, end: [workers].
+    spent: by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Slot 0 is what comes
+        before all steps, and single columns gathered once.
+    late: waiting for slower workers; exposed: waiting for messages, by link; shapes as in spent.
+    carried: [inner or outer, workers], time for which a rank's link was full.
     """
 
     direction: str
@@ -91,11 +105,11 @@ class PassTimes:
 
     @property
     def duration(self) -> float:
-        """From the first start to the last end."""
+        """From the first start to the last end, us."""
         return float(self.end.max() - self.start.min())
 
     def moved(self, by: float) -> PassTimes:
-        """The same, so many us later."""
+        """Return the same pass, ``by`` us later."""
         rows = tuple(table.copy() for table in self.rows)
         for table in rows:
             table["start_us"] += by
@@ -108,7 +122,7 @@ class PassTimes:
 
     @property
     def elapsed(self) -> FloatArray:
-        """All time of a step, [workers, 1 + steps]."""
+        """[workers, 1 + steps]: all time of a step."""
         return np.sum([*self.spent.values(), self.late, *self.exposed.values()], axis=0)
 
 
@@ -124,8 +138,13 @@ def play(
     rows: bool = False,
     stream: int = 0,
 ) -> PassTimes:
-    """start: [workers], when each rank begins; 0. rows: also makes records, in which ``grid`` names shards. stream: each pass draws its
-    own jitter.
+    """Play the actions of a pass.
+
+    Args:
+        start: [workers], when each rank begins; default 0.
+        grid: names the shards in rows.
+        rows: also make records.
+        stream: number of the pass; each draws its own jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
     player = _Player(
@@ -160,7 +179,7 @@ class _Player:
         self.jitter = conditions.jitter
         self.random = np.random.default_rng([conditions.seed, stream])
         self.ranks = np.arange(workers)
-        # When communicators are free, [workers]; and links, [inner or outer, workers].
+        # When communicators are free: [workers]. When links are free: [inner or outer, workers].
         self.queues: dict[tuple[str, bool], FloatArray] = {}
         self.arriving = np.full((2, workers), -np.inf)
         self.messages: dict[int, PricedMessage] = {}
@@ -198,7 +217,7 @@ class _Player:
         )
 
     def _dispatch(self, action: Dispatch) -> None:
-        # The host never waits for the GPU; where it is behind, the GPU waits for it.
+        # The host never waits for the GPU; if the host is behind, the GPU waits for it.
         self.host = self.host + action.us
         gap = np.maximum(self.host - self.now, 0.0)
         if gap.any():
@@ -219,7 +238,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """How long that takes from now on with the messages that are under way. Those posted later come after it."""
+        """Return the us of work that starts now, slowed by the messages posted so far."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -231,7 +250,7 @@ class _Player:
             done = np.minimum((edge - at) * power, left)
             at = at + done / power
             left = left - done
-            # Where something is left, it goes on from the edge exactly.
+            # If work is left, it continues exactly at the edge.
             at = np.where(left > 0, edge, at)
         return at + left - self.now
 
@@ -327,10 +346,10 @@ class _Player:
 
 
 class _Groups:
-    """Ranks that take part in the same collective. peers: [workers], the lowest of each."""
+    """The sets of ranks of a collective. peers: [workers], the lowest rank of each rank's set."""
 
     def __init__(self, peers: IntArray) -> None:
-        self.peers = peers  # kept, so that its id stays its own
+        self.peers = peers  # held, so that no other array can get its id
         self.alone = bool((peers == peers[0]).all())
         self.order = np.argsort(peers, kind="stable")
         ordered = peers[self.order]
@@ -338,17 +357,17 @@ class _Groups:
         self.of = np.searchsorted(ordered[self.begin], peers)
 
     def most(self, values: FloatArray) -> FloatArray:
-        """[workers]: the largest of the group of each rank."""
+        """Return [workers]: the largest value in each rank's set."""
         if self.alone:
             return np.full(len(values), values.max())
         return np.maximum.reduceat(values[self.order], self.begin)[self.of]
 
     def first(self, values: FloatArray) -> FloatArray:
-        """That of the lowest rank."""
+        """Return [workers]: the value of the lowest rank in each rank's set."""
         return values[self.peers]
 
     def latest(self, values: FloatArray) -> IntArray:
-        """The rank of the largest; the lowest of several."""
+        """Return [workers]: the lowest rank with the largest value in each rank's set."""
         largest = values == self.most(values)
         candidates = np.where(largest, np.arange(len(values)), len(values))
         if self.alone:
@@ -357,7 +376,7 @@ class _Groups:
 
 
 class _Rows:
-    """Records of one pass, an array [workers] an action."""
+    """Collects the records of one pass; each action adds one row per worker."""
 
     def __init__(self, direction: str, workers: int, grid: RankGrid | None) -> None:
         self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
@@ -408,7 +427,10 @@ def together(
     iteration: int = 0,
     flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
-    """Rows of one iteration (`records.ROW`), whose passes are of (layer, times). flop: of a pair, forward and backward."""
+    """Make the rows (`records.ROW`) of one iteration.
+
+    passes: (layer, times). flop: FLOP per pair, forward and backward.
+    """
     parts = list(_parts(passes))
     start, end = (
         np.stack([getattr(times, name) for _, times in passes]) for name in ("start", "end")

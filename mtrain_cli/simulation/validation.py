@@ -1,15 +1,16 @@
-"""Predictions against measurements: the cases of a profile through the simulator, compared step by step, rank by rank and as a whole.
+"""Compare predictions with measurements, by step, by rank and as a whole.
 
-Predictions are made from what a run recorded (shapes, indices, configuration) and never from its times; or they were written down before
-by `mtrain simulate --out FOLDER`, and are read. Both are records, which the analysis of profiles reads, so that every figure compared has
-one definition (`profiles/definitions.md`).
+A prediction is made from what a run recorded (shapes, indices, configuration), never from its
+times; or it was written earlier by `mtrain simulate --out FOLDER` and is read. Both sides are
+records that the analysis of profiles reads, so each figure has one definition
+(`profiles/definitions.md`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.schedule import QUERIES
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.analysis import CaseAnalysis, PassAnalysis, analyse
-from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup, load_indices
+from mtrain_cli.profiling.index_file import RecordedIndices, load_indices
 from mtrain_cli.profiling.records import RecordedFolder
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
@@ -33,17 +34,18 @@ from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, t
 PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
-_FEWEST_RANKED = 3
-# Of `parallel.exchange_selection.ExchangeChoice.label`.
+_LEAST_RANKED = 3
+# Parses `parallel.exchange_selection.ExchangeChoice.label`.
 _LABEL = re.compile(
-    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?"
+    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
+    r"(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?"
 )
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A profile: its analysed cases and the indices that it recorded."""
+    """A profile: its analysed cases and its recorded indices."""
 
     folder: Path
     recorded: RecordedFolder
@@ -56,43 +58,48 @@ class MeasuredRun:
 
 
 def open_run(folder: Path) -> MeasuredRun:
-    """Raises:
-    ConfigError: it is no complete profile with indices.
+    """Open a profile.
+
+    Raises:
+        ConfigError: it is not a complete profile with indices.
     """
     inside = next(
         (f for f in (folder, folder / "profile") if (f / records.SUMMARY).is_file()), folder
     )
     if not folder.is_dir():
         raise ConfigError(
-            f"--validate {folder}: there is no such folder; give one that `mtrain profile imbalance` left"
+            f"--validate {folder}: no such folder; give one that `mtrain profile imbalance` wrote"
         )
     if inside is folder and not (folder / records.SUMMARY).is_file():
         raise ConfigError(
-            f"--validate {folder}: holds no profile ({records.SUMMARY} is missing); `mtrain profile imbalance` leaves one"
+            f"--validate {folder}: no profile ({records.SUMMARY} is missing); `mtrain profile "
+            "imbalance` writes one"
         )
     recorded = records.open_records(inside)
     if recorded.summary.get("kind") != "profile":
         raise ConfigError(
-            f"--validate {folder}: is a {recorded.summary.get('kind')}, nothing measured; give it as --prediction {folder}"
+            f"--validate {folder}: is a {recorded.summary.get('kind')}, not a measurement; give it "
+            f"as --prediction {folder}"
         )
     if not recorded.complete:
         done, wanted = (recorded.summary.get(name) for name in ("samples", "samples_wanted"))
         raise ConfigError(
-            f"--validate {folder}: was ended early ({done} of {wanted} samples); measure again"
+            f"--validate {folder}: ended early ({done} of {wanted} samples); measure again"
         )
     if not (inside / records.INDEX).is_file():
         raise ConfigError(
-            f"--validate {folder}: {records.INDEX} is missing, and without indices nothing can be replayed; measure again"
+            f"--validate {folder}: {records.INDEX} is missing, so nothing can be replayed; measure "
+            "again"
         )
     indices = load_indices(inside / records.INDEX)
     cases = tuple(analyse(recorded))
     if not cases:
-        raise ConfigError(f"--validate {folder}: holds no records; measure again")
+        raise ConfigError(f"--validate {folder}: no records; measure again")
     return MeasuredRun(folder, recorded, cases, indices)
 
 
 def key_of(facts: dict[str, Any]) -> Key:
-    """What makes two cases the same."""
+    """Return what identifies a case."""
     numbers = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
     name = str(facts.get("exchange"))
     per_node = facts.get("per_node") if "hierarchical" in name else None
@@ -112,7 +119,7 @@ def replay(
     calibration: Calibration | None,
     number: int,
 ) -> Prediction:
-    """The case as the simulator has it.
+    """Predict a measured case from its recorded indices.
 
     Raises:
         ConfigError: it cannot be replayed.
@@ -121,53 +128,65 @@ def replay(
     workers = int(facts["cp"])
     if workers > cluster.gpus:
         raise ConfigError(
-            f"--cluster {cluster.name}: has {cluster.gpus} GPUs, and {run.folder} used {workers}; give a cluster that large, such as one "
-            "from `mtrain profile links --per-node N`"
+            f"--cluster {cluster.name}: has {cluster.gpus} GPUs, but {run.folder} used {workers}; "
+            "give a larger cluster, such as one from `mtrain profile links --per-node N`"
         )
     setup = _setup(facts, _config(run, case))
     try:
-        found = predict(cluster, _problem(run, case), setup, kernel=str(facts["kernel"]), calibration=calibration,
-                        conditions=Disturbances(), number=number, rows=True)  # fmt: skip
+        prediction = predict(
+            cluster,
+            _workload(run, case),
+            setup,
+            kernel=str(facts["kernel"]),
+            calibration=calibration,
+            conditions=Disturbances(),
+            number=number,
+            rows=True,
+        )
     except InvalidSetup as error:
         raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
-    if found.rows is None:
+    if prediction.rows is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: too large for records; give a prediction of fewer layers"
+            f"--validate {run.folder}: {case.label}: too large for records; give a prediction of "
+            "fewer layers"
         )
-    return found
+    return prediction
 
 
 def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
-    """A case with the options of its exchange, by a label such as ``ulysses over 2, then ring (2 hops ahead)``. Where columns went is not
-    in it; ``config`` says so.
+    """Parse the label of an exchange, such as ``ulysses over 2, then ring (2 hops ahead)``.
+
+    The label does not say where columns are computed; ``config`` does.
 
     Raises:
-        ConfigError: the label is not one of this version.
+        ConfigError: this version does not know the label.
     """
     workers, label = int(facts["cp"]), str(facts["exchange"])
-    found = _LABEL.fullmatch(label)
-    said = [] if found is None or found["more"] is None else found["more"].split(", ")
+    match = _LABEL.fullmatch(label)
+    details = [] if match is None or match["more"] is None else match["more"].split(", ")
     ahead, parts = (
-        next((int(w.split()[0]) for w in said if w.endswith(end)), 1)
+        next((int(w.split()[0]) for w in details if w.endswith(end)), 1)
         for end in ("hops ahead", "parts of the heads")
     )
-    if found is None or (found["name"] is None and found["heads"] is None):
-        raise ConfigError(
-            f"the exchange {label!r} is not one that this version knows; measure again"
-        )
-    # Where sharing heads is all, no other exchange is named.
+    if match is None or (match["name"] is None and match["heads"] is None):
+        raise ConfigError(f"unknown exchange {label!r}; measure again with this version")
+    # If the workers only share heads, the label names no other exchange.
     setup = ReplaySetup(
-        str(facts["layout"]), found["name"] or "ulysses", workers, int(facts["per_node"]) or workers
+        str(facts["layout"]), match["name"] or "ulysses", workers, int(facts["per_node"]) or workers
     )
+    queries = any(word.startswith("queries") for word in details)
     options = replace(
-        topology_of(setup), ulysses=int(found["heads"] or 1) if found["name"] else "auto", chunks=parts, prefetch=ahead,
-        circulates=QUERIES if any(word.startswith("queries") for word in said) else "kv",
+        topology_of(setup),
+        ulysses=int(match["heads"] or 1) if match["name"] else "auto",
+        chunks=parts,
+        prefetch=ahead,
+        circulates=QUERIES if queries else "kv",
         columns="auto" if config is None else config.topology.columns,
-    )  # fmt: skip
+    )
     return replace(setup, options=options)
 
 
-def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
+def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
     seq, batch = int(facts["seq"]), int(facts["micro_batch"])
     estimated = pattern not in (_DENSE, _FIXED)
@@ -175,30 +194,35 @@ def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         layers = tuple(layer for layer in run.indices.layers(pattern) if layer in case.layers)
         if not layers:
             raise ConfigError(
-                f"--validate {run.folder}: {records.INDEX} holds no index of the layers of {case.label}"
+                f"--validate {run.folder}: {records.INDEX} has no index of the layers of "
+                f"{case.label}"
             )
         indices = run.indices
         return AttentionWorkload(
-            made, indices.masks, layers, lambda layer: index_of(indices, pattern, layer), pattern, made.columns.get(pattern, -1),
-            estimated, str(facts.get("model", "")),
-        )  # fmt: skip
-    # The file has the indices of one length; others are known where they do not depend on data.
+            made,
+            indices.masks,
+            layers,
+            lambda layer: index_of(indices, pattern, layer),
+            pattern,
+            made.columns.get(pattern, -1),
+            estimated,
+            str(facts.get("model", "")),
+        )
+    # The file has the indices of one length. Dense and fixed cases of other lengths need none.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: {records.INDEX} has indices of {made.seq} tokens and of "
+            f"--validate {run.folder}: {case.label}: {records.INDEX} has indices of {made.seq} "
+            "tokens and of "
             f"{', '.join(run.indices.patterns)} only; measure one length a run"
         )
-    setup = RecordedSetup(
-        seq=seq, heads=made.heads, kv_heads=made.kv_heads, head_dim=made.head_dim, dtype_bytes=made.dtype_bytes, workers=made.workers,
-        per_node=made.per_node, layout=made.layout, exchange=made.exchange, block_size=made.block_size, needs_out=made.needs_out,
-    )  # fmt: skip
+    setup = replace(made, seq=seq, columns={}, iteration=0)
     masks = (SequenceMask.causal(seq, seq),) * batch
     return AttentionWorkload(
         setup,
         masks,
         tuple(case.layers),
-        fixed_of(config),
+        indices_without_data(config),
         pattern,
         made.columns.get(pattern, -1),
         False,
@@ -206,8 +230,8 @@ def _problem(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     )
 
 
-def fixed_of(config: Config):
-    """layer -> its index under ``sparsity=fixed``, which no data changes; None for dense."""
+def indices_without_data(config: Config) -> Callable[[int], Index | None]:
+    """Return a function from a layer to its index under ``sparsity=fixed``, or to None if dense."""
     from mtrain_cli.sparsity.fixed import fixed_index
 
     sparsity, kept = config.sparsity, {}
@@ -217,10 +241,15 @@ def fixed_of(config: Config):
             return None
         if layer not in kept:
             kept[layer] = fixed_index(
-                seed=config.seed + 1000 * layer, batch=config.train.micro_batch, heads=config.model.num_heads, seq=config.seq,
-                block=int(sparsity.block or 0), slashes=sparsity.slashes, columns=int(sparsity.columns or 0), density=sparsity.density or
-                None,
-            )  # fmt: skip
+                seed=config.seed + 1000 * layer,
+                batch=config.train.micro_batch,
+                heads=config.model.num_heads,
+                seq=config.seq,
+                block=int(sparsity.block or 0),
+                slashes=sparsity.slashes,
+                columns=int(sparsity.columns or 0),
+                density=sparsity.density or None,
+            )
         return kept[layer]
 
     return of
@@ -233,8 +262,8 @@ def _config(run: MeasuredRun, case: CaseAnalysis) -> Config | None:
     return compose.load(path) if path.is_file() else None
 
 
-def keep(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
-    """Writes predictions as `open_prediction` reads them."""
+def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
+    """Write predictions for `open_prediction`."""
     for number, prediction in enumerate(predictions):
         assert prediction.rows is not None
         records.write_part(prediction.rows, folder, number)
@@ -271,7 +300,11 @@ def keep(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
 
 @dataclass(frozen=True)
 class PredictedCase:
-    """What was predicted of one case. bounds: of the passes, in ms, by low, value and high. written: when; empty where just now."""
+    """The prediction of one case.
+
+    bounds: by pass, ms by low, value and high.
+    written: when; empty if made just now.
+    """
 
     analysis: CaseAnalysis
     bounds: dict[str, dict[str, float]]
@@ -281,49 +314,57 @@ class PredictedCase:
 
 
 def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, PredictedCase]:
-    """By case.
+    """Read the predictions of a folder, by case.
 
     Raises:
-        ConfigError: the folder holds no simulation with records, or its records are not those that were written with it.
+        ConfigError: the folder holds no simulation with records, or its records were replaced.
     """
     if not (folder / records.SUMMARY).is_file():
         raise ConfigError(
-            f"{option} {folder}: holds no prediction ({records.SUMMARY} is missing); `mtrain simulate --out FOLDER` leaves one"
+            f"{option} {folder}: no prediction ({records.SUMMARY} is missing); `mtrain simulate "
+            "--out FOLDER` writes one"
         )
     recorded = records.open_records(folder)
     summary = recorded.summary
     if summary.get("kind") != "simulation":
         raise ConfigError(
-            f"{option} {folder}: is a {summary.get('kind')}, no prediction; `mtrain simulate --out FOLDER` leaves one"
+            f"{option} {folder}: is a {summary.get('kind')}, not a prediction; `mtrain simulate "
+            "--out FOLDER` writes one"
         )
-    said = summary.get("records_sha256")
-    if said is not None and (not recorded.parts or digest(recorded.parts[0]) != said):
+    expected = summary.get("records_sha256")
+    if expected is not None and (not recorded.parts or digest(recorded.parts[0]) != expected):
         raise ConfigError(
-            f"{option} {folder}: {records.RECORDS} is not the file that was written with {records.SUMMARY}; predict again"
+            f"{option} {folder}: {records.RECORDS} is not the file written with {records.SUMMARY}; "
+            "predict again"
         )
     written = str((summary.get("environment") or {}).get("started") or "")
-    found = {}
+    predictions = {}
     for case in analyse(recorded):
         of_case = summary["predicted"][case.number]
         bounds = {name: of_pass["ms"] for name, of_pass in of_case["passes"].items()}
-        found[key_of(case.facts)] = PredictedCase(
+        predictions[key_of(case.facts)] = PredictedCase(
             case, bounds, tuple(of_case.get("remarks", ())), folder, written
         )
-    return found
+    return predictions
 
 
 def digest(path: Path) -> str:
-    """sha256 of a file."""
+    """Return the sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
 class PassComparison:
-    """One pass of a case. measured, predicted: ms of a layer, the slowest worker; bare: measured without records
-    (`CaseAnalysis.bare_ms`), recorded: with them, as a report has it. std: of recorded ones. steps, ranks: ms of all that a step, or a
-    rank, spends, [number] each; mape: mean absolute relative error of the attention of each (rank, step). degrees: measured and
-    predicted, of time. cells, equal: (rank, step) entries of work and how many of them are equal.
+    """One pass of a case, measured and predicted.
+
+    bare: measured ms of a layer, by the slowest worker, without recording (`CaseAnalysis.bare_ms`).
+    recorded: the same with recording, as in a report; std: its standard deviation.
+    predicted, low, high: predicted ms of a layer and its bounds.
+    steps, ranks: (measured, predicted) ms by step and by rank, all kinds of work together.
+    mape: mean absolute relative error of attention over (rank, step).
+    degrees: (measured, predicted) imbalance degrees of time.
+    cells, equal: (rank, step) entries of work, and how many are equal.
     """
 
     bare: float | None
@@ -360,18 +401,35 @@ class PassComparison:
                 "error": [round(float(v), 5) for v in _relative(predicted, measured)],
             }
 
+        degrees = {
+            name: {"measured": m, "predicted": p, "error": p - m}
+            for name, (m, p) in self.degrees.items()
+        }
         return {
-            "measured_ms": self.measured, "measured_without_records": self.bare is not None, "recorded_ms": self.recorded,
-            "std_ms": self.std, "predicted_ms": self.predicted, "low_ms": self.low, "high_ms": self.high,
-            "error": self.error, "inside_bounds": self.inside, "attention_mape": self.mape, "steps": table(self.steps),
-            "ranks": table(self.ranks), "work_cells": self.cells, "work_cells_equal": self.equal,
-            "degrees": {name: {"measured": m, "predicted": p, "error": p - m} for name, (m, p) in self.degrees.items()},
-        }  # fmt: skip
+            "measured_ms": self.measured,
+            "measured_without_records": self.bare is not None,
+            "recorded_ms": self.recorded,
+            "std_ms": self.std,
+            "predicted_ms": self.predicted,
+            "low_ms": self.low,
+            "high_ms": self.high,
+            "error": self.error,
+            "inside_bounds": self.inside,
+            "attention_mape": self.mape,
+            "steps": table(self.steps),
+            "ranks": table(self.ranks),
+            "work_cells": self.cells,
+            "work_cells_equal": self.equal,
+            "degrees": degrees,
+        }
 
 
 @dataclass(frozen=True)
 class CaseComparison:
-    """One case. group: run, pattern, length and workers of cases that are ranked together."""
+    """One case, measured and predicted.
+
+    group: run, pattern, length and workers; cases of one group are ranked together.
+    """
 
     run: str
     label: str
@@ -395,59 +453,77 @@ class CaseComparison:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "run": self.run, "case": self.label, "measured_ms": self.measured, "predicted_ms": self.predicted, "error": self.error,
-            "prediction": self.prediction, "written": self.written, "remarks": list(self.remarks),
+            "run": self.run,
+            "case": self.label,
+            "measured_ms": self.measured,
+            "predicted_ms": self.predicted,
+            "error": self.error,
+            "prediction": self.prediction,
+            "written": self.written,
+            "remarks": list(self.remarks),
             "passes": {name: p.to_json() for name, p in self.passes.items()},
-        }  # fmt: skip
+        }
 
 
 class MismatchedPrediction(ValueError):
-    """A prediction of something else than what ran."""
+    """The prediction is of something other than what ran."""
 
 
 def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> CaseComparison:
-    """Raises:
-    Unlike: the two have other steps or workers.
+    """Compare a measured case with its prediction.
+
+    Raises:
+        MismatchedPrediction: the two differ in steps or workers.
     """
     passes = {}
     for name in PASSES:
         if name not in case.passes or name not in predicted.analysis.passes:
             continue
-        mine, other = case.passes[name], predicted.analysis.passes[name]
-        if mine.attention.shape != other.attention.shape:
+        measured, other = case.passes[name], predicted.analysis.passes[name]
+        if measured.attention.shape != other.attention.shape:
             raise MismatchedPrediction(
-                f"predicted as {predicted.analysis.facts.get('exchange')} with {other.attention.shape[1]} steps {name}, ran as "
-                f"{case.facts.get('exchange')} with {mine.attention.shape[1]}"
+                f"predicted as {predicted.analysis.facts.get('exchange')} with "
+                f"{other.attention.shape[1]} steps {name}, ran as {case.facts.get('exchange')} "
+                "with "
+                f"{measured.attention.shape[1]}"
             )
-        passes[name] = _compare_pass(mine, other, predicted.bounds[name], case.bare_ms(name))
+        passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
     facts = case.facts
     group = (str(run.folder), facts["pattern"], facts["seq"], facts["cp"])
     return CaseComparison(
-        str(run.folder), case.label, group, passes, predicted.remarks, str(predicted.folder), predicted.written
-    )  # fmt: skip
+        str(run.folder),
+        case.label,
+        group,
+        passes,
+        predicted.remarks,
+        str(predicted.folder),
+        predicted.written,
+    )
 
 
 def _compare_pass(
-    mine: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None
+    measured: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None
 ) -> PassComparison:
     work = [
-        np.concatenate([np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_where(p))], 1)
-        for p in (mine, other)
+        np.concatenate(
+            [np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_blocks(p))], 1
+        )
+        for p in (measured, other)
     ]
-    computed = (mine.attention > 0) & (other.attention > 0)
-    cells = np.abs(_relative(other.attention, mine.attention))[computed]
+    computed = (measured.attention > 0) & (other.attention > 0)
+    cells = np.abs(_relative(other.attention, measured.attention))[computed]
     return PassComparison(
         bare=bare,
-        recorded=mine.duration.mean,
-        std=mine.duration.std,
+        recorded=measured.duration.mean,
+        std=measured.duration.std,
         predicted=bounds["value"],
         low=bounds["low"],
         high=bounds["high"],
-        steps=(mine.elapsed.mean(0), other.elapsed.mean(0)),
-        ranks=(mine.elapsed.sum(1) + mine.columns, other.elapsed.sum(1) + other.columns),
+        steps=(measured.elapsed.mean(0), other.elapsed.mean(0)),
+        ranks=(measured.elapsed.sum(1) + measured.columns, other.elapsed.sum(1) + other.columns),
         mape=float(cells.mean()) if cells.size else 0.0,
         degrees={
-            name: (getattr(mine.time, name).mean, getattr(other.time, name).mean)
+            name: (getattr(measured.time, name).mean, getattr(other.time, name).mean)
             for name in DEGREES
         },
         cells=work[0].size,
@@ -455,9 +531,9 @@ def _compare_pass(
     )
 
 
-def _where(found: PassAnalysis) -> np.ndarray:
-    """Blocks, of steps that compute anything: a profile has no row of the others."""
-    return np.where(found.pairs > 0, found.blocks, 0)
+def _blocks(analysis: PassAnalysis) -> np.ndarray:
+    """Return the blocks of steps that compute pairs; a profile has no rows of other steps."""
+    return np.where(analysis.pairs > 0, analysis.blocks, 0)
 
 
 def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
@@ -466,10 +542,18 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PredictionAccuracy:
-    """All cases together. mape: of the time of a case. covered: share of passes inside their bounds. rank: Spearman correlation of the
-    times of cases, by group; groups of fewer than three are left out. worst_degree: largest
-    absolute error of an imbalance degree of time. common: predicted over measured, the median of cases; beside: what mape is without that
-    factor, as where the whole machine was slower than when it was calibrated.
+    """Errors over all cases.
+
+    mape, worst: mean absolute and largest relative error of the time of a case.
+    passes: mean absolute relative error by pass.
+    covered: share of passes within their bounds.
+    degree, worst_degree: mean and largest absolute error of imbalance degrees of time.
+    rank: by group of at least three cases, the Spearman correlation of their times.
+    cells, equal: see `PassComparison`.
+    chosen: by group, whether the predicted fastest case is the measured one.
+    common: median over cases of predicted over measured time; it is off 1 if, for example, the
+        whole machine was slower than when it was calibrated.
+    mape_without_common: mape without this factor.
     """
 
     mape: float
@@ -483,31 +567,39 @@ class PredictionAccuracy:
     equal: int
     chosen: dict[Key, bool] = field(default_factory=dict)
     common: float = 1.0
-    beside: float = 0.0
+    mape_without_common: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         names = {group: " ".join(str(part) for part in group[1:]) for group in self.rank}
+        by_group = {group: f"{group[0]}: {names[group]}" for group in names}
         return {
-            "mape": self.mape, "common_factor": self.common, "mape_beside_common_factor": self.beside,
-            "worst_error": self.worst, "mape_of_passes": self.passes, "inside_bounds": self.covered,
-            "degree_mean_error": self.degree, "degree_worst_error": self.worst_degree,
-            "work_cells": self.cells, "work_cells_equal": self.equal,
-            "spearman": {f"{group[0]}: {names[group]}": value for group, value in self.rank.items()},
-            "fastest_found": {f"{group[0]}: {names[group]}": value for group, value in self.chosen.items()},
-        }  # fmt: skip
+            "mape": self.mape,
+            "common_factor": self.common,
+            "mape_beside_common_factor": self.mape_without_common,
+            "worst_error": self.worst,
+            "mape_of_passes": self.passes,
+            "inside_bounds": self.covered,
+            "degree_mean_error": self.degree,
+            "degree_worst_error": self.worst_degree,
+            "work_cells": self.cells,
+            "work_cells_equal": self.equal,
+            "spearman": {by_group[group]: value for group, value in self.rank.items()},
+            "fastest_found": {by_group[group]: value for group, value in self.chosen.items()},
+        }
 
 
-def agreement(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
+def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
+    """Summarise the errors of all cases."""
     errors = np.array([case.error for case in cases])
     every = [(name, p) for case in cases for name, p in case.passes.items()]
-    degrees = np.abs([p - m for _, found in every for m, p in found.degrees.values()])
+    degrees = np.abs([p - m for _, one_pass in every for m, p in one_pass.degrees.values()])
     groups: dict[Key, list[CaseComparison]] = {}
     for case in cases:
         groups.setdefault(case.group, []).append(case)
-    ranked = {group: found for group, found in groups.items() if len(found) >= _FEWEST_RANKED}
+    ranked = {group: members for group, members in groups.items() if len(members) >= _LEAST_RANKED}
     times = {
-        group: [np.array([getattr(c, of) for c in found]) for of in ("measured", "predicted")]
-        for group, found in ranked.items()
+        group: [np.array([getattr(c, of) for c in members]) for of in ("measured", "predicted")]
+        for group, members in ranked.items()
     }
     common = float(np.median(errors + 1))
     return PredictionAccuracy(
@@ -524,7 +616,7 @@ def agreement(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
         cells=sum(p.cells for _, p in every),
         equal=sum(p.equal for _, p in every),
         common=common,
-        beside=float(np.abs((errors + 1) / common - 1).mean()),
+        mape_without_common=float(np.abs((errors + 1) / common - 1).mean()),
         chosen={
             group: int(pair[0].argmin()) == int(pair[1].argmin()) for group, pair in times.items()
         },
@@ -532,7 +624,7 @@ def agreement(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Correlation of ranks; equal values share the mean of theirs. NaN where one of the two is constant."""
+    """Return the rank correlation; ties share their mean rank. NaN if one of them is constant."""
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
     if any(np.ptp(r) == 0 for r in ranks):
         return float("nan")
@@ -545,10 +637,10 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
-    """Names of constants by their source."""
-    found: dict[str, list[str]] = {}
+    """Return the names of constants by their source."""
+    by_source: dict[str, list[str]] = {}
     for name, constant in constants:
-        found.setdefault(
+        by_source.setdefault(
             str(constant["source"] if isinstance(constant, dict) else constant.source), []
         ).append(name)
-    return found
+    return by_source

@@ -1,4 +1,4 @@
-"""What if: recorded indices under other layouts, exchanges and worker counts, as exact work and bytes, not as time."""
+"""Replay recorded indices under other layouts, exchanges and workers: exact work and bytes."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ from mtrain_cli.simulation.work_counts import (
 )
 
 PASSES = (FORWARD, BACKWARD)
-_SUM_BYTES = 4  # gradients of columns are added up in float32
+_SUM_BYTES = 4  # column gradients are summed in float32
 
 
 @dataclass(frozen=True)
 class ReplaySetup:
-    """One configuration to replay under. exchange: a value of ``topology.exchange``. per_node: ranks of a node. options: whose ``ulysses``,
-    ``chunks``, ``prefetch``, ``circulates`` and ``columns`` count; None for the defaults.
+    """One configuration to replay.
+
+    exchange: a value of ``topology.exchange``.
+    per_node: workers of a node.
+    options: take ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and ``columns`` from here;
+        None for the defaults.
     """
 
     layout: str
@@ -48,9 +52,12 @@ class ReplaySetup:
 
 @dataclass(frozen=True)
 class ReplayedPass:
-    """One pass. degrees: of work, the mean over layers; columns that are gathered once are one step more in which workers are compared, and
-    none of the steps that a worker's are compared with. pairs: int64 [workers], of all layers. sent: bytes that the worker that sends
-    most sends a layer, in the mean over layers, gathered columns included.
+    """One pass of a replayed configuration.
+
+    degrees: imbalance of work, mean over layers. Columns that are gathered once count as one more
+        step when comparing workers, but not when comparing the steps of a worker.
+    pairs: int64 [workers], over all layers.
+    sent: bytes a layer of the worker that sends the most, mean over layers, with gathered columns.
     """
 
     degrees: Imbalance
@@ -60,7 +67,12 @@ class ReplayedPass:
 
 @dataclass(frozen=True)
 class ReplayedSetup:
-    """One configuration. exchange: with the options that ``auto`` chose. padded_seq: tokens that are dealt. passes: by name."""
+    """One replayed configuration.
+
+    exchange: with the options that ``auto`` chose.
+    padded_seq: tokens after padding.
+    passes: by name.
+    """
 
     setup: ReplaySetup
     exchange: str
@@ -70,7 +82,7 @@ class ReplayedSetup:
 
     @property
     def flop(self) -> IntArray:
-        """int64 [workers], both passes over head_dim."""
+        """int64 [workers]: FLOP of both passes, divided by head_dim."""
         return sum(
             (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
             np.zeros(self.setup.workers, np.int64),
@@ -78,12 +90,12 @@ class ReplayedSetup:
 
     @property
     def shares(self) -> np.ndarray:
-        """[workers], of the work of both passes in FLOP."""
+        """[workers]: share of both passes' FLOP."""
         return self.flop / max(1, int(self.flop.sum()))
 
 
 class InvalidSetup(ValueError):
-    """A configuration that cannot be. about, value: which field of `ReplaySetup` is to blame."""
+    """An impossible configuration. about, value: the field of `ReplaySetup` that is to blame."""
 
     def __init__(self, setup: ReplaySetup, about: str, reason: str) -> None:
         super().__init__(reason)
@@ -92,7 +104,7 @@ class InvalidSetup(ValueError):
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A configuration made ready: everything that its work and messages follow from."""
+    """A configuration with everything that its work and messages follow from."""
 
     setup: ReplaySetup
     layout: Layout
@@ -103,7 +115,7 @@ class ReplayCase:
 
     @cached_property
     def scheduled(self) -> dict[str, int]:
-        """Bytes that the worker which sends most sends in each pass, without columns."""
+        """Bytes of the worker that sends the most, by pass, without gathered columns."""
         ranks = range(self.setup.workers)
         return {
             name: max(
@@ -113,22 +125,15 @@ class ReplayCase:
         }
 
     def sent(self, direction: str, index: Index | None) -> float:
-        """The same under an index, with the columns that are gathered."""
+        """Bytes of the worker that sends the most in a pass, with gathered columns."""
         largest = self.scheduled[direction]
         if not self.counter.gathers_columns or not isinstance(index, VerticalSlash):
             return largest
         # An all-reduce sends every number about twice.
-        width, groups = (
-            -(-index.columns.shape[-1] // COLUMN_TILE) * COLUMN_TILE,
-            self.counter.groups,
-        )
-        numbers = (
-            2
-            * index.heads[0]
-            * (index.heads[1] // self.schedule.heads)
-            * width
-            * self.sizes.head_dim
-        )
+        width = -(-index.columns.shape[-1] // COLUMN_TILE) * COLUMN_TILE
+        groups = self.counter.groups
+        heads = index.heads[1] // self.schedule.heads
+        numbers = 2 * index.heads[0] * heads * width * self.sizes.head_dim
         return largest + 2 * (groups - 1) / groups * numbers * (
             _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
         )
@@ -140,11 +145,15 @@ def replay(
     setups: Sequence[ReplaySetup],
     layers: Sequence[int] | None = None,
 ) -> list[ReplayedSetup]:
-    """pattern: a label of the file. layers: None for all.
+    """Replay recorded indices under other configurations.
+
+    Args:
+        pattern: a label of the file.
+        layers: None for all.
 
     Raises:
-        Unfit: one of the configurations cannot be.
-        ConfigError: the file is damaged, or holds a part of an index only.
+        InvalidSetup: one of the configurations is impossible.
+        ConfigError: the file is damaged, or holds only a part of an index.
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
     first = index_of(recorded, pattern, layers[0])
@@ -154,16 +163,16 @@ def replay(
             recorded.masks,
             setup,
             first,
-            recorded.setup.columns.get(pattern, _OF_INDEX),
+            recorded.setup.columns.get(pattern, _AS_INDEX),
         )
         for setup in setups
     ]
-    found: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [
+    replayed: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [
         {name: [] for name in PASSES} for _ in cases
     ]
     for layer in layers:
         index = index_of(recorded, pattern, layer)
-        for case, passes in zip(cases, found, strict=True):
+        for case, passes in zip(cases, replayed, strict=True):
             fitted = None if index is None else resized(index, case.counter.blocks)
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
@@ -175,21 +184,21 @@ def replay(
             layers,
             {name: _mean(passes[name]) for name in PASSES},
         )
-        for case, passes in zip(cases, found, strict=True)
+        for case, passes in zip(cases, replayed, strict=True)
     ]
 
 
 def degrees(work: StepWork) -> Imbalance:
-    """Imbalance of the pairs of one pass of a layer."""
+    """Return the imbalance of the pairs of one pass of a layer."""
     across = imbalance(np.column_stack([work.pairs, work.column_pairs]))
     return replace(across, step=imbalance(work.pairs).step)
 
 
 def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
-    of_layers = [d for d, _, _ in layers]
+    all_degrees = [d for d, _, _ in layers]
     mean = Imbalance(
         **{
-            name: fmean(getattr(d, name) for d in of_layers)
+            name: fmean(getattr(d, name) for d in all_degrees)
             for name in ("worker", "step", "total", "critical")
         }
     )
@@ -201,15 +210,16 @@ def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
 
 
 def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
-    """None: dense.
+    """Return the recorded index of a layer; None if attention was dense.
 
     Raises:
-        ConfigError: the file is damaged, or holds a part of the index only.
+        ConfigError: the file is damaged, or holds only a part of the index.
     """
     index = recorded.index(pattern, layer)
     if isinstance(index, BlockBitmap) and len(index.rows) < index.blocks:
         raise ConfigError(
-            f"{recorded.path}: layer {layer} of {pattern} has {len(index.rows)} of {index.blocks} query blocks; a replay needs all of them"
+            f"{recorded.path}: layer {layer} of {pattern} has {len(index.rows)} of {index.blocks} "
+            "query blocks; a replay needs all of them"
         )
     if index is not None and index.heads != (len(recorded.masks), recorded.setup.heads):
         raise ConfigError(
@@ -218,75 +228,83 @@ def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | Non
     return index
 
 
-_OF_INDEX = -1  # as many single columns as the index has
+_AS_INDEX = -1  # the number of single columns in the index
 
 
 def make_case(
-    made: RecordedSetup,
-    of_batch: Sequence[SequenceMask],
+    recorded: RecordedSetup,
+    batch_masks: Sequence[SequenceMask],
     setup: ReplaySetup,
     index: Index | None,
-    columns: int | None = _OF_INDEX,
+    columns: int | None = _AS_INDEX,
     choice: ExchangeChoice | None = None,
 ) -> ReplayCase:
-    """made: shapes. of_batch: the masks of its sequences, however they are padded. index: of any layer. columns: how many a head may have.
-    choice: the exchange of ``setup`` where it was chosen already.
+    """Prepare a configuration.
+
+    Args:
+        recorded: shapes.
+        batch_masks: of the sequences of the batch, with any padding.
+        index: of any layer.
+        columns: the most columns of a head.
+        choice: the exchange of ``setup``, if it was chosen already.
 
     Raises:
-        Unfit: the configuration cannot be.
+        InvalidSetup: the configuration is impossible.
     """
     block = None if index is None else index.block
     width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
     workers, per_node = setup.workers, min(setup.per_node, setup.workers)
-    piece = block or (made.block_size if setup.layout == "striped" else 1)
-    if workers * piece > made.seq:
-        most = max(1, made.seq // piece)
+    piece = block or (recorded.block_size if setup.layout == "striped" else 1)
+    if workers * piece > recorded.seq:
+        most = max(1, recorded.seq // piece)
         raise InvalidSetup(
             setup,
             "workers",
-            f"{made.seq} tokens in blocks of {piece} cannot be dealt to so many; allowed: 1 to {most}",
+            f"{recorded.seq} tokens in blocks of {piece} are too few for so many workers; allowed: "
+            f"1 to {most}",
         )
     if workers % per_node:
         divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
         raise InvalidSetup(
             setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}"
         )
-    if block and setup.layout == "striped" and made.block_size % block:
+    if block and setup.layout == "striped" and recorded.block_size % block:
         raise InvalidSetup(
             setup,
             "layout",
-            f"its stripes of {made.block_size} tokens, as recorded, do not hold whole blocks of {block}",
+            f"its stripes of {recorded.block_size} tokens, as recorded, do not hold whole blocks "
+            f"of {block}",
         )
-    layout = make_layout(setup.layout, workers, made.seq, made.block_size, unit=block or 1)
+    layout = make_layout(setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1)
+    bitmap = isinstance(index, BlockBitmap)
+    chunk = index.chunk if isinstance(index, GatedBitmap) else 0
     needs = ExchangeNeeds(
         workers=workers,
         per_node=per_node,
-        tokens=layout.padded_seq * len(of_batch),
-        heads=made.heads,
-        kv_heads=made.kv_heads,
-        head_dim=made.head_dim,
-        dtype_bytes=made.dtype_bytes,
-        index=IndexRequest(
-            block,
-            isinstance(index, BlockBitmap),
-            index.chunk if isinstance(index, GatedBitmap) else 0,
-        )
-        if block
-        else None,
-        columns=width if columns == _OF_INDEX else columns,
-        needs_out=made.needs_out,
+        tokens=layout.padded_seq * len(batch_masks),
+        heads=recorded.heads,
+        kv_heads=recorded.kv_heads,
+        head_dim=recorded.head_dim,
+        dtype_bytes=recorded.dtype_bytes,
+        index=IndexRequest(block, bitmap, chunk) if block else None,
+        columns=width if columns == _AS_INDEX else columns,
+        needs_out=recorded.needs_out,
     )
     choice = choice or _choice(setup, needs)
     schedule = make_schedule(choice.name, choice.options(workers))
-    masks = [repadded(mask, layout.padded_seq) for mask in of_batch]
+    masks = [repadded(mask, layout.padded_seq) for mask in batch_masks]
     counter = WorkCounter.make(
-        schedule, layout, masks, made.heads, block, shared_columns=choice.shared_columns
+        schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
-    tokens = layout.tokens_per_worker * len(masks)
-    return ReplayCase(
-        setup, layout, choice, schedule, counter,
-        ShardSizes(tokens, made.heads, made.kv_heads, made.head_dim, made.dtype_bytes, made.needs_out),
-    )  # fmt: skip
+    sizes = ShardSizes(
+        layout.tokens_per_worker * len(masks),
+        recorded.heads,
+        recorded.kv_heads,
+        recorded.head_dim,
+        recorded.dtype_bytes,
+        recorded.needs_out,
+    )
+    return ReplayCase(setup, layout, choice, schedule, counter, sizes)
 
 
 def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
@@ -303,7 +321,8 @@ def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
         raise InvalidSetup(
             setup,
             "exchange",
-            f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among {setup.workers} workers in nodes of "
+            f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among "
+            f"{setup.workers} workers in nodes of "
             f"{needs.per_node}; allowed with it: --workers {','.join(fitting)}",
         ) from None
 
@@ -317,7 +336,7 @@ def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
 
 
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
-    """What an exchange is chosen by."""
+    """Return the topology settings by which the exchange of a setup is chosen."""
     if setup.options is not None:
         return replace(
             setup.options,
@@ -327,22 +346,33 @@ def topology_of(setup: ReplaySetup) -> TopologyConfig:
             exchange=setup.exchange,
         )
     return TopologyConfig(
-        device="auto", workers=setup.workers, context_parallel="auto", gpus_per_node=setup.per_node, gpu_memory_gib="auto",
-        host_memory_gib="auto", layout=setup.layout, exchange=setup.exchange, ulysses="auto",
-        chunks="auto", prefetch=1, circulates="auto", columns="auto",
-        block_size=0, timeout_s=0,
-    )  # fmt: skip
+        device="auto",
+        workers=setup.workers,
+        context_parallel="auto",
+        gpus_per_node=setup.per_node,
+        gpu_memory_gib="auto",
+        host_memory_gib="auto",
+        layout=setup.layout,
+        exchange=setup.exchange,
+        ulysses="auto",
+        chunks="auto",
+        prefetch=1,
+        circulates="auto",
+        columns="auto",
+        block_size=0,
+        timeout_s=0,
+    )
 
 
 def repadded(mask: SequenceMask, padded: int) -> SequenceMask:
-    """The same sequence in another number of positions, at least its length."""
+    """Return the mask of the same sequence padded to another number of positions."""
     first = np.zeros(padded, np.int64)
     first[: mask.length] = mask.first[: mask.length]
     return SequenceMask(first, mask.length)
 
 
 def resized(index: Index, blocks: int) -> Index:
-    """The same choice in a sequence of another number of blocks, which only padding is added to or taken from."""
+    """Return the same choice of pairs for a sequence with more or less padding, in blocks."""
     if blocks == index.blocks:
         return index
     more = max(0, blocks - index.blocks)
@@ -360,7 +390,7 @@ def resized(index: Index, blocks: int) -> Index:
         )
     assert isinstance(index, VerticalSlash)
     slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
-    # What fills the unused width is the end of the sequence.
+    # Unused columns point to the end of the sequence.
     unused = min(blocks, index.blocks) * index.block
     return VerticalSlash(
         index.block,
@@ -373,7 +403,7 @@ def resized(index: Index, blocks: int) -> Index:
 def setups_of(
     layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int
 ) -> Iterator[ReplaySetup]:
-    """Every combination, worker counts outermost."""
+    """Yield every combination; worker counts vary slowest."""
     for n in workers:
         for layout in layouts:
             for exchange in exchanges:

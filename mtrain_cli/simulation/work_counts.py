@@ -1,11 +1,11 @@
-"""Work counts: how many query-key pairs and pairs of blocks every worker computes in every step of a schedule, as exact integers.
+"""Count the query-key pairs and block pairs that each worker computes in each step: exact integers.
 
-Everything that an executor's kernels get follows from who holds which block, from the masks and from the index. Workers that share heads
-hold their tokens together, one group of them like one worker; without that, every worker is a group of its own. Pairs are counted for all
-pairs of a group of queries and a group of keys at once, and every step then takes those that it names.
+They follow from who holds which block, the masks and the index. Workers that share heads hold their
+tokens together as one group; otherwise each worker is a group. Pairs are counted for all (query
+group, key group) at once; each step takes those that it names.
 
-Block diagonals are counted diagonal by diagonal: how many pairs each one has between each two groups depends on masks and layout alone, so
-that the layers of a model share it. No [blocks, blocks] table is made but for a bitmap.
+Block diagonals are counted one by one. A diagonal's pairs between two groups depend on masks and
+layout only, so all layers share them. Only a bitmap needs a [blocks, blocks] table.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 FORWARD, BACKWARD = "forward", "backward"
-FLOP_PER_PAIR = {
-    FORWARD: 4,
-    BACKWARD: 10,
-}  # times head_dim: 2 and 5 products of 2 * head_dim, as in `IndexCounts.flop`
+# Times head_dim: 2 and 5 products of 2 * head_dim, as in `IndexCounts.flop`.
+FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
 Part = tuple[int, int]
-_AT_ONCE = 1 << 21  # numbers of a temporary table
+_AT_ONCE = 1 << 21  # entries of a temporary table
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one pass of a layer, int64, summed over the heads and sequences that a worker computes.
+    """Work of one pass of a layer: int64, summed over a worker's heads and sequences.
 
-    pairs: [workers, steps], query-key pairs that masks and index allow. blocks: [workers, steps], pairs of blocks that hold at least one
-    pair of a chosen block, which single columns are not. columns, column_pairs: [workers], of the phase that computes single columns which
-    were gathered once: how many real ones, and the pairs that only they give; 0 where the steps compute them. of_columns: [workers, steps],
-    of the pairs of steps those that only single columns give; None: not counted apart.
+    pairs: [workers, steps], query-key pairs that masks and index allow.
+    blocks: [workers, steps], block pairs with at least one pair of a chosen block; single columns
+        do not count.
+    columns: [workers], real single columns that were gathered once; 0 if the steps compute them.
+    column_pairs: [workers], pairs that only these columns give.
+    of_columns: [workers, steps], the pairs of steps that only single columns give; None if not
+        counted separately.
     """
 
     direction: str
@@ -68,7 +69,7 @@ class StepWork:
 
     @property
     def total_pairs(self) -> IntArray:
-        """[workers], of all steps and the phase of single columns."""
+        """[workers]: pairs of all steps and of gathered columns."""
         return self.pairs.sum(1) + self.column_pairs
 
 
@@ -82,7 +83,7 @@ def count_work(
     shared_columns: bool = True,
     rank: int | None = None,
 ) -> dict[str, StepWork]:
-    """`WorkCounter.count` for a single index."""
+    """Count the work under a single index; see `WorkCounter.count`."""
     block = None if index is None else index.block
     return WorkCounter.make(
         schedule, layout, masks, heads, block, shared_columns=shared_columns
@@ -91,11 +92,14 @@ def count_work(
 
 @dataclass(frozen=True)
 class WorkCounter:
-    """Counts work under one schedule, layout and batch of masks, for one index after the other.
+    """Counts work under one schedule, layout and batch of masks, for any number of indices.
 
-    heads: query heads of the model. block: tokens of a block. shared_columns: rings gather single columns of an index once.
-    owner: int64 [padded_seq], the group that holds each position. block_owner: [blocks], the same of each block; None where groups do not
-    hold whole blocks: then there can be no index, and no blocks are counted.
+    heads: query heads of the model.
+    block: tokens of a block.
+    shared_columns: whether rings gather the single columns of an index once.
+    owner: int64 [padded_seq], the group that holds each position.
+    block_owner: int64 [blocks], the same by block; None if groups do not hold whole blocks. Then
+        there can be no index, and blocks are not counted.
     """
 
     schedule: Schedule
@@ -116,7 +120,11 @@ class WorkCounter:
         *,
         shared_columns: bool = True,
     ) -> WorkCounter:
-        """masks: one per sequence of the batch. block: of the indices to come; None: that of the layout.
+        """Prepare the counts.
+
+        Args:
+            masks: one per sequence of the batch.
+            block: of the indices to come; None for that of the layout.
 
         Raises:
             ValueError: layout, schedule, masks and heads do not fit together.
@@ -124,11 +132,13 @@ class WorkCounter:
         padded = layout.padded_seq
         if layout.workers != schedule.workers:
             raise ValueError(
-                f"A layout for {layout.workers} workers does not fit a schedule for {schedule.workers}."
+                f"A layout for {layout.workers} workers does not fit a schedule for "
+                f"{schedule.workers}."
             )
         if not masks or any(mask.padded != padded for mask in masks):
             raise ValueError(
-                f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of {padded}."
+                f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of "
+                f"{padded}."
             )
         parts = {step.part[1] for step in schedule.forward[0] if step.keys}
         if any(heads % n for n in parts):
@@ -151,7 +161,7 @@ class WorkCounter:
 
     @property
     def groups(self) -> int:
-        """Sets of workers that hold their tokens together."""
+        """Number of groups: sets of workers that hold their tokens together."""
         return self.schedule.workers // self.schedule.heads
 
     @property
@@ -160,7 +170,7 @@ class WorkCounter:
 
     @property
     def gathers_columns(self) -> bool:
-        """Whether single columns are a phase of their own, apart from the steps."""
+        """Whether single columns are computed in a phase of their own, outside the steps."""
         return (
             self.shared_columns
             and self.groups > 1
@@ -168,12 +178,14 @@ class WorkCounter:
         )
 
     def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
-        """Work of the forward and the backward pass under the index of a layer; None: dense.
+        """Count the forward and backward work of a layer; None for a dense one.
 
-        rank: of that worker alone, as arrays of one row. A bitmap may then hold only the query blocks that this worker computes.
+        rank: count this worker only, in arrays of one row. A bitmap then needs only the query
+            blocks that this worker computes.
 
         Raises:
-            ValueError: the index has other blocks, heads or sequences, or lacks query blocks; or a worker does not hold whole blocks.
+            ValueError: the index has other blocks, heads or sequences, or lacks query blocks; or a
+                worker does not hold whole blocks.
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
@@ -200,7 +212,10 @@ class WorkCounter:
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """Per pass: int64 [computations, 6] of rank, step, part (i, n), and group of queries and of keys; ``groups`` for keys of all."""
+        """By pass: int64 [computations, 6] of rank, step, part (i, n), query group and key group.
+
+        The key group is ``groups`` if the step computes all keys at once.
+        """
         lockstep = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
         found = {}
@@ -225,7 +240,7 @@ class WorkCounter:
         return found
 
     def _own_part(self, rank: int) -> Part:
-        """The heads of which a worker computes gathered columns."""
+        """Return the part of the heads whose gathered columns a worker computes."""
         return rank % self.schedule.heads, self.schedule.heads
 
     def _check(self, index: Index) -> None:
@@ -236,15 +251,17 @@ class WorkCounter:
         expected = (self.block, self.blocks, (len(self.masks), self.heads))
         if (index.block, index.blocks, index.heads) != expected:
             raise ValueError(
-                f"An index of {index.blocks} blocks of {index.block} for {index.heads[0]} sequences of {index.heads[1]} heads does not fit "
-                f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of {self.heads} heads."
+                f"An index of {index.blocks} blocks of {index.block} for {index.heads[0]} "
+                f"sequences of {index.heads[1]} heads does not fit "
+                f"{expected[1]} blocks of {self.block} for {len(self.masks)} sequences of "
+                f"{self.heads} heads."
             )
 
     def _by_step(
         self, direction: str, places: IntArray, ranks: Sequence[int], tables: dict[Part, _Table]
     ) -> StepWork:
         steps = getattr(self.schedule, direction)
-        shape = len(ranks), len(steps[ranks[0]])  # all ranks have as many
+        shape = len(ranks), len(steps[ranks[0]])  # all ranks have the same number of steps
         pairs, blocks, of_columns = np.zeros((3, *shape), np.int64)
         columns, column_pairs = np.zeros(shape[0], np.int64), np.zeros(shape[0], np.int64)
         for part, table in tables.items():
@@ -265,7 +282,7 @@ class WorkCounter:
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
-        """The different masks of the batch, each with the sequences that have it."""
+        """The different masks of the batch, each with its sequences."""
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
@@ -317,10 +334,11 @@ class WorkCounter:
         slots = index.slots.cpu().numpy()[needed]
         if (slots < 0).any():
             raise ValueError(
-                f"The index holds {len(index.rows)} of {self.blocks} query blocks, and {(slots < 0).sum()} more are needed."
+                f"The index holds {len(index.rows)} of {self.blocks} query blocks, and "
+                f"{(slots < 0).sum()} more are needed."
             )
         bits = index.bits.cpu().numpy().view(np.uint8)
-        # One product sums over the blocks of every group; 53 bits of a float hold any of these numbers exactly.
+        # A matrix product sums over the blocks of each group. float64 holds these integers exactly.
         to_group = np.eye(self.groups)[self.block_owner]
         tables = {part: _Table.empty(self.groups) for part in parts}
         at_once = max(1, _AT_ONCE // self.blocks)
@@ -372,7 +390,10 @@ class WorkCounter:
         held: IntArray,
         allowed: IntArray,
     ) -> NDArray[np.float64]:
-        """[query blocks, blocks], pairs over heads and sequences of one mask that queries see. rows: query blocks, held: their places."""
+        """Return float [query blocks, blocks]: pairs that queries see, over heads and sequences.
+
+        rows: query blocks. held: their places in the index.
+        """
         block, per_chunk = self.block, index.chunk // self.block
         found = np.zeros(allowed.shape)
         for place, (number, at) in enumerate(zip(rows, held, strict=True)):
@@ -382,7 +403,7 @@ class WorkCounter:
             seeing = gates.sum((0, 1)).cpu().numpy()  # [queries of the block, chunks]
             by_block = seeing.sum(0).repeat(per_chunk)[: self.blocks] * block
             found[place] = np.where(allowed[place] == block * block, by_block, 0)
-            # Where the mask cuts a block, its rows see different numbers of its keys.
+            # Where the mask cuts a block, its rows see different numbers of keys.
             query = int(number) * block + np.arange(
                 min(block, kind.mask.length - int(number) * block)
             )
@@ -396,8 +417,9 @@ class WorkCounter:
 
 @dataclass
 class _Table:
-    """int64 [groups, groups], queries by keys, of one part of the heads. column_pairs: those that only single columns give. columns: real
-    single columns.
+    """Counts of one part of the heads: int64 [query groups, key groups].
+
+    column_pairs: pairs that only single columns give. columns: number of real single columns.
     """
 
     pairs: IntArray
@@ -413,7 +435,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One mask, the sequences of the batch that have it, and what is derived from it once, as far as it is asked for."""
+    """One mask, the sequences of the batch that have it, and cached counts."""
 
     mask: SequenceMask
     rows: tuple[int, ...]
@@ -433,7 +455,7 @@ class _Kind:
 
     @cached_property
     def dense(self) -> tuple[IntArray, IntArray]:
-        """Pairs and blocks of one head, [groups, groups] each."""
+        """Pairs and blocks of one head: [groups, groups] each."""
         counter = self.counter
         if counter.block_owner is not None:
             return self.diagonals.between(np.ones(counter.blocks, np.int64))
@@ -441,9 +463,8 @@ class _Kind:
         q = np.arange(self.mask.length)
         of_query, first = counter.owner[q], self.mask.first[q]
         for k in range(counter.groups):
-            below = np.append(
-                0, np.cumsum(counter.owner == k)
-            )  # keys of this group before each position
+            # Keys of this group before each position.
+            below = np.append(0, np.cumsum(counter.owner == k))
             pairs[:, k] = np.rint(
                 np.bincount(of_query, below[q + 1] - below[first], counter.groups)
             )
@@ -452,10 +473,13 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Diagonals:
-    """How much of each block diagonal lies between each two groups, for those that have any of it in common.
+    """The part of each block diagonal that lies between each two groups, without empty entries.
 
-    Entries are sorted by pair of groups. diagonal, pairs, blocks: [entries]. group_pair: [runs], query group * groups + key group of each
-    run of entries; start: [runs].
+    Entries are sorted by pair of groups.
+
+    diagonal, pairs, blocks: [entries].
+    group_pair: [runs], query group * groups + key group of each run of entries.
+    start: [runs], first entry.
     """
 
     groups: int
@@ -470,7 +494,8 @@ class _Diagonals:
         blocks = len(owner)
         places, changes = changes_of_pairs(mask, block, blocks, np.arange(blocks))
         row, column = np.divmod(places, blocks + 1)
-        # Along a row pairs change at few blocks; going from diagonal to diagonal away from its own block, each row meets those in turn.
+        # Along a row, the number of allowed pairs changes at few blocks. Walk the diagonals away
+        # from the main one; each row meets its changes in turn.
         away = row - column + 1
         order = np.argsort(away, kind="stable")
         row, changes = row[order], changes[order]
@@ -484,7 +509,7 @@ class _Diagonals:
             allowed = value[d:]
             where = owner[d:] * groups + owner[: blocks - d]
             names: IntArray | None = None
-            if groups * groups > 4 * blocks:  # few of all pairs of groups occur
+            if groups * groups > 4 * blocks:  # only few pairs of groups occur
                 names, where = _distinct(where, place)
             pairs = np.bincount(where, allowed)
             some = np.flatnonzero(pairs)
@@ -504,7 +529,10 @@ class _Diagonals:
         return _Diagonals(groups, diagonal[order], pairs[order], number[order], pair[start], start)
 
     def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """chosen: int64 [blocks], how many heads choose each diagonal. -> pairs and blocks, [groups, groups] each."""
+        """Return pairs and blocks, [groups, groups] each.
+
+        chosen: int64 [blocks], how many heads choose each diagonal.
+        """
         pairs, blocks = np.zeros((2, self.groups * self.groups), np.int64)
         if len(self.start):
             weight = chosen[self.diagonal]
@@ -514,7 +542,10 @@ class _Diagonals:
 
 
 class _Latest:
-    """The diagonals that were made last: counters of one layout under several exchanges share them. One at a time, since they are large."""
+    """Caches the last diagonals, for counters of one layout under several exchanges.
+
+    One entry only: diagonals are large.
+    """
 
     def __init__(self) -> None:
         self.key: tuple[int, int, int, bytes, bytes] | None = None
@@ -536,24 +567,30 @@ def _digest(values: IntArray) -> bytes:
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """As `np.unique` with its inverse, in another order and without sorting. place: scratch, longer than the largest value."""
+    """Like `np.unique` with inverse, but unsorted and in linear time.
+
+    place: scratch, longer than the largest value.
+    """
     each = np.arange(len(values))
     place[values] = each
-    one = place[values]  # of each value the same place
+    one = place[values]  # the same place for equal values
     chosen = one == each
     return values[chosen], (np.cumsum(chosen) - 1)[one]
 
 
 @dataclass(frozen=True)
 class _ColumnCounter:
-    """Counts the pairs that single columns add to the diagonals, by group of queries and group of keys.
+    """Counts the pairs that single columns add to the diagonals, by query group and key group.
 
-    A column is seen by the queries from itself to the end of its document, but for those whose block lies on a diagonal with its own block.
-    Columns of one block and document, a segment, differ in the rows of their own block only. segment: [length], of each real position.
+    A column is seen by the queries from itself to the end of its document, except those whose block
+    and the column's block lie on a chosen diagonal. Columns of one block and document form a
+    segment; they differ only in the rows of their own block.
+
+    segment: [length], of each real position.
     key_block, last: [segments], its block and the last query that sees it.
-
-    Blocks of a group are pieces: runs of neighbours (stride 1), or, where blocks are dealt out, residue classes ``start, start + stride,
-    ...``. Sums of every stride-th diagonal then give the uncovered blocks of a piece as one difference.
+    stride, start: pieces of the groups' blocks. A piece is a run of neighbours (stride 1), or, if
+        blocks are striped, the residue class ``start, start + stride, ...``. With sums over every
+        stride-th diagonal, the uncovered blocks of a piece are one difference.
     """
 
     length: int
@@ -572,11 +609,22 @@ class _ColumnCounter:
         begins = (np.diff(own, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
         stride, start = _pieces(owner)
         return _ColumnCounter(
-            mask.length, block, groups, owner, np.cumsum(begins) - 1, own[begins], last[begins], stride, start
-        )  # fmt: skip
+            mask.length,
+            block,
+            groups,
+            owner,
+            np.cumsum(begins) - 1,
+            own[begins],
+            last[begins],
+            stride,
+            start,
+        )
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """slashes [rows, blocks], columns [rows, width], a row for every head and sequence. -> real columns, and pairs [groups, groups]."""
+        """Return the number of real columns, and pairs [groups, groups].
+
+        slashes: [rows, blocks]; columns: [rows, width]; one row per head and sequence.
+        """
         pairs = np.zeros((self.groups, self.groups), np.int64)
         real = columns < self.length
         row, x = np.nonzero(real)[0], columns[real].astype(np.int64)
@@ -593,14 +641,14 @@ class _ColumnCounter:
         end = last // self.block
         key_group = self.owner[own]
         off = ~slashes
-        # Rows of the own block that see each column, and of the last one where that is another.
+        # Rows of the column's own block that see it, and rows of the last block if that is another.
         in_own = off[row, 0] * (
             number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
         )
         np.add.at(pairs, (key_group, key_group), in_own)
         in_last = off[row, end - own] * (end > own) * (last - end * self.block + 1) * number
         np.add.at(pairs, (self.owner[end], key_group), in_last)
-        # Blocks between the two count with all their rows.
+        # Blocks in between count with all their rows.
         below = self._sums(off)
         at_once = max(1, _AT_ONCE // len(self.start))
         order = np.argsort(key_group, kind="stable")
@@ -617,18 +665,18 @@ class _ColumnCounter:
         return int(real.sum()), pairs
 
     def _sums(self, off: NDArray[np.bool_]) -> IntArray:
-        """int32 [rows, blocks]: how many of the diagonals d, d - stride, d - 2 * stride, ... above 0 are off."""
+        """int32 [rows, blocks]: how many of the diagonals d, d - stride, ... above 0 are off."""
         rows, blocks = off.shape
         table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
         table[:, 1:blocks] = off[:, 1:]
         return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
 
     def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
-        """[segments, pieces]: blocks of each piece above the own one and below the end whose diagonal with the own one is off."""
+        """Return [segments, pieces]: blocks between own and end that no chosen diagonal covers."""
         base = (row * below.shape[1])[:, None]
         before_end, own = end[:, None] - 1, own[:, None]
         if self.stride > 1:
-            # The first of a residue class comes before all others: nothing is to be subtracted.
+            # The first of a residue class has none before it: subtract nothing.
             distance = before_end - (before_end - self.start) % self.stride - own
             return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
         # A run ends where the next one begins.
@@ -637,7 +685,7 @@ class _ColumnCounter:
 
 
 def _pieces(owner: IntArray) -> tuple[int, IntArray]:
-    """-> stride and start [pieces] of the pieces of `_ColumnCounter`, as few as there can be."""
+    """Return stride and start [pieces] of as few pieces as possible; see `_ColumnCounter`."""
     start = np.flatnonzero(np.diff(owner, prepend=-1))
     repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
     for period in repeats[:4]:

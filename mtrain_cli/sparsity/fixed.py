@@ -1,4 +1,4 @@
-"""Given numbers of block diagonals and columns, drawn from a seed: synthetic, for benchmarks and tests of speed only."""
+"""Draw block diagonals and columns from a seed, for benchmarks and speed tests only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 @dataclass(frozen=True)
 class FixedPattern:
-    """The same lines for every step and sequence, of another seed in every layer.
+    """The same index for every step and sequence; every layer draws its own.
 
-    slashes, columns: lines a head. density: instead of slashes, unless 0.
+    slashes, columns: number per head.
+    density: share of the causal blocks that the diagonals fill, replaces slashes unless 0.
+    seed: of layer 0; layer n adds 1000 n.
     """
 
     block: int
@@ -33,12 +35,14 @@ class FixedPattern:
         return IndexRequest(self.block, bitmap=False)
 
     def describe(self) -> str:
-        lines = (
+        diagonals = (
             f"diagonals of {self.density:.1%} of the causal blocks"
             if self.density
             else f"{self.slashes} block diagonals"
         )
-        return f"{lines} and {self.columns} columns a head from a seed, whatever the data"
+        return (
+            f"{diagonals} and {self.columns} columns per head, drawn from a seed, not from the data"
+        )
 
     def covers(self, seq: int) -> str | None:
         blocks = -(-seq // self.block)
@@ -56,15 +60,19 @@ class FixedPattern:
         return NO_ROWS
 
     def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,  # noqa: ARG002
+        masked: MaskedPositions,
+        layer: int,
     ) -> VerticalSlash:
-        # The same in every step: a layer keeps what it drew once.
+        # Every step has the same index: a layer draws it once and caches it.
         lengths = tuple(mask.length for mask in masked.masks)
-        return _drawn(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
+        return _draw(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
 
 
 @lru_cache(maxsize=256)
-def _drawn(
+def _draw(
     pattern: FixedPattern,
     layer: int,
     lengths: tuple[int, ...],
@@ -72,21 +80,28 @@ def _drawn(
     blocks: int,
     device: torch.device,
 ) -> VerticalSlash:
-    """From the tokens of each sequence. How far it is padded, to ``blocks`` here, depends on workers and layout."""
-    of_length = {length: _of_length(pattern, layer, length, heads) for length in set(lengths)}
-    slashes = torch.cat([_wide(of_length[n].slashes, blocks) for n in lengths])
-    unused = [of_length[n].blocks * pattern.block for n in lengths]
+    """Draw the index from the token count of each sequence.
+
+    The padded length, ``blocks`` here, depends on workers and layout, so the draw must not use it.
+    """
+    index_by_length = {
+        length: _index_of_length(pattern, layer, length, heads) for length in set(lengths)
+    }
+    slashes = torch.cat([_pad_blocks(index_by_length[n].slashes, blocks) for n in lengths])
+    unused = [index_by_length[n].blocks * pattern.block for n in lengths]
     columns = [
-        of_length[n].columns.masked_fill(of_length[n].columns == end, blocks * pattern.block)
+        index_by_length[n].columns.masked_fill(
+            index_by_length[n].columns == end, blocks * pattern.block
+        )
         for n, end in zip(lengths, unused, strict=True)
     ]
-    most = max(index.most for index in of_length.values())
+    max_slashes = max(index.max_slashes for index in index_by_length.values())
     return VerticalSlash(
-        pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), most
+        pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), max_slashes
     )
 
 
-def _of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> VerticalSlash:
+def _index_of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> VerticalSlash:
     return fixed_index(
         seed=pattern.seed + 1000 * layer,
         batch=1,
@@ -99,7 +114,7 @@ def _of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> Ve
     )
 
 
-def _wide(slashes: torch.Tensor, blocks: int) -> torch.Tensor:
+def _pad_blocks(slashes: torch.Tensor, blocks: int) -> torch.Tensor:
     return torch.nn.functional.pad(slashes, (0, blocks - slashes.shape[-1]))
 
 
@@ -114,27 +129,34 @@ def fixed_index(
     columns: int,
     density: float | None = None,
 ) -> VerticalSlash:
-    """Diagonals 0 and 1 and others that crowd towards the recent past, as many as ``slashes`` or as fill ``density`` of the causal blocks;
-    columns anywhere with equal chance. Every head draws its own, all sequences of a batch the same.
+    """Draw diagonals 0 and 1, further diagonals that favour the recent past, and uniform columns.
+
+    Every head draws its own; all sequences of a batch share them.
+
+    Args:
+        slashes: diagonals per head, at least 1.
+        density: instead of slashes, draw diagonals until they fill this share of the causal blocks.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)
-    on = np.zeros((heads, blocks), bool)
+    chosen = np.zeros((heads, blocks), bool)
     positions = np.full((heads, columns), blocks * block, np.int32)
     area = blocks - np.arange(blocks)
-    # Diagonal d has chance ((d + 1) / blocks)^(1/3) - (d / blocks)^(1/3) of being drawn next. Who comes next without replacement is whose
-    # exponential clock of that rate rings next.
-    chance = np.diff(np.cbrt(np.arange(blocks + 1) / blocks))
+    # Draw diagonal d with probability ((d + 1) / blocks)^(1/3) - (d / blocks)^(1/3), without
+    # replacement: sort exponential arrival times with these rates.
+    probabilities = np.diff(np.cbrt(np.arange(blocks + 1) / blocks))
     for h in range(heads):
-        order = np.argsort(rng.standard_exponential(blocks) / chance)
+        order = np.argsort(rng.standard_exponential(blocks) / probabilities)
         drawn = np.concatenate([[0, 1], order[order > 1]])[:blocks]
         if density is not None:
-            wanted = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
+            num_slashes = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
         else:
             assert slashes is not None
-            wanted = slashes
-        on[h, drawn[: max(1, wanted)]] = True
-        count = min(columns, seq)
-        positions[h, :count] = np.sort(rng.choice(seq, count, replace=False, shuffle=False))
-    slash, column = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (on, positions))
-    return VerticalSlash(block, blocks, slash, column, int(on.sum(-1).max()))
+            num_slashes = slashes
+        chosen[h, drawn[: max(1, num_slashes)]] = True
+        num_columns = min(columns, seq)
+        positions[h, :num_columns] = np.sort(
+            rng.choice(seq, num_columns, replace=False, shuffle=False)
+        )
+    slash, column = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (chosen, positions))
+    return VerticalSlash(block, blocks, slash, column, int(chosen.sum(-1).max()))

@@ -1,4 +1,4 @@
-"""Mixture of block attention: each query chooses a few large chunks of keys (MoBA, arXiv:2502.13189)."""
+"""Mixture of block attention (MoBA, arXiv:2502.13189): queries choose large chunks of keys."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
-_SCORE_BYTES = 1 << 28  # scores that exist at once while queries choose
+_SCORE_BYTES = 1 << 28  # most bytes of scores at a time
 
 
 @dataclass(frozen=True)
 class MobaPattern:
-    """The chunks whose mean key scores highest, the query's own among them.
+    """The chunks whose mean key scores highest, always including the query's own.
 
-    chunk: keys of a chunk, a multiple of block. top_k: chunks a query sees, its own included. by_query: every query chooses by itself, as
-    in the paper; else the queries of a block choose together, by their mean. Of equal scores the earlier chunk goes first. Padding counts
-    in no mean.
+    Ties go to the earlier chunk. Means leave out padding.
+
+    chunk: keys per chunk, a multiple of block.
+    top_k: chunks that a query sees, including its own.
+    by_query: every query chooses for itself, as in the paper; otherwise the queries of a block
+        choose together, by their mean.
     """
 
     block: int
@@ -51,15 +54,19 @@ class MobaPattern:
         return NO_ROWS
 
     def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        masked: MaskedPositions,
+        layer: int,  # noqa: ARG002
     ) -> BlockBitmap:
-        """One collective: the sums of all chunks."""
+        """Choose chunks, with one collective: the key sums of all chunks."""
         heads, geometry = q.shape[2], masked.geometry
-        blocks, size = geometry.blocks, self._size(masked)
+        blocks, size = geometry.blocks, self._chunk_size(masked)
         chunks, per_chunk = -(-blocks * self.block // size), size // self.block
         numbers = geometry.query_blocks.long()
         query_counts, key_counts = self._counts(masked)
-        # Sums of blocks are added in float64: rounded once, they do not tell in which order workers added them.
+        # Add block sums in float64 and round once, so that the order of workers does not matter.
         sums = torch.zeros(
             len(k), chunks * per_chunk, *k.shape[2:], dtype=torch.float64, device=k.device
         )
@@ -70,7 +77,7 @@ class MobaPattern:
         )
         means = masked.group.sum(sums) / key_counts[..., None, None]
         if self.by_query:
-            return self._by_query(q, means, masked)
+            return self._choose_per_query(q, means, masked)
         queries = _block_sums(q, masked).double() / query_counts[..., None, None]
         keys = means.repeat_interleave(heads // k.shape[2], 2)
         scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys)
@@ -82,77 +89,90 @@ class MobaPattern:
             .masked_fill(chunk == own[:, None], float("inf"))
         )
         best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.top_k]
-        taken = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (
             chunk <= own[:, None]
         )
-        bits = taken.repeat_interleave(per_chunk, -1)[..., :blocks]
-        past = torch.arange(blocks, device=q.device) <= numbers[:, None]
-        return BlockBitmap(self.block, blocks, bits & past, geometry.query_blocks)
+        bits = chosen.repeat_interleave(per_chunk, -1)[..., :blocks]
+        causal = torch.arange(blocks, device=q.device) <= numbers[:, None]
+        return BlockBitmap(self.block, blocks, bits & causal, geometry.query_blocks)
 
-    def _by_query(
+    def _choose_per_query(
         self, q: torch.Tensor, means: torch.Tensor, masked: MaskedPositions
     ) -> GatedBitmap:
-        """means: float64 [batch, chunks, kv_heads, head_dim], the mean key of each chunk."""
-        geometry, block, size = masked.geometry, self.block, self._size(masked)
+        """Choose chunks for each query.
+
+        means: float64 [batch, chunks, kv_heads, head_dim], mean key of each chunk.
+        """
+        geometry, block, size = masked.geometry, self.block, self._chunk_size(masked)
         batch, heads = len(q), q.shape[2]
         chunks, kv_heads, dtype = means.shape[1], means.shape[2], accumulation_dtype(q.dtype)
         local, words = len(masked.numbers), -(-chunks // 32)
         bits = torch.zeros(batch, heads, local, geometry.blocks, dtype=torch.bool, device=q.device)
         gates = torch.zeros(batch, heads, local * block, words, dtype=torch.int32, device=q.device)
         keys = means.to(dtype).permute(0, 2, 3, 1)  # [batch, kv_heads, head_dim, chunks]
-        past = torch.arange(geometry.blocks, device=q.device) <= geometry.query_blocks[:, None]
+        causal = torch.arange(geometry.blocks, device=q.device) <= geometry.query_blocks[:, None]
         at_once = max(1, _SCORE_BYTES // (8 * heads * block * words * 32)) * block
         for b in range(batch):
-            real = masked.real(b)
-            for begin in range(0, real, at_once):
-                end = min(begin + at_once, real)
+            num_tokens = masked.num_tokens(b)
+            for begin in range(0, num_tokens, at_once):
+                end = min(begin + at_once, num_tokens)
                 queries = (
                     q[b, begin:end].to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
                 )  # [kv_heads, group, rows, head_dim]
                 scores = (queries @ keys[b, :, None]).flatten(0, 1)
                 position = masked.positions[begin:end]
-                seen = self._best(scores, position, geometry.first[b, position], size)
-                gates[b, :, begin:end] = _packed(seen)
-                whole = (
+                seen = self._best_chunks(scores, position, geometry.first[b, position], size)
+                gates[b, :, begin:end] = _pack_bits(seen)
+                block_chunks = (
                     torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block))
                     .unflatten(1, (-1, block))
                     .any(2)
                 )
                 rows = slice(begin // block, -(-end // block))
                 bits[b, :, rows] = (
-                    whole.repeat_interleave(size // block, -1)[..., : geometry.blocks] & past[rows]
+                    block_chunks.repeat_interleave(size // block, -1)[..., : geometry.blocks]
+                    & causal[rows]
                 )
         return GatedBitmap(block, geometry.blocks, bits, geometry.query_blocks, gates, size)
 
-    def _best(
+    def _best_chunks(
         self, scores: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """scores [heads, rows, chunks] of queries at positions that see keys from first on -> bool like scores, their chunks."""
+        """Return the chosen chunks, bool [heads, rows, chunks].
+
+        Args:
+            scores: [heads, rows, chunks].
+            position: of each row's query.
+            first: first position that each query sees.
+        """
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
-        there = (chunk <= own) & ((chunk + 1) * size > first[:, None])
+        candidate = (chunk <= own) & ((chunk + 1) * size > first[:, None])
         scores = (
             scores.nan_to_num(0.0)
-            .masked_fill(~there, float("-inf"))
+            .masked_fill(~candidate, float("-inf"))
             .masked_fill(chunk == own, float("inf"))
         )
         top_k = min(self.top_k, scores.shape[-1])
-        least = torch.topk(scores, top_k, dim=-1).values[..., -1:]
-        above, equal = scores > least, scores == least
-        # Among equal values, keep the first ones that fit.
+        lowest_kept = torch.topk(scores, top_k, dim=-1).values[..., -1:]
+        above, equal = scores > lowest_kept, scores == lowest_kept
+        # Among ties for the last places, keep the earliest chunks.
         room = top_k - above.sum(-1, keepdim=True)
-        return (above | (equal & (equal.cumsum(-1) <= room))) & there
+        return (above | (equal & (equal.cumsum(-1) <= room))) & candidate
 
-    def _size(self, masked: MaskedPositions) -> int:
-        """Keys of a chunk; of a chunk beyond the end nothing is to be padded."""
+    def _chunk_size(self, masked: MaskedPositions) -> int:
+        """Return the keys per chunk, at most the padded sequence."""
         return min(self.chunk, masked.geometry.blocks * self.block)
 
     def _counts(self, masked: MaskedPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens, or 1 where there is none, of the local blocks [batch, local blocks] and of all chunks [batch, chunks]; float64."""
+        """Return the number of tokens in the local blocks and in all chunks, at least 1; float64.
+
+        Shapes [batch, local blocks] and [batch, chunks].
+        """
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:
             lengths = np.array([[mask.length] for mask in masked.masks])
-            size = self._size(masked)
+            size = self._chunk_size(masked)
             chunks = np.arange(-(-masked.geometry.blocks * self.block // size))
             starts = ((masked.numbers * self.block, self.block), (chunks * size, size))
             counts = (
@@ -164,27 +184,32 @@ class MobaPattern:
         return masked.cache[key]
 
 
-def _packed(bits: torch.Tensor) -> torch.Tensor:
-    """bool [..., n] -> int32 [..., ceil(n / 32)], bit i % 32 of word i // 32."""
+def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """Pack bool [..., n] into int32 [..., ceil(n / 32)]: bit i % 32 of word i // 32."""
     words = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 32)).unflatten(-1, (-1, 32)).long()
     return (words << torch.arange(32, device=bits.device)).sum(-1).to(torch.int32)
 
 
 def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-    """[batch, tokens, heads, dim] -> float32 (float64 for such tokens) [batch, local blocks, heads, dim], without padding."""
+    """Sum the tokens of each local block without padding, [batch, local blocks, heads, dim].
+
+    float32, or float64 for float64 tokens.
+    """
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
     sums = torch.zeros(
         len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype, device=tokens.device
     )
     for b, total in enumerate(sums):
-        # Positions ascend, so that padding comes last.
-        whole, rest = divmod(masked.real(b), block)
+        # Positions ascend, so padding comes last.
+        full_blocks, remainder = divmod(masked.num_tokens(b), block)
         torch.sum(
-            tokens[b, : whole * block].unflatten(0, (whole, block)),
+            tokens[b, : full_blocks * block].unflatten(0, (full_blocks, block)),
             1,
             dtype=dtype,
-            out=total[:whole],
+            out=total[:full_blocks],
         )
-        if rest:
-            total[whole] = tokens[b, whole * block : whole * block + rest].sum(0, dtype=dtype)
+        if remainder:
+            total[full_blocks] = tokens[
+                b, full_blocks * block : full_blocks * block + remainder
+            ].sum(0, dtype=dtype)
     return sums

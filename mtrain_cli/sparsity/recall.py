@@ -1,4 +1,4 @@
-"""How much of dense attention an index keeps."""
+"""Measure how much of dense attention an index keeps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ _SCORE_BYTES = 1 << 29
 def recall(
     index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
 ) -> torch.Tensor:
-    """The share of the attention of the queries at positions ``rows`` (int64 [rows], the same for every sequence) that falls on pairs
-    which the index allows: the quantity of MTraining, figure 2b. Softmax in float32 over all that the mask allows.
+    """Return the share of dense attention on the index's pairs (MTraining, figure 2b).
 
-    q [batch, seq, heads, head_dim], k [batch, seq, kv_heads, head_dim], all on one worker -> float32 [batch, heads, rows]; NaN for
-    padding.
+    Softmax in float32 over all pairs that the mask allows.
+
+    Args:
+        q, k: [batch, seq, heads, head_dim] and [batch, seq, kv_heads, head_dim], on one worker.
+        rows: int64 [rows], positions of the queries to measure, the same for every sequence.
+
+    Returns:
+        float32 [batch, heads, rows]; NaN for padding.
     """
     assert masked.group.size == 1, "recall needs all keys of a sequence in one place"
     batch, seq, heads, dim = q.shape
@@ -26,18 +31,22 @@ def recall(
     result = torch.full((batch, heads, len(rows)), float("nan"), device=q.device)
     at_once = max(1, _SCORE_BYTES // (4 * seq * group * max(1, len(rows))))
     step = max(1, len(rows) * at_once) if at_once > 1 else max(1, _SCORE_BYTES // (4 * seq * group))
-    keys_at = torch.arange(seq, device=q.device)
+    key_positions = torch.arange(seq, device=q.device)
     for start in range(0, len(rows), step):
-        part = rows[start : start + step]
-        allowed = index.allowed(part, keys_at)
+        chunk = rows[start : start + step]
+        allowed = index.allowed(chunk, key_positions)
         for b in range(batch):
-            hidden = ~masked.visible(b, part, seq)
+            hidden = ~masked.visible(b, chunk, seq)
             for g in range(kv_heads):
-                own = slice(g * group, (g + 1) * group)
+                query_heads = slice(g * group, (g + 1) * group)
                 scores = (
-                    torch.einsum("rhd,kd->hrk", q[b, part, own].float(), k[b, :, g].float())
+                    torch.einsum(
+                        "rhd,kd->hrk", q[b, chunk, query_heads].float(), k[b, :, g].float()
+                    )
                     * dim**-0.5
                 )
                 p = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-                result[b, own, start : start + len(part)] = (p * allowed[b, own]).sum(-1)
+                result[b, query_heads, start : start + len(chunk)] = (
+                    p * allowed[b, query_heads]
+                ).sum(-1)
     return result

@@ -1,7 +1,8 @@
-"""The vertical-slash training pattern of MTraining: block diagonals and single columns, with budgets found online.
+"""The vertical-slash pattern of MTraining: slashes and columns with budgets found online.
 
-A sequence may be spread over several workers. Keys never move: the probed queries go to all workers, each worker scores them against its
-own keys, and what is added across workers are integers (`pattern.in_units`), so that the index is the same on all of them, and as on one.
+A sequence may be spread over several workers. Keys never move: all workers receive the probed
+queries, and each scores them against its own keys. Workers add up integers
+(`pattern.to_mass_units`), so all of them get the same index, equal to that of one worker.
 """
 
 from __future__ import annotations
@@ -23,63 +24,68 @@ from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
     MOST_UNITS,
     MaskedPositions,
-    fewest_lines,
-    in_units,
-    rank_without_mass,
-    ranking,
+    base_rank_keys,
+    rank_keys,
+    select_ranked,
+    to_mass_units,
 )
 
-_SCORE_BYTES = 1 << 30  # scores that exist at once while an index is estimated
+_SCORE_BYTES = 1 << 30  # most bytes of scores at a time
 _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
-_SMALLEST_TILE, _LARGEST_TILE = (
-    16,
-    128,
-)  # keys of a tile of the fused probe, which has to lie in one block
-
-
-_ROWS = 64  # of a tile of the fused probe, so that it adds up in one way however many rows are taken at once
-Table = tuple[
-    int, range, torch.Tensor
-]  # a sequence, some of its probed blocks, and their masses [blocks, heads, local columns]
+# Keys per tile of the fused probe; a tile lies within a block.
+_SMALLEST_TILE, _LARGEST_TILE = 16, 128
+# Rows per tile of the fused probe. Chunks are multiples of it: sums must not depend on their size.
+_ROWS = 64
+# A sequence, some of its probed blocks, and their mass [blocks, heads, local columns].
+Table = tuple[int, range, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The probed queries of one sequence, in ascending order, and where they meet the shard of this worker; tensors on the device.
+    """The probed queries of one sequence, ascending, and where they meet this worker's shard.
 
-    rows: int64 [rows], positions. first: int32 [rows], the first position that each sees. of_row: int64 [rows], the place of the block of
-        each among the probed blocks.
-    held, slots: int64, the places among the rows of those that this worker holds, and their local slots.
-    away: int64 [probed blocks, local blocks], the diagonal on which a local block of keys meets a probed block; 0 for keys of the future,
-        which have no mass.
+    Tensors are on the device.
+
+    rows: int64 [rows], positions.
+    first: int32 [rows], first position that each query sees.
+    row_blocks: int64 [rows], index of each query's block among the probed blocks.
+    held: int64, indices of the rows that this worker holds.
+    slots: int64, local slots of these rows.
+    diagonals: int64 [probed blocks, local blocks], diagonal on which a local key block meets a
+        probed block; 0 for future keys, which have no mass.
     """
 
     rows: torch.Tensor
     first: torch.Tensor
-    of_row: torch.Tensor
+    row_blocks: torch.Tensor
     held: torch.Tensor
     slots: torch.Tensor
-    away: torch.Tensor
+    diagonals: torch.Tensor
 
     @cached_property
     def for_kernels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """first, rows and of_row, int32."""
-        return self.first, self.rows.int(), self.of_row.int()
+        """Return first, rows and row_blocks as int32."""
+        return self.first, self.rows.int(), self.row_blocks.int()
 
 
 @dataclass(frozen=True)
 class VerticalSlashPattern:
-    """Probes queries of one or more windows and keeps the lines that hold a share of their attention (paper section B.1, algorithm 1):
-    single columns at token level, slashes pooled over block diagonals, as the kernels compute them.
+    """The columns and slashes that hold a share of probed attention (MTraining, section B.1,
+    algorithm 1).
 
-    last_q: queries of a window, spread evenly over the whole blocks that can hold them (`probed_rows`). windows: how many, evenly spread;
-        the last one ends the sequence. One window says little about packed documents, since its queries see only their own.
-    p_v, p_s: share of the probed attention that columns and slashes are to hold, each by itself; the line that crosses it is kept.
-    joint: columns are counted on the mass outside the chosen slashes only, until both together hold p_v.
-    min_columns, max_columns, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 and the first sink_tokens columns always
-    stay,
-        and diagonal 1 where min_slashes is above 1: without it the first queries of a block see nothing of the recent past.
-    per_group: one index for the query heads that share a key-value head.
+    Columns are single keys; slashes are pooled over block diagonals, as the kernels compute them.
+
+    last_q: queries per window, spread evenly over whole blocks (`probed_rows`).
+    windows: number of windows, evenly spread; the last one ends the sequence. A window's queries
+        see only their own document, so one window says little about packed documents.
+    p_v, p_s: share of the probed attention that columns and slashes must hold, each on its own. The
+        one that crosses the share is kept.
+    joint: count columns only on the mass outside the chosen slashes, until both together hold p_v.
+    sink_tokens: the first columns, always kept.
+    min_columns, max_columns, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 is
+        always kept, and diagonal 1 if min_slashes is above 1: without it the first queries of a
+        block see nothing of the recent past.
+    per_group: one index for the query heads that share a KV head.
     """
 
     block: int
@@ -106,17 +112,20 @@ class VerticalSlashPattern:
         )
         probe = f"{self.last_q} queries spread over {last}" if self.last_q < self._span else last
         caps = [
-            f"{most} {what}"
-            for most, what in ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
-            if most
+            f"{at_most} {kind}"
+            for at_most, kind in ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
+            if at_most
         ]
         joint = ", joint with the diagonals," if self.joint else ""
-        told = [
-            f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold {100 * self.p_s:g}% of the attention of {probe}",
-            *((f"at most {' and '.join(caps)} a head",) if caps else ()),
-            *(("one index per key-value group",) if self.per_group else ()),
+        parts = [
+            f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold "
+            f"{100 * self.p_s:g}% of the attention of {probe}"
         ]
-        return ", ".join(told)
+        if caps:
+            parts.append(f"at most {' and '.join(caps)} per head")
+        if self.per_group:
+            parts.append("one index per KV head")
+        return ", ".join(parts)
 
     def covers(self, seq: int) -> str | None:
         blocks = -(-seq // self.block)
@@ -127,47 +136,64 @@ class VerticalSlashPattern:
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        masked: MaskedPositions,
+        layer: int,  # noqa: ARG002
     ) -> VerticalSlash:
-        """Five collectives over the batch: probed queries, largest scores and their sums per row, diagonals, candidates for columns. Where
-        the sums of all rows exceed the budget, each part of the rows takes two.
+        """Estimate the index, with five collectives over the batch.
+
+        They share the probed queries, the largest scores per row, their sums, the diagonals' mass
+        and the candidate columns. If the sums of all rows exceed the memory budget, each chunk of
+        rows takes its own two collectives.
         """
         group = q.shape[2] // k.shape[2] if self.per_group else 1
         tables, size = self._tables(q, k, masked)
-        # The joint budget reads them twice, for diagonals and for the columns outside these; what is large is made twice.
-        kept = list(tables()) if self.joint and size <= _SCORE_BYTES else None
-        diagonals, vertical = self._totals(kept or tables(), masked, q.shape[2], group, None)
+        # A joint budget reads the tables twice: for the diagonals, and for the columns outside
+        # them. Tables too large to keep are computed twice.
+        cached_tables = list(tables()) if self.joint and size <= _SCORE_BYTES else None
+        diagonals, vertical = self._totals(
+            cached_tables or tables(), masked, q.shape[2], group, None
+        )
         slashes = self._slashes(diagonals, masked)
         if self.joint:
-            _, vertical = self._totals(kept or tables(), masked, q.shape[2], group, slashes)
+            _, vertical = self._totals(
+                cached_tables or tables(), masked, q.shape[2], group, slashes
+            )
         columns = self._column_choice(vertical, masked)
         if group > 1:
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
         return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, self.max_slashes)
 
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> list[torch.Tensor]:
-        """Probed attention, q [batch, tokens, heads, head_dim], k [batch, tokens, kv_heads, head_dim] of this worker.
+        """Return the attention of the probed queries, one tensor per sequence.
 
-        Returns for each sequence the attention that each local column gets from the queries of each probed block, float32 (float64 for such
-        queries) [probed blocks, heads, local blocks * block], adding up to 1 per head over all workers.
+        Args:
+            q, k: this worker's [batch, tokens, heads, head_dim] and [batch, tokens, kv_heads,
+                head_dim].
+
+        Returns:
+            [probed blocks, heads, local blocks * block], float32 (float64 for float64 queries):
+            what each local column gets from each probed block. Sums to 1 per head over all workers.
         """
-        found: list[list[torch.Tensor]] = [[] for _ in masked.masks]
+        masses: list[list[torch.Tensor]] = [[] for _ in masked.masks]
         for sequence, _, table in self._tables(q, k, masked)[0]():
-            found[sequence].append(table)
-        return [torch.cat(tables) for tables in found]
+            masses[sequence].append(table)
+        return [torch.cat(tables) for tables in masses]
 
     def _tables(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions
     ) -> tuple[Callable[[], Iterator[Table]], int]:
-        """`mass`, some probed blocks of a sequence at a time, as often as asked for, and the bytes of all of it."""
+        """Return a function that yields `mass` in parts, anew on every call, and its total size."""
         probes = self.probes(masked)
-        everyone = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
-        parts = everyone.split([len(p.rows) for p in probes])
+        all_queries = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
+        parts = all_queries.split([len(p.rows) for p in probes])
         for part, own, probe in zip(parts, q, probes, strict=True):
             part.index_copy_(0, probe.held, own.index_select(0, probe.slots))
-        # One worker holds each row, and the others add zeros: exact in any precision.
-        masked.group.sum(everyone)
-        each = list(zip(parts, k, probes, strict=True))
+        # One worker holds each row and the others add zeros, so the sum is exact in any precision.
+        masked.group.sum(all_queries)
+        sequences = list(zip(parts, k, probes, strict=True))
         heads, width, element = (
             q.shape[2],
             len(masked.host_positions),
@@ -179,18 +205,18 @@ class VerticalSlashPattern:
             from mtrain_cli.kernels.triton import probe as kernel
 
             tile, scale = tile_keys(self.block), q.shape[-1] ** -0.5
-            places = [p.for_kernels for p in probes]
+            probe_tables = [p.for_kernels for p in probes]
             fixed = (masked.geometry.key_blocks, self.block, tile, scale)
 
             def lse_of(b: int, rows: slice) -> torch.Tensor:
                 return kernel.tile_lse(
-                    parts[b][rows], k[b], *(t[rows] for t in places[b][:2]), *fixed
+                    parts[b][rows], k[b], *(t[rows] for t in probe_tables[b][:2]), *fixed
                 )
 
             def columns_of(b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
-                first, at, of_row = places[b]
+                first, at, row_blocks = probe_tables[b]
                 return kernel.probed_columns(
-                    parts[b], k[b], first, at, *fixed, lse, of_row, blocks, width
+                    parts[b], k[b], first, at, *fixed, lse, row_blocks, blocks, width
                 )
         else:
             tile = self.block
@@ -200,41 +226,44 @@ class VerticalSlashPattern:
                 return _block_lse(parts[b][rows], k[b], hidden[b][rows], self.block)
 
             def columns_of(b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
-                of_row, total = probes[b].of_row, len(probes[b].rows)
-                if len(blocks) == len(probes[b].away):
-                    return _columns(parts[b], k[b], hidden[b], lse, of_row, blocks, total, width)
-                some = (of_row >= blocks.start) & (of_row < blocks.stop)
+                row_blocks, total = probes[b].row_blocks, len(probes[b].rows)
+                if len(blocks) == len(probes[b].diagonals):
+                    return _columns(
+                        parts[b], k[b], hidden[b], lse, row_blocks, blocks, total, width
+                    )
+                selected = (row_blocks >= blocks.start) & (row_blocks < blocks.stop)
                 return _columns(
-                    parts[b][some],
+                    parts[b][selected],
                     k[b],
-                    hidden[b][some],
-                    lse[:, some],
-                    of_row[some],
+                    hidden[b][selected],
+                    lse[:, selected],
+                    row_blocks[selected],
                     blocks,
                     total,
                     width,
                 )
 
         rows = max(
-            _ROWS, _SCORE_BYTES // (element * heads * (width // tile) * len(each)) // _ROWS * _ROWS
+            _ROWS,
+            _SCORE_BYTES // (element * heads * (width // tile) * len(sequences)) // _ROWS * _ROWS,
         )
-        logs: list[list[torch.Tensor]] = [[] for _ in each]
+        lse_parts: list[list[torch.Tensor]] = [[] for _ in sequences]
         for start in range(0, max(len(p.rows) for p in probes), rows):
-            these = [b for b, p in enumerate(probes) if start < len(p.rows)]
-            partial = [lse_of(b, slice(start, start + rows)) for b in these]
-            merged = _merged(partial, masked).split([t.shape[-1] for t in partial], -1)
-            for b, lse in zip(these, merged, strict=True):
-                logs[b].append(lse)
+            pending = [b for b, p in enumerate(probes) if start < len(p.rows)]
+            partial = [lse_of(b, slice(start, start + rows)) for b in pending]
+            merged_lse = _merge_lse(partial, masked).split([t.shape[-1] for t in partial], -1)
+            for b, lse in zip(pending, merged_lse, strict=True):
+                lse_parts[b].append(lse)
             del partial
-        lses = [_joined(of_sequence).contiguous() for of_sequence in logs]
+        lses = [_concatenate(parts_of_sequence).contiguous() for parts_of_sequence in lse_parts]
 
         def tables() -> Iterator[Table]:
             for b, probe in enumerate(probes):
-                for begin in range(0, len(probe.away), at_once):
-                    blocks = range(begin, min(begin + at_once, len(probe.away)))
+                for begin in range(0, len(probe.diagonals), at_once):
+                    blocks = range(begin, min(begin + at_once, len(probe.diagonals)))
                     yield b, blocks, columns_of(b, lses[b], blocks)
 
-        return tables, sum(len(p.away) for p in probes) * element * heads * width
+        return tables, sum(len(p.diagonals) for p in probes) * element * heads * width
 
     def _totals(
         self,
@@ -244,9 +273,12 @@ class VerticalSlashPattern:
         group: int,
         chosen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probed mass by diagonal, int64 [batch, heads, blocks], and by local column, [batch, heads, columns], in units; of this worker.
+        """Return this worker's probed mass per diagonal and per local column, in units.
 
-        chosen: bool [batch, heads, blocks], diagonals whose mass is left out; None: of all.
+        Shapes int64 [batch, heads, blocks] and [batch, heads, columns].
+
+        chosen: bool [batch, heads, blocks], diagonals to leave out of the column mass; None to
+            count all.
         """
         probes, shape = self.probes(masked), (len(masked.masks), heads // group)
         device = masked.geometry.first.device
@@ -254,12 +286,12 @@ class VerticalSlashPattern:
         columns: list[torch.Tensor | None] = [None] * len(probes)
         for b, blocks, table in tables:
             for mass, number in zip(table, blocks, strict=True):
-                away, units = probes[b].away[number], _units(mass, group)
+                met, units = probes[b].diagonals[number], _units(mass, group)
                 by_block = units.unflatten(-1, (-1, self.block))
                 if chosen is None:
-                    diagonals[b].index_add_(-1, away, by_block.sum(-1))
+                    diagonals[b].index_add_(-1, met, by_block.sum(-1))
                 else:
-                    by_block.masked_fill_(chosen[b][:, away][..., None], 0)
+                    by_block.masked_fill_(chosen[b][:, met][..., None], 0)
                 before = columns[b]
                 columns[b] = units if before is None else before.add_(units)
         vertical = [t for t in columns if t is not None]
@@ -272,11 +304,12 @@ class VerticalSlashPattern:
         return -(-self.last_q // self.block) * self.block
 
     def probed_rows(self, length: int) -> torch.Tensor:
-        """Positions of the probed queries, int64, ascending, each once.
+        """Return the positions of the probed queries, int64, ascending, distinct.
 
-        A line of tokens lies on one block diagonal for the first rows of a block and on the next one for the others. So every row of a
-        block has to be represented alike: the queries of a window stand at equal distances over as many tokens as whole blocks have,
-        wherever the window ends. Windows that are closer to each other than that share out the tokens between them.
+        A diagonal of tokens lies on one block diagonal for the first rows of a block and on the
+        next one for the other rows. Every row offset must therefore be sampled equally: a window's
+        queries are evenly spaced over a whole number of blocks' worth of tokens, wherever the
+        window ends. Windows closer together than that share the tokens between them.
         """
         rows, before = [], 0
         for window in range(self.windows):
@@ -288,16 +321,16 @@ class VerticalSlashPattern:
         return torch.cat(rows)
 
     def probes(self, masked: MaskedPositions) -> list[Probe]:
-        """One per sequence of the batch, the same for all layers."""
+        """Return one probe per sequence of the batch, the same for all layers."""
         key = (type(self).__name__, self.last_q, self.windows)
         if key not in masked.cache:
-            masked.cache[key] = [self._probe(masked, b) for b in range(len(masked.masks))]
+            masked.cache[key] = [self._make_probe(masked, b) for b in range(len(masked.masks))]
         return masked.cache[key]
 
-    def _probe(self, masked: MaskedPositions, sequence: int) -> Probe:
+    def _make_probe(self, masked: MaskedPositions, sequence: int) -> Probe:
         geometry, device = masked.geometry, masked.geometry.first.device
         positions = self.probed_rows(masked.masks[sequence].length)
-        numbers, of_row = torch.unique(positions // self.block, return_inverse=True)
+        numbers, row_blocks = torch.unique(positions // self.block, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
         held = np.flatnonzero(
             masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)]
@@ -307,39 +340,41 @@ class VerticalSlashPattern:
         return Probe(
             rows=rows,
             first=geometry.first[sequence].index_select(0, rows),
-            of_row=to_device(of_row, device),
+            row_blocks=to_device(row_blocks, device),
             held=to_device(held, device),
             slots=to_device(slots[held], device),
-            away=to_device(
+            diagonals=to_device(
                 (numbers[:, None] - torch.from_numpy(masked.numbers)).clamp(min=0), device
             ),
         )
 
     def _slashes(self, diagonals: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """diagonals: mass of this worker, as `_totals` -> bool like it."""
+        """Choose slashes, bool like diagonals, given this worker's mass from `_totals`."""
         blocks = masked.geometry.blocks
         units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
-        least = max(1, self.min_slashes)
-        forced = min(2, least)
+        at_least = max(1, self.min_slashes)
+        forced = min(2, at_least)
         key = (type(self).__name__, "diagonals", forced)
         if key not in masked.cache:
             numbers = torch.arange(blocks, device=diagonals.device)
-            masked.cache[key] = rank_without_mass(numbers < forced, numbers, blocks)
-        order, total = ranking(units, masked.cache[key]), units.sum(-1, keepdim=True)
-        lines, keep = fewest_lines(
-            order, total, self.p_s, least, self.max_slashes or blocks, blocks
+            masked.cache[key] = base_rank_keys(numbers < forced, numbers, blocks)
+        order, total = rank_keys(units, masked.cache[key]), units.sum(-1, keepdim=True)
+        candidates, keep = select_ranked(
+            order, total, self.p_s, at_least, self.max_slashes or blocks, blocks
         )
-        return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, lines, keep)
+        return torch.zeros_like(diagonals, dtype=torch.bool).scatter_(-1, candidates, keep)
 
     def _column_choice(self, vertical: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """vertical: mass of this worker, as `_totals`, with the joint budget that outside the slashes -> int32 [batch, heads, width],
-        ascending.
+        """Choose columns, int32 [batch, heads, width], ascending.
+
+        vertical: this worker's column mass from `_totals`; with a joint budget, the mass outside
+            the slashes.
         """
         tokens = masked.geometry.blocks * self.block
-        most = self.max_columns or tokens
+        at_most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
         if key not in masked.cache:
-            without_mass = rank_without_mass(
+            without_mass = base_rank_keys(
                 masked.positions < self.sink_tokens, masked.positions, tokens
             )
             masked.cache[key] = (
@@ -347,28 +382,31 @@ class VerticalSlashPattern:
                 torch.full((), tokens, dtype=torch.int32, device=vertical.device),
             )
         without_mass, unused = masked.cache[key]
-        left = vertical.sum(-1, keepdim=True)
-        order = ranking(vertical.clamp_(max=MOST_UNITS), without_mass)
+        column_mass = vertical.sum(-1, keepdim=True)
+        order = rank_keys(vertical.clamp_(max=MOST_UNITS), without_mass)
         if masked.group.size > 1:
-            if most < order.shape[-1]:
-                # The largest of all are among the largest of each worker.
-                order = torch.topk(order, most, dim=-1, sorted=False).values
-            everyone = masked.group.gather(torch.cat([order, left], -1))
-            left = everyone[..., -1:].sum(0)
-            order = everyone[..., :-1].permute(1, 2, 0, 3).flatten(2)
+            if at_most < order.shape[-1]:
+                # The largest overall are among the largest of each worker.
+                order = torch.topk(order, at_most, dim=-1, sorted=False).values
+            all_queries = masked.group.gather(torch.cat([order, column_mass], -1))
+            column_mass = all_queries[..., -1:].sum(0)
+            order = all_queries[..., :-1].permute(1, 2, 0, 3).flatten(2)
         share: float | torch.Tensor = self.p_v
         if self.joint:
-            # Slashes hold what is not outside; columns have to bring what is missing to p_v of all.
-            share = ((left - (1 - self.p_v) * MASS_UNITS) / left.clamp(min=1)).clamp(min=0.0)
-        lines, keep = fewest_lines(
-            order, left, share, max(self.sink_tokens, self.min_columns), most, tokens
+            # Slashes hold the mass that is not outside them; columns must add the rest of p_v.
+            share = ((column_mass - (1 - self.p_v) * MASS_UNITS) / column_mass.clamp(min=1)).clamp(
+                min=0.0
+            )
+        candidates, keep = select_ranked(
+            order, column_mass, share, max(self.sink_tokens, self.min_columns), at_most, tokens
         )
         if masked.padded:
-            # Padding is never chosen, not even where more columns are asked for than there are tokens.
-            keep &= lines < masked.lengths[:, None, None]
-        columns = torch.where(keep, lines.int(), unused).sort(-1).values
+            # Never choose padding, even if more columns are wanted than there are tokens.
+            keep &= candidates < masked.lengths[:, None, None]
+        columns = torch.where(keep, candidates.int(), unused).sort(-1).values
         if not self.max_columns:
-            # Without a bound the host has to know how many there are, or every later step would work on as many as there are tokens.
+            # Without a bound, wait for the device and cut the width to the columns in use.
+            # Otherwise every later step would process as many columns as tokens.
             widest = int(keep.sum(-1).max())
             columns = columns[
                 ..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)
@@ -377,7 +415,7 @@ class VerticalSlashPattern:
 
 
 def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
-    """Whether the Triton kernels, which never write scores to memory, can serve the queries."""
+    """Return whether the Triton kernels, which never store scores, can process the queries."""
     shapes = (
         q.shape[-1] in (16, 32, 64, 128)
         and tile_keys(block) >= _SMALLEST_TILE
@@ -387,45 +425,56 @@ def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
 
 
 def tile_keys(block: int) -> int:
-    """Keys of a tile of the fused probe: a power of two that divides the block."""
+    """Return the keys per tile of the fused probe: a power of two that divides the block."""
     return math.gcd(block, _LARGEST_TILE)
 
 
 def _units(mass: torch.Tensor, group: int) -> torch.Tensor:
-    """[heads, columns] -> int64 [heads / group, columns], the mean mass of each group of heads in units."""
-    units = in_units(mass)
+    """Return the mean mass of each group of heads in units, int64 [heads / group, columns].
+
+    mass: [heads, columns].
+    """
+    units = to_mass_units(mass)
     return units if group == 1 else units.unflatten(0, (-1, group)).sum(1) // group
 
 
-def _merged(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Tensor:
-    """Log-sum-exp of rows over the keys of all workers, [heads, rows of all sequences], from that over tiles [tiles, heads, rows] of each
-    sequence; the partial results are overwritten. +inf for a row that sees nothing.
+def _merge_lse(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Tensor:
+    """Merge log-sum-exps of tiles over all workers, [heads, rows of all sequences].
 
-    Tiles lie within blocks, so they are the same whoever holds them; their sums are added as integers, so the result is, too.
+    A row without keys gets +inf. Tiles lie within blocks, so they do not depend on who holds them.
+    Their sums are integers, so the result does not either.
+
+    partial: [tiles, heads, rows] per sequence; overwritten.
     """
     dtype = partial[0].dtype
-    top = masked.group.max(_joined([t.amax(0) for t in partial])).clamp_(min=torch.finfo(dtype).min)
+    highest = masked.group.max(_concatenate([t.amax(0) for t in partial])).clamp_(
+        min=torch.finfo(dtype).min
+    )
     totals = []
-    for tiles, largest in zip(partial, top.split([t.shape[-1] for t in partial], -1), strict=True):
+    for tiles, largest in zip(
+        partial, highest.split([t.shape[-1] for t in partial], -1), strict=True
+    ):
         units = tiles.sub_(largest).exp_().mul_(MASS_UNITS).round_()
         at_once = max(1, _SCORE_BYTES // (8 * units[:, 0].numel()))
-        totals.append(_joined([heads.long().sum(0) for heads in units.split(at_once, 1)], 0))
-    total = masked.group.sum(_joined(totals))
-    # A power of two: exact, as a division is. log(0) is -inf.
-    lse = (total * torch.tensor(1 / MASS_UNITS, dtype=torch.float64)).log_().add_(top)
+        totals.append(_concatenate([heads.long().sum(0) for heads in units.split(at_once, 1)], 0))
+    total = masked.group.sum(_concatenate(totals))
+    # Scaling by a power of two is exact. log(0) is -inf.
+    lse = (total * torch.tensor(1 / MASS_UNITS, dtype=torch.float64)).log_().add_(highest)
     return lse.nan_to_num_(nan=float("inf"), posinf=float("inf"), neginf=float("inf")).to(dtype)
 
 
-def _joined(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
+def _concatenate(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _scores(
     q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Scores of probed queries q [rows, heads, head_dim] with k [keys, kv_heads, head_dim], as many heads at once as the budget allows.
+    """Yield query heads and their scores, [heads, rows, keys], as many heads as the budget allows.
 
-    Yields the query heads and their scores [heads, rows, keys], -inf where hidden [rows, keys] or not finite.
+    Scores are -inf where hidden [rows, keys], +inf or NaN.
+
+    q: [rows, heads, head_dim]; k: [keys, kv_heads, head_dim].
     """
     heads, dim = q.shape[1:]
     keys, kv_heads = k.shape[:2]
@@ -449,12 +498,14 @@ def _scores(
 
 
 def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: int) -> torch.Tensor:
-    """-> log-sum-exp of each row over each local block, [local blocks, heads, rows]."""
-    short = -len(k) % block
+    """Return the log-sum-exp of each row over each local block, [local blocks, heads, rows]."""
+    missing = -len(k) % block
     parts = []
     for _, scores in _scores(q, k, hidden):
         scores = (
-            torch.nn.functional.pad(scores, (0, short), value=float("-inf")) if short else scores
+            torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
+            if missing
+            else scores
         )
         parts.append(scores.unflatten(-1, (-1, block)).logsumexp(-1).permute(2, 0, 1))
     return torch.cat(parts, 1)
@@ -465,20 +516,24 @@ def _columns(
     k: torch.Tensor,
     hidden: torch.Tensor,
     lse: torch.Tensor,
-    of_row: torch.Tensor,
+    row_blocks: torch.Tensor,
     groups: range,
     total: int,
     width: int,
 ) -> torch.Tensor:
-    """Attention of probed queries summed per group and local key, over the total number of queries, given lse [heads, rows] over all keys.
+    """Return the attention per group of queries and local key, [groups, heads, width].
 
-    of_row: the group of each query; groups: those wanted. -> [groups, heads, width].
+    Divided by the total number of queries.
+
+    lse: [heads, rows], over all keys.
+    row_blocks: group of each query.
+    groups: groups to compute.
     """
     columns = torch.zeros(len(groups), q.shape[1], width, dtype=lse.dtype, device=q.device)
-    mean_of = (of_row == torch.arange(groups.start, groups.stop, device=q.device)[:, None]).to(
+    weights = (row_blocks == torch.arange(groups.start, groups.stop, device=q.device)[:, None]).to(
         lse.dtype
     ) / total
     for heads, scores in _scores(q, k, hidden):
         p = scores.sub_(lse[heads, :, None]).exp_()
-        columns[:, heads, : len(k)] = (mean_of @ p).transpose(0, 1)
+        columns[:, heads, : len(k)] = (weights @ p).transpose(0, 1)
     return columns

@@ -1,4 +1,4 @@
-"""Blocks chosen by antidiagonal sums of scores (XAttention, arXiv:2503.16428)."""
+"""Choose blocks by antidiagonal sums of scores (XAttention, arXiv:2503.16428)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ import torch
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
-from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions, kept_lines
+from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions, select_by_mass
 
 _SCORE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class XAttentionPattern:
-    """For every block of queries the fewest key blocks whose antidiagonal scores hold a share of the row's softmax.
+    """For every query block, the fewest key blocks that hold a share of the antidiagonal mass.
 
-    stride: antidiagonals are sampled in squares of this size: query r of a square meets key stride - 1 - r. threshold: share of the mass.
-    The block on the diagonal and the first block are always kept. Costs seq^2 / stride products, so it grows with the square.
+    Always keeps the block on the diagonal and the first block. Costs seq^2 / stride products, so it
+    grows with the square of the length.
+
+    stride: side of the squares in which antidiagonals are sampled: query r of a square meets key
+        stride - 1 - r.
+    threshold: share of the mass to keep.
     """
 
     block: int
@@ -34,11 +38,12 @@ class XAttentionPattern:
         return IndexRequest(self.block, bitmap=True)
 
     def describe(self) -> str:
-        return f"blocks that hold {100 * self.threshold:g}% of antidiagonal scores, stride {self.stride}"
+        share = f"{100 * self.threshold:g}%"
+        return f"blocks that hold {share} of antidiagonal scores, stride {self.stride}"
 
     def covers(self, seq: int) -> str | None:
         return (
-            f"2 blocks of {self.block} tokens, the own and the first, cover"
+            f"2 blocks of {self.block} tokens, the query's own and the first, cover"
             if seq <= 2 * self.block
             else None
         )
@@ -47,41 +52,60 @@ class XAttentionPattern:
         return NO_ROWS
 
     def estimate(
-        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        masked: MaskedPositions,
+        layer: int,  # noqa: ARG002
     ) -> BlockBitmap:
-        """One collective: all keys go to all workers, as in the published distributed form; queries stay."""
+        """Choose blocks, with one collective: all keys go to all workers, as the paper does it."""
         geometry = masked.geometry
-        keys = self._sequence(
-            torch.stack([self._padded(t, masked, b) for b, t in enumerate(k)]), masked
+        keys = self._gather_sequence(
+            torch.stack([self._pad_to_blocks(t, masked, b) for b, t in enumerate(k)]), masked
         )
         bits = torch.stack(
-            [self._choose(self._padded(t, masked, b), keys[b], masked, b) for b, t in enumerate(q)]
+            [
+                self._choose(self._pad_to_blocks(t, masked, b), keys[b], masked, b)
+                for b, t in enumerate(q)
+            ]
         )
         return BlockBitmap(self.block, geometry.blocks, bits, geometry.query_blocks)
 
-    def _padded(self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int) -> torch.Tensor:
-        """[tokens, heads, head_dim] -> whole blocks [local blocks, block, heads, head_dim], with zeros for padding."""
-        real = masked.real(sequence)
-        whole = torch.nn.functional.pad(
-            tokens[:real], (0, 0, 0, 0, 0, len(masked.host_positions) - real)
-        )
-        return whole.unflatten(0, (-1, self.block))
+    def _pad_to_blocks(
+        self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int
+    ) -> torch.Tensor:
+        """Return whole blocks, [local blocks, block, heads, head_dim]; padding is 0.
 
-    def _sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """[batch, local blocks, block, heads, head_dim] of this worker -> [batch, tokens, heads, head_dim] of all, in sequence order."""
+        tokens: [tokens, heads, head_dim].
+        """
+        num_tokens = masked.num_tokens(sequence)
+        padded = torch.nn.functional.pad(
+            tokens[:num_tokens], (0, 0, 0, 0, 0, len(masked.host_positions) - num_tokens)
+        )
+        return padded.unflatten(0, (-1, self.block))
+
+    def _gather_sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
+        """Gather [batch, local blocks, block, heads, head_dim] of all workers.
+
+        Returns [batch, tokens, heads, head_dim] in sequence order.
+        """
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
             masked.cache[type(self).__name__] = to_device(order, mine.device)
-        everyone = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
-        return everyone.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
+        gathered = masked.group.gather(mine).transpose(0, 1).flatten(1, 2)
+        return gathered.index_select(1, masked.cache[type(self).__name__]).flatten(1, 2)
 
     def _choose(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int
     ) -> torch.Tensor:
-        """One sequence, q [local blocks, block, heads, head_dim], k [tokens, kv_heads, head_dim] -> bool [heads, local blocks, blocks]."""
+        """Return the chosen blocks of one sequence, bool [heads, local blocks, blocks].
+
+        q: [local blocks, block, heads, head_dim]; k: [tokens, kv_heads, head_dim].
+        """
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
-        # A square's queries in reverse order and its keys, side by side: one product sums an antidiagonal.
+        # Concatenate a square's queries in reverse order, and its keys: one product sums an
+        # antidiagonal.
         queries = (
             q.flatten(0, 1)
             .unflatten(0, (-1, stride))
@@ -94,7 +118,7 @@ class XAttentionPattern:
         squares, per_block = keys.shape[1], self.block // stride
         first = masked.geometry.first[sequence].view(-1, stride).amin(-1)
         square = torch.arange(squares, device=q.device)
-        number, own_blocks = square[:blocks], masked.geometry.query_blocks.long()
+        key_block, own_blocks = square[:blocks], masked.geometry.query_blocks.long()
         own_squares = (own_blocks[:, None] * per_block + square[:per_block]).flatten()
         local = len(own_blocks)
         at_once = max(1, _SCORE_BYTES // (4 * heads * per_block * squares))
@@ -111,16 +135,19 @@ class XAttentionPattern:
             p = scores.masked_fill_(~visible, float("-inf")).softmax(-1).nan_to_num_(0.0)
             mass = p.view(heads, end - begin, per_block, blocks, per_block).sum((2, 4)) / per_block
             own = own_blocks[begin:end, None]
-            # Blocks of the future have no mass, so none of them is kept.
-            lines, keep = kept_lines(
-                mass, self.threshold, (number == own) | (number == 0), 0, blocks
+            # Future blocks have no mass, so they are never kept.
+            blocks_by_rank, kept = select_by_mass(
+                mass, self.threshold, (key_block == own) | (key_block == 0), 0, blocks
             )
-            chosen[:, begin:end].scatter_(-1, lines, keep)
+            chosen[:, begin:end].scatter_(-1, blocks_by_rank, kept)
         return chosen
 
 
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Batched a @ b in the accumulation dtype: sums of thousands of numbers are not to be rounded before they are compared."""
+    """Return batched a @ b in the accumulation dtype.
+
+    Rounding sums of thousands of products would change the comparison of blocks.
+    """
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:
         return torch.bmm(a, b, out_dtype=high)

@@ -10,7 +10,7 @@ from rich.text import Text
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.config.unused_settings import idle_ring_keys
+from mtrain_cli.config.unused_settings import unused_ring_keys
 from mtrain_cli.sparsity.pattern_remarks import remarks
 from mtrain_cli.training import dry_run
 from mtrain_cli.training.optimizer import LearningRateSchedule
@@ -74,7 +74,7 @@ def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
         )
     except OSError:
         return []
-    return idle_ring_keys(overrides, plan.config, plan.exchange.name)
+    return unused_ring_keys(overrides, plan.config, plan.exchange.name)
 
 
 def _weights(config: Config, resumed: int | None) -> str:

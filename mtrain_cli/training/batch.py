@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.sparsity.pattern import Pattern
-
-IGNORED = -100
 
 
 class PackedSample(Protocol):
@@ -141,7 +140,7 @@ class BatchMaker:
         # Batches of one size share the plain causal mask, also if each document fills its sequence.
         if len(masks) not in self._causal:
             self._causal[len(masks)] = self._make(masks)
-        return self._causal[len(masks)].again()
+        return self._causal[len(masks)].for_next_batch()
 
     def _make(self, masks: list[SequenceMask]) -> ContextAttention:
         return ContextAttention.make(

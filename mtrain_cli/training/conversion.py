@@ -123,7 +123,10 @@ def export_checkpoint(
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     problems = parameter_problems(
-        shapes, parameter_shapes(config.model), where=lambda _: source, asked_by=str(run / RESOLVED)
+        shapes,
+        parameter_shapes(config.model),
+        where=lambda _: source,
+        expected_by=str(run / RESOLVED),
     )
     if problems:
         raise ConfigError(*problems)

@@ -15,7 +15,7 @@ from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
-from mtrain_cli.sparsity.pattern import shown_name
+from mtrain_cli.sparsity.pattern import display_name
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights
@@ -444,7 +444,7 @@ def describe_sparsity(plan: RunPlan) -> str:
     if pattern is None:
         return "dense: every pair that the mask allows"
     dense = plan.config.sparsity.dense_steps
-    return f"{shown_name(pattern)}: {pattern.describe()}" + (
+    return f"{display_name(pattern)}: {pattern.describe()}" + (
         f"; the first {dense} steps dense" if dense else ""
     )
 

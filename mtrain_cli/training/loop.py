@@ -133,7 +133,7 @@ def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
 
 def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
     steps, launcher = trainer.config.train.steps, trainer.environment.launcher
-    records = progress_record.pattern(run_dir.logs, launcher)
+    records = progress_record.record_pattern(run_dir.logs, launcher)
     return StateReporter(
         run_dir,
         launcher=launcher,

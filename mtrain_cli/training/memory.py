@@ -647,7 +647,7 @@ class IndexShape:
     def derived(self, kernel: str) -> int:
         """Bytes that a kernel derives from slashes and columns and keeps until backward.
 
-        See `Tiles.of_index`: key slots of the columns, their counts below each block, and the list
+        See `Tiles.index_cache`: key slots of the columns, their counts below each block, and the list
         of slashes. If columns are gathered once, also their slots among the rank's own keys.
         """
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):

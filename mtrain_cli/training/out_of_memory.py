@@ -269,7 +269,7 @@ def failure_location(error: BaseException) -> str:
             else getattr(frame.f_locals.get("ctx"), "layer", layer)
         )
         part = _part(file, name) or part
-    here = progress_record.here()
+    here = progress_record.own_activity()
     step = (
         f"in training step {here.training_step}"
         if here is not None and here.training_step

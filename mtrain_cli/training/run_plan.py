@@ -13,9 +13,9 @@ from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import (
     Environment,
+    describe_host_memory,
     gpu_index,
     host_memory,
-    machine_has,
     resolve_environment,
 )
 from mtrain_cli.model.rope import rope_factor
@@ -286,7 +286,7 @@ def _refusal_here(config: Config) -> str | None:
 
 def needed_here(plan: RunPlan) -> str:
     """Compare the memory of CPU workers with this machine's, in whole GiB."""
-    return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {machine_has()}"
+    return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
 
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:

@@ -25,7 +25,7 @@ from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.environment import Environment, describe_place, machine_has
+from mtrain_cli.launch.environment import Environment, describe_host_memory, describe_place
 from mtrain_cli.launch.failures import PeerLostError, RunError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
@@ -139,7 +139,7 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
         raise ConfigError(
             f"seq={config.seq}: {environment.local_workers} CPU workers would need about "
             f"{plan.host_bytes / 2**30:.0f} GiB for model={config.model.name}, but this machine "
-            f"{machine_has()}. Give a shorter seq, a smaller model, or GPUs "
+            f"{describe_host_memory()}. Give a shorter seq, a smaller model, or GPUs "
             "(mtrain train --dry-run shows where memory goes)."
         )
 
@@ -240,7 +240,7 @@ class Trainer:
             dp=environment.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
-            make=self._on_host,
+            make_batch=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
         self.host_states: OffloadedOptimizer | None = None
@@ -335,7 +335,7 @@ class Trainer:
             ConfigError, RunError: this worker cannot read its data; raised before the step.
             PeerLostError: another worker cannot read its data; raised before the step.
         """
-        progress_record.begin(self.step + 1)
+        progress_record.begin_step(self.step + 1)
         compute_seconds = self._compute_timer.start_step()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -348,7 +348,7 @@ class Trainer:
         loss = self.forward_backward(
             batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
         )
-        with profiler_labels.labelled(profiler_labels.OPTIMIZER):
+        with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self._squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
         reports = self._exchange_reports(finite_check, stop, compute_seconds, data_seconds, records)
@@ -432,7 +432,7 @@ class Trainer:
         """Clip the gradients and take the optimizer step."""
         clip = self.config.optim.clip_norm
         scale = clip / grad_norm if clip and grad_norm > clip else 1.0
-        with profiler_labels.labelled(profiler_labels.OPTIMIZER):
+        with profiler_labels.label(profiler_labels.OPTIMIZER):
             if self.host_states:
                 self.host_states.step(scale)
                 return
@@ -498,7 +498,7 @@ class Trainer:
     def _on_host(self, samples: list[Sample]) -> HostBatch:
         """Prepare a micro-batch on the loader's thread.
 
-        Drops whole sequences, which may take gigabytes, unless `keeps_samples`.
+        Drops whole sequences, which may take gigabytes, unless a callback needs them.
         """
         host = self.batch_maker.on_host(samples)
         keep = any(callback.needs_samples for callback in self.callbacks)
@@ -575,7 +575,7 @@ class Trainer:
     def record(self, recorder: Recorder | None) -> None:
         """Record later steps with `recorder`; stop recording with None."""
         self.recorder = recorder
-        self.exchange.record(recorder)
+        self.exchange.set_recorder(recorder)
 
     def _summed(self, numbers: list[int]) -> list[int]:
         """Sum over data-parallel replicas; a context group counts the same whole sequences."""

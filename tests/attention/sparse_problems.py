@@ -1,4 +1,7 @@
-"""Indices, masks and tensors for tests of sparse attention: uneven lengths, documents, shards, empty rows, heads that differ."""
+"""Indices, masks and tensors for sparse attention tests.
+
+They cover uneven lengths, documents, shards, empty rows and heads with different indices.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ class Problem:
     dout: torch.Tensor
 
 
-def among_others(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a part of the heads of a tensor with three times as many, all others of them NaN: a view."""
+def as_view_among_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view with the same values as a third of the heads of a tensor, the others NaN."""
     batch, tokens, heads, dim = tensor.shape
     wide = torch.full(
         (batch, tokens, 3, heads, dim), float("nan"), dtype=tensor.dtype, device=tensor.device
@@ -36,8 +39,10 @@ def among_others(tensor: torch.Tensor) -> torch.Tensor:
 def make_index(
     kind: str, rng: np.random.Generator, batch: int, heads: int, seq: int, block: int
 ) -> Index:
-    """kind: slashes, columns, both, all (every block), none (nothing at all), bitmap, gated (a bitmap of
-    which every query sees some chunks).
+    """Make an index of one kind.
+
+    kind: slashes, columns, both, all (every block), none (empty), bitmap, or gated (a bitmap with
+        chunks chosen per query).
     """
     blocks = -(-seq // block)
     if kind == "bitmap":
@@ -49,7 +54,7 @@ def make_index(
         rng.random((batch, heads, blocks)) < (0.4 if kind in ("slashes", "both") else 0.0)
     )
     if kind in ("slashes", "both"):
-        # Diagonal 0 in all heads but one: no kernel may rely on it.
+        # All heads but one have diagonal 0: no kernel may rely on it.
         slashes[:, :, 0] = True
         slashes[0, 0, 0] = False
     if kind == "all":
@@ -62,7 +67,7 @@ def make_index(
                 count = int(rng.integers(0, max(2, seq // 2)))
                 widest = max(widest, count)
                 columns[b, h, :count] = torch.from_numpy(np.sort(rng.permutation(seq)[:count]))
-    # Of some kinds the host knows how many diagonals there are.
+    # For some kinds the host knows the number of diagonals.
     return VerticalSlash(
         block,
         blocks,
@@ -75,7 +80,7 @@ def make_index(
 def gated_index(
     rng: np.random.Generator, batch: int, heads: int, seq: int, block: int, chunk: int
 ) -> GatedBitmap:
-    """Every query sees its own chunk and some of the past."""
+    """Make a bitmap in which every query sees its own chunk and some earlier ones."""
     blocks, chunks = -(-seq // block), -(-seq // chunk)
     own = torch.arange(blocks * block)[:, None] // chunk
     seen = torch.from_numpy(rng.random((batch, heads, blocks * block, chunks)) < 0.3) & (
@@ -95,7 +100,7 @@ def gated_index(
 
 
 def shard(kind: str, seq: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Query and key positions: the whole sequence, or blocks dealt to three workers, or a part of it."""
+    """Return query and key positions: the sequence, blocks dealt to three workers, or a part."""
     everywhere = np.arange(seq)
     number = everywhere // block
     return {
@@ -123,7 +128,10 @@ def make_problem(
     dtype=torch.float32,
     device="cpu",
 ) -> Problem:
-    """documents: packed ones, one, or (None) one without any padding."""
+    """Make a problem.
+
+    documents: True for packed documents, False for one, None for one without padding.
+    """
     rng = np.random.default_rng(seed)
     batch = 2
     padded = seq + int(rng.integers(0, 5))
@@ -141,7 +149,7 @@ def make_problem(
     geometry = BlockGeometry.make(masks, queries, keys, block, device)
     index = make_index(kind.removeprefix("local "), rng, batch, heads, padded, block).to(device)
     if kind == "local bitmap":
-        # As a worker of a context group makes it: the rows of its own queries alone.
+        # Like a context-parallel worker, keep only the rows of the local queries.
         assert isinstance(index, BlockBitmap)
         index = replace(
             index, bits=index.bits[:, :, geometry.query_blocks.long()], rows=geometry.query_blocks
@@ -151,7 +159,7 @@ def make_problem(
         held = geometry.query_blocks.long()
         gates = index.gates.unflatten(2, (-1, block))[:, :, held].flatten(2, 3)
         index = replace(index, bits=index.bits[:, :, held], rows=geometry.query_blocks, gates=gates)
-    tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).under(index)
+    tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).with_index(index)
     torch.manual_seed(seed)
     shapes = (
         (len(queries), heads),

@@ -1,4 +1,4 @@
-"""Block lists of index and mask hold the blocks that the definition of both leaves, each once."""
+"""Block lists hold exactly the blocks that index and mask leave, each once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mtrain_cli.attention.block_lists import index_lists, list_widths
 BLOCK = 16
 
 
-def by_block(seen: torch.Tensor) -> torch.Tensor:
-    """[..., queries, keys] -> [..., query blocks, key blocks, BLOCK, BLOCK]; positions beyond the end see nothing."""
+def split_into_blocks(seen: torch.Tensor) -> torch.Tensor:
+    """Reshape to [..., query blocks, key blocks, BLOCK, BLOCK]; padding sees nothing."""
     pad = (0, -seen.shape[-1] % BLOCK, 0, -seen.shape[-2] % BLOCK)
     return (
         torch.nn.functional.pad(seen, pad)
@@ -24,11 +24,14 @@ def by_block(seen: torch.Tensor) -> torch.Tensor:
     )
 
 
-def listed(
+def mask_from_lists(
     lists: dict[str, torch.Tensor], name: str, shape: torch.Size, width: int
 ) -> torch.Tensor:
-    """bool like shape [batch, heads, rows, blocks], from counts and lists; every list ascends."""
-    found = torch.zeros(shape, dtype=torch.bool)
+    """Return bool ``shape`` [batch, heads, rows, blocks] of the listed blocks.
+
+    Every list must ascend.
+    """
+    mask = torch.zeros(shape, dtype=torch.bool)
     count, numbers = lists[f"{name}_count"], lists[name]
     assert count.dtype == numbers.dtype == torch.int32
     assert count.shape == shape[:-1]
@@ -36,21 +39,24 @@ def listed(
     for place in torch.cartesian_prod(*(torch.arange(n) for n in shape[:-1])).tolist():
         row = numbers[tuple(place)][: count[tuple(place)]].tolist()
         assert row == sorted(set(row))
-        found[tuple(place)][row] = True
-    return found
+        mask[tuple(place)][row] = True
+    return mask
 
 
 def blocks_of(p: Problem) -> torch.Tensor:
-    """bool [batch, heads, query blocks, key blocks, BLOCK, BLOCK]: the pairs of chosen blocks that the mask leaves, without columns."""
+    """Return the pairs of chosen blocks that the mask leaves, without columns.
+
+    bool [batch, heads, query blocks, key blocks, BLOCK, BLOCK].
+    """
     queries, keys = p.tiles.positions()
-    return by_block(p.tiles.seen() & p.tiles.index.chosen(queries // BLOCK, keys // BLOCK))
+    return split_into_blocks(p.tiles.seen() & p.tiles.index.chosen(queries // BLOCK, keys // BLOCK))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["slashes", "columns", "both", "all", "none", "bitmap"])
 @pytest.mark.parametrize("documents", [False, True, None])
 @pytest.mark.parametrize("where", ["whole", "striped queries", "striped", "later queries"])
-def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed):
+def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, documents, where, transposed):
     for seed, seq in ((0, 109), (1, 96), (2, 33)):
         p = make_problem(
             seed,
@@ -68,7 +74,8 @@ def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed
         if transposed:
             touched, whole = touched.transpose(-1, -2), whole.transpose(-1, -2)
         lists = index_lists(p.tiles, transposed)
-        # No row lists more blocks than its head has diagonals, nor, where a mask is causal alone, more than one in part.
+        # A row lists at most one block per diagonal of its head, and at most one partial block if
+        # the mask is purely causal.
         blocks = max(2, touched.shape[-1])
         full_width = (
             min(blocks, max(2, int(p.tiles.index.slashes.sum(-1).max())))
@@ -77,30 +84,30 @@ def test_lists_hold_what_index_and_mask_leave(kind, documents, where, transposed
         )
         widths = 2 if documents is None else full_width, full_width
         partial, full = (
-            listed(lists, name, touched.shape, width)
+            mask_from_lists(lists, name, touched.shape, width)
             for name, width in zip(("partial", "full"), widths, strict=True)
         )
         assert not (partial & full).any()
-        assert not (touched & ~(partial | full)).any(), "no pair is lost"
-        # Full blocks are computed without a mask. The rows and keys beyond the end of the tensors do not exist.
+        assert not (touched & ~(partial | full)).any(), "no pair is missing"
+        # Full blocks are computed without a mask, so beyond the tensors' end anything may be set.
         queries, keys = p.tiles.seen().shape[-2:]
-        real = by_block(torch.ones(queries, keys, dtype=torch.bool))
+        real = split_into_blocks(torch.ones(queries, keys, dtype=torch.bool))
         holds = (seen | ~real).all(-1).all(-1)
         assert not (full & ~(holds.transpose(-1, -2) if transposed else holds)).any(), (
             "no pair is added"
         )
-        assert not ((partial | full) & ~touched).any(), "no block is listed in vain"
+        assert not ((partial | full) & ~touched).any(), "no listed block is empty"
         assert not (whole & ~full & ~on_diagonal(p, transposed)).any(), (
-            "a mask is applied only where it is needed"
+            "full blocks are not listed as partial"
         )
 
 
-def test_an_index_that_has_more_diagonals_than_it_says_is_no_shorter_list():
+def test_more_diagonals_than_max_slashes_raise_an_error():
     p = make_problem(
         0, "all", seq=109, block=BLOCK, heads=4, kv_heads=2, dim=16, documents=False, where="whole"
     )
-    tiles = p.tiles.under(dataclasses.replace(p.tiles.index, most=3))
-    with pytest.raises(AssertionError, match="lists no more than it says"):
+    tiles = p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=3))
+    with pytest.raises(AssertionError, match="more diagonals than its `max_slashes` allows"):
         index_lists(tiles, False)
 
 

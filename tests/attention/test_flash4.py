@@ -1,4 +1,4 @@
-"""Which calls the flash4 kernel makes: played through on the CPU with the oracle in the place of FlashAttention-4."""
+"""The flash4 kernel's calls, on the CPU with the oracle in place of FlashAttention-4."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def listed(rows: torch.Tensor, lists: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    made: list[str] = []
+    names: list[str] = []
     oracle = ReferenceKernel()
     fake = ModuleType("dense")
 
     def forward(q, k, v, causal, scale):
-        made.append("causal" if causal else "full")
+        names.append("causal" if causal else "full")
         return oracle.forward(q, k, v, rectangle(q, k, causal), scale)
 
     def backward(dout, q, k, v, out, lse, delta, causal, scale):
-        made.append("causal" if causal else "full")
+        names.append("causal" if causal else "full")
         return oracle.backward(dout, q, k, v, out, lse, delta, rectangle(q, k, causal), scale)
 
     def spans_forward(q, k, v, spans, lists, scale):
-        made.append("lists")
+        names.append("lists")
         listed(spans[0], lists)
         return oracle.forward(q, k, v, Tiles(*spans, k.shape[1], 1, ()), scale)
 
     def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
-        made.append("lists")
+        names.append("lists")
         listed(k, lists)
         return oracle.backward(
             dout, q, k, v, out, lse, delta, Tiles(*spans, k.shape[1], 1, ()), scale
@@ -59,7 +59,7 @@ def calls(monkeypatch) -> list[str]:
         setattr(fake, function.__name__, function)
     monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.flash4", ModuleType("flash4"))
     monkeypatch.setattr(sys.modules["mtrain_cli.kernels.flash4"], "dense", fake, raising=False)
-    return made
+    return names
 
 
 def spans_of(name: str) -> list[KeySpans]:
@@ -103,7 +103,7 @@ def spans_of(name: str) -> list[KeySpans]:
         ("striped", ["lists"]),
     ],
 )
-def test_calls_are_the_oracles_result(calls, name, expected):
+def test_calls_give_the_oracle_result(calls, name, expected):
     torch.manual_seed(0)
     tiles = Tiles.make(spans_of(name))
     queries = tiles.low.shape[1]
@@ -115,9 +115,9 @@ def test_calls_are_the_oracles_result(calls, name, expected):
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-6, rtol=0)
     assert calls == expected
-    final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
+    final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
     want = oracle.backward(dout, q, k, v, want_out, final, None, tiles, SCALE)
-    # Queries of another worker come with delta and without out.
+    # Queries from another worker arrive with delta, without out.
     for whole_out, delta in ((want_out, None), (None, row_delta(want_out, dout))):
         calls.clear()
         got = kernel.backward(dout, q, k, v, whole_out, final, delta, tiles, SCALE)

@@ -1,4 +1,4 @@
-"""An index counts its work exactly, comes back from disk, and says what it allows."""
+"""An index counts its work exactly, survives saving and loading, and allows the right pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "gated")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("seed", range(3))
-def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
+def test_counts_equal_the_enumerated_pairs(kind, documents, seed):
     p = make_problem(
         seed,
         kind,
@@ -50,7 +50,7 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
     )
     if kind == "gated":
         assert bool((counts.blocks >= by_block.sum((-1, -2))).all()), (
-            "a block is visited for the queries of another document, too"
+            "a block is visited for queries of another document, too"
         )
     else:
         assert counts.blocks.tolist() == by_block.sum((-1, -2)).tolist()
@@ -62,7 +62,7 @@ def test_counts_are_those_of_the_pairs_themselves(kind, documents, seed):
     assert (forward, backward) == (512 * int(seen.sum()), 1280 * int(seen.sum()))
 
 
-def test_indices_of_several_layers_are_counted_as_each_alone():
+def test_joined_layers_have_the_counts_of_each_layer():
     p = make_problem(
         0, "both", seq=109, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole"
     )
@@ -83,7 +83,7 @@ def test_indices_of_several_layers_are_counted_as_each_alone():
 
 @pytest.mark.parametrize("block", [1, 3, 16, 128, 181, 182, 200])
 @pytest.mark.parametrize("documents", [0, 1, 4, 60])
-def test_pairs_of_blocks_are_those_of_the_pairs_themselves(block, documents):
+def test_block_pairs_equal_the_enumerated_pairs(block, documents):
     rng = np.random.default_rng(block + documents)
     padded, blocks = 333, -(-333 // block)
     masks = [
@@ -97,31 +97,31 @@ def test_pairs_of_blocks_are_those_of_the_pairs_themselves(block, documents):
         for q in range(mask.length):
             table[q, mask.first[q] : q + 1] = True
     want = seen.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).sum((-1, -3))
-    found = block_pairs(masks, block, blocks)
-    assert found.dtype == (torch.int16 if block <= 181 else torch.int32)
-    assert torch.equal(found.long(), want)
+    actual = block_pairs(masks, block, blocks)
+    assert actual.dtype == (torch.int16 if block <= 181 else torch.int32)
+    assert torch.equal(actual.long(), want)
     rows = np.sort(rng.permutation(blocks)[: blocks // 2])
     assert torch.equal(
         block_pairs(masks, block, blocks, rows).long(), want[:, torch.from_numpy(rows)]
     )
 
 
-def test_counts_of_a_bitmap_are_exact_whatever_is_added_up_at_once(monkeypatch):
+def test_bitmap_counts_are_exact_for_any_number_of_rows_per_pass(monkeypatch):
     masks = [SequenceMask.causal(1 << 16, 1 << 16)]
     blocks = 512
     work = MaskWork.make(masks, 128, bitmap=True)
     bits = torch.ones(1, 2, blocks, blocks, dtype=torch.bool).tril()
     bits[0, 1, 7, 3] = False
     for at_once in (1, 1000, 1 << 24):
-        monkeypatch.setattr(index_module, "_COUNTED_AT_ONCE", at_once)
+        monkeypatch.setattr(index_module, "_BITS_PER_PASS", at_once)
         counts = BlockBitmap.whole(128, bits).counts(work)
-        # More than float32 holds exactly.
+        # More than float32 represents exactly.
         assert counts.pairs.tolist() == [[masks[0].pairs, masks[0].pairs - 128 * 128]]
         assert counts.blocks.tolist() == [[512 * 513 // 2, 512 * 513 // 2 - 1]]
 
 
 @pytest.mark.parametrize("kind", ["both", "bitmap", "gated"])
-def test_an_index_comes_back_from_disk(tmp_path, kind):
+def test_saving_and_loading_restores_an_index(tmp_path, kind):
     index = make_index(kind, np.random.default_rng(0), 2, 3, 100, 16)
     index.save(tmp_path / "index.npz")
     again = load_index(tmp_path / "index.npz")
@@ -129,7 +129,7 @@ def test_an_index_comes_back_from_disk(tmp_path, kind):
     assert index.same_as(again)
 
 
-def test_comparing_ignores_how_wide_columns_are_filled():
+def test_comparison_ignores_the_padding_of_columns():
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
     wider = VerticalSlash(
         16,
@@ -147,13 +147,13 @@ def test_comparing_ignores_how_wide_columns_are_filled():
     assert not index.same_as(make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
 
 
-def test_the_same_lines_of_other_blocks_are_another_index():
+def test_indices_with_different_block_sizes_differ():
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
     assert not index.same_as(replace(index, block=32))
     assert not index.same_as(replace(index, blocks=index.blocks + 1))
 
 
-def test_an_index_lies_where_it_was_told_to(tmp_path):
+def test_save_writes_to_exactly_the_given_path(tmp_path):
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
     index.save(tmp_path / "index.layer-3")
     assert [file.name for file in tmp_path.iterdir()] == ["index.layer-3"]
@@ -182,11 +182,11 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("what", FOREIGN)
-def test_a_file_that_is_no_index_is_refused(tmp_path, what):
+@pytest.mark.parametrize("content", FOREIGN)
+def test_loading_refuses_a_file_without_an_index(tmp_path, content):
     path = tmp_path / "other.npz"
     with path.open("wb") as file:
-        FOREIGN[what](file)
+        FOREIGN[content](file)
     with pytest.raises(ValueError, match="holds no index") as caught:
         load_index(path)
     assert str(caught.value) == f"{path}: holds no index of mtrain."
@@ -203,21 +203,21 @@ def geometry(masks: list[SequenceMask]) -> BlockGeometry:
     return BlockGeometry.make(masks, everywhere, everywhere, 16)
 
 
-def test_positions_beyond_the_tensors_keep_no_block_from_being_full_and_padding_does():
+def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
     documents = np.repeat([0, 1, 2], [20, 16, 5])
-    found = geometry(
+    actual = geometry(
         [
             SequenceMask.from_documents(documents, 41),
             SequenceMask.causal(41, 41),
             SequenceMask.causal(40, 41),
         ]
     )
-    assert found.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
-    assert found.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
+    assert actual.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
+    assert actual.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
 
 
 @pytest.mark.parametrize("padded", [41, 48])
-def test_a_mask_is_plain_without_documents_and_padding_alone(padded):
+def test_a_mask_is_plain_only_without_documents_and_padding(padded):
     whole, short = SequenceMask.causal(padded, padded), SequenceMask.causal(padded - 1, padded)
     documents = SequenceMask.from_documents(np.repeat([0, 1], [20, padded - 20]), padded)
     assert geometry([whole, whole]).plain

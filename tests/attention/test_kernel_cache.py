@@ -1,4 +1,4 @@
-"""Where FlashAttention-4 keeps what it compiles: a folder that only this user writes to, unless the user decided otherwise."""
+"""FlashAttention-4's cache is a private folder of the user, unless the user decides otherwise."""
 
 import contextlib
 import fcntl
@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from mtrain_cli.attention import flash4, kernel_cache
-from mtrain_cli.attention.kernel_cache import ENABLED, FOLDER, kernels_kept
+from mtrain_cli.attention.kernel_cache import ENABLED, FOLDER, persistent_kernel_cache
 
 DENSE = "mtrain_cli.kernels.flash4.dense"
 
 
 @pytest.fixture
-def temporary(monkeypatch, tmp_path):
-    """The folder of this user in a new temporary folder."""
+def user_folder(monkeypatch, tmp_path):
+    """This user's folder in a new temporary folder."""
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.delenv(ENABLED, raising=False)
     monkeypatch.delenv(FOLDER, raising=False)
@@ -27,82 +27,82 @@ def temporary(monkeypatch, tmp_path):
     return tmp_path / f"mtrain-{os.getuid()}"
 
 
-def kept() -> str | None:
-    """Where kernels would be kept."""
+def cache_in_use() -> str | None:
+    """Return the cache folder in effect, or None."""
     before = dict(os.environ)
-    with kernels_kept():
-        found = os.environ.get(FOLDER) if os.environ.get(ENABLED) == "1" else None
+    with persistent_kernel_cache():
+        cache = os.environ.get(FOLDER) if os.environ.get(ENABLED) == "1" else None
     assert dict(os.environ) == before
-    return found
+    return cache
 
 
-def test_kernels_are_kept_in_a_folder_of_the_user(temporary):
-    first = kept()
+def test_the_cache_is_a_private_folder_of_the_user(user_folder):
+    first = cache_in_use()
     assert first is not None
-    assert Path(first).parent == temporary
-    assert temporary.stat().st_mode & 0o777 == 0o700
+    assert Path(first).parent == user_folder
+    assert user_folder.stat().st_mode & 0o777 == 0o700
     assert Path(first).stat().st_mode & 0o777 == 0o700
-    assert kept() == first, "found again by the next run"
+    assert cache_in_use() == first, "the next run finds it again"
     other = os.open(first, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(other)
 
 
-@pytest.mark.parametrize("what", ["masks", *kernel_cache._COMPILERS, "cuda", "gpu"])
-def test_another_version_of_what_kernels_are_made_of_has_another_folder(
-    temporary, monkeypatch, what
-):
-    first = kept()
+@pytest.mark.parametrize("changed", ["masks", *kernel_cache._COMPILERS, "cuda", "gpu"])
+def test_every_input_of_compilation_changes_the_folder(user_folder, monkeypatch, changed):
+    first = cache_in_use()
     assert first is not None
     version = kernel_cache._version
-    if what == "masks":
-        (temporary / "flash4").mkdir()
-        (temporary / "flash4/dense.py").write_text("masks")
-        monkeypatch.setattr(kernel_cache, "resource_dir", lambda name: temporary)  # noqa: ARG005
-    elif what == "cuda":
+    if changed == "masks":
+        (user_folder / "flash4").mkdir()
+        (user_folder / "flash4/dense.py").write_text("masks")
+        monkeypatch.setattr(kernel_cache, "resource_dir", lambda name: user_folder)  # noqa: ARG005
+    elif changed == "cuda":
         monkeypatch.setattr(torch.version, "cuda", "99")
-    elif what == "gpu":
+    elif changed == "gpu":
         monkeypatch.setattr(kernel_cache, "_gpu", lambda: ["NVIDIA B200", "10.0", "148"])
     else:
         monkeypatch.setattr(
-            kernel_cache, "_version", lambda package: "99" if package == what else version(package)
+            kernel_cache,
+            "_version",
+            lambda package: "99" if package == changed else version(package),
         )
-    assert kept() not in (None, first)
+    assert cache_in_use() not in (None, first)
 
 
-@pytest.mark.usefixtures("temporary")
-def test_what_the_user_says_stands(monkeypatch, tmp_path):
+@pytest.mark.usefixtures("user_folder")
+def test_the_users_settings_take_precedence(monkeypatch, tmp_path):
     monkeypatch.setenv(FOLDER, str(tmp_path / "mine"))
-    assert kept() == str(tmp_path / "mine")
+    assert cache_in_use() == str(tmp_path / "mine")
     monkeypatch.setenv(ENABLED, "0")
-    assert kept() is None
+    assert cache_in_use() is None
 
 
 @pytest.mark.parametrize("spoiled", ["link", "file", 0o777, 0o770, 0o707, 0o750])
-def test_a_folder_that_others_can_enter_is_not_used(temporary, spoiled):
+def test_a_folder_open_to_others_is_not_used(user_folder, spoiled):
     if spoiled == "link":
-        (temporary.parent / "theirs").mkdir(mode=0o700)
-        temporary.symlink_to(temporary.parent / "theirs")
+        (user_folder.parent / "theirs").mkdir(mode=0o700)
+        user_folder.symlink_to(user_folder.parent / "theirs")
     elif spoiled == "file":
-        temporary.write_text("")
+        user_folder.write_text("")
     else:
-        temporary.mkdir()
-        temporary.chmod(spoiled)
-    assert kept() is None
+        user_folder.mkdir()
+        user_folder.chmod(spoiled)
+    assert cache_in_use() is None
 
 
-def test_a_folder_of_another_user_is_not_used(temporary, monkeypatch):
-    temporary.mkdir(mode=0o700)
+def test_a_folder_of_another_user_is_not_used(user_folder, monkeypatch):
+    user_folder.mkdir(mode=0o700)
     theirs = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: theirs)
-    temporary.rename(temporary.parent / f"mtrain-{theirs}")
-    assert kept() is None
+    user_folder.rename(user_folder.parent / f"mtrain-{theirs}")
+    assert cache_in_use() is None
 
 
-@pytest.mark.usefixtures("temporary")
+@pytest.mark.usefixtures("user_folder")
 @pytest.mark.parametrize("refused", ["locks", "files", "temporary folder"])
-def test_a_file_system_that_does_not_serve_leaves_kernels_unkept(monkeypatch, refused):
+def test_no_cache_on_a_file_system_without_locks(monkeypatch, refused):
     def refuse(*args, **words):  # noqa: ARG001
         raise OSError
 
@@ -112,12 +112,12 @@ def test_a_file_system_that_does_not_serve_leaves_kernels_unkept(monkeypatch, re
         monkeypatch.setattr(os, "open", refuse)
     else:
         monkeypatch.setattr(tempfile, "gettempdir", refuse)
-    assert kept() is None
+    assert cache_in_use() is None
 
 
-def test_flash_attention_is_told_before_it_is_imported(temporary, monkeypatch):
-    """It reads both variables at its import."""
-    told = []
+def test_the_cache_is_enabled_before_flash_attention_is_imported(user_folder, monkeypatch):
+    """FlashAttention-4 reads both variables at import."""
+    settings_at_import = []
 
     class Finder:
         def find_spec(self, name, path=None, target=None):  # noqa: ARG002
@@ -127,19 +127,19 @@ def test_flash_attention_is_told_before_it_is_imported(temporary, monkeypatch):
             return None
 
         def exec_module(self, module):  # noqa: ARG002
-            told.append((os.environ.get(ENABLED), os.environ.get(FOLDER, "")))
+            settings_at_import.append((os.environ.get(ENABLED), os.environ.get(FOLDER, "")))
 
     monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
     for name in (DENSE, "mtrain_cli.kernels.flash4"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     try:
-        assert flash4._calls() is sys.modules[DENSE]
-        flash4._calls()
+        assert flash4._load_dense() is sys.modules[DENSE]
+        flash4._load_dense()
     finally:
         for name in (DENSE, "mtrain_cli.kernels.flash4"):
             sys.modules.pop(name, None)
         with contextlib.suppress(AttributeError, KeyError):
             del sys.modules["mtrain_cli.kernels"].flash4
-    ((enabled, folder),) = told
+    ((enabled, folder),) = settings_at_import
     assert enabled == "1"
-    assert Path(folder).parent == temporary
+    assert Path(folder).parent == user_folder

@@ -1,4 +1,4 @@
-"""The choice of a kernel: the best that can serve the run, never another one in silence."""
+"""The choice of a kernel: the best that serves the run, and no silent replacement."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def cuda(**changes) -> KernelRequest:
     return KernelRequest("cuda", **values, num_heads=16, num_kv_heads=2)
 
 
-def test_auto_on_a_cpu_is_sdpa_and_says_what_was_passed_over():
+def test_auto_picks_sdpa_on_a_cpu_and_names_the_skipped_kernels():
     kernel, reason = choose("auto", CPU)
     assert kernel.name == "sdpa"
     assert "flash4: needs a CUDA GPU" in reason
 
 
-def test_auto_on_hopper_is_flash4_where_it_is_installed():
+def test_auto_picks_flash4_on_hopper_if_installed():
     assert choose("auto", cuda())[0].name == ("flash4" if INSTALLED else "sdpa")
     assert choose("auto", cuda(capability=(8, 0)))[0].name == "sdpa"
 
@@ -41,7 +41,7 @@ def test_auto_on_hopper_is_flash4_where_it_is_installed():
     "changes",
     [{"dtype": "float32"}, {"deterministic": True}, {"capability": (7, 5)}, {"head_dim": 264}],
 )
-def test_auto_never_takes_the_oracle(changes):
+def test_auto_never_picks_the_reference(changes):
     with pytest.raises(
         ConfigError, match=r"train\.kernel=auto: no fast kernel .*train\.kernel=reference"
     ):
@@ -49,7 +49,7 @@ def test_auto_never_takes_the_oracle(changes):
     assert choose("reference", cuda(**changes))[1] == "as configured"
 
 
-def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
+def test_an_unusable_kernel_is_refused_and_usable_ones_are_named():
     with pytest.raises(
         ConfigError, match=r"train\.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference"
     ):
@@ -62,7 +62,7 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
         ({"capability": (8, 0)}, "compute capability 9.0"),
         ({"dtype": "float32"}, "computes bfloat16, not float32"),
@@ -75,28 +75,31 @@ def test_a_named_kernel_that_cannot_serve_is_refused_with_those_that_can():
         ({"index": IndexRequest(64, bitmap=True)}, "computes blocks of 128, not sparsity.block=64"),
     ],
 )
-def test_flash4_says_what_it_lacks(changes, words):
-    assert words in (dict(survey(cuda(**changes)))["flash4"] or "")
+def test_flash4_gives_the_reason_why_it_is_unusable(changes, reason):
+    assert reason in (dict(survey(cuda(**changes)))["flash4"] or "")
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
-def test_a_kernel_that_only_hides_what_an_index_leaves_out_says_so(name):
+def test_a_kernel_that_only_masks_the_index_says_so(name):
     request = KernelRequest(
         "cpu", None, "float64", 128, 16, 2, index=IndexRequest(64, bitmap=False)
     )
     assert choose(name, request)[1].endswith(
-        "; computes every pair and hides what the index leaves out"
+        "; computes every pair and masks what the index leaves out"
     )
     assert "hides" not in choose(name, replace(request, index=None))[1]
 
 
-def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
+def test_without_cupy_the_reason_names_pytorch(monkeypatch):
     request = KernelRequest(
         "cuda", (9, 0), "bfloat16", 128, 16, 2, index=IndexRequest(64, bitmap=False)
     )
     for absent, ending in (
         (None, "as configured"),
-        ("CuPy is not installed", "by PyTorch, since CuPy is not installed"),
+        (
+            "CuPy is not installed",
+            "PyTorch packs columns and lists blocks, since CuPy is not installed",
+        ),
     ):
         monkeypatch.setattr(
             kernel_registry, "cupy_unsupported_reason", lambda absent=absent: absent
@@ -104,17 +107,18 @@ def test_kernels_without_cupy_say_who_does_its_work(monkeypatch):
         assert choose("triton", request)[1].endswith(ending)
 
 
-def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(monkeypatch):
+def test_flash4_serves_an_index_if_triton_can_compute_the_columns(monkeypatch):
     installed = {"triton", "flash_attn", "flash_attn.cute"}
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: name if name in installed else None
     )
-    monkeypatch.setattr(flash4, "_broken", lambda: None)
+    monkeypatch.setattr(flash4, "_load_error", lambda: None)
     request = cuda(index=IndexRequest(128, bitmap=False))
     assert choose("auto", request)[0].name == "flash4"
     with pytest.raises(
         ConfigError,
-        match=r"train\.kernel=flash4: computes blocks of 128, not .*; usable here: triton, reference",
+        match=r"train\.kernel=flash4: computes blocks of 128, not .*; "
+        r"usable here: triton, reference",
     ):
         choose("flash4", cuda(index=IndexRequest(64, bitmap=False)))
     installed.remove("triton")
@@ -122,15 +126,15 @@ def test_flash4_serves_an_index_of_its_blocks_where_triton_computes_the_columns(
     assert dict(survey(cuda()))["flash4"] is None
 
 
-def test_flash4_that_does_not_load_is_passed_over_with_the_reason(monkeypatch):
-    """Its libraries are wheels of several CUDA versions, which are installed wrongly easily."""
+def test_flash4_that_fails_to_load_is_skipped_with_the_reason(monkeypatch):
+    """Its libraries come as wheels for several CUDA versions, which are easily mixed up."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
     def load():
         raise RuntimeError("No CTK flavor installed\nfor this library")
 
-    monkeypatch.setattr(flash4, "_calls", load)
-    flash4._broken.cache_clear()
+    monkeypatch.setattr(flash4, "_load_dense", load)
+    flash4._load_error.cache_clear()
     try:
         reason = (
             "flash-attn-4 is installed, but does not load: RuntimeError: No CTK flavor installed"
@@ -140,4 +144,4 @@ def test_flash4_that_does_not_load_is_passed_over_with_the_reason(monkeypatch):
         assert kernel.name != "flash4"
         assert reason in why
     finally:
-        flash4._broken.cache_clear()
+        flash4._load_error.cache_clear()

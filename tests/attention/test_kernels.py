@@ -1,4 +1,4 @@
-"""Every kernel that runs on the CPU equals the float64 oracle: output, lse and all gradients, with empty rows and uneven sizes."""
+"""Every CPU kernel equals the float64 oracle, with empty rows and uneven sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALE = 0.3
 
 
 def problem(seed: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64):
-    """Two sequences with documents and padding, seen from shards of queries and keys that leave some rows without any key."""
+    """Make two sequences with documents and padding; the shards leave some rows without keys."""
     rng = np.random.default_rng(seed)
     padded = int(rng.integers(2, 90))
     queries, keys = (np.sort(rng.permutation(padded)[: max(1, padded // 2)]) for _ in range(2))
@@ -62,7 +62,7 @@ def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, see
     torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
     torch.testing.assert_close(lse, want_lse, atol=1e-10, rtol=0)
     want = ReferenceKernel().backward(dout, q, k, v, want_out, want_lse, None, tiles, SCALE)
-    # Queries of another worker come with delta and without out.
+    # Queries from another worker arrive with delta, without out.
     for whole_out, delta in ((out, None), (None, row_delta(out, dout))):
         got = SdpaKernel().backward(dout, q, k, v, whole_out, lse, delta, tiles, SCALE)
         for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
@@ -71,7 +71,10 @@ def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, see
 
 @pytest.mark.parametrize(("heads", "kv_heads", "documents"), [(4, 4, 1), (4, 1, 1), (4, 2, 4)])
 def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_heads, documents):
-    """Rounding a normal number once to bfloat16 costs 1.7e-3 on average; rounding every piece and every tile costs 4.7e-3."""
+    """Rounding a normal number to bfloat16 costs 1.7e-3 on average.
+
+    Rounding every piece and every tile costs 4.7e-3.
+    """
     torch.manual_seed(0)
     seq, everywhere = 1536, np.arange(1536)
     ids = np.sort(np.random.default_rng(0).integers(0, documents, seq))
@@ -94,7 +97,7 @@ def test_gradients_of_bfloat16_inputs_on_the_cpu_are_rounded_once(heads, kv_head
     ("dtype", "precision"), [(torch.bfloat16, 2e-7), (torch.float32, 2e-7), (torch.float64, 1e-15)]
 )
 @pytest.mark.parametrize("kind", ["even", "one element", "two far apart", "nearly zero", "zero"])
-def test_the_stand_in_for_out_gives_delta(dtype, precision, kind):
+def test_the_surrogate_out_gives_delta(dtype, precision, kind):
     torch.manual_seed(0)
     out, dout = (torch.randn(2, 50, 3, 64, dtype=torch.float64) for _ in range(2))
     if kind in ("one element", "two far apart"):
@@ -104,15 +107,15 @@ def test_the_stand_in_for_out_gives_delta(dtype, precision, kind):
         dout *= 1e-34 if kind == "nearly zero" else 0
     out, dout = out.to(dtype), dout.to(dtype)
     delta = row_delta(out, dout)
-    made = sdpa._stand_in(dout, delta)
-    assert made.dtype == dtype
-    assert bool(made.isfinite().all())
-    again = row_delta(made, dout)
+    surrogate = sdpa._surrogate_out(dout, delta)
+    assert surrogate.dtype == dtype
+    assert bool(surrogate.isfinite().all())
+    again = row_delta(surrogate, dout)
     assert ((again - delta).abs() <= precision * delta.abs() + torch.finfo(again.dtype).tiny).all()
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_merging_parts_gives_the_whole(seed):
+def test_merged_parts_equal_the_whole(seed):
     spans, q, k, v, _ = problem(seed, 4, 2)
     kernel, keys = ReferenceKernel(), k.shape[1]
     want_out, want_lse = kernel.forward(q, k, v, Tiles.make(spans), SCALE)
@@ -128,7 +131,7 @@ def test_merging_parts_gives_the_whole(seed):
     torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=0)
 
 
-def test_merging_survives_scores_far_apart():
+def test_merging_handles_very_different_scores():
     out, lse = torch.zeros(1, 2, 1, 1), torch.tensor([[[-400.0, 400.0]]])
     merge(out, lse, torch.ones(1, 2, 1, 1), torch.tensor([[[400.0, -400.0]]]))
     assert out.flatten().tolist() == [1.0, 0.0]
@@ -136,7 +139,7 @@ def test_merging_survives_scores_far_apart():
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_block_lists_are_the_blocks_of_the_mask(seed):
+def test_block_lists_equal_the_mask(seed):
     spans, q, k, _, _ = problem(seed, 4, 4)
     tiles = Tiles.make(spans)
     block = 8

@@ -1,4 +1,4 @@
-"""Spans and slices describe exactly the pairs that the definition of the mask allows."""
+"""Spans and slices describe exactly the pairs that the mask's definition allows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_cli.attention.mask import KeySlice, KeySpans, SequenceMask
 
 @st.composite
 def problems(draw):
-    """A packed sequence, and any ascending sets of query and key positions."""
+    """A packed sequence, and any ascending query and key positions."""
     padded = draw(st.integers(1, 40))
     length = draw(st.integers(1, padded))
     ids = np.sort(np.array(draw(st.lists(st.integers(0, 4), min_size=length, max_size=length))))
@@ -29,7 +29,7 @@ def by_definition(ids: np.ndarray, queries: np.ndarray, keys: np.ndarray) -> np.
 
 @settings(max_examples=300, deadline=None)
 @given(problems())
-def test_spans_are_the_definition(problem):
+def test_spans_equal_the_definition(problem):
     ids, padded, queries, keys = problem
     spans = SequenceMask.from_documents(ids, padded).spans(queries, keys)
     slots = np.arange(len(keys))
@@ -52,7 +52,7 @@ def test_slices_cover_each_allowed_pair_once_and_nothing_else(problem):
 
 @settings(max_examples=100, deadline=None)
 @given(problems())
-def test_pairs_of_a_sequence_are_those_of_its_spans(problem):
+def test_the_pairs_of_a_sequence_equal_those_of_its_spans(problem):
     ids, padded, _, _ = problem
     mask = SequenceMask.from_documents(ids, padded)
     everywhere = np.arange(padded)
@@ -76,7 +76,7 @@ def test_a_document_is_one_slice():
     ]
 
 
-def test_nothing_seen_gives_no_slices():
+def test_an_empty_mask_has_no_slices():
     assert KeySpans(np.zeros(4, np.int64), np.zeros(4, np.int64), 9).slices() == []
 
 

@@ -1,4 +1,4 @@
-"""What the kernels hold under an index has the size that the closed form of a step's memory tells."""
+"""What kernels allocate under an index has the size that the memory estimate predicts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
-from mtrain_cli.attention.triton_kernel import make_plan
+from mtrain_cli.attention.triton_kernel import make_tile_plan
 from mtrain_cli.config.compose import compose
 from mtrain_cli.training.memory import IndexShape, kernel_backward
 
@@ -25,12 +25,13 @@ def shape_of(p: Problem) -> IndexShape:
         0 if isinstance(index, BlockBitmap) else pack_columns(p.k, p.v, p.tiles)[0][..., 0].numel()
     )
     return IndexShape(
-        sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0, kept=0, counted=0, columns=columns, ways=1,
+        sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0,
+        kept=0, counted=0, columns=columns, ways=1,
         rings=False, gathered=False,
     )  # fmt: skip
 
 
-def own_bytes(kernel: str, p: Problem, index: IndexShape | None) -> int:
+def kernel_bytes(kernel: str, p: Problem, index: IndexShape | None) -> int:
     model = dataclasses.replace(
         compose(["model=tiny"]).model, num_heads=4, num_kv_heads=2, head_dim=16
     )
@@ -53,67 +54,67 @@ SHAPE = {
 }
 
 
-def test_the_lists_of_a_call_have_the_size_that_is_told():
+def test_block_lists_have_the_estimated_size():
     p = make_problem(0, "bitmap", **SHAPE)
-    plan = make_plan(p.tiles, backward=True)
-    assert own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None) == size(
-        plan.lines, plan.lines_t
+    plan = make_tile_plan(p.tiles, backward=True)
+    assert kernel_bytes("triton", p, shape_of(p)) - kernel_bytes("triton", p, None) == size(
+        plan.entries, plan.entries_t
     )
     for transposed in (False, True):
         lists = index_lists(p.tiles, transposed)
-        assert own_bytes("flash4", p, shape_of(p)) - own_bytes("flash4", p, None) == size(
+        assert kernel_bytes("flash4", p, shape_of(p)) - kernel_bytes("flash4", p, None) == size(
             lists["partial"], lists["full"]
         )
 
 
-def test_lists_of_so_many_diagonals_have_the_size_that_is_told():
+def test_lists_bounded_by_diagonals_have_the_estimated_size():
     p = make_problem(0, "both", **SHAPE)
     lists = index_lists(p.tiles, transposed=True)
-    few = dataclasses.replace(shape_of(p), diagonals=p.tiles.index.most)
+    few = dataclasses.replace(shape_of(p), diagonals=p.tiles.index.max_slashes)
     queries, keys = (t.shape[0] * t.shape[1] for t in (p.q, p.k))
     assert 4 * few.listed(queries, keys) == size(lists["partial"], lists["full"])
-    # As many numbers where a rank has half of the heads, and the tokens of two.
+    # A rank with half of the heads and the tokens of two has as many numbers.
     halves = dataclasses.replace(few, ways=2)
     assert halves.listed(queries // 2, keys) == few.listed(queries, keys) // 2
 
 
 @pytest.mark.parametrize("kernel", ["flash4", "triton"])
-def test_what_is_kept_of_an_index_has_the_size_that_is_told(kernel):
+def test_the_index_cache_has_the_estimated_size(kernel):
     p = make_problem(0, "both", **{**SHAPE, "where": "striped queries"})
     shape = shape_of(p)
     for _ in ("forward", "backward"):
         plan, packed = (
-            make_plan(p.tiles, slashes=kernel == "triton"),
+            make_tile_plan(p.tiles, slashes=kernel == "triton"),
             pack_columns(p.k, p.v, p.tiles),
         )
         add_column_gradients(p.k, p.v, packed[0][None], packed[1][None], p.tiles)
         kept = {
             t.data_ptr(): size(t)
-            for t in tree_iter(p.tiles.of_index)
+            for t in tree_iter(p.tiles.index_cache)
             if t.data_ptr() != p.tiles.index.columns.data_ptr()
         }
-        assert {t.data_ptr() for t in (plan.columns_upto, local_columns(p.tiles)[1])} <= set(kept)
-        # Columns whose number is no multiple of a tile are copied, too; an estimate takes settings that fill tiles.
+        assert {t.data_ptr() for t in (plan.columns_below, local_columns(p.tiles)[1])} <= set(kept)
+        # Columns that do not fill a tile are copied, too; the estimate assumes that they do.
         assert shape.derived(kernel) == sum(kept.values()) - size(plan.column_positions)
     steps = make_problem(0, "both", **{**SHAPE, "where": "striped"}).tiles
-    assert not make_plan(steps).column_positions.equal(plan.column_positions)
-    assert not steps.of_index
-    assert make_plan(p.tiles, slashes=False).columns_upto is plan.columns_upto, (
-        "what is kept is not made again"
+    assert not make_tile_plan(steps).column_positions.equal(plan.column_positions)
+    assert not steps.index_cache
+    assert make_tile_plan(p.tiles, slashes=False).columns_below is plan.columns_below, (
+        "the cache is reused"
     )
-    other = p.tiles.under(
+    other = p.tiles.with_index(
         dataclasses.replace(p.tiles.index, columns=p.tiles.index.columns[..., 1:])
     )
-    assert not make_plan(other).columns_upto.equal(plan.columns_upto), (
-        "another index shares nothing"
+    assert not make_tile_plan(other).columns_below.equal(plan.columns_below), (
+        "another index has a cache of its own"
     )
 
 
-def test_the_columns_of_a_call_have_the_size_that_is_told():
+def test_packed_columns_have_the_estimated_size():
     p = make_problem(0, "both", **SHAPE)
-    plan, packed = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    plan, packed = make_tile_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
     rows = torch.zeros(p.q.shape[0], p.q.shape[2], p.q.shape[1])
     gradients = sparse.backward_columns(p.dout, p.q, packed, rows, rows, plan, 1.0)
     held = size(*packed, *gradients, plan.covered, *local_columns(p.tiles))
-    told = own_bytes("triton", p, shape_of(p)) - own_bytes("triton", p, None)
-    assert held <= told <= 1.2 * held
+    estimate = kernel_bytes("triton", p, shape_of(p)) - kernel_bytes("triton", p, None)
+    assert held <= estimate <= 1.2 * held

@@ -1,4 +1,4 @@
-"""Packed columns: gathered from where the index says, and their gradients added back to the same places and no others."""
+"""Packed columns are gathered by the index, and their gradients return to the same places only."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mtrain_cli.attention.packed_columns import add_column_gradients, local_colu
 
 @pytest.mark.parametrize("where", ["whole", "striped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_of_columns_are_added_where_they_were_gathered(where, dtype):
+def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
     p = make_problem(
         0, "both", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where=where
     )
     columns, slots = local_columns(p.tiles)
     packed = pack_columns(p.k, p.v, p.tiles)
-    # Whole numbers: sums are exact in both dtypes. Places without a column hold what must not be used.
+    # Whole numbers sum exactly in both dtypes. Empty places hold NaN, which must not be used.
     parts = [torch.randint(-3, 4, (2, *t.shape)).float() for t in packed]
     for part in parts:
         part[:, slots < 0] = float("nan")
@@ -25,15 +25,15 @@ def test_gradients_of_columns_are_added_where_they_were_gathered(where, dtype):
     want = [t.clone() for t in got]
     add_column_gradients(*got, *parts, p.tiles)
     keys = p.tiles.positions()[1].tolist()
-    found = 0
+    num_columns = 0
     for b, h, place in torch.cartesian_prod(*(torch.arange(n) for n in slots.shape)).tolist():
         if int(columns[b, h, place]) not in keys:
             assert slots[b, h, place] == -1
             continue
-        found += 1
+        num_columns += 1
         key = keys.index(int(columns[b, h, place]))
         for source, kept, target, part in zip((p.k, p.v), packed, want, parts, strict=True):
             assert torch.equal(kept[b, h, place], source[b, key, h // 2])
             target[b, key, h // 2] += part[:, b, h, place].sum(0).to(dtype)
-    assert 0 < found < slots.numel()
+    assert 0 < num_columns < slots.numel()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,4 +1,4 @@
-"""Every sparse kernel equals the float64 oracle under a dynamic index: output, lse and all gradients."""
+"""Every sparse kernel equals the float64 oracle under a dynamic index, gradients included."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mtrain_cli.attention.packed_columns import pack_columns
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.attention.triton_kernel import make_plan
+from mtrain_cli.attention.triton_kernel import make_tile_plan
 
 SCALE = 0.3
 KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "local bitmap")
@@ -28,16 +28,16 @@ def check(kernel, problem, tolerance: float) -> None:
     want_out, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
     assert torch.equal(torch.isneginf(lse), torch.isneginf(want_lse)), (
-        "rows that see nothing, and only they, have lse -inf"
+        "exactly the rows without keys have lse -inf"
     )
     torch.testing.assert_close(out.double(), want_out, atol=tolerance, rtol=0)
     seen = ~torch.isneginf(want_lse)
     torch.testing.assert_close(lse.double()[seen], want_lse[seen], atol=tolerance, rtol=0)
-    # As under a ring, where other workers contribute to the row: its final lse is larger than what these keys give.
+    # As in a ring, where other workers contribute: the final lse exceeds that of these keys.
     final = want_lse + 0.5
     delta = (want_out * dout).sum(-1).transpose(1, 2)
     want = ReferenceKernel().backward(dout, q, k, v, want_out, final, delta, p.tiles, SCALE)
-    # Queries of another worker come with delta and without out.
+    # Queries from another worker arrive with delta, without out.
     got = kernel.backward(p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, SCALE)
     for name, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
         torch.testing.assert_close(
@@ -45,7 +45,8 @@ def check(kernel, problem, tolerance: float) -> None:
         )
 
 
-# The interpreter takes seconds a case: shards of every sort for the indices that have everything, the rest is slow.
+# The interpreter takes seconds per case: test every shard for the richest indices; the rest is
+# marked slow.
 SHARDS = [
     pytest.param(
         kind,
@@ -85,16 +86,16 @@ def test_triton_equals_the_oracle(kind, documents, where):
     ("kind", "where"), [("gated", "whole"), ("local gated", "striped"), ("gated", "later queries")]
 )
 @pytest.mark.parametrize("name", ["triton", "sdpa"])
-def test_a_gate_of_every_query_is_exact(name, kind, where):
+def test_query_gates_are_exact(name, kind, where):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     kernel = TritonKernel() if name == "triton" else SdpaKernel()
     p = make_problem(
         6, kind, seq=117, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
-    assert not torch.equal(p.tiles.seen(), p.tiles.under(whole_blocks(p.tiles.index)).seen()), (
-        "gates matter"
-    )
+    assert not torch.equal(
+        p.tiles.seen(), p.tiles.with_index(without_gates(p.tiles.index)).seen()
+    ), "the gates hide pairs"
     if name == "triton":
         check(kernel, p, 1e-5)
         return
@@ -109,11 +110,11 @@ def test_a_gate_of_every_query_is_exact(name, kind, where):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=0)
 
 
-def whole_blocks(index: GatedBitmap) -> BlockBitmap:
+def without_gates(index: GatedBitmap) -> BlockBitmap:
     return BlockBitmap(index.block, index.blocks, index.bits, index.rows)
 
 
-def small(dtype: torch.dtype = torch.float32) -> Problem:
+def small_problem(dtype: torch.dtype = torch.float32) -> Problem:
     return make_problem(
         4,
         "both",
@@ -128,10 +129,10 @@ def small(dtype: torch.dtype = torch.float32) -> Problem:
     )
 
 
-def test_triton_derives_delta_where_none_is_given():
+def test_triton_computes_delta_if_none_is_given():
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
-    p = small()
+    p = small_problem()
     q, k, v, dout = (t.double() for t in (p.q, p.k, p.v, p.dout))
     out, lse = ReferenceKernel().forward(q, k, v, p.tiles, SCALE)
     got = TritonKernel().backward(
@@ -145,7 +146,7 @@ def test_triton_derives_delta_where_none_is_given():
 
 @pytest.mark.parametrize("kind", ["both", "bitmap"])
 @pytest.mark.parametrize("given", [False, True])
-def test_triton_takes_a_part_of_the_heads_as_it_lies(kind, given):
+def test_triton_accepts_strided_heads(kind, given):
     from mtrain_cli.attention.triton_kernel import TritonKernel
 
     p = make_problem(
@@ -163,29 +164,29 @@ def test_triton_takes_a_part_of_the_heads_as_it_lies(kind, given):
         assert torch.equal(a, b)
 
 
-def test_triton_continues_with_columns_what_blocks_gave():
+def test_triton_columns_continue_from_the_blocks():
     from mtrain_cli.kernels.triton import sparse
 
-    p = small()
-    plan, columns = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    p = small_problem()
+    plan, columns = make_tile_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
     out, lse = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE)
     delta = sparse.row_delta(out, p.dout)
     torch.testing.assert_close(delta, (out * p.dout).sum(-1).transpose(1, 2), atol=1e-5, rtol=0)
     rest = (lse, delta, plan, SCALE)
     whole = sparse.backward_queries(p.dout, p.q, p.k, p.v, columns, *rest)
     blocks = sparse.backward_queries(p.dout, p.q, p.k, p.v, None, *rest)
-    assert (whole - blocks).abs().max() > 0.01, "columns matter here"
+    assert (whole - blocks).abs().max() > 0.01, "the columns change the result"
     both = sparse.backward_queries(
         p.dout, p.q, p.k, p.v, columns, *rest, slashes=False, partial=blocks
     )
     torch.testing.assert_close(both, whole, atol=1e-5, rtol=0)
 
 
-def test_the_result_of_blocks_goes_on_to_columns_unrounded():
+def test_the_blocks_result_reaches_the_columns_unrounded():
     from mtrain_cli.kernels.triton import sparse
 
-    p = small(torch.float16)  # Triton's interpreter multiplies no bfloat16
-    plan, columns = make_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
+    p = small_problem(torch.float16)  # Triton's interpreter cannot multiply bfloat16
+    plan, columns = make_tile_plan(p.tiles), pack_columns(p.k, p.v, p.tiles)
     blocks = sparse.forward(p.q, p.k, p.v, None, plan, SCALE, dtype=torch.float32)
     both = sparse.forward(p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=blocks)
     for a, b in zip(sparse.forward(p.q, p.k, p.v, columns, plan, SCALE), both, strict=True):
@@ -193,13 +194,13 @@ def test_the_result_of_blocks_goes_on_to_columns_unrounded():
     rounded = sparse.forward(
         p.q, p.k, p.v, columns, plan, SCALE, slashes=False, partial=(blocks[0].half(), blocks[1])
     )
-    assert not torch.equal(both[0], rounded[0]), "it would show"
+    assert not torch.equal(both[0], rounded[0]), "rounding would show"
 
 
 @pytest.mark.parametrize("kind", ["both", "slashes", "bitmap"])
 @pytest.mark.parametrize("where", ["whole", "striped"])
-def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypatch, kind, where):
-    """The oracle stands in for FlashAttention-4 and computes the blocks of the lists alone."""
+def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, where):
+    """The oracle stands in for FlashAttention-4 and computes only the listed blocks."""
     p = make_problem(
         5,
         kind,
@@ -212,7 +213,7 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
         where=where,
     )
 
-    def listed(lists: dict[str, torch.Tensor], transposed: bool) -> Tiles:
+    def blocks_of_lists(lists: dict[str, torch.Tensor], transposed: bool) -> Tiles:
         geometry = p.tiles.geometry
         rows, others = (
             (geometry.key_blocks, geometry.query_blocks)
@@ -226,12 +227,15 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
             for name in ("partial", "full"):
                 slots = lists[name][b, h, row][: lists[name + "_count"][b, h, row]].long()
                 bits[b, h, rows[row], others[slots].long()] = True
-        return p.tiles.under(BlockBitmap.whole(16, bits.transpose(-1, -2) if transposed else bits))
+        return p.tiles.with_index(
+            BlockBitmap.whole(16, bits.transpose(-1, -2) if transposed else bits)
+        )
 
     def forward(q, k, v, spans, lists, scale):
-        assert spans == (p.tiles.low, p.tiles.high), "the mask of the problem is not plain"
+        assert spans == (p.tiles.low, p.tiles.high), "this problem's mask must not be plain"
         return [
-            t.contiguous() for t in ReferenceKernel().forward(q, k, v, listed(lists, False), scale)
+            t.contiguous()
+            for t in ReferenceKernel().forward(q, k, v, blocks_of_lists(lists, False), scale)
         ]
 
     def backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
@@ -239,7 +243,7 @@ def test_flash4_equals_the_oracle_where_its_lists_are_computed_exactly(monkeypat
         return [
             t.contiguous()
             for t in ReferenceKernel().backward(
-                dout, q, k, v, out, lse, delta, listed(lists, True), scale
+                dout, q, k, v, out, lse, delta, blocks_of_lists(lists, True), scale
             )
         ]
 

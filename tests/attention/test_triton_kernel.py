@@ -1,4 +1,4 @@
-"""What the Triton kernel serves, and why not where it does not."""
+"""Which requests the Triton kernel serves, its reasons for refusing others, and its tile plan."""
 
 import pytest
 import torch
@@ -7,19 +7,20 @@ from mtrain_cli.kernels.triton import sparse
 
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose, survey
-from mtrain_cli.attention.triton_kernel import TritonKernel, make_plan
+from mtrain_cli.attention.triton_kernel import TritonKernel, make_tile_plan
 from mtrain_cli.config.schema import ConfigError
 
 
 def request(**changed) -> KernelRequest:
     default = {
-        "device": "cuda", "capability": (8, 0), "dtype": "bfloat16", "head_dim": 128, "num_heads": 16, "num_kv_heads": 2,
+        "device": "cuda", "capability": (8, 0), "dtype": "bfloat16", "head_dim": 128,
+        "num_heads": 16, "num_kv_heads": 2,
         "index": IndexRequest(128, bitmap=False),
     }  # fmt: skip
     return KernelRequest(**{**default, **changed})
 
 
-def test_it_serves_ampere_and_later_bitwise_repeatable():
+def test_it_serves_ampere_and_later_even_if_deterministic():
     assert TritonKernel().unsupported_reason(request()) is None
     assert TritonKernel().unsupported_reason(request(deterministic=True, capability=(9, 0))) is None
 
@@ -35,7 +36,7 @@ def test_it_serves_ampere_and_later_bitwise_repeatable():
         ({"index": IndexRequest(256, bitmap=True)}, "sparsity.block 256 is none of"),
     ],
 )
-def test_it_says_what_it_does_not_serve(changed, reason):
+def test_it_gives_the_reason_why_it_is_unusable(changed, reason):
     assert reason in TritonKernel().unsupported_reason(request(**changed))
 
 
@@ -60,7 +61,7 @@ def test_an_index_is_never_computed_densely_on_a_gpu():
         choose("sdpa", request(capability=(8, 0)))
 
 
-def test_absent_packages_are_named(monkeypatch):
+def test_missing_packages_are_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert TritonKernel().unsupported_reason(request()).startswith("triton is not installed")
 
@@ -68,38 +69,38 @@ def test_absent_packages_are_named(monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["bitmap", "local bitmap"])
 @pytest.mark.parametrize("where", ["whole", "striped", "later queries"])
-def test_lists_hold_what_index_and_mask_leave(kind, where, transposed):
+def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, where, transposed):
     p = make_problem(
         3, kind, seq=1609, block=16, heads=4, kv_heads=2, dim=16, documents=True, where=where
     )
     index, geometry = p.tiles.index, p.tiles.geometry
-    made = make_plan(p.tiles, backward=True)
-    lines, upto = (made.lines_t, made.upto_t) if transposed else (made.lines, made.upto)
-    assert make_plan(p.tiles).lines_t is None
+    plan = make_tile_plan(p.tiles, backward=True)
+    entries, counts = (plan.entries_t, plan.counts_t) if transposed else (plan.entries, plan.counts)
+    assert make_tile_plan(p.tiles).entries_t is None
     queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
     touched = (keys <= queries[:, None]) & (
         (keys + 1) * 16 > geometry.first_min[:, queries][..., None]
     )
     want = (index.chosen(queries, keys) & touched[:, None]).flatten(0, 1)
     want, numbers = (want.transpose(-1, -2), queries) if transposed else (want, keys)
-    assert lines.dtype == torch.int16
-    assert torch.equal(upto.long(), want.sum(-1))
-    ends = upto.flatten().tolist()
-    for row, end, on in zip(lines.flatten(0, 1), ends, want.flatten(0, 1), strict=True):
+    assert entries.dtype == torch.int16
+    assert torch.equal(counts.long(), want.sum(-1))
+    ends = counts.flatten().tolist()
+    for row, end, on in zip(entries.flatten(0, 1), ends, want.flatten(0, 1), strict=True):
         assert row[:end].tolist() == numbers[on].tolist()
 
 
-def test_lists_of_very_many_blocks_are_wider():
+def test_lists_of_many_blocks_use_int32():
     blocks, ends = 40_000, torch.tensor([39_998, 39_999], dtype=torch.int32)
     bits = torch.zeros(1, 1, 2, blocks, dtype=torch.bool)
     bits[0, 0, 0, [3, 600, 39_990]] = True
     slots = torch.full((blocks,), -1, dtype=torch.int32)
     slots[39_998:] = torch.arange(2, dtype=torch.int32)
     first = torch.zeros(1, blocks, dtype=torch.int32)
-    lines, upto = sparse.list_blocks(
+    entries, counts = sparse.list_blocks(
         bits, slots, ends, torch.arange(blocks, dtype=torch.int32), first, 16, transposed=False
     )
-    assert (lines.dtype, lines[0, 0, :3].tolist(), upto.tolist()) == (
+    assert (entries.dtype, entries[0, 0, :3].tolist(), counts.tolist()) == (
         torch.int32,
         [3, 600, 39_990],
         [[3, 0]],

@@ -57,14 +57,14 @@ def hf_folder(tmp_path: Path) -> Path:
 
 
 def mtrain(*words: str | Path, code: int = 0) -> str:
-    """Runs a command; returns what it printed on both streams."""
+    """Run a command and return its output on both streams."""
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == code, (result.output, result.exception)
     assert "Traceback" not in result.output
     return " ".join(result.output.split())
 
 
-def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
+def test_import_then_export_preserves_the_weights(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     _, state = load_model_state(tmp_path / "run")
     assert {tensor.dtype for tensor in state.values()} == {torch.float32}
@@ -77,7 +77,7 @@ def test_imported_and_exported_weights_are_the_same_bytes(hf_folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out", "run"]
 
 
-def test_one_chosen_checkpoint_is_exported(tmp_path):
+def test_a_given_checkpoint_is_exported(tmp_path):
     run = tmp_path / "run"
     config = compose.compose(MODEL)
     run.mkdir()
@@ -99,7 +99,7 @@ def test_one_chosen_checkpoint_is_exported(tmp_path):
         )
 
 
-def test_the_stretch_of_auto_yarn_is_written_as_a_number(tmp_path):
+def test_auto_yarn_factor_is_exported_as_a_number(tmp_path):
     words = [
         *MODEL,
         "seq=16k",
@@ -126,16 +126,17 @@ def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path)
     pytest.importorskip("transformers")
     output = mtrain("checkpoint", "verify", hf_folder, "--tokens", "1024")
     assert "agrees at tolerance 0.001" in output
-    # Told before it is computed, which takes long for many tokens.
+    # Progress is printed first, since computing takes long for many tokens.
     assert output.startswith(
-        "1 of 2: mtrain's logits of 1,024 tokens through 2 layers, in float32 on the CPU 2 of 2: transformers' logits"
+        "1 of 2: mtrain's logits of 1,024 tokens through 2 layers, in float32 on the CPU 2 of 2: "
+        "transformers' logits"
     )
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     output = mtrain(
         "checkpoint", "verify", tmp_path / "run", "--tokens", "32", "--tolerance", "1e-12", code=1
     )
     assert "DISAGREES at tolerance 1e-12" in output
-    assert "largest difference of a logit" in output
+    assert "largest logit difference" in output
     assert "mean KL divergence" in output
 
 
@@ -149,12 +150,12 @@ def test_verify_fails_when_weights_are_not_numbers(hf_folder):
     assert "DISAGREES" in mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=1)
 
 
-def test_verify_without_transformers_says_how_to_get_it(hf_folder, monkeypatch):
+def test_verify_without_transformers_says_how_to_install_it(hf_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert install_command("hf") in mtrain("checkpoint", "verify", hf_folder, code=2)
 
 
-def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
+def test_mistakes_are_one_line_and_leave_no_files(hf_folder, tmp_path):
     run = tmp_path / "run"
     assert "nowhere/config.json: no such file" in mtrain(
         "checkpoint", "import", tmp_path / "nowhere", run, code=2
@@ -172,7 +173,7 @@ def test_mistakes_end_in_one_line_and_leave_nothing(hf_folder, tmp_path):
 
 
 @pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
-def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path, folder):
     (tmp_path / folder).mkdir(parents=True)
     compose.save(compose.compose(MODEL), tmp_path / "run" / "resolved.yaml")
     holds_none = f"mtrain: {tmp_path / folder}: holds no checkpoint"
@@ -181,10 +182,10 @@ def test_a_run_without_a_checkpoint_is_called_so(tmp_path, folder):
     assert mtrain("checkpoint", "verify", tmp_path / "run", code=2) == holds_none
 
 
-def test_nothing_is_said_to_be_exported_of_what_is_not_there(tmp_path):
+def test_a_missing_source_is_refused(tmp_path):
     pytest.importorskip("transformers")
-    said = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
-    assert said.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run or checkpoint of a run")
+    message = mtrain("checkpoint", "verify", tmp_path / "nosuch", code=2)
+    assert message.startswith(f"mtrain: {tmp_path / 'nosuch'}: no run or checkpoint of a run")
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
@@ -199,7 +200,7 @@ def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instead(tmp_path):
+def test_a_skipped_checkpoint_is_reported_with_the_step_used_instead(tmp_path):
     run = tmp_path / "run"
     config = compose.compose(MODEL)
     run.mkdir()
@@ -211,19 +212,19 @@ def test_a_checkpoint_that_is_passed_over_is_told_and_so_is_the_step_used_instea
             {name: value.detach() for name, value in decoder_of(config.model).named_parameters()},
         )
     next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
-    said = mtrain("checkpoint", "export", run, tmp_path / "out")
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert (
         f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; using the previous checkpoint instead"
-        in said
+        in message
     )
-    assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in said
+    assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in message
     pytest.importorskip("transformers")
-    said = mtrain("checkpoint", "verify", run, "--tokens", "8")
-    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing" in said
-    assert f"{run}, step 5, in float32 on 8 random tokens" in said
+    message = mtrain("checkpoint", "verify", run, "--tokens", "8")
+    assert f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing" in message
+    assert f"{run}, step 5, in float32 on 8 random tokens" in message
 
 
-def test_a_full_disk_is_a_failure_in_one_line_and_leaves_nothing(hf_folder, tmp_path):
+def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
@@ -261,21 +262,24 @@ def test_help_shows_examples_without_importing_torch():
     for name in ("import", "export", "verify"):
         result = CliRunner().invoke(checkpoint_app, [name, "--help"])
         assert f"mtrain checkpoint {name}" in " ".join(result.output.split())
-    code = "import sys, mtrain_cli.commands.checkpoint; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = (
+        "import sys, mtrain_cli.commands.checkpoint; "
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_verify_says_in_one_line_what_transformers_refuses(hf_folder):
+def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
     config = hf_folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
-    said = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
-    assert f"{hf_folder}: mtrain reads this folder, and transformers" in said
-    assert "attention_dropout" in said
-    assert "Correct the folder's config.json" in said
+    message = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
+    assert f"{hf_folder}: mtrain reads this folder, and transformers" in message
+    assert "attention_dropout" in message
+    assert "Correct the folder's config.json" in message
 
 
 def trained_run(run: Path, *words: str) -> Path:
-    """A run that was trained to step 1: beside weights its checkpoint holds the trainer's numbers."""
+    """A run trained to step 1, whose checkpoint also holds the trainer's state."""
     config = compose.compose([*MODEL, *words])
     run.mkdir()
     compose.save(config, run / "resolved.yaml")
@@ -291,16 +295,16 @@ def ids_in(folder: Path) -> tuple[object, ...]:
     return tuple(config[f"{name}_token_id"] for name in ("bos", "eos", "pad"))
 
 
-def test_an_export_of_a_run_on_bytes_has_their_tokenizer(tmp_path):
-    said = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
-    assert said.endswith("MiB of weights tokenizer: bytes")
+def test_export_of_a_byte_run_has_the_byte_tokenizer(tmp_path):
+    message = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
+    assert message.endswith("MiB of weights tokenizer: bytes")
     assert ids_in(tmp_path / "out") == (256, 257, 258)
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
         file.name for file in (tmp_path / "out").iterdir()
     }
 
 
-def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_path):
+def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "text.md").write_text("the quick brown fox\n" * 40)
     mtrain(
@@ -316,8 +320,8 @@ def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_p
     run = trained_run(
         tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto"
     )
-    said = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert said.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert message.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
         tmp_path / "store" / "tokenizer.json"
     ).read_bytes()
@@ -328,11 +332,11 @@ def test_an_export_of_a_run_on_tokens_has_the_tokenizer_that_prepared_them(tmp_p
     )
 
 
-def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
+def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
     (tmp_path / "ids.npy").touch()
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
-    said = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert said.endswith(
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert message.endswith(
         f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; copy one with --tokenizer FOLDER"
     )
     assert ids_in(tmp_path / "out") == (None, None, None), (
@@ -341,7 +345,7 @@ def test_an_export_of_a_run_whose_tokenizer_nobody_knows_says_so(tmp_path):
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
-def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path):
+def test_export_keeps_the_tokenizer_of_an_imported_folder(hf_folder, tmp_path):
     mtrain("checkpoint", "import", hf_folder, tmp_path / "none")
     assert "no tokenizer: the imported folder has none" in mtrain(
         "checkpoint", "export", tmp_path / "none", tmp_path / "out-none"
@@ -358,7 +362,7 @@ def test_the_tokenizer_of_an_imported_folder_comes_out_again(hf_folder, tmp_path
     assert ids_in(tmp_path / "out") == (None, 7, None)
 
 
-def test_data_that_name_no_tokenizer_have_that_of_the_weights(hf_folder, tmp_path):
+def test_data_without_a_tokenizer_use_that_of_the_weights(hf_folder, tmp_path):
     (hf_folder / "tokenizer.json").write_text('{"added_tokens": [{"id": 7, "content": "<end>"}]}')
     (tmp_path / "ids.npy").touch()
     run = trained_run(
@@ -370,7 +374,7 @@ def test_data_that_name_no_tokenizer_have_that_of_the_weights(hf_folder, tmp_pat
     assert mtrain("checkpoint", "export", run, tmp_path / "out").endswith(f"tokenizer: {hf_folder}")
 
 
-def test_a_shape_that_transformers_refuses_is_told_before_anything_is_read(tmp_path):
+def test_a_shape_unsupported_by_transformers_is_reported_first(tmp_path):
     shape = [
         "model.family=llama",
         "model.qkv_bias=false",
@@ -381,6 +385,6 @@ def test_a_shape_that_transformers_refuses_is_told_before_anything_is_read(tmp_p
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     (run / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
-    said = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
-    assert "model.num_heads=3: transformers has no llama model" in said
+    message = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
+    assert "model.num_heads=3: transformers has no llama model" in message
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The command as a person meets it: help, version, mistakes, exit codes."""
+"""The command line: help, version, mistakes, exit codes."""
 
 import os
 import resource
@@ -57,7 +57,7 @@ def test_h_is_short_for_help(words):
     assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
 
 
-def test_no_words_show_the_help():
+def test_the_bare_command_shows_help():
     for words in ([], ["config"]):
         result = run(*words)
         assert (result.exit_code, result.stderr) == (0, "")
@@ -69,8 +69,8 @@ def test_the_version_is_printed():
     assert (result.returncode, result.stdout, result.stderr) == (0, f"mtrain {__version__}\n", "")
 
 
-def test_help_is_quick_and_loads_neither_torch_nor_hydra():
-    # Processor time, since what else runs here may slow the clock on the wall.
+def test_help_is_fast_and_imports_neither_torch_nor_hydra():
+    # CPU time, since other processes here may slow the wall clock.
     def processor_seconds() -> float:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
@@ -78,7 +78,10 @@ def test_help_is_quick_and_loads_neither_torch_nor_hydra():
     before = processor_seconds()
     assert process("--help").returncode == 0
     assert processor_seconds() - before < 0.5
-    code = "import sys, mtrain_cli.commands.app; print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    code = (
+        "import sys, mtrain_cli.commands.app; "
+        "print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
         == "[]\n"
@@ -86,7 +89,7 @@ def test_help_is_quick_and_loads_neither_torch_nor_hydra():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["train", "--layuot", "zigzag"],
@@ -119,12 +122,12 @@ def test_help_is_quick_and_loads_neither_torch_nor_hydra():
         (["train", "--", "--layout=zigzag"], "did you mean topology.layout=zigzag?"),
     ],
 )
-def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, said):
+def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, message):
     result = run(*words)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("mtrain: ")
-    assert said in result.stderr.replace("'", "")  # releases of typer differ in their quotes
+    assert message in result.stderr.replace("'", "")  # releases of typer differ in their quotes
     assert result.stderr.count("\n") == 1
 
 
@@ -138,8 +141,8 @@ def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
     ]
 
 
-def test_in_a_job_one_process_of_each_machine_speaks():
-    def said(rank: int, local_rank: int) -> str:
+def test_in_a_job_one_process_per_machine_prints_the_error():
+    def message(rank: int, local_rank: int) -> str:
         job = {
             "WORLD_SIZE": "4",
             "LOCAL_WORLD_SIZE": "2",
@@ -148,16 +151,16 @@ def test_in_a_job_one_process_of_each_machine_speaks():
         }
         return run("train", "seq=512q", RANK=str(rank), LOCAL_RANK=str(local_rank), **job).stderr
 
-    assert said(0, 0).startswith("mtrain: seq=512q")
-    assert said(1, 1) == ""
-    assert said(2, 0).startswith("mtrain: rank 2: seq=512q")
+    assert message(0, 0).startswith("mtrain: seq=512q")
+    assert message(1, 1) == ""
+    assert message(2, 0).startswith("mtrain: rank 2: seq=512q")
 
 
 @pytest.mark.parametrize(
     ("raised", "code"),
     [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)],
 )
-def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
+def test_exceptions_become_exit_codes(monkeypatch, raised, code):
     from mtrain_cli.config import compose
 
     def fail(*_: object, **__: object) -> None:
@@ -174,7 +177,7 @@ def test_what_a_command_raises_becomes_an_exit_code(monkeypatch, raised, code):
 @pytest.mark.parametrize(
     "module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.guarded_streams"]
 )
-def test_an_interrupt_while_modules_are_imported_ends_the_command_quietly(module):
+def test_an_interrupt_during_imports_exits_quietly(module):
     script = f"""
 import os, signal, sys
 
@@ -199,7 +202,7 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("command", ["mtrain train --cfg", "mtrain config list", "mtrain --help"])
-def test_a_reader_that_leaves_ends_a_command_quietly(command):
+def test_a_closed_pipe_ends_the_command_quietly(command):
     result = shell(f"{command} | true; exit ${{PIPESTATUS[0]}}")
     assert (result.returncode, result.stdout, result.stderr) == (141, "", "")
 
@@ -207,7 +210,7 @@ def test_a_reader_that_leaves_ends_a_command_quietly(command):
 @pytest.mark.parametrize(
     "command", ["mtrain train --cfg", "mtrain config list", "mtrain --help", "mtrain --version"]
 )
-def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
+def test_an_unwritable_result_is_one_error_line(command):
     result = shell(f"{command} > /dev/full")
     assert (result.returncode, result.stderr) == (
         1,
@@ -215,11 +218,11 @@ def test_a_result_that_cannot_be_written_is_a_failure_in_one_line(command):
     )
 
 
-def test_a_mistake_keeps_its_exit_code_where_it_cannot_be_told():
+def test_exit_code_is_kept_when_stderr_is_closed():
     assert shell("mtrain train seq=512q 2> /dev/full").returncode == 2
 
 
-def test_profile_balance_is_the_same_command_with_a_hyphen():
+def test_profile_balance_is_an_alias():
     for words in (["profile", "balance"], ["profile-balance"]):
         found = CliRunner().invoke(
             command_line.app, [*words, "--fail-above", "nothing"], prog_name="mtrain"

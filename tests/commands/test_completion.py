@@ -1,4 +1,4 @@
-"""TAB: the completer by itself, and through the protocol that the shells speak."""
+"""Shell completion, by direct calls and through the shells' protocol."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ def values(word: str, config_dir: Path | None = None) -> list[str]:
     return [value for value, _ in candidates(word, open_groups(config_dir))]
 
 
-def test_nothing_typed_offers_groups_and_top_level_keys():
+def test_an_empty_word_offers_groups_and_top_level_keys():
     groups = ("data", "model", "optim", "profile", "recipe", "run", "sparsity", "topology", "train")
     assert values("") == [f"{name}=" for name in (*groups, "seq", "seed")]
 
@@ -50,8 +50,8 @@ def test_keys_options_and_allowed_words_are_offered(word, offered):
 
 
 @pytest.mark.parametrize("word", ["topology.lay", "optim.lr", "train.compile", "data.text_key"])
-def test_a_single_match_leaves_the_shell_behind_the_equals_sign_without_a_space(word):
-    """Shells insert the common prefix of several candidates, and add a space only behind a single one."""
+def test_a_single_match_completes_up_to_the_equals_sign(word):
+    """Shells insert the common prefix of candidates, and add a space only after a single one."""
     offered = values(word)
     key = offered[0].partition("=")[0]
     assert len(offered) > 1
@@ -62,7 +62,7 @@ def test_candidates_carry_help():
     assert dict(candidates("model=", open_groups()))["model=qwen3b"].startswith("Qwen2.5-3B")
     assert (
         dict(candidates("optim.w", open_groups()))["optim.warmup_steps="]
-        == "steps of linear warm-up"
+        == "number of steps of linear warm-up; 0 = none"
     )
 
 
@@ -101,13 +101,11 @@ def test_runs_and_options_are_completed(tmp_path, monkeypatch):
         ("all,rows,x", []),
     ],
 )
-def test_the_last_name_of_a_list_is_completed_and_none_offered_twice(word, offered):
+def test_lists_complete_their_last_name_without_repeats(word, offered):
     assert in_list(("ring", "rows", "all"), word) == offered
 
 
-def test_files_are_offered_where_no_name_matches_and_bash_does_not_do_so_itself(
-    tmp_path, monkeypatch
-):
+def test_files_are_offered_when_no_name_matches_except_in_bash(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").touch()
     assert [name for name, _ in complete_clusters("h")] == ["h100_4x8", "h200_1x8"]
@@ -121,7 +119,7 @@ def test_files_are_offered_where_no_name_matches_and_bash_does_not_do_so_itself(
 
 @pytest.fixture
 def shell_path(tmp_path) -> dict[str, str]:
-    """An environment whose PATH has `mtrain` first, and whose home is empty."""
+    """An environment with `mtrain` first on PATH and an empty home folder."""
     script = tmp_path / "bin/mtrain"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -m mtrain_cli "$@"\n')
@@ -143,7 +141,7 @@ def ask(shell: str, environment: dict[str, str], **variables: str) -> str:
     return result.stdout
 
 
-def test_bash_gets_bare_values_since_it_cuts_words_at_the_equals_sign(shell_path):
+def test_bash_gets_bare_values_because_it_splits_at_the_equals_sign(shell_path):
     def offered(*words: str) -> list[str]:
         return ask(
             "bash", shell_path, COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1)
@@ -201,7 +199,7 @@ def test_own_groups_are_completed(shell_path, tmp_path):
 def test_installing_writes_a_script_that_the_shell_runs(shell, shell_path, tmp_path):
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    # A second command keeps the shell from replacing itself by mtrain, which looks for the shell that called it.
+    # A second command keeps the shell from exec-ing mtrain, which looks for its parent shell.
     install = subprocess.run(
         [shell, "-c", "mtrain --install-completion; true"],
         env=shell_path,

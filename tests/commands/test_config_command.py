@@ -27,7 +27,7 @@ def test_list_names_every_option_and_top_level_key_on_a_line_of_its_own():
     assert {"seq=...", "seed=..."} <= {words[0] for words in lines if words}
 
 
-# The default, dense attention, has no keys.
+# Dense attention, the default, has no keys.
 ABSENT = {
     "sparsity": [
         name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"
@@ -36,14 +36,17 @@ ABSENT = {
 
 
 @pytest.mark.parametrize("name", PATTERN_KEYS)
-def test_show_gives_the_keys_of_a_pattern_alone_with_their_ranges(name):
+def test_show_lists_only_the_keys_of_the_pattern_with_their_ranges(name):
     rows = {
         line.split()[0]: line for line in run("show", f"sparsity/{name}").stdout.splitlines()[1:]
     }
     assert sorted(rows) == sorted(f"sparsity.{key}" for key in ("pattern", *PATTERN_KEYS[name]))
     ranges = {
-        "sparsity.p_v": "number, above 0 and at most 1", "sparsity.block": "tokens, 16, 32, 64 or 128", "sparsity.joint": "true or false",
-        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 (lines of an index are 32-bit numbers)",
+        "sparsity.p_v": "number, above 0 and at most 1",
+        "sparsity.block": "tokens, 16, 32, 64 or 128",
+        "sparsity.joint": "true or false",
+        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 "
+        "(an index numbers its columns and slashes in 32 bits)",
         "sparsity.index_per": "query_head, kv_group",
     }  # fmt: skip
     for key, text in ranges.items():
@@ -78,7 +81,7 @@ def test_show_gives_the_values_of_that_option():
     )
 
 
-def test_a_group_alone_means_its_default_and_an_equals_sign_is_understood():
+def test_show_accepts_a_group_alone_and_an_equals_sign():
     assert (
         run("show", "model").stdout
         == run("show", "model/tiny").stdout
@@ -87,7 +90,7 @@ def test_a_group_alone_means_its_default_and_an_equals_sign_is_understood():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("modle/tiny", "no group is called modle; did you mean model?; groups: data, model, "),
         ("model/tinny", "qwen3_8b, qwen3b, qwen7b, tiny; did you mean tiny?"),
@@ -95,10 +98,10 @@ def test_a_group_alone_means_its_default_and_an_equals_sign_is_understood():
         ("", "no group is called"),
     ],
 )
-def test_an_unknown_option_is_one_line(name, said):
+def test_an_unknown_option_is_one_line(name, message):
     result = run("show", name)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_own_groups_are_listed_and_shown(tmp_path):
@@ -108,7 +111,7 @@ def test_own_groups_are_listed_and_shown(tmp_path):
     assert "mine" in run("show", "model/mine", "--config-dir", str(tmp_path)).stdout
 
 
-def test_on_a_terminal_tables_fit_80_columns_and_cut_nothing(monkeypatch):
+def test_tables_fit_80_columns_without_truncation(monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(
         "mtrain_cli.console.Console",
@@ -136,7 +139,7 @@ def test_list_names_every_key():
 @pytest.mark.parametrize(
     "option", ["data/prolong512k", "train/default", "recipe/prolong_llama8b_512k"]
 )
-def test_show_folds_at_the_width_of_the_terminal_and_cuts_nothing(option, columns, monkeypatch):
+def test_show_wraps_at_the_terminal_width_without_truncation(option, columns, monkeypatch):
     whole = run("show", option).stdout
     monkeypatch.setenv("COLUMNS", str(columns))
     folded = run("show", option).stdout

@@ -1,4 +1,4 @@
-"""`mtrain data`, as a user types it."""
+"""`mtrain data` from the command line."""
 
 import json
 import shlex
@@ -22,7 +22,7 @@ def _run(*arguments: str | Path) -> Result:
 
 
 def _mistake(*arguments: str | Path) -> str:
-    """The single line on stderr of a command that must end with code 2."""
+    """Return the only line on stderr of a command that must exit with code 2."""
     result = _run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
@@ -60,7 +60,7 @@ def test_prepare_prints_counts_and_a_next_command_that_works(
     assert open_dataset(config).num_tokens > 64
 
 
-def test_prepare_writes_its_progress_to_stderr_as_lines_when_it_is_no_terminal(
+def test_prepare_prints_progress_lines_to_stderr_without_a_terminal(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quiet = _run("prepare", corpus, tmp_path / "quiet", "--text-key", "body")
@@ -70,14 +70,14 @@ def test_prepare_writes_its_progress_to_stderr_as_lines_when_it_is_no_terminal(
     assert "tokenising: 0 of 0 MiB  50 documents, 17,750 tokens" in told.stderr.splitlines()
 
 
-def test_prepare_again_says_that_nothing_is_to_do(corpus: Path, tmp_path: Path) -> None:
+def test_repeating_prepare_reports_that_it_is_complete(corpus: Path, tmp_path: Path) -> None:
     assert _run("prepare", corpus, tmp_path / "out", "--text-key", "body").stdout.startswith(
         "Wrote"
     )
     again = _run("prepare", corpus, tmp_path / "out", "--text-key", "body")
     assert (again.exit_code, again.stdout.splitlines()[0]) == (
         0,
-        f"Already there, nothing to do: {tmp_path / 'out'}",
+        f"Already complete: {tmp_path / 'out'}",
     )
 
 
@@ -91,14 +91,14 @@ def test_show_prints_counts_lengths_and_text(corpus: Path, tmp_path: Path) -> No
     _run("prepare", corpus, tmp_path / "out", "--text-key", "body")
     result = _run("show", tmp_path / "out", "--document", "7", "--check")
     assert result.exit_code == 0, result.output
-    assert "50 documents, 17,750 tokens of" in result.stdout
+    assert "50 documents, 17,750 tokens from" in result.stdout
     assert "(checked)" in result.stdout
     assert "256 to 1,023" in result.stdout
     assert "100.0%" in result.stdout
     assert "document 7 document 7" in result.stdout
 
 
-def test_show_does_not_pass_escape_sequences_of_a_corpus_to_the_terminal(tmp_path: Path) -> None:
+def test_show_removes_escape_sequences_from_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("harm\x1b]0;title\x07ful [bold]text[/bold]")
     _run("prepare", tmp_path / "a.txt", tmp_path / "out")
     shown = _run("show", tmp_path / "out").stdout
@@ -108,12 +108,12 @@ def test_show_does_not_pass_escape_sequences_of_a_corpus_to_the_terminal(tmp_pat
 
 def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert f"SOURCE={tmp_path / 'none'}: no such file; give a .txt" in _mistake(
+    assert f"SOURCE={tmp_path / 'none'}: no such file. Give a .txt" in _mistake(
         "prepare", tmp_path / "none", out
     )
     assert "--text-key=text: " in _mistake("prepare", corpus, out)
-    assert "its keys are: body" in _mistake("prepare", corpus, tmp_path / "out2")
-    assert "--tokenizer=gpt5: no such file; give bytes, or the path" in _mistake(
+    assert "Its keys: body" in _mistake("prepare", corpus, tmp_path / "out2")
+    assert "--tokenizer=gpt5: no such file. Give bytes, or the path" in _mistake(
         "prepare", corpus, out, "--tokenizer", "gpt5"
     )
     assert "--vocab-size 5: only for --tokenizer bpe" in _mistake(
@@ -124,7 +124,7 @@ def test_mistakes_are_one_line_and_exit_code_2(corpus: Path, tmp_path: Path) -> 
     )
     assert f"holds no tokens; {allowed}" in _mistake("show", tmp_path)
     (tmp_path / "words.txt").write_text("words")
-    assert f"is no token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
+    assert f"is not a token array; {allowed}" in _mistake("show", tmp_path / "words.txt")
     assert "no such folder" in _mistake("show", tmp_path / "none")
     _run("prepare", corpus, out, "--text-key", "body")
     assert "--document 50: the store has documents 0 to 49" in _mistake(
@@ -146,7 +146,8 @@ def test_data_commands_do_not_import_torch(corpus: Path, tmp_path: Path) -> None
     out = str(tmp_path / "out")
     script = (
         "import sys\nfrom mtrain_cli.commands.data import prepare, show\nfrom pathlib import Path\n"
-        f"prepare({str(corpus)!r}, Path({out!r}), 'bytes', None, 'body')\nshow(Path({out!r}), 0, True)\n"
+        f"prepare({str(corpus)!r}, Path({out!r}), 'bytes', None, 'body')\nshow(Path({out!r}), 0, "
+        "True)\n"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     result = subprocess.run(

@@ -1,4 +1,4 @@
-"""`mtrain doctor`: works on any machine, and says what is missing and what would bring it."""
+"""`mtrain doctor` works on any machine and says what is missing and how to install it."""
 
 import io
 import json
@@ -29,7 +29,8 @@ TOPOLOGY = (
     "GPU1\tNV18\t X \tSYS\tNODE\t0-55,112-167\t0\t\tN/A\n"
     "GPU2\tSYS\tSYS\t X \tNODE\t56-111\t1\t\tN/A\n"
     "NIC0\tPIX\tNODE\tNODE\t X \t\t\t\t\n"
-    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes\n"
+    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe as well as the SMP "
+    "interconnect between NUMA nodes\n"
 )
 
 
@@ -50,7 +51,7 @@ def text(found, width=80):
     return console.file.getvalue()
 
 
-def test_the_matrix_of_nvidia_smi_is_read():
+def test_the_nvidia_smi_topology_matrix_is_parsed():
     links = parse_topology(TOPOLOGY)
     assert len(links) == 6
     assert {(link.a, link.b): link.kind for link in links} == {
@@ -65,7 +66,7 @@ def test_the_matrix_of_nvidia_smi_is_read():
     }
 
 
-def test_links_are_named_in_words_and_grouped():
+def test_links_are_described_and_grouped():
     assert describe_links(parse_topology(TOPOLOGY)) == [
         "NV18: NVLink, 18 links (0-1)",
         "SYS: PCIe and the link between sockets (0-2, 1-2)",
@@ -76,7 +77,7 @@ def test_links_are_named_in_words_and_grouped():
     assert describe_links([]) == []
 
 
-def test_it_ends_well_on_this_machine_and_shows_every_section(here):
+def test_doctor_succeeds_here_and_shows_every_section(here):
     printed = text(here)
     for word in ("Devices", "cpu ", "Versions", "torch ", "Attention kernels", "reference"):
         assert word in printed
@@ -134,7 +135,7 @@ def test_check_runs_two_processes_and_compares_the_kernels_with_the_reference():
     assert result.exit_code == 0
 
 
-def test_a_kernel_that_computes_nonsense_fails_its_check(monkeypatch):
+def test_a_wrong_kernel_fails_its_check(monkeypatch):
     from mtrain_cli.attention.sdpa import SdpaKernel
 
     right = SdpaKernel.forward

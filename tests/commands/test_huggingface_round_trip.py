@@ -1,4 +1,4 @@
-"""From a folder that transformers made, by a run of three steps, to a folder that transformers opens and generates text with."""
+"""A transformers folder is trained for three steps and exported to a folder that generates text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("family", CHANGES)
 @pytest.mark.parametrize("tokenizer", ["bytes", "own"])
-def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(
+def test_a_transformers_folder_survives_training_and_export(
     tmp_path: Path, family: str, tokenizer: str
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -35,7 +35,8 @@ def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(
     from mtrain_cli.data.tokenizers import open_tokenizer, train_bpe
 
     shape = {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
     }  # fmt: skip
     config = transformers.AutoConfig.for_model(family, **(shape | CHANGES[family]))
@@ -47,7 +48,8 @@ def test_a_folder_of_transformers_is_trained_and_comes_out_as_one(
     for number in range(3):
         (tmp_path / "docs" / f"{number}.md").write_text(f"# Title {number}\n" + TEXT * 60)
     run = mtrain(
-        tmp_path, "train", "train.init_from=hf", "data=text", "data.path=docs", "seq=256", "train.steps=3", "train.compile=false",
+        tmp_path, "train", "train.init_from=hf", "data=text", "data.path=docs", "seq=256",
+        "train.steps=3", "train.compile=false",
         "topology.device=cpu", "topology.workers=1", "run.name=run",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""`mtrain train` when one worker is killed, stopped or hangs in the middle of a ring: it ends in time and says who, and where."""
+"""`mtrain train` ends soon and names the worker and place when one dies or hangs within a ring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import mtrain_cli
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 TIMEOUT_S = 6
-# To look for the cause, to end the workers, and for a busy machine.
+# Includes finding the cause, ending the workers, and a busy machine.
 MARGIN_S = 12
 RUN = [
     "seq=192",
@@ -43,7 +43,7 @@ RUN = [
 
 @dataclass(frozen=True)
 class End:
-    """How the command ended, and how many seconds after the fault. pids: of the workers."""
+    """How the command ended, and the seconds since the fault. pids: of the workers."""
 
     code: int
     stderr: str
@@ -55,13 +55,13 @@ class End:
         return self.stderr.splitlines()
 
     def worker(self, rank: int) -> str:
-        """What is told of where a worker was, without how long ago."""
+        """Return the reported place of a worker, without the time since then."""
         (line,) = (line for line in self.lines if line.startswith(f"  rank {rank}: "))
         return re.sub(r" \(\d+ s ago\)$", "", line.removeprefix(f"  rank {rank}: "))
 
 
 def train(fault: Fault, *words: str) -> End:
-    """Runs the command in the current folder until the fault has ended it."""
+    """Run the command in the current folder until the fault ends it."""
     paths = os.pathsep.join([str(Path(mtrain_cli.__file__).parents[1]), str(LAUNCH)])
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **fault.variable()}
     command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
@@ -104,18 +104,18 @@ def check(end: End, ranks: int, within: float) -> None:
     assert end.lines[1] == "Where each worker was:"
 
 
-def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
+def test_a_worker_killed_in_a_ring_is_named_with_step_and_resume_command():
     fault = Fault(1, signal.SIGKILL, 5, "ring, layer 1, forward", "step 2 of 3")
     end = train(fault, *RING, "train.checkpoint_every=2")
     check(end, 3, within=MARGIN_S)
-    assert end.lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert end.lines[0] == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
     assert end.worker(1) == "training step 5, ring, layer 1, forward, step 2 of 3"
-    # The others have come to where they need it, and no further.
+    # The others stop where they need the lost worker's shard.
     assert re.fullmatch(
         r"training step 5, ring, layer 1, forward, step [23] of 3: waits for .*kv.*", end.worker(2)
     )
     assert re.fullmatch(
-        r"go on from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1]
+        r"resume from the checkpoint of step [24]: mtrain train --resume .*/run", end.lines[-1]
     )
 
 
@@ -124,15 +124,15 @@ def test_a_worker_killed_in_a_ring_is_named_with_the_step_and_the_way_on():
     [signal.SIGSTOP, pytest.param(HANGS, marks=pytest.mark.slow)],
     ids=["stopped", "hangs"],
 )
-def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wait(signum):
+def test_a_stuck_worker_is_blamed_instead_of_those_that_wait(signum):
     end = train(Fault(1, signum, 2, "ring, layer 0, forward", "step 2 of 3"), *RING)
     check(end, 3, within=TIMEOUT_S + MARGIN_S)
     assert end.lines[0].startswith(
-        f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that"
+        f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than this"
     )
     assert ("its process is stopped" if signum else "it hangs or is slow") in end.lines[0]
     assert end.worker(1) == "training step 2, ring, layer 0, forward, step 2 of 3"
-    # What is sent in one step is needed in the next.
+    # A shard sent in one step is needed in the next.
     assert re.fullmatch(
         "training step 2, ring, layer 0, forward, step [23] of 3: waits for kv from rank 1",
         end.worker(2),
@@ -160,7 +160,7 @@ def test_a_worker_that_does_not_go_on_in_a_ring_is_blamed_and_not_those_that_wai
     ids=["backward", "nodes", "nodes, backward"],
 )
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_every_ring_ends_that_way(words, what, step, signum):
+def test_every_ring_reports_a_lost_worker(words, what, step, signum):
     ranks = 3 if words is RING else 4
     end = train(Fault(2, signum, 2, what, step), *words)
     check(end, ranks, within=TIMEOUT_S + MARGIN_S)
@@ -172,5 +172,5 @@ def test_every_ring_ends_that_way(words, what, step, signum):
     assert end.worker(2) == f"training step 2, {what}, {step}"
     others = [end.worker(rank) for rank in range(ranks) if rank != 2]
     assert any("rank 2" in other and what in other for other in others)
-    # In the hierarchical ring two ranks need nothing more of it in that step: they wait behind it, for parameters.
+    # In the hierarchical ring, two ranks need no more of its shards: they wait later, for weights.
     assert all(re.search(f"{what}, step .*: waits for|after {what}$", other) for other in others)

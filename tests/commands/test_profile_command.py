@@ -1,4 +1,4 @@
-"""`mtrain profile`: what it prints and leaves, and what it refuses."""
+"""`mtrain profile`: output, files, and refused options."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(*words: str):
     return CliRunner().invoke(app, ["profile", *words])
 
 
-def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path):
+def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     import pandas
 
     out = tmp_path / "found" / "sparsity.parquet"
@@ -84,8 +84,8 @@ def test_sparsity_measures_every_layer_and_head_of_the_steps_asked_for(tmp_path)
     assert (found[found.pattern == "vertical_slash"].slashes >= 1).all()
 
 
-def test_sparsity_leaves_no_thread_that_keeps_modules_alive(tmp_path):
-    """Triton 3.9 warns of leaks, in 30 lines, where a thread of the loader still runs when Python ends."""
+def test_sparsity_leaves_no_thread_running(tmp_path):
+    """Triton 3.9 prints 30 lines of leak warnings if a loader thread still runs at exit."""
     before = set(threading.enumerate())
     result = run(
         "sparsity",
@@ -104,11 +104,12 @@ def test_sparsity_leaves_no_thread_that_keeps_modules_alive(tmp_path):
     assert gc.get_freeze_count() == 0
 
 
-def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
+def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     out = tmp_path / "calibration.json"
     result = run(
-        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2", "--head-dim", "16", "--block", "16",
-        "--kernel", "sdpa", "--repeats", "1", "--out", str(out),
+        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2",
+        "--head-dim", "16", "--block", "16", "--kernel", "sdpa", "--repeats", "1",
+        "--out", str(out),
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     document = json.loads(out.read_text())
@@ -135,14 +136,14 @@ def test_kernels_are_timed_beside_dense_and_leave_a_calibration(tmp_path):
     assert [half[name] for name in ("pairs", "blocks", "column_pairs")] == [
         int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
     ]
-    # A CPU computes the pairs that the index leaves out, too.
+    # A CPU also computes the pairs that the index leaves out.
     assert "TF" not in result.output
     assert half["backward_tflops"] == pytest.approx(
         10 * 16 * half["pairs"] / half["backward_ms"] / 1e9
     )
 
 
-def test_times_of_kernels_keep_to_eighty_columns():
+def test_kernel_times_fit_80_columns():
     words = (
         "kernels",
         "--seq",
@@ -166,16 +167,16 @@ def test_times_of_kernels_keep_to_eighty_columns():
     }
     assert [found.exit_code for found in shown.values()] == [0, 0]
     assert max(map(len, shown[80].stdout.splitlines())) <= 80
-    # The same calls, with fewer figures of each.
-    told = {
+    # The same calls, with fewer columns each.
+    lines_by_width = {
         width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")]
         for width, found in shown.items()
     }
-    assert len(told[80]) == len(told[200]) > 10
-    assert "TF" not in told[80][0]
+    assert len(lines_by_width[80]) == len(lines_by_width[200]) > 10
+    assert "TF" not in lines_by_width[80][0]
     assert "1/2 striped, ring step 0" in shown[80].stdout
-    assert "For want of width without" in " ".join(shown[80].stdout.split())
-    assert "For want of width" not in shown[200].stdout
+    assert "A wider terminal also shows" in " ".join(shown[80].stdout.split())
+    assert "A wider terminal" not in shown[200].stdout
 
 
 @pytest.mark.parametrize(("of_mask", "columns"), [(0.25, 6), (0.5, 7)])
@@ -210,7 +211,7 @@ def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
     ]
 
 
-def test_a_key_goes_to_the_measured_and_the_trained_pattern_that_have_it():
+def test_a_key_goes_to_every_pattern_that_has_it():
     words = ["sparsity=moba", "sparsity.chunk=512", "sparsity.p_v=0.5", "sparsity.block=64"]
     config, (measured,) = _patterns(words, "vertical_slash")
     assert (config.sparsity.pattern, config.sparsity.chunk, config.sparsity.block) == (
@@ -221,7 +222,7 @@ def test_a_key_goes_to_the_measured_and_the_trained_pattern_that_have_it():
     assert (measured.name, measured.p_v, measured.block) == ("vertical_slash", 0.5, 64)
 
 
-def test_the_calibration_that_ships_is_read_and_names_its_hardware():
+def test_the_shipped_calibration_loads_and_names_its_hardware():
     from mtrain_cli import resource_dir
 
     document = json.loads((resource_dir("profiles") / "kernels-h200.json").read_text())
@@ -239,34 +240,34 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         ),
         (
             ["kernels", "--seq", "1k", "--workers", "some"],
-            "--workers some: some is no number; give items such as 8,32",
+            "--workers some: some is not a number; give items such as 8,32",
         ),
         (
             ["kernels", "--seq", "1k", "--block", "16", "--workers", "7"],
-            "--workers 7: none of --seq 1k can be dealt to so many",
+            "--workers 7: none of --seq 1k divides into whole blocks for 7 workers",
         ),
         (
             ["kernels", "--seq", "1k", "--no-whole"],
-            "--no-whole: leaves nothing to time; give --workers N, too",
+            "--no-whole: leaves nothing to time; add --workers N",
         ),
         (["sparsity", "--pattern", "mobb"], "--pattern mobb: no such pattern; did you mean moba?"),
         (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern"),
         (["sparsity", "--pattern", ","], "names no pattern"),
         (
             ["sparsity", "sparsity.chunk=512"],
-            "sparsity.chunk=512: is a key of none of the patterns vertical_slash",
+            "sparsity.chunk=512: none of the patterns vertical_slash has this key",
         ),
         (["sparsity", "--out", "x.csv"], "--out x.csv: give a file that ends in .parquet"),
         (
             ["sparsity", "sparsity.pattern=moba"],
-            "sparsity.pattern=moba: give what is measured as --pattern NAME,...",
+            "sparsity.pattern=moba: give the patterns to measure as --pattern NAME,...",
         ),
         (["sparsity", "sparsity.p_v=2"], "sparsity.p_v=2: must be above 0 and at most 1"),
-        (["kernels", "--seq", "12q"], "--seq 12q: 12q is no number"),
+        (["kernels", "--seq", "12q"], "--seq 12q: 12q is not a number"),
         (["kernels", "--density", "0"], "--density 0: each must be above 0 and at most 1"),
         (
             ["kernels", "--heads", "16/3"],
-            "--heads 16/3: expected query heads / key-value heads that divide them",
+            "--heads 16/3: expected QUERY/KV heads, where KV divides QUERY",
         ),
         (["kernels", "--block", "100"], "--block 100: must be 16, 32, 64 or 128"),
         (["kernels", "--kernel", "flash5"], "--kernel flash5: no such kernel"),
@@ -278,7 +279,7 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         ),
         (
             ["kernels", "--density", "5%%"],
-            "--density 5%%: 5%% is no number; give items such as 0.05 or 5%",
+            "--density 5%%: 5%% is not a number; give items such as 0.05 or 5%",
         ),
         (["kernels", "--out", "folder"], "--out folder: is a folder; give a file"),
         (
@@ -287,13 +288,14 @@ def test_the_calibration_that_ships_is_read_and_names_its_hardware():
         ),
         (
             ["kernels", "--out", "file"],
-            "--out file: exists and is no calibration of mtrain; give another name, or remove it",
+            "--out file: exists and is not a calibration of mtrain; give another name, or remove "
+            "it",
         ),
         (["kernels", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
         (["sparsity", "--out", "folder.parquet"], "--out folder.parquet: is a folder; give a file"),
         (
             ["sparsity", "--out", "other.parquet"],
-            "--out other.parquet: exists and is no sparsity profile of mtrain",
+            "--out other.parquet: exists and is not a sparsity profile of mtrain",
         ),
         (
             ["sparsity", "--out", "file/x.parquet"],
@@ -341,7 +343,7 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot 
 
 
 @without_gpu
-def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypatch):
+def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
     monkeypatch.setattr(
         "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
     )
@@ -356,14 +358,14 @@ def test_named_kernels_of_which_none_can_run_are_refused_one_line_each(monkeypat
 
 
 @without_gpu
-def test_what_cannot_run_stands_once_below_the_table():
+def test_unsupported_kernels_are_listed_once_below_the_table():
     lines = run(*KERNELS, "--density", "50%,0.2", "--kernel", "sdpa,flash4").stdout.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["kernel", "sdpa", "sdpa", "sdpa"]
     assert lines[-1] == "flash4: needs a CUDA GPU"
     assert sum("flash4" in line for line in lines) == 1
 
 
-def test_columns_really_used_and_the_share_of_pairs_are_printed():
+def test_used_columns_and_share_of_pairs_are_printed():
     lines = run(
         *KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa"
     ).stdout.splitlines()
@@ -379,7 +381,7 @@ def test_columns_really_used_and_the_share_of_pairs_are_printed():
     assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)
 
 
-def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
+def test_replacing_an_earlier_calibration_is_reported(tmp_path):
     out = tmp_path / "deep" / "calibration.json"
     first, second = (
         run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out))
@@ -391,9 +393,9 @@ def test_an_own_calibration_is_replaced_and_that_is_said(tmp_path):
 
 
 @without_gpu
-def test_shapes_beyond_the_memory_are_told_in_one_line():
+def test_shapes_that_exceed_memory_are_one_line():
     result = run(
         "kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa"
     )
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: The next of these shapes does not fit the memory")
+    assert result.stderr.startswith("error: The next of these shapes does not fit in memory")

@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance` on CPU processes: cases side by side on the same steps, files that agree, and what is refused."""
+"""`mtrain profile imbalance` on CPU processes: cases, consistent files, and refused options."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def profile(tmp_path_factory) -> Path:
         "topology.workers=3",
         "topology.exchange=ring",
     ]
-    found = run(folder, *words, *SMALL, *SPARSE, "run.name=one")
-    assert found.returncode == 0, found.stderr
-    (folder / "stdout").write_text(found.stdout)
+    result = run(folder, *words, *SMALL, *SPARSE, "run.name=one")
+    assert result.returncode == 0, result.stderr
+    (folder / "stdout").write_text(result.stdout)
     return folder / "measurements/one"
 
 
@@ -76,7 +76,7 @@ def test_all_cases_are_measured_on_the_same_steps(profile):
                 2,
             }
         assert bool((mine.phase == "index").any()) == labels[case].startswith("vertical")
-    # Layouts see the same tokens, weights and therefore indices: they have the same work in all.
+    # Layouts see the same tokens and weights, so the same indices and the same total work.
     work = (
         frame[frame.direction == "forward"]
         .groupby(["case", "iteration", "layer"])
@@ -88,7 +88,7 @@ def test_all_cases_are_measured_on_the_same_steps(profile):
     assert (work[2] < 0.8 * work[0]).all()
 
 
-def test_density_is_what_was_computed(profile):
+def test_density_matches_the_computed_pairs(profile):
     dense, _, sparse, _ = open_records(profile).summary["cases"]
     frame = open_records(profile).frame()
     heads, causal = 4, 512 * 513 / 2
@@ -110,8 +110,8 @@ def test_every_moment_of_every_pass_has_one_reason(profile):
     assert (whole.groupby(["case", "iteration", "rank"]).sum() < iteration).all()
 
 
-def test_work_is_that_of_the_schedule(profile):
-    """What the records count is what the steps of a ring compute, counted here from the layouts alone."""
+def test_recorded_work_equals_the_schedules(profile):
+    """The recorded counts equal those of a ring's steps, counted here from the layouts alone."""
     recorded = open_records(profile)
     frame = recorded.frame()
     schedule = make_schedule("ring", ScheduleOptions(3, 3))
@@ -142,21 +142,21 @@ def test_work_is_that_of_the_schedule(profile):
         assert (backward.flop == 10 * 32 * backward.pairs).all()
 
 
-def test_overhead_is_that_of_the_recorded_iterations(profile):
+def test_overhead_comes_from_the_recorded_iterations(profile):
     recorded = open_records(profile)
     frame = recorded.frame()
     whole = frame[frame.phase == "iteration"].groupby(["case", "iteration"]).dur_us.max() / 1e3
     for number, case in enumerate(recorded.summary["cases"]):
-        # What the clock said around them is what they recorded of themselves.
+        # The wall-clock times around the passes match the recorded ones.
         np.testing.assert_allclose(sorted(case["recorded_ms"]), sorted(whole[number]), rtol=0.05)
         ratios = np.array(case["recorded_ms"]) / case["iteration_ms"]
         assert case["overhead"] == pytest.approx(np.median(ratios) - 1, abs=1e-4)
 
 
-def test_results_are_those_of_the_records(profile):
+def test_results_are_computed_from_the_records(profile):
     recorded = open_records(profile)
     frame = recorded.frame()
-    for number, found in enumerate(recorded.summary["results"]):
+    for number, result in enumerate(recorded.summary["results"]):
         mine = frame[(frame.case == number) & (frame.direction == "forward")]
         tables = mine[mine.phase == "attention"].pivot_table(
             index=["iteration", "layer", "rank"], columns="step", values="pairs", aggfunc="sum"
@@ -166,12 +166,12 @@ def test_results_are_those_of_the_records(profile):
         for key, table in tables.groupby(level=["iteration", "layer"]):
             extra = [columns.loc[key].to_numpy()[:, None]] if len(columns) else []
             degrees.append(imbalance(np.hstack([table.to_numpy(), *extra])).worker)
-        assert found["passes"]["forward"]["work"]["worker"]["mean"] == pytest.approx(
+        assert result["passes"]["forward"]["work"]["worker"]["mean"] == pytest.approx(
             np.mean(degrees), abs=1e-4
         )
 
 
-def test_indices_are_the_real_ones(profile):
+def test_saved_indices_match_the_recorded_steps(profile):
     indices = load_indices(profile / "index.npz")
     assert indices.patterns == ("dense", "vertical_slash")
     assert indices.layers("vertical_slash") == (0, 1)
@@ -183,7 +183,7 @@ def test_indices_are_the_real_ones(profile):
     assert indices.masks[0].length == 512
 
 
-def test_the_trace_is_one_that_viewers_open(profile):
+def test_the_trace_has_the_format_of_viewers(profile):
     events = json.loads((profile / "trace.json").read_text())["traceEvents"]
     slices = [e for e in events if e["ph"] == "X"]
     frame = open_records(profile).frame()
@@ -203,7 +203,7 @@ def test_the_trace_is_one_that_viewers_open(profile):
         for start, end in sorted(spans, key=lambda s: (s[0], -s[1])):
             while open_ends and open_ends[-1] <= start + 2e-3:
                 open_ends.pop()
-            # Inside of what is open, or after it; never across its end.
+            # Within the open span or after it, never across its end.
             assert not open_ends or end <= open_ends[-1] + 2e-3
             open_ends.append(end)
     ends = {ph: {e["id"]: e for e in events if e["ph"] == ph} for ph in "sf"}
@@ -228,7 +228,7 @@ def test_the_trace_is_one_that_viewers_open(profile):
     for rank in range(3):
         with gzip.open(profile / f"trace/rank-{rank}.json.gz", "rt") as file:
             text = file.read()
-        # HolisticTraceAnalysis takes the rank of a file from the first line in which it finds this, and wants the space.
+        # HolisticTraceAnalysis finds a file's rank by the first line with this text and space.
         assert re.search(r'"rank":\s+(\d+)', text).group(1) == str(rank)
         of_rank = json.loads(text)
         assert of_rank["distributedInfo"] == {"rank": rank, "world_size": 3, "backend": "mtrain"}
@@ -249,10 +249,12 @@ def test_attention_alone_at_several_lengths(tmp_path):
         "--steps",
         "2",
     ]
-    found = run(tmp_path, *words, "topology.workers=2", *SMALL[1:], "run.name=one")
-    assert found.returncode == 0, found.stderr
+    result = run(tmp_path, *words, "topology.workers=2", *SMALL[1:], "run.name=one")
+    assert result.returncode == 0, result.stderr
     assert (
-        len([line for line in found.stdout.splitlines() if "dense striped" in line and "%" in line])
+        len(
+            [line for line in result.stdout.splitlines() if "dense striped" in line and "%" in line]
+        )
         >= 4
     )
     recorded = open_records(tmp_path / "measurements/one")
@@ -269,7 +271,7 @@ def test_attention_alone_at_several_lengths(tmp_path):
     assert [case["seq"] for case in recorded.summary["cases"]] == [512, 512, 1024, 1024]
 
 
-def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
+def test_json_and_fail_above_serve_scripts(tmp_path):
     words = [
         "--layout",
         "contiguous,striped",
@@ -279,28 +281,30 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
         "--fail-above",
         "step=99,work.worker=1.3",
     ]
-    found = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
+    result = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
     # Contiguous: the second of two workers has three quarters of the pairs.
-    assert found.returncode == 1
-    (line,) = (line for line in found.stderr.splitlines() if "above" in line)
+    assert result.returncode == 1
+    (line,) = (line for line in result.stderr.splitlines() if "above" in line)
     assert (
-        line
-        == "error: work worker imbalance 1.499 of dense contiguous all_gather is above --fail-above worker=1.3"
+        line == "error: work worker imbalance 1.499 of dense contiguous all_gather is above "
+        "--fail-above worker=1.3"
     )
-    summary = json.loads(found.stdout)
+    summary = json.loads(result.stdout)
     assert [round(r["work"]["worker"]["mean"], 2) for r in summary["results"]] == [1.5, 1.06]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--layout", "zigzig"],
-            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?",
+            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you "
+            "mean zigzag?",
         ),
         (
             ["--pattern", "vertical"],
-            "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, vertical_slash",
+            "--pattern vertical: no such pattern; did you mean vertical_slash?; allowed: dense, "
+            "vertical_slash",
         ),
         (
             ["--peer", "--attention-only", "seq=512"],
@@ -308,26 +312,27 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
         ),
         (
             ["--peer", "seq=512"],
-            "--peer: compares one layer's attention; give --attention-only, too",
+            "--peer: compares one layer's attention; add --attention-only",
         ),
         (["--layout", ","], "--layout ',': names nothing"),
         (
             ["--layout", "zigzag", "topology.layout=zigzag"],
-            "topology.layout=zigzag: is compared by --layout zigzag already",
+            "topology.layout=zigzag: --layout zigzag compares it already",
         ),
         (
             ["--pattern", "moba", "sparsity=moba"],
-            "sparsity=moba: is compared by --pattern moba already",
+            "sparsity=moba: --pattern moba compares it already",
         ),
         (
             ["--pattern", "dense", "sparsity.p_v=0.5"],
-            "sparsity.p_v=0.5: is a key of none of the patterns dense",
+            "sparsity.p_v=0.5: none of the patterns dense has this key",
         ),
         (["--seq", "512,1k"], "--seq 512,1k: several lengths need --attention-only"),
         (["--seq", "512,x", "--attention-only"], "seq=x: "),
         (
             ["--fail-above", "worse=1"],
-            "--fail-above worse=1: no such degree; did you mean worker?; allowed: worker, step, total, critical, work.worker",
+            "--fail-above worse=1: no such degree; did you mean worker?; allowed: worker, step, "
+            "total, critical, work.worker",
         ),
         (
             ["--fail-above", "worker=much"],
@@ -336,19 +341,19 @@ def test_for_scripts_it_prints_json_and_fails_above_a_limit(tmp_path):
         (["--steps", "0"], "--steps=0: must be at least 1"),
     ],
 )
-def test_what_cannot_be_compared_is_one_line(tmp_path, words, said):
-    found = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
-    assert found.returncode == 2
-    assert said in found.stderr
-    assert len(found.stderr.splitlines()) == 1
+def test_invalid_comparisons_are_one_line(tmp_path, words, message):
+    result = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
 def test_the_simulator_counts_what_was_recorded(profile, tmp_path):
-    """Of real training steps, under the indices of their last iteration: no time of a GPU is right here, and all work is."""
-    found = mtrain(tmp_path, "simulate", "--validate", str(profile), "--json")
-    assert found.returncode == 0, found.stderr
-    document = json.loads(found.stdout)
+    """Real training steps with the indices of their last iteration: work must match exactly."""
+    result = mtrain(tmp_path, "simulate", "--validate", str(profile), "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     assert [case["case"] for case in document["cases"]] == [
         case["label"] for case in open_records(profile).summary["cases"]
     ]

@@ -1,4 +1,4 @@
-"""`mtrain profile links` on CPU processes: what it leaves, a cluster that the simulator reads, and what is refused in one line."""
+"""`mtrain profile links` on CPU processes: files, a cluster for the simulator, refused options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")
 
 def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
     words = ["topology.device=cpu", "topology.workers=2", "--sizes", "4k,256k", "--repeats", "3"]
-    found = mtrain(
+    result = mtrain(
         tmp_path,
         "profile",
         "links",
@@ -30,8 +30,8 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
         "--json",
         "run.name=one",
     )
-    assert found.returncode == 0, found.stderr
-    document = json.loads(found.stdout)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     assert document == json.loads((tmp_path / "measurements/one/links.json").read_text())
     assert (document["kind"], document["schema"], document["complete"]) == ("links", 1, True)
     assert document["backend"] == "gloo"
@@ -62,7 +62,7 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
 
 
 @pytest.mark.slow
-def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
+def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
     words = [
         "topology.device=cpu",
         "topology.workers=4",
@@ -73,8 +73,8 @@ def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
         "3",
         "--no-load",
     ]
-    found = mtrain(tmp_path, "profile", "links", *words, "run.name=four")
-    assert found.returncode == 0, found.stderr
+    result = mtrain(tmp_path, "profile", "links", *words, "run.name=four")
+    assert result.returncode == 0, result.stderr
     document = json.loads((tmp_path / "measurements/four/links.json").read_text())
     assert document["virtual_nodes"]
     assert {(t["link"], t["ranks"]) for t in document["times"]} == {("inner", 2), ("outer", 2)}
@@ -92,15 +92,18 @@ def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
     assert cluster.outer is not None
     assert cluster.outer.shared_by.value in (1, 2)
     assert "nodes are parts of one host" in cluster.outer.latency_us.note
-    assert "no network" in found.stdout
+    assert "no network" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--sizes", "4k"], "--sizes 4k: a latency and a bandwidth need at least two sizes"),
         (["--sizes", "4k,1"], "--sizes 1: must be from 64 bytes to 4g"),
-        (["--sizes", "4k,many"], "--sizes 4k,many: many is no size; give items such as 4k,1m,128m"),
+        (
+            ["--sizes", "4k,many"],
+            "--sizes 4k,many: many is not a size; give items such as 4k,1m,128m",
+        ),
         (["--repeats", "1"], "--repeats=1: must be at least 3"),
         (
             ["topology.workers=1"],
@@ -126,14 +129,14 @@ def test_nodes_are_measured_apart_and_all_rings_between_them_at_once(tmp_path):
         ),
     ],
 )
-def test_mistakes_are_one_line_and_nothing_is_lost(tmp_path: Path, monkeypatch, words, said):
+def test_mistakes_are_one_line_and_keep_existing_files(tmp_path: Path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.yaml").write_text("mine")
-    found = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(
+    result = CliRunner(env={"COLUMNS": "80", "TERM": "dumb"}).invoke(
         command_line.app, ["profile", "links", "topology.device=cpu", *words], prog_name="mtrain"
     )
-    assert found.exit_code == 2, found.output
-    assert said in found.stderr
-    assert len(found.stderr.strip().splitlines()) == 1
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["notes.yaml"]
     assert (tmp_path / "notes.yaml").read_text() == "mine"

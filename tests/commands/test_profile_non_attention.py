@@ -1,4 +1,4 @@
-"""`mtrain profile non-attention`: what it prints and leaves for the simulator, and what it refuses."""
+"""`mtrain profile non-attention`: output, the calibration file, and refused options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 
 
-def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
+def test_the_calibration_prices_simulated_steps(tmp_path):
     words = [
         "model=tiny",
         "model.num_layers=2",
@@ -23,10 +23,12 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
         "--threads",
         "1",
     ]
-    found = mtrain(tmp_path, "profile", "non-attention", *words, "--out", "mine/non-attention.json")
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
-    assert lines[0].split() == ["part", "tokens", "a", "tile", "ms", "TF"]
+    result = mtrain(
+        tmp_path, "profile", "non-attention", *words, "--out", "mine/non-attention.json"
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["part", "tokens", "tile", "ms", "TF"]
     assert [line.split()[:2] for line in lines[1:9]] == [
         [part, n] for n in ("128", "256") for part in ("forward", "backward", "loss", "index")
     ]
@@ -56,39 +58,44 @@ def test_it_leaves_a_calibration_that_prices_steps(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["seq=1k"],
-            "seq=1k: one worker and one sequence are timed, on the device alone; lengths are given as --seq N,...",
+            "seq=1k: only one worker and one sequence on the device are timed; give lengths as "
+            "--seq N,...",
         ),
-        (["topology.workers=2"], "topology.workers=2: one worker and one sequence are timed"),
-        (["--seq", "1k,x"], "--seq 1k,x: x is no number; give items such as 32k,128k"),
+        (
+            ["topology.workers=2"],
+            "topology.workers=2: only one worker and one sequence on the device are timed",
+        ),
+        (["--seq", "1k,x"], "--seq 1k,x: x is not a number; give items such as 32k,128k"),
         (["--seq", "1"], "seq=1"),
         (["model=huge"], "model=huge"),
         (
             ["train.memory=auto"],
-            "train.memory=auto: what it chooses depends on the number of workers; give the settings to time",
+            "train.memory=auto: its choice depends on the number of workers; give the settings to "
+            "time",
         ),
         (
             ["model=tiny", "--seq", "128", "--out", "notes.txt"],
-            "--out notes.txt: exists and is no calibration of mtrain",
+            "--out notes.txt: exists and is not a calibration of mtrain",
         ),
     ],
 )
-def test_what_cannot_be_timed_is_one_line(words, said, tmp_path, monkeypatch):
+def test_invalid_requests_are_one_line(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
-    found = CliRunner().invoke(app, ["profile", "non-attention", *words])
-    assert found.exit_code == 2
-    assert found.output.startswith(f"mtrain: {said}")
-    assert len(found.output.splitlines()) == 1
+    result = CliRunner().invoke(app, ["profile", "non-attention", *words])
+    assert result.exit_code == 2
+    assert result.output.startswith(f"mtrain: {message}")
+    assert len(result.output.splitlines()) == 1
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize("command", ["non-attention", "kernels"])
-def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(
+def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
     command, tmp_path, monkeypatch
 ):
     from mtrain_cli.profiling import kernel_benchmark, non_attention_benchmark
@@ -127,17 +134,17 @@ def test_what_was_timed_before_a_stop_is_kept_beside_an_earlier_file(
     measure = getattr(module, name)
 
     def stopped(*arguments):
-        def told(time):
+        def report(time):
             arguments[-1](time)
             raise KeyboardInterrupt
 
-        return measure(*arguments[:-1], told)
+        return measure(*arguments[:-1], report)
 
     monkeypatch.setattr(module, name, stopped)
-    found = CliRunner().invoke(
+    result = CliRunner().invoke(
         app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"]
     )
-    assert found.exit_code == 130
-    assert "stopped: 1 times are kept in mine.json.partial" in found.output
+    assert result.exit_code == 130
+    assert "stopped: 1 times are kept in mine.json.partial" in result.output
     assert (tmp_path / "mine.json").read_bytes() == earlier
     assert len(json.loads((tmp_path / "mine.json.partial").read_text())["times"]) == 1

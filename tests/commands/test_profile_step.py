@@ -1,4 +1,4 @@
-"""`mtrain profile step` on CPU processes: parts that add up, the training that it is, files, tables at 80 columns, and what is refused."""
+"""`mtrain profile step` on CPU processes: parts, training, files, tables, and refused options."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SPARSE = [
     "sparsity.min_slashes=3",
     "sparsity.max_slashes=3",
 ]
-# A learning rate that depends on how many steps there are.
+# The learning rate depends on the number of steps.
 SETTINGS = [*SMALL, *SPARSE, "train.steps=6", "optim.schedule=cosine", "optim.warmup_steps=1"]
 
 
@@ -52,10 +52,10 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("step")
-    found = run(folder, "--warmup", "4", "--steps", "2", *SETTINGS, "run.name=one")
-    assert found.returncode == 0, found.stderr
-    assert "USDT" not in found.stderr, "the profiler talks"
-    (folder / "stdout").write_text(found.stdout)
+    result = run(folder, "--warmup", "4", "--steps", "2", *SETTINGS, "run.name=one")
+    assert result.returncode == 0, result.stderr
+    assert "USDT" not in result.stderr, "the profiler talks"
+    (folder / "stdout").write_text(result.stdout)
     return folder / "measurements/one"
 
 
@@ -65,21 +65,21 @@ def summary(profile) -> dict:
 
 
 def shown(*words: str, columns: int = 80) -> str:
-    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
+    result = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
         command_line.app, list(words), prog_name="mtrain"
     )
-    assert found.exit_code == 0, found.output
-    return found.stdout
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
-def test_parts_of_every_rank_add_up_to_its_step(summary):
+def test_the_parts_of_each_rank_add_up_to_the_step(summary):
     assert [rank["rank"] for rank in summary["ranks"]] == [0, 1]
     for rank in summary["ranks"]:
         assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], rel=1e-9)
-        # The clock of the worker and that of the profiler.
+        # The worker's clock and the profiler's agree.
         assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
         assert rank["plain_ms"] > 0
-        # All of these, forward and backward: a sparse ring on two processes.
+        # All parts occur, forward and backward: a sparse ring on two processes.
         for name in (
             "attention",
             "index",
@@ -100,34 +100,34 @@ def test_parts_of_every_rank_add_up_to_its_step(summary):
     assert summary["plain"]["mfu_model"] is summary["plain"]["peak_memory_gib"] is None
 
 
-def test_it_is_the_training_that_mtrain_train_does(profile, summary, tmp_path):
-    found = mtrain(tmp_path, "train", *SETTINGS, "run.name=same", "train.checkpoint_at_end=false")
-    assert found.returncode == 0, found.stderr
+def test_profile_step_trains_exactly_like_train(profile, summary, tmp_path):
+    result = mtrain(tmp_path, "train", *SETTINGS, "run.name=same", "train.checkpoint_at_end=false")
+    assert result.returncode == 0, result.stderr
     lines = (tmp_path / "runs/same/metrics.jsonl").read_text().splitlines()
     assert summary["losses"] == [json.loads(line)["loss"] for line in lines]
     assert len(set(summary["losses"])) == 6
     assert not (profile / "checkpoints").exists()
 
 
-def test_what_runs_and_every_step_are_told_without_a_terminal_too(profile):
+def test_banner_and_steps_are_printed_without_a_terminal(profile):
     told = (profile.parents[1] / "stdout").read_text()
     banner, steps = told.split("\nstep 1, ", 1)
     assert "model     tiny (qwen2)" in banner
     assert "exchange  ring" in banner
     assert str(profile) in banner.replace("\n", "").replace(" ", "")
-    found = re.findall(r"^step (\d), ([a-z ]+): ([\d.]+) s$", f"step 1, {steps}", re.MULTILINE)
-    assert [(number, kind) for number, kind, _ in found] == [
+    result = re.findall(r"^step (\d), ([a-z ]+): ([\d.]+) s$", f"step 1, {steps}", re.MULTILINE)
+    assert [(number, kind) for number, kind, _ in result] == [
         *((str(n), "not recorded") for n in (1, 2, 3, 4)),
         ("5", "recorded"),
         ("6", "recorded"),
     ]
     ranks = json.loads((profile / "summary.json").read_text())["ranks"]
-    assert sum(float(seconds) for *_, seconds in found[4:]) / 2 * 1e3 == pytest.approx(
+    assert sum(float(seconds) for *_, seconds in result[4:]) / 2 * 1e3 == pytest.approx(
         ranks[0]["recorded_ms"], rel=0.01
     )
 
 
-def test_rows_of_operators_are_those_of_the_parts(profile, summary):
+def test_operator_rows_add_up_to_the_parts(profile, summary):
     rows = list(csv.DictReader((profile / "kernels.csv").open()))
     by_part: dict[tuple[int, str], float] = defaultdict(float)
     for row in rows:
@@ -136,7 +136,7 @@ def test_rows_of_operators_are_those_of_the_parts(profile, summary):
         for name, ms in rank["parts"].items():
             if name not in ("links", "host"):
                 assert by_part[rank["rank"], name] == pytest.approx(ms, abs=1e-6), name
-    # Two layers, forward and backward, one ring of two steps each: of one step, though two were recorded.
+    # Two layers, forward and backward, one ring of two steps each: per step, of two recorded ones.
     (backward,) = (
         row
         for row in rows
@@ -150,7 +150,7 @@ def test_rows_of_operators_are_those_of_the_parts(profile, summary):
     )
 
 
-def test_files_say_what_was_measured(profile, summary):
+def test_the_files_describe_the_measurement(profile, summary):
     assert summary["kind"] == "step"
     assert summary["complete"]
     assert summary["command"][:3] == ["mtrain", "profile", "step"]
@@ -170,7 +170,7 @@ def test_files_say_what_was_measured(profile, summary):
         ranges = [event for event in events if event.get("cat") == "user_annotation"]
         named = [event["name"] for event in ranges]
         assert named.count("mtrain.step") == 2
-        # Forward (twice, since layers are computed again) and backward of two layers in two steps.
+        # Forward (twice, since layers recompute) and backward of two layers in two steps.
         attention = [event for event in ranges if event["name"] == "mtrain.attention"]
         assert len(attention) == 12
         inside = [
@@ -186,26 +186,26 @@ def test_files_say_what_was_measured(profile, summary):
     assert not list(profile.glob(".trace*"))
 
 
-def test_the_table_is_whole_at_80_columns_and_a_report_shows_it_again(profile, monkeypatch):
+def test_the_table_fits_80_columns_and_report_repeats_it(profile, monkeypatch):
     monkeypatch.chdir(profile.parents[1])
     text = shown("report", "one")
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert "…" not in text
-    assert "for want of width" not in text
-    said = (profile.parents[1] / "stdout").read_text()
+    assert "dropped to fit" not in text
+    output = (profile.parents[1] / "stdout").read_text()
     for line in lines:
         if line.split()[:1] in (["attention"], ["step"], ["gloo"], ["links"], ["host"]):
-            assert line.strip()[:40] in said
+            assert line.strip()[:40] in output
     for part in ("attention", "index", "loss", "host", "step"):
         assert any(line.split()[:1] == [part] for line in lines), part
     assert "step" in shown("report", "--json", "one")
     # The newest of the folder, too.
-    assert "Where one training step goes" in shown("report")
+    assert "Breakdown of one training step" in shown("report")
 
 
-def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
-    """As on GPUs, made up: eight ranks, large numbers, long names."""
+def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
+    """Invented figures as on GPUs: eight ranks, large numbers, long names."""
     monkeypatch.chdir(tmp_path)
     parts = dict.fromkeys(OF_GPU, 12345.678)
     rank = {
@@ -255,7 +255,7 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(document))
     text = shown("report", ".")
     assert max(map(len, text.splitlines())) <= 80
-    assert "for want of width" not in text
+    assert "dropped to fit" not in text
     # Files of before there was "plain" are shown without it.
     assert "speed" not in text
     plain = {
@@ -269,15 +269,15 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(document | {"plain": plain}))
     now = " ".join(shown("report", ".").split())
     assert (
-        "100,000 ms the median of 3 before without records (+50.0%, by records and by chance)"
+        "without recording 100,000 ms (median of 3 steps before): +50.0%, recording and noise"
         in now
     )
     assert (
-        "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, 102.0 GiB at most, without records"
+        "speed 14,337 tokens/s/GPU, HFU 53.1%, density 5.2%, peak 102.0 GiB, without recording"
         in now
     )
     assert (
-        "links: NCCL beside neither; waits: likewise, what a message takes beyond the rank on which it takes least"
+        "links: exposed NCCL communication; waits: exposed NCCL time spent waiting for stragglers"
         in now
     )
     without = [
@@ -286,42 +286,42 @@ def test_a_step_of_many_gpus_is_whole_at_80_columns_too(monkeypatch, tmp_path):
     ]
     (tmp_path / "summary.json").write_text(json.dumps(document | {"ranks": without}))
     old = " ".join(shown("report", ".").split())
-    assert "links: NCCL beside neither, waits for other ranks among it; idle" in old
-    assert "exposed 12,346 launches" in old
+    assert "links: exposed NCCL communication, including waits for other ranks; idle" in old
+    assert "12,346 ms exposed launches" in old
     for name in OF_GPU:
         assert any(line.split()[:2] == [name, "12,346"] for line in text.splitlines()), name
-    said = " ".join(text.split())
+    flat = " ".join(text.split())
     assert (
-        "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, flash4; steps 3 to 5"
-        in said
+        "8 x NVIDIA H200: qwen3b, seq 1,048,576, vertical_slash, striped, hierarchical_all_gather, "
+        "flash4; steps 3 to 5" in flat
     )
     assert (
-        "step of the slowest rank 150,002 ms, 100,000 ms the one before without records (+50.0%, by records"
-        in said
+        "step slowest rank 150,002 ms; without recording 100,000 ms (the step before): +50.0%, recording"
+        in flat
     )
     assert (
-        "NCCL 34,926 ms, of which hidden beside computation or copies 10,234, exposed 24,691, 12,346 of that waiting for other ranks"
-        in said
+        "NCCL 34,926 ms: 10,234 ms overlapped with computation or copies, 24,691 ms exposed "
+        "(waiting for other ranks: 12,346 ms)" in flat
     )
     assert (
-        "launches 123,456 kernels, 1,234 ms of the host; a kernel begins 1,235 ms after its launch (median)"
-        in said
+        "launches 123,456 kernels; launch overhead 1,234 ms on the host; "
+        "kernels start 1,235 ms after launch (median)" in flat
     )
-    assert "syncs 12 waits of the host for the GPU, 1,234 ms; GPU idle 12,346 ms" in said
-    assert "123,456 123,457 element-wise" in said
+    assert "syncs 12 host waits for the GPU, 1,234 ms; GPU idle 12,346 ms" in flat
+    assert "123,456 123,457 element-wise" in flat
 
 
-def test_figures_of_steps_without_records_are_medians():
-    found = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
+def test_unrecorded_step_times_are_medians():
+    result = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
     one = step_profile._of_rank(
-        0, step_profile._RankSummary(found, [3.0, 1.0, 2.5], [2.0, 4.0], None)
+        0, step_profile._RankSummary(result, [3.0, 1.0, 2.5], [2.0, 4.0], None)
     )
     assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
     assert step_profile._median([0.5, None, 0.2, 0.4]) == 0.4
     assert step_profile._median([None]) is None
 
 
-def test_lines_say_of_whom_and_of_what_they_are():
+def test_lines_name_their_rank_and_quantity():
     rank = {
         "parts": {"links": 1.0, "waits": 0.0, "idle": 0.0, "host": 2.0},
         "links_hidden_ms": 0.0,
@@ -339,9 +339,9 @@ def test_lines_say_of_whom_and_of_what_they_are():
     }
     on_cpu = lines({"ranks": [rank, slow], "gpu": False, "plain": plain})
     assert on_cpu[0].startswith(
-        "step      of the slowest rank 100 ms, 90 ms the one before without records (+11.1%"
+        "step      slowest rank 100 ms; without recording 90 ms (the step before): +11.1%"
     )
-    assert on_cpu[1] == "speed     10 tokens/s/worker, without records"
+    assert on_cpu[1] == "speed     10 tokens/s/worker, without recording"
     gpu = {
         "launches": 1,
         "launching_ms": 1.0,
@@ -357,15 +357,13 @@ def test_lines_say_of_whom_and_of_what_they_are():
             "plain": plain | {"steps": 2, "density": 0.5, "mfu_model": 0.3},
         }
     )
-    assert "80 ms the median" not in of_gpu[0]
-    assert "90 ms the median of 2 before" in of_gpu[0]
-    assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without records"
-    assert of_gpu[2].endswith(
-        "exposed 1; 3 messages could not be found on other ranks, and count as links"
-    )
+    assert "80 ms (median" not in of_gpu[0]
+    assert "90 ms (median of 2 steps before)" in of_gpu[0]
+    assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
+    assert of_gpu[2].endswith("1 ms exposed; 3 messages unmatched on other ranks count as links")
 
 
-def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, tmp_path):
+def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown("report", "step-128k-4xh200", "step-512k-4xh200")
     assert max(map(len, text.splitlines())) <= 80
@@ -373,7 +371,7 @@ def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, 
     rows = {line.split("  ")[0].strip(): line.split()[-3:] for line in last if line.strip()}
     assert rows["attention"] == ["447.3", "4,025", "8.998"]
     assert rows["step"] == ["1,631", "9,227", "5.656"]
-    assert rows["without records"] == ["1,595", "9,240", "5.792"]
+    assert rows["without recording"] == ["1,595", "9,240", "5.792"]
     several = shown("report", "step-128k-4xh200", "step-512k-4xh200", "step-1m-4xh200")
     assert "ratio" not in several[several.index("Side by side") :]
     (waits,) = [
@@ -392,29 +390,29 @@ def test_recorded_steps_that_ship_are_found_and_stand_side_by_side(monkeypatch, 
     assert "Side by side" not in shown("report", "step-1m-4xh200")
 
 
-def test_one_step_before_is_enough(tmp_path):
+def test_one_warmup_step_is_enough(tmp_path):
     words = [*SMALL, "topology.workers=1", "model.num_layers=1", "topology.exchange=auto"]
     found = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)
-    assert "the first of all, which compiles and loads, without records" in lines(document)[0]
+    assert "(the first step, which compiles and loads)" in lines(document)[0]
     plain = document["plain"]
     assert (plain["first"], plain["steps"], plain["density"]) == (1, 1, 1.0)
 
 
-def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_ones_is_recorded(
+def test_json_without_trace_records_a_sparse_step_after_dense_ones(
     tmp_path,
 ):
     words = [*SMALL, *SPARSE, "sparsity.dense_steps=2", "topology.workers=1", "model.num_layers=1"]
-    found = run(tmp_path, "--json", "--no-trace", *words)
-    assert found.returncode == 0, found.stderr
-    document = json.loads(found.stdout)
+    result = run(tmp_path, "--json", "--no-trace", *words)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     (folder,) = (tmp_path / "measurements").iterdir()
     assert folder.name.startswith("step-")
     assert document == json.loads((folder / "summary.json").read_text())
     assert len(document["losses"]) == 5
     assert document["ranks"][0]["parts"]["index"] > 0
-    # Of four steps before, two are dense, and the third is the first sparse one.
+    # Of the four steps before, two are dense and the third is the first sparse one.
     assert (document["plain"]["first"], document["plain"]["steps"]) == (4, 1)
     assert document["plain"]["density"] < 1
     (rank,) = document["ranks"]
@@ -425,44 +423,47 @@ def test_for_scripts_it_prints_json_and_leaves_no_trace_and_a_step_after_dense_o
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (["--steps", "0"], "--steps=0: must be at least 1"),
         (["--warmup", "0"], "--warmup=0: must be at least 1"),
         (["--warmup", "x"], "--warmup=x: expected a whole number"),
         (
             ["train.steps=2"],
-            "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends before; give fewer, or train.steps=3",
+            "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends first; give fewer, or "
+            "train.steps=3",
         ),
         (
             ["--warmup", "2", "sparsity=vertical_slash", "sparsity.dense_steps=5"],
-            "--warmup 2: sparsity.dense_steps=5 leaves the steps up to 5 dense; give --warmup 6 or more, or sparsity.dense_steps=0",
+            "--warmup 2: sparsity.dense_steps=5 leaves the steps up to 5 dense; give --warmup 6 or "
+            "more, or sparsity.dense_steps=0",
         ),
         (["sequence=512"], "sequence"),
         (["--out", "x"], "--out"),
         (
             ["topology.layout=zigzig"],
-            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you mean zigzag?",
+            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you "
+            "mean zigzag?",
         ),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path, words, said):
-    found = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
-    assert said in line
+def test_invalid_options_are_one_line(tmp_path, words, expected):
+    result = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert expected in line
     assert not (tmp_path / "measurements").exists()
 
 
-def test_a_folder_that_holds_something_stays_as_it_is(profile, summary):
-    found = run(profile.parents[1], *SETTINGS, "run.name=one")
-    assert found.returncode == 2
-    (line,) = found.stderr.splitlines()
-    assert "already holds a measurement; choose another run.name or run.dir" in line
+def test_a_folder_with_files_is_left_unchanged(profile, summary):
+    result = run(profile.parents[1], *SETTINGS, "run.name=one")
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "already holds a measurement. Choose another run.name or run.dir" in line
     assert json.loads((profile / "summary.json").read_text()) == summary
 
 
-def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
+def test_stopping_before_a_recorded_step_leaves_no_folder(tmp_path):
     words = ["profile", "step", "--warmup", "2000", "train.steps=3000", *SMALL, "run.name=one"]
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
@@ -484,41 +485,41 @@ def test_one_that_is_stopped_before_it_has_a_step_leaves_nothing(tmp_path):
     started.send_signal(signal.SIGINT)
     stderr = started.communicate(timeout=100)[1]
     assert started.returncode == 130, stderr
-    assert stderr.splitlines()[-1] == "stopped before the recorded step ended: nothing is left"
+    assert stderr.splitlines()[-1] == "stopped before the recorded step ended: nothing was saved"
     assert not (tmp_path / "measurements").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
-        (lambda s: s.pop("ranks"), "has no ranks"),
-        (lambda s: s.pop("steps"), "has no steps"),
-        (lambda s: s["ranks"][1].pop("plain_ms"), "has no plain_ms"),
+        (lambda s: s.pop("ranks"), "ranks is missing"),
+        (lambda s: s.pop("steps"), "steps is missing"),
+        (lambda s: s["ranks"][1].pop("plain_ms"), "plain_ms is missing"),
         (
             lambda s: s.update(ranks=[]),
-            "holds something else than a recorded step (fmean requires at least one data point)",
+            "not the summary of a recorded step (fmean requires at least one data point)",
         ),
-        (lambda s: s["top"][0].update(ms="x"), "holds something else than a recorded step"),
+        (lambda s: s["top"][0].update(ms="x"), "not the summary of a recorded step"),
     ],
 )
-def test_a_damaged_summary_is_one_line(summary, tmp_path, change, said):
+def test_a_damaged_summary_is_one_line(summary, tmp_path, change, expected):
     damaged = copy.deepcopy(summary)
     change(damaged)
     (tmp_path / "summary.json").write_text(json.dumps(damaged))
     with pytest.raises(ConfigError, match=r"summary\.json: .*; measure again") as caught:
         open_source(tmp_path)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_figures_over_ranks_are_means(summary, profile):
     rows = list(csv.DictReader((profile / "kernels.csv").open()))
     for top in summary["top"]:
-        found = [row for row in rows if (row["name"], row["part"]) == (top["name"], top["part"])]
+        result = [row for row in rows if (row["name"], row["part"]) == (top["name"], top["part"])]
         assert top["ms"] == pytest.approx(
-            sum(float(row["ms"]) for row in found) / len(summary["ranks"])
+            sum(float(row["ms"]) for row in result) / len(summary["ranks"])
         )
         assert top["calls"] == pytest.approx(
-            sum(float(row["calls"]) for row in found) / len(summary["ranks"])
+            sum(float(row["calls"]) for row in result) / len(summary["ranks"])
         )
 
 
@@ -526,7 +527,7 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
     monkeypatch.chdir(profile.parents[1])
     found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
     assert found.returncode == 0, found.stderr
-    assert "Where one training step goes" in (tmp_path / "x" / "report.html").read_text()
+    assert "Breakdown of one training step" in (tmp_path / "x" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -542,7 +543,8 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
             "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
         ),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul> >(int)",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
+            "std::array<char*, 3ul> >(int)",
             "vectorized_elementwise_ker.. CUDAFunctor_add",
         ),
         (
@@ -550,7 +552,8 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
             "CatArrayBatchedCopy",
         ),
         (
-            "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
+            "void at::native::elementwise_kernel<128, 4, "
+            "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
             "elementwise_kernel direct_copy_kernel_cuda",
         ),
         (
@@ -563,6 +566,6 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
         ),
     ],
 )
-def test_names_are_shortened_where_they_say_least(name, short):
+def test_kernel_names_are_shortened_in_their_least_informative_part(name, short):
     assert short_name(name) == short
     assert len(short) <= NAME

@@ -1,4 +1,4 @@
-"""`mtrain report`: finds what is meant, writes files beside it, and says in one line what it cannot read."""
+"""`mtrain report` finds its input, writes files into it, and refuses unreadable input in a line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def report(*words: str, code: int = 0) -> str:
 
 
 def refused(*words: str) -> str:
-    """The only line that is said."""
+    """Return the only line of output."""
     (line,) = report(*words, code=2).splitlines()
     return line
 
@@ -77,15 +77,15 @@ def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
     return path
 
 
-def test_a_measurement_is_shown_and_written_beside_itself():
+def test_a_report_is_shown_and_written_into_the_measurement():
     path = measured("one", layers=(0, 1), iterations=2)
-    said = report("one")
+    message = report("one")
     assert (
-        "rank 2, which takes 2.0x as long for as much work: a slower device, or one that is disturbed"
-        in " ".join(said.split())
+        "rank 2, a straggler: 2.0x the time of the others for the same work (slow or disturbed device)"
+        in " ".join(message.split())
     )
-    assert "1.60 ±0.00" in said
-    assert str(path / "report.html") in said
+    assert "1.60 ±0.00" in message
+    assert str(path / "report.html") in message
     assert (path / "report.html").stat().st_size < 1.5e6
     assert sorted(p.name for p in (path / "tables").iterdir()) == [
         "causes.csv",
@@ -96,10 +96,10 @@ def test_a_measurement_is_shown_and_written_beside_itself():
     ]
     with (path / "tables/summary.csv").open() as file:
         assert [row["direction"] for row in csv.DictReader(file)] == ["both", "forward", "backward"]
-    assert max(map(len, said.splitlines())) <= 110
+    assert max(map(len, message.splitlines())) <= 110
 
 
-def test_without_a_name_the_newest_is_shown():
+def test_the_newest_run_is_the_default():
     old, new = measured("old"), trained("new")
     for age, file in ((100, old / "summary.json"), (0, new / "metrics.jsonl")):
         os.utime(file, (os.stat(file).st_mtime - age,) * 2)
@@ -109,15 +109,15 @@ def test_without_a_name_the_newest_is_shown():
     assert report("--no-html", "--no-csv").startswith(str(old))
 
 
-def test_without_anything_here_the_profiles_that_ship_are_shown(folder):
-    said = report()
-    assert "nothing in runs/ or measurements/" in said
-    assert "4 x NVIDIA H200" in said
-    assert "vertical_slash striped" in said
+def test_an_empty_folder_shows_a_shipped_profile(folder):
+    message = report()
+    assert "nothing in runs/ or measurements/ here" in message
+    assert "4 x NVIDIA H200" in message
+    assert "vertical_slash striped" in message
     assert not list(folder.iterdir())
-    # Nor where it ships.
+    # The shipped folder stays unchanged too.
     assert not list((resource_dir("profiles") / "real-512k-4xh200").glob("report.html"))
-    assert "figures  mtrain report real-512k-4xh200 --out DIR" in said
+    assert "figures  mtrain report real-512k-4xh200 --out DIR" in message
 
 
 def test_a_training_run_is_shown_with_its_profile():
@@ -128,19 +128,19 @@ def test_a_training_run_is_shown_with_its_profile():
     assert "step 3 of 9" in said
     assert "5.000" in said
     assert "1.667" in said
-    assert "rank 2, which takes 2.0x" in " ".join(said.split())
+    assert "rank 2, a straggler: 2.0x" in " ".join(said.split())
     page = (path / "report.html").read_text()
     for figure in ("training", "density", "timeline"):
         assert f'id="figure-{figure}"' in page
 
 
-def test_a_training_run_without_a_profile_is_shown_too():
+def test_a_training_run_without_a_profile_is_shown():
     path = trained("mine")
-    assert "Balance" not in report("runs/mine")
+    assert "Load balance" not in report("runs/mine")
     assert 'id="figure-training"' in (path / "report.html").read_text()
 
 
-def test_json_is_all_that_is_printed_and_nothing_is_written():
+def test_json_prints_nothing_else_and_writes_no_files():
     path = measured("one")
     (found,) = json.loads(report("one", "--json"))
     assert found["kind"] == "profile"
@@ -149,12 +149,12 @@ def test_json_is_all_that_is_printed_and_nothing_is_written():
     assert not (path / "report.html").exists()
 
 
-def test_two_runs_are_compared_in_a_folder_that_is_named():
+def test_two_runs_are_compared_in_the_given_folder():
     measured("one", iterations=2)
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
     assert refused("one", "two").startswith("mtrain: --out DIR: needed for several runs")
     said = " ".join(report("one", "two", "--out", "both").split())
-    assert "Against one" in said
+    assert "Compared with one" in said
     assert Path("both/report.html").is_file()
     with Path("both/tables/compare.csv").open() as file:
         rows = {row["what"]: row for row in csv.DictReader(file)}
@@ -162,52 +162,51 @@ def test_two_runs_are_compared_in_a_folder_that_is_named():
     assert not Path("measurements/one/report.html").exists()
 
 
-def test_killed_runs_are_reported_as_far_as_they_went():
+def test_killed_runs_are_reported_up_to_their_end():
     measured("killed", iterations=3, complete=False, wanted=10)
-    assert "partial: 3 of 10 samples; the run did not end" in report("killed")
+    assert "partial: 3 of 10 samples; the run did not finish" in report("killed")
 
 
 def test_missing_ranks_are_named():
     rows = rows_of(SLOW)
     write(Path("measurements/some"), [rows[rows["rank"] != 1]], [facts_of(SLOW.schedule)])
-    assert "no rows of rank 1 (1 of 4); degrees are over the others" in report("some")
+    assert "no rows of rank 1 (1 of 4); imbalance degrees cover the other ranks" in report("some")
 
 
-def test_one_worker_has_nobody_to_be_compared_with():
+def test_one_worker_has_no_imbalance():
     recorded_once(Path("measurements/alone"), Play(ring(1)))
     said = report("alone")
-    assert "one worker: there is nobody to compare it with" in said
+    assert "one worker: nothing to compare with" in said
     assert "1.00" in said
 
 
-def test_a_machine_without_a_browser_only_says_where_the_page_is(monkeypatch):
+def test_without_a_browser_the_path_of_the_page_is_printed(monkeypatch):
     for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
         monkeypatch.delenv(name, raising=False)
     measured("one")
     assert "no browser here" in report("one", "--open", "--no-csv")
 
 
-def test_what_is_no_run_is_refused_in_one_line(folder):
+def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
     measured("before")
     Path("empty").mkdir()
     Path("other").mkdir()
     Path("other/notes.txt").write_text("x")
     Path("file.txt").write_text("x")
-    assert refused("befroe").endswith(
-        "no such folder, and no run or measurement of that name; did you mean before?"
-    )
-    assert refused("nothing-like-it").endswith("; here are, newest first: before")
+    assert refused("befroe").endswith("no such folder, run or measurement; did you mean before?")
+    assert refused("nothing-like-it").endswith("; newest first, there are: before")
     assert refused("./measurements/befor").endswith("; did you mean measurements/before?")
     assert (
         refused("empty")
-        == "mtrain: empty: is empty; give the folder of a run, a profile or a simulation"
+        == "mtrain: empty: empty folder; give the folder of a run, a profile or a simulation"
     )
     assert refused("other").startswith(
-        "mtrain: other: holds no run, profile or simulation (summary.json and metrics.jsonl are missing; there are notes"
+        "mtrain: other: not a run, profile or simulation "
+        "(summary.json and metrics.jsonl are missing; contains notes"
     )
-    assert refused("file.txt").startswith("mtrain: file.txt: is a file, and no profile of mtrain")
+    assert refused("file.txt").startswith("mtrain: file.txt: not a profile of mtrain")
     assert refused("measurements").startswith(
-        "mtrain: measurements: is no run itself, but holds before"
+        "mtrain: measurements: not a run, but contains before"
     )
     del folder
 
@@ -215,18 +214,14 @@ def test_what_is_no_run_is_refused_in_one_line(folder):
 def test_damaged_files_are_refused_in_one_line():
     path = measured("one")
     (path / "records.parquet").write_bytes(b"no parquet at all")
-    assert "measurements/one/records.parquet: is no parquet file, or a damaged one" in refused(
-        "one"
-    )
+    assert "measurements/one/records.parquet: not a parquet file, or damaged" in refused("one")
     path = measured("two")
     whole = (path / "records.parquet").read_bytes()
     (path / "records.parquet").write_bytes(whole[: len(whole) // 2])
-    assert "measurements/two/records.parquet: is no parquet file, or a damaged one" in refused(
-        "two"
-    )
+    assert "measurements/two/records.parquet: not a parquet file, or damaged" in refused("two")
     path = measured("three")
     (path / "summary.json").write_text("{")
-    assert "measurements/three/summary.json: is no summary of a profile" in refused("three")
+    assert "measurements/three/summary.json: not the summary of a profile" in refused("three")
 
 
 def test_other_schemas_are_refused_in_one_line():
@@ -240,7 +235,7 @@ def test_other_schemas_are_refused_in_one_line():
     part = path / "records/000001.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
     assert refused("mixed").startswith(
-        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, and summary.json beside it 2"
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, but its summary.json has 2"
     )
     path = measured("narrow")
     table = pq.read_table(path / "records.parquet")
@@ -249,19 +244,19 @@ def test_other_schemas_are_refused_in_one_line():
     path = measured("strange")
     document = json.loads((path / "summary.json").read_text())
     (path / "summary.json").write_text(json.dumps({**document, "cases": []}))
-    assert "has rows of case 0, of which summary.json knows nothing" in refused("strange")
+    assert "has rows of case 0, which summary.json does not list" in refused("strange")
 
 
 def test_a_profile_without_samples_is_refused_in_one_line():
     write(Path("measurements/none"), [], [facts_of(ring(2))], complete=False, wanted=5)
-    assert "has no sample yet" in refused("none")
+    assert "no sample yet" in refused("none")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_read():
+def test_an_unwritable_folder_is_refused_before_reading():
     measured("one")
     Path("file").write_text("x")
     assert refused("one", "--out", "file/inside").startswith(
-        "mtrain: --out file/inside: is no folder and cannot be made"
+        "mtrain: --out file/inside: is not a folder and cannot be created"
     )
 
 
@@ -272,7 +267,7 @@ def test_names_are_completed():
     assert complete_measured("on") == ["one"]
 
 
-def test_many_ranks_are_folded_in_the_terminal():
+def test_many_ranks_are_summarized_in_the_terminal():
     times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
     recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
-    assert "each cell is the largest of 2 workers x 2 steps" in report("many", "--no-html")
+    assert "each cell is the maximum of 2 workers x 2 steps" in report("many", "--no-html")

@@ -1,4 +1,4 @@
-"""`mtrain train` that loses workers: it goes on by itself, bit for bit as if nothing had been, and knows when not to."""
+"""`mtrain train` recovers from lost workers bit for bit, and stops where it should not retry."""
 
 from __future__ import annotations
 
@@ -70,19 +70,19 @@ def _own_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_was_left_alone(
+def test_losses_after_two_restarts_equal_an_undisturbed_run(
     tmp_path,
 ):
     words = ["train.steps=10", "train.checkpoint_every=3"]
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, later=(8,), once=True), *words)
     assert ended.returncode == 0, ended.stderr
     told = [line for line in ended.stderr.splitlines() if not line.startswith(("  rank", "Where"))]
-    killed = "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    killed = "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
     assert told == [
         killed,
-        "restart 1: goes on from the checkpoint of step 3, on 2 workers, in 1 s; step 4 is done again",
+        "restart 1: resumes from the checkpoint of step 3 on 2 workers in 1 s; step 4 is repeated",
         killed,
-        "restart 2: goes on from the checkpoint of step 6, on 2 workers, in 5 s; step 7 is done again",
+        "restart 2: resumes from the checkpoint of step 6 on 2 workers in 5 s; step 7 is repeated",
     ]
     assert restarts() == [(1, 4, 3), (1, 7, 6)]
     log = Path("run/log.txt").read_text()
@@ -100,12 +100,12 @@ def test_a_run_whose_workers_are_killed_twice_ends_with_the_losses_of_one_that_w
 
 
 @pytest.mark.slow
-def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
+def test_a_restart_with_fewer_workers_continues_the_losses(tmp_path):
     words = ["train.steps=8", "train.checkpoint_every=3", "topology.workers=auto"]
     ended = train(Fault(1, signal.SIGKILL, 5, *FORWARD, once=True, fewer=True), *words)
     assert ended.returncode == 0, ended.stderr
     assert (
-        "from the checkpoint of step 3, on 1 worker (without GPU 1, which does not answer), in 1 s"
+        "from the checkpoint of step 3 on 1 worker (without GPU 1, which does not respond) in 1 s"
         in ended.stderr
     )
     assert mtrain(tmp_path, "train", *RUN, "run.dir=whole", *words).returncode == 0
@@ -116,49 +116,44 @@ def test_with_fewer_workers_the_losses_go_on_as_they_were(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_failure_that_comes_back_before_a_new_checkpoint_ends_the_run():
+def test_a_repeated_failure_without_a_new_checkpoint_ends_the_run():
     ended = train(
         Fault(1, signal.SIGKILL, 5, *FORWARD), "train.steps=10", "train.checkpoint_every=3"
     )
     assert ended.returncode == 1
     assert restarts() == [(1, 4, 3)]
     assert ended.stderr.splitlines()[-2] == (
-        "not restarted: no checkpoint was written since the restart before, so it would go on like this"
+        "no restart: no checkpoint was written since the previous restart, so the run would make no progress"
     )
     assert ended.stderr.splitlines()[-1].startswith(
-        "go on from the checkpoint of step 3: mtrain train --resume "
+        "resume from the checkpoint of step 3: mtrain train --resume "
     )
     assert json.loads(Path("run/state.json").read_text())["phase"] == "failed"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("limit", "code"), [("auto", 1), ("1", 0)])
-def test_before_the_first_checkpoint_a_run_begins_again_only_where_a_number_of_restarts_is_given(
-    limit, code
-):
+def test_before_the_first_checkpoint_only_a_number_of_restarts_restarts(limit, code):
     ended = train(
         Fault(1, signal.SIGKILL, 3, *FORWARD, once=True), "train.steps=5", f"run.restarts={limit}"
     )
     assert ended.returncode == code
     if limit == "auto":
         assert not Path("run/restarts.jsonl").exists()
-        assert ended.stderr.splitlines()[-1].startswith("not restarted: there is no checkpoint yet")
+        assert ended.stderr.splitlines()[-1].startswith("no restart: there is no checkpoint yet")
     else:
-        assert (
-            "restart 1: begins again from step 0, there is no checkpoint, on 2 workers"
-            in ended.stderr
-        )
+        assert "restart 1: starts again from step 0 (no checkpoint) on 2 workers" in ended.stderr
         assert [row[0] for row in rows()] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow
-def test_what_the_program_does_is_not_tried_again():
+def test_program_errors_are_not_retried():
     fault = Fault(9, signal.SIGKILL, 5, *FORWARD)
     words = ["train.steps=20", "train.checkpoint_every=1", "run.restarts=3"]
     ended = train(fault, *words, "optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=0")
     assert ended.returncode == 1
     assert "the loss is not finite" in ended.stderr or "the gradient is not finite" in ended.stderr
-    assert "not restarted: it would happen again" in ended.stderr
+    assert "no restart: the same failure would happen again" in ended.stderr
     mistake = train(fault, "run.dir=other", *words, "data=tokens", "data.path=.")
     assert mistake.returncode == 2
     assert "restart" not in mistake.stderr
@@ -166,7 +161,7 @@ def test_what_the_program_does_is_not_tried_again():
 
 
 @pytest.mark.slow
-def test_a_stop_is_no_failure():
+def test_a_stop_is_not_a_failure():
     command = [
         sys.executable,
         str(LAUNCH / "faulty_train.py"),
@@ -190,13 +185,13 @@ def test_a_stop_is_no_failure():
             break
     rest = launcher.stderr.read()
     assert launcher.wait(60) == 130
-    assert rest.splitlines()[0] == "stopping: there is no restart"
-    assert "go on from the checkpoint of step 4" in rest
+    assert rest.splitlines()[0] == "stopping: the restart is cancelled"
+    assert "resume from the checkpoint of step 4" in rest
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
-def test_under_torchrun_the_same_line_goes_on_with_its_run(named):
+def test_under_torchrun_the_same_command_line_resumes_its_run(named):
     fault = Fault(1, signal.SIGKILL, 5, *FORWARD, once=True)
     folder = Path("runs/mine")
     words = [
@@ -224,12 +219,12 @@ def test_under_torchrun_the_same_line_goes_on_with_its_run(named):
     )
     assert ended.returncode == 0, ended.stderr
     assert (
-        "torchrun starts the workers again (restart 1 of 2), from the checkpoint of step 4"
+        "torchrun restarts the workers (restart 1 of 2) from the checkpoint of step 4"
         in ended.stderr
     )
-    found = [path for path in Path("runs").iterdir() if not path.is_symlink()]
-    assert found == [folder] if named else len(found) == 1
-    assert [row[0] for row in rows(str(found[0]))] == list(range(1, 9))
+    result = [path for path in Path("runs").iterdir() if not path.is_symlink()]
+    assert result == [folder] if named else len(result) == 1
+    assert [row[0] for row in rows(str(result[0]))] == list(range(1, 9))
     if named:
         again = subprocess.run(
             command,

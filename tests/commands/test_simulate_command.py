@@ -1,4 +1,4 @@
-"""`mtrain simulate`: its table, its JSON, the files that `mtrain report` reads, and what is refused in one line."""
+"""`mtrain simulate`: table, JSON, files for `mtrain report`, and refused options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*words: str, columns: int = 80):
     return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
 
 
-def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
+def test_every_configuration_is_one_row_at_any_width(tmp_path):
     for columns in (40, 200):
         found = run("simulate", *SMALL, "--no-files", columns=columns)
         assert (found.exit_code, found.stderr) == (0, "")
@@ -37,14 +37,14 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path):
             for line in found.stdout.splitlines()
             if line.strip().startswith(("zigzag", "striped"))
         ]
-        # Rings of rings are rings inside a node.
+        # Within a node, hierarchical rings are plain rings.
         assert len(rows) == 4
     assert "h200_1x8 (1 x 8 NVIDIA H200), 8 workers, seq 16,384, clustered" in found.stdout
     assert "constants are guesses" in found.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so():
+def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     words = (
         "simulate",
         "model=tiny",
@@ -62,13 +62,13 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
         return found.stdout.splitlines()[0]
 
     dense = "pairs  dense: all causal pairs, each sequence one document"
-    asks = ", the default of mtrain train; sparsity=, --density or --index ask for fewer"
+    asks = ", the default of mtrain train; use sparsity=, --density or --index for fewer"
     assert first() == dense + asks
     assert first("--recommend") == dense + asks
     assert first("--attention-only") == dense + asks
     assert first("sparsity=dense") == first("--index", "dense") == dense
     assert first("--sweep", "seq=16k,32k") == dense + asks
-    drawn = "each sequence one document; --index takes those of a profile"
+    drawn = "each sequence one document; use --index for those of a profile"
     assert (
         first("--density", "5%")
         == first("--sweep", "density=5%,10%")
@@ -80,7 +80,7 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
         == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
     )
     assert (
-        first("sparsity=fixed") == "pairs  as sparsity=fixed draws them, each sequence one document"
+        first("sparsity=fixed") == "pairs  as drawn by sparsity=fixed, each sequence one document"
     )
     (default,), (typed,) = (
         json.loads(run(*words, *more, "--json").stdout)["predicted"]
@@ -88,7 +88,7 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
     )
     assert default == typed
     assert default["step"]["mfu"] > 0
-    # A recipe says its sparsity as a typed word does.
+    # A recipe sets the sparsity as a typed setting does.
     recipe = run(
         "simulate",
         "recipe=stdlib_64k",
@@ -104,7 +104,7 @@ def test_without_a_word_on_sparsity_it_predicts_what_train_would_do_and_says_so(
     assert "for sparsity=vertical_slash" in recipe.stdout.splitlines()[0], recipe.stderr
 
 
-def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
+def test_its_files_can_be_reported_like_a_profile(tmp_path):
     found = run(
         "simulate",
         *SMALL,
@@ -137,7 +137,7 @@ def test_what_it_leaves_is_reported_like_a_profile(tmp_path):
     assert (tmp_path / "mine/report.html").is_file()
     again = run("simulate", *SMALL, "--out", "mine", "--exchange", "ring")
     assert again.exit_code == 2
-    assert "--out mine: holds a profile or simulation already" in again.stderr
+    assert "--out mine: already holds a profile or simulation" in again.stderr
 
 
 def test_recorded_indices_on_another_cluster(tmp_path):
@@ -165,7 +165,7 @@ def test_recorded_indices_on_another_cluster(tmp_path):
             assert predicted["ms"]["low"] < predicted["ms"]["value"] < predicted["ms"]["high"]
 
 
-def test_a_share_may_be_a_percentage():
+def test_a_density_may_be_a_percentage():
     words = (
         "simulate",
         "model=tiny",
@@ -186,7 +186,7 @@ def test_a_share_may_be_a_percentage():
 
 
 @pytest.mark.parametrize("index", [None, "local", "clustered", "uniform", "drifting"])
-def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
+def test_a_family_respects_the_slash_limits_of_the_pattern(index):
     """At 16k there are 128."""
 
     def diagonals(*words: str, density: float | None = None) -> set[int]:
@@ -213,7 +213,7 @@ def test_a_family_has_as_many_diagonals_as_the_pattern_may_have(index):
     assert min(diagonals(density=0.5)) > 30
 
 
-def test_dense_and_a_cluster_of_ones_own(tmp_path):
+def test_dense_attention_on_an_own_cluster(tmp_path):
     content = yaml.safe_load(shipped()["a800_4x8"].read_text()) | {"nodes": 2, "gpus_per_node": 4}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     found = run(
@@ -233,7 +233,7 @@ def test_dense_and_a_cluster_of_ones_own(tmp_path):
     assert {case["density"] for case in document["cases"]} == {1.0}
 
 
-def test_a_step_by_part_and_what_a_training_takes():
+def test_step_parts_and_training_cost_are_printed():
     words = (
         "simulate",
         "model=qwen3b",
@@ -254,16 +254,18 @@ def test_a_step_by_part_and_what_a_training_takes():
     assert step["days"]["value"] == pytest.approx(
         1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4
     )
-    dry = run("train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048", "topology.exchange=ring",
-              "topology.workers=8", "topology.device=cuda", "--dry-run")  # fmt: skip
+    dry = run(
+        "train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048",
+        "topology.exchange=ring", "topology.workers=8", "topology.device=cuda", "--dry-run",
+    )  # fmt: skip
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
     shown = run(*words, "--tokens", "1b", "--price", "2")
     assert (
-        f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 can be used) at its peak"
+        f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 usable) at its peak"
         in " ".join(shown.stdout.split())
     )
-    assert "at $2 a GPU and hour" in " ".join(shown.stdout.split())
+    assert "at $2 per GPU and hour" in " ".join(shown.stdout.split())
     unknown = run(
         "simulate",
         *SMALL,
@@ -275,7 +277,7 @@ def test_a_step_by_part_and_what_a_training_takes():
         "--tokens",
         "1b",
     )
-    assert "cost unknown, --price X gives" in " ".join(unknown.stdout.split())
+    assert "cost unknown, give --price X" in " ".join(unknown.stdout.split())
     priced = run(
         "simulate",
         *SMALL,
@@ -290,7 +292,7 @@ def test_a_step_by_part_and_what_a_training_takes():
     assert "--price 2: has no effect without --tokens" in priced.stderr.replace("2.0", "2")
 
 
-def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
+def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     words = (
         "simulate",
         "model=tiny",
@@ -319,11 +321,12 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
         len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))])
         == 12
     )
-    # Why some cannot be stands below the table, once.
+    # Each reason why a row cannot be predicted stands once, below the table.
     assert (
-        found.stdout.count("\nnot    1024 tokens in blocks of 128 cannot be dealt to so many") == 1
+        found.stdout.count("\nnot    1024 tokens in blocks of 128 are too few for so many workers")
+        == 1
     )
-    # What is said of every row is said once, below the table and in the summary; what is said of some rows stays with them.
+    # Remarks on every row are printed once; remarks on some rows stay with them.
     flat = " ".join(found.stdout.split())
     assert (
         flat.count("note not calibrated on NVIDIA A100-SXM4-40GB")
@@ -336,8 +339,8 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
     assert len(summary["sweep"]) == 12
     assert all(f"note {brief_remark(remark)}" in flat for remark in summary["remarks"])
     assert (
-        "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json has all, with bounds)"
-        in flat
+        "15 constants are guesses (gpu.gemm_tflops, gpu.launch_us, gpu.step_ms and 12 more; --json "
+        "has all, with bounds)" in flat
     )
     assert len(summary["remarks"]) >= 4
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
@@ -346,11 +349,11 @@ def test_a_sweep_is_a_table_files_and_a_report(tmp_path):
     assert shown.exit_code == 0, shown.stderr
     assert "predicted for a100_4x8" in shown.stdout
     page = (tmp_path / "swept/report.html").read_text()
-    assert "How it scales" in page
-    assert "Steps, predicted" in page
+    assert "Scaling" in page
+    assert "Predicted steps" in page
     again = run(*words, "--sweep", "seq=32k", "--out", "swept")
     assert again.exit_code == 2
-    assert "--out swept: holds a profile or simulation already" in again.stderr
+    assert "--out swept: already holds a profile or simulation" in again.stderr
 
 
 def test_a_recommendation_is_reasoned_and_reported(tmp_path):
@@ -402,7 +405,7 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
     assert "instead of 1:" in none.stdout
 
 
-def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
+def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
     content = yaml.safe_load(shipped()["h200_1x8"].read_text())
     content["gpu"] |= {"name": "Unheard Of X9", "peak_tflops": {"value": 500, "source": "guess"}}
     del content["gpu"]["gemm_tflops"]
@@ -430,46 +433,47 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["--price", "-1"], "--price -1: expected dollars of a GPU and hour, at least 0"),
+        (["--price", "-1"], "--price -1: expected dollars per GPU and hour, at least 0"),
         (["--tokens", "many"], "--tokens many: expected a number of tokens such as 20b"),
         (["--tokens", "0"], "--tokens 0: expected a number of tokens"),
         (["--sweep", "nods=1"], "--sweep nods=1: nods cannot be swept; did you mean nodes?"),
         (["--sweep", "nodes=0"], "nodes=0: expected a whole number of at least 1"),
         (
             ["--sweep", "nodes=2"],
-            "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, ",
+            "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster "
+            "a100_4x8, ",
         ),
         (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
         (["--sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
         (
             ["--sweep", "seq=512", "--density", "5%"],
-            "--sweep seq=512: 512 tokens in blocks of 128 cannot be dealt",
+            "--sweep seq=512: 512 tokens in blocks of 128 are too few for",
         ),
-        (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: ask for one of them"),
-        (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: which rank that is changes"),
-        (["--recompute"], "--recompute: is for --attention-only"),
+        (["--sweep", "nodes=1", "--recommend"], "--sweep and --recommend: give only one of them"),
+        (["--sweep", "nodes=1", "--slow", "1=2"], "--slow 1=2: a rank means something else"),
+        (["--recompute"], "--recompute: only with --attention-only"),
         (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
-        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 alone"),
+        (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 only"),
         (
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
         ),
-        (["sparsity=moba"], "sparsity=moba: there are no synthetic lists of blocks"),
+        (["sparsity=moba"], "sparsity=moba: there are no synthetic block lists"),
         (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
-        (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed says it itself"),
+        (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed has its own keys"),
         (
             ["sparsity=vertical_slash", "sparsity.max_slashes=9", "--density", "50%"],
             "--density 0.5: contradicts sparsity.max_slashes=9; leave one of them out",
         ),
         (
             ["sparsity=fixed", "--index", "uniform"],
-            "--index uniform: contradicts sparsity=fixed, which draws its own lines",
+            "--index uniform: contradicts sparsity=fixed, which draws its own index",
         ),
         (
             ["topology.workers=4"],
-            "topology.workers=4: how many GPUs there are is what --workers, --nodes",
+            "topology.workers=4: --workers, --nodes",
         ),
         (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
         (["topology.context_parallel=3"], "topology.context_parallel=3: must divide the 8 workers"),
@@ -484,7 +488,8 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--exchange", "rong"], "--exchange rong: unknown; did you mean ring?"),
         (
             ["--kernel", "flsh4"],
-            "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, triton, flash4",
+            "--kernel flsh4: unknown; did you mean flash4?; allowed: auto, reference, sdpa, "
+            "triton, flash4",
         ),
         (["--cluster", "h200"], "--cluster h200: no such cluster"),
         (["--nodes", "0"], "--nodes=0: must be at least 1"),
@@ -496,7 +501,8 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         ),
         (
             ["--workers", "65", "cluster=a100_4x8", "--nodes", "9", "--recommend"],
-            "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 to 8, or multiples of 8 such as 64 or 72",
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 "
+            "to 8, or multiples of 8 such as 64 or 72",
         ),
         (
             ["--sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"],
@@ -504,12 +510,13 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         ),
         (
             ["cluster=a100_4x8", "--cluster", "h100_4x8"],
-            "cluster=a100_4x8: --cluster h100_4x8 says another; give one of them",
+            "cluster=a100_4x8: --cluster h100_4x8 names another; give one of them",
         ),
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster; did you mean a100_4x8?"),
         (
             ["--index", "nothing"],
-            "--index nothing: is neither a file nor a folder with index.npz; allowed besides: dense, local,",
+            "--index nothing: is neither a file nor a folder with index.npz; also allowed: dense, "
+            "local,",
         ),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
         (
@@ -524,7 +531,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
         (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
         (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),
-        (["--calibration", "no.json"], "--calibration no.json: there is no such file"),
+        (["--calibration", "no.json"], "--calibration no.json: no such file"),
         (
             ["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"],
             "--workers 32: 1024 tokens in blocks of",
@@ -533,7 +540,7 @@ def test_a_gpu_that_nobody_measured_is_answered_with_wide_bounds(tmp_path):
         (["--exchange", "ulysses", "--cluster", "h100_4x8"], "--exchange ulysses: cannot share"),
     ],
 )
-def test_mistakes_are_one_line(tmp_path, words, said):
+def test_mistakes_are_one_line(tmp_path, words, message):
     before = sorted(tmp_path.iterdir())
     found = run(
         "simulate",
@@ -541,7 +548,7 @@ def test_mistakes_are_one_line(tmp_path, words, said):
         *words,
     )
     assert found.exit_code == 2
-    assert said in found.stderr
+    assert message in found.stderr
     assert "Traceback" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
     assert sorted(tmp_path.iterdir()) == before
@@ -550,16 +557,16 @@ def test_mistakes_are_one_line(tmp_path, words, said):
 def test_an_index_of_another_model_is_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
     shape = ["model=tiny", f"seq={SEQ}", "train.global_batch=2"]
-    for more, said in (
+    for more, message in (
         (
             ["train.micro_batch=2", "model.num_layers=5"],
-            "model.num_layers=5: --index {} holds layer 5; is of another model",
+            "model.num_layers=5: --index {} holds layer 5, so it is from another model",
         ),
         (["model.num_layers=6"], "train.micro_batch=1: --index {} holds 2 sequences"),
     ):
         found = run("simulate", *shape, *more, "--index", str(path), "--json", "--no-files")
         assert found.exit_code == 2
-        assert said.format(path) in found.stderr
+        assert message.format(path) in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
     good = run(
         "simulate",
@@ -590,6 +597,6 @@ def test_an_index_of_another_shape_is_refused(tmp_path):
         found = run("simulate", "--index", str(path), option, value)
         assert found.exit_code == 2
         assert (
-            f"{option} {value}: --index {path} has pairs of its own; leave one of them out"
+            f"{option} {value}: --index {path} has its own pairs; leave one of them out"
             in found.stderr
         )

@@ -1,4 +1,4 @@
-"""`mtrain simulate`: options and settings are honoured together or refused, never ignored."""
+"""`mtrain simulate`: options and settings take effect together or are refused, never ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands.simulate_validate import _kernels as told
+from mtrain_cli.commands.simulate_validate import _kernel_source
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
@@ -44,9 +44,9 @@ def run(*words: str, columns: int = 200):
 
 
 def document(*words: str) -> dict[str, Any]:
-    found = run(*words, "--json", "--no-files")
-    assert found.exit_code == 0, found.output
-    return json.loads(found.stdout)
+    result = run(*words, "--json", "--no-files")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
 
 
 def test_a_slow_rank_needs_a_group_of_one_size():
@@ -54,12 +54,12 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     refused = run(*words)
     assert refused.exit_code == 2, refused.output
     assert (
-        "--slow 3=2: --recommend tries groups of any size; give topology.context_parallel=N"
+        "--slow 3=2: --recommend tries groups of any size; add topology.context_parallel=N"
         in refused.stderr
     )
     fixed = run(*words, "topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output
-    # Of all workers, whichever group they are in.
+    # Ranks are numbered over all workers and groups.
     assert run(*words, "--slow", "7=2", "topology.context_parallel=4").exit_code == 0
     beyond = run(*words, "--slow", "8=2", "topology.context_parallel=4")
     assert (
@@ -71,29 +71,29 @@ def test_a_slow_rank_needs_a_group_of_one_size():
 
 
 def test_a_slow_rank_may_be_in_any_group():
-    """Groups have the same work, so a rank is as slow in one as at its place in another; of several groups the slowest counts."""
+    """A slow rank costs the same in any group, and the slowest of several groups counts."""
     words = (*DENSE, "train.global_batch=2", "topology.context_parallel=4", *STRIPED)
     for more in ((), ("--attention-only",)):
 
-        def found(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
+        def result(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
             (entry,) = document(*words, *more, "--slow", slow)["predicted"]
             return (entry["step"]["seconds"] if "step" in entry else entry["ms"])[
                 "value"
             ], " ".join(entry["remarks"])
 
-        (first, told), (second, other) = found("2=2"), found("6=2")
+        (first, remarks), (second, other) = result("2=2"), result("6=2")
         assert first == second
         assert (
-            "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count from 0"
-            in other
+            "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count "
+            "from 0" in other
         )
-        assert "is played" not in told
-        assert found("1=1.5,6=2") == (first, other)
-        assert found("1=3,6=2")[0] == found("1=3")[0] > first
+        assert "is played" not in remarks
+        assert result("1=1.5,6=2") == (first, other)
+        assert result("1=3,6=2")[0] == result("1=3")[0] > first
 
 
-def test_attention_alone_is_that_of_the_step():
-    """Settings of the topology, of groups and of the kernel count as in a step."""
+def test_attention_only_equals_the_attention_of_the_step():
+    """Settings of topology, groups and kernel apply as in a step."""
     words = (*DENSE, "--workers", "4", *STRIPED)
     usual = document(*words, "--attention-only")
     (case,), (ms,) = usual["cases"], [p["ms"] for p in usual["predicted"]]
@@ -126,19 +126,19 @@ def test_attention_alone_is_that_of_the_step():
     assert document(*sparse)["cases"][0]["kernel"] == "triton"
 
 
-def test_without_a_model_settings_are_refused_that_would_be_ignored(tmp_path):
+def test_without_a_model_ineffective_settings_are_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
     for word in ("topology.prefetch=2", "train.kernel=sdpa"):
         refused = run("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
         assert refused.exit_code == 2
         assert (
-            f"{word}: --index {path} without model= says the shape of attention alone; give model=, too"
+            f"{word}: --index {path} without model= gives only the shape of attention; add model="
             in refused.stderr
         )
 
 
-def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
-    """Cases of one run that differ in these alone are two cases."""
+def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
+    """Cases of one run that differ only in these options are two cases."""
     setup = RecordedSetup(
         seq=4096,
         heads=4,
@@ -164,11 +164,11 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
     ]
     facts = []
     for number, one in enumerate(typed):
-        found = predict(
+        result = predict(
             load_cluster("h200_1x8"), problem, one, kernel="flash4", rows=True, number=number
         )
-        records.write_part(found.rows, tmp_path / "run", number)
-        facts.append(found.facts)
+        records.write_part(result.rows, tmp_path / "run", number)
+        facts.append(result.facts)
     records.join_parts(tmp_path / "run")
     save_indices(tmp_path / "run" / records.INDEX, setup, masks, [("dense", 0, None)])
     about = {
@@ -185,18 +185,19 @@ def test_a_profile_is_replayed_with_the_options_of_its_exchange(tmp_path):
     )
     labels = [fact["exchange"] for fact in facts]
     assert labels[1:] == [
-        "ring (2 hops ahead, queries circulate in backward)", "ulysses over 2, then ring", "all_gather (2 parts of the heads)",
+        "ring (2 hops ahead, queries circulate in backward)", "ulysses over 2, then ring",
+        "all_gather (2 parts of the heads)",
         "ulysses over 2",
     ]  # fmt: skip
     assert len({key_of(fact) for fact in facts}) == len(typed)
-    found = run("--validate", str(tmp_path / "run"), "--out", str(tmp_path / "v"), "--json")
-    assert found.exit_code == 0, found.output
-    said = json.loads(found.stdout)
-    assert (len(said["cases"]), said["not_predicted"]) == (len(typed), [])
-    assert said["agreement"]["mape"] < 1e-3
+    result = run("--validate", str(tmp_path / "run"), "--out", str(tmp_path / "v"), "--json")
+    assert result.exit_code == 0, result.output
+    message = json.loads(result.stdout)
+    assert (len(message["cases"]), message["not_predicted"]) == (len(typed), [])
+    assert message["agreement"]["mape"] < 1e-3
 
 
-def test_mfu_is_told_of_what_is_dense_alone():
+def test_mfu_is_shown_for_dense_attention_only():
     words = ("model=tiny", "seq=16k", "--workers", "2", *STRIPED)
     (dense,), (sparse,) = (
         document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64"))
@@ -207,12 +208,12 @@ def test_mfu_is_told_of_what_is_dense_alone():
     assert 0 < sparse["step"]["hfu"] < 1
 
 
-def test_which_calibration_was_used_is_told():
+def test_the_used_calibration_is_reported():
     files = ["kernels-h200.json", "non-attention-h200.json", "worker-calls-h200.json"]
     words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
     for more in ((), ("--attention-only",), ("--recommend",), ("--sweep", "columns=64,128")):
-        found = document(*words, *more)
-        assert found["calibration"] == {
+        result = document(*words, *more)
+        assert result["calibration"] == {
             "device": "NVIDIA H200",
             "files": files,
             "own": False,
@@ -226,7 +227,7 @@ def test_which_calibration_was_used_is_told():
         "scaled": True,
     }
     assert (
-        told(other["calibration"])
+        _kernel_source(other["calibration"])
         == "kernels-h200.json of NVIDIA H200, another device: scaled by peak FLOP/s"
     )
     rest = shipped_file().with_name("non-attention-h200.json")
@@ -243,13 +244,13 @@ def test_which_calibration_was_used_is_told():
         }
     assert any(
         "layers and the loss as measured (profile non-attention)" in note
-        for note in found["remarks"]
+        for note in result["remarks"]
     )
     assert (
-        told(found["calibration"])
+        _kernel_source(result["calibration"])
         == "kernels-h200.json, non-attention-h200.json, worker-calls-h200.json of NVIDIA H200"
     )
-    assert "does not tell" in told(None)
+    assert "does not name" in _kernel_source(None)
 
 
 def shipped_file():
@@ -271,11 +272,11 @@ def shipped_file():
         ("a laptop", "a laptop", True),
     ],
 )
-def test_devices_are_the_same_that_compute_alike(device, gpu, same):
+def test_equivalent_device_names_count_as_the_same(device, gpu, same):
     assert same_device(device, gpu) == same_device(gpu, device) == same
 
 
-def test_times_of_another_device_are_never_taken_silently():
+def test_times_of_another_device_are_never_used_silently():
     measured = load_calibration(shipped_file())
     of_h100 = replace(measured, device="NVIDIA H100 80GB HBM3")
     peaks = {of_h100.device: 989e12}
@@ -287,8 +288,8 @@ def test_times_of_another_device_are_never_taken_silently():
     assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")
 
 
-def test_what_was_not_measured_of_this_is_said():
-    """An index costs what it cost on one kind of GPU; the simulator's own constants have sources, too."""
+def test_missing_measurements_are_reported():
+    """Index times come from one kind of GPU; the simulator's own constants have sources too."""
     words = (
         "model=qwen3b",
         "seq=8k",
@@ -299,22 +300,25 @@ def test_what_was_not_measured_of_this_is_said():
         "--attention-only",
         *STRIPED,
     )
-    said = (
+    message = (
         "estimating an index was measured of vertical_slash with 16 heads on NVIDIA H200, not of "
     )
     (here,) = document(*words)["predicted"]
     assert not [line for line in here["remarks"] if line.startswith("estimating")]
-    found = document(*words, "--cluster", "a100_4x8")
-    by = ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are wider"
-    assert f"{said}16 heads on NVIDIA A100-SXM4-40GB{by}" in found["predicted"][0]["remarks"]
+    result = document(*words, "--cluster", "a100_4x8")
+    by = (
+        ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are "
+        "wider"
+    )
+    assert f"{message}16 heads on NVIDIA A100-SXM4-40GB{by}" in result["predicted"][0]["remarks"]
     (more,) = document("model=llama8b", *words[1:])["predicted"]
     assert (
-        said + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads"
+        message + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads"
         in more["remarks"]
     )
     (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
     assert not [line for line in dense["remarks"] if line.startswith("estimating")]
-    constants = found["cluster"]["constants"]
+    constants = result["cluster"]["constants"]
     assert constants["costs.index_together_us"] | {"note": ""} == {
         "value": 1050, "source": "measured", "note": "", "low": pytest.approx(735), "high": 1575,
     }  # fmt: skip
@@ -339,20 +343,20 @@ def test_what_was_not_measured_of_this_is_said():
     ],
     ids=["steps", "recommend", "sweep", "attention"],
 )
-def test_what_is_printed_keeps_to_eighty_columns(words):
-    found = run(*words, "--no-files", columns=80)
-    assert found.exit_code == 0, found.output
-    # A command is one line, to be copied.
-    lines = [line for line in found.stdout.splitlines() if not line.startswith("type ")]
+def test_output_fits_80_columns(words):
+    result = run(*words, "--no-files", columns=80)
+    assert result.exit_code == 0, result.output
+    # A command stays on one line, so that it can be copied.
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("type ")]
     assert max(map(len, lines)) <= 80
-    table = found.stdout.partition(" ─")[2].partition("\n\n")[0]
-    assert "…" not in found.stdout
+    table = result.stdout.partition(" ─")[2].partition("\n\n")[0]
+    assert "…" not in result.stdout
     assert "ring" in table
-    assert "for want of width without: " in found.stdout or "--sweep" in words
+    assert "columns dropped to fit: " in result.stdout or "--sweep" in words
 
 
-def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
-    """Their attention is predicted with what runs there, in float32; whole steps are not, and that is one line."""
+def test_cpu_workers_get_no_message_about_cuda(tmp_path):
+    """Attention on CPUs is predicted in float32; whole steps are refused in one line."""
     made = yaml.safe_load((resource_dir("conf") / "cluster/h200_1x8.yaml").read_text())
     for gpu in ({"name": "AMD EPYC 9654"}, {"name": "some chip", "device": "cpu"}):
         made["gpu"] |= gpu
@@ -361,8 +365,11 @@ def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
         for more in ((), ("--recommend",), ("--sweep", "workers=2,4")):
             refused = run(*words, *more, "--no-files")
             assert refused.exit_code == 2
-            said = f"--cluster mine.yaml: {gpu['name']} is a CPU, and steps are predicted of GPUs alone; give --attention-only"
-            assert refused.stderr.strip() == f"mtrain: {said}"
+            message = (
+                f"--cluster mine.yaml: {gpu['name']} is a CPU, and steps are predicted for GPUs "
+                "only; give --attention-only"
+            )
+            assert refused.stderr.strip() == f"mtrain: {message}"
         alone = document(*words, "--attention-only")
         assert alone["cases"][0]["kernel"] == "sdpa"
         assert not [remark for remark in alone["predicted"][0]["remarks"] if "triton" in remark]
@@ -377,9 +384,7 @@ def test_workers_on_a_cpu_are_told_nothing_of_cuda(tmp_path):
     assert "mine.yaml: gpu.device=tpu: allowed: cuda, cpu" in run(*words, "--no-files").stderr
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
-    tmp_path, monkeypatch
-):
+def test_an_unwritable_folder_is_refused_before_computing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for place in ("prediction", "scenario"):
         monkeypatch.setattr(f"mtrain_cli.simulation.{place}.predict", None)
@@ -390,7 +395,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
             "mtrain: --out file/in/it: cannot be written (Not a directory); give another folder"
         )
     assert run(*DENSE, *STRIPED, "--out", "/proc").exit_code == 2  # is there, and takes no file
-    # Nor does a mistake that is found later leave the folders that were tried.
+    # A mistake that is found later leaves no new folders either.
     assert (
         run(*DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one").exit_code
         == 2
@@ -398,8 +403,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_is_wrong_in_itself_is_told_before_torch_is_imported():
-    """In a process of its own, since this one has it."""
+def test_invalid_settings_are_reported_before_importing_torch():
+    """Uses a process of its own, since this one has imported it."""
     wrong = [
         "model=tinyy",
         "train.micro_batch=3",
@@ -415,9 +420,9 @@ import sys
 from typer.testing import CliRunner
 from mtrain_cli.commands import app as command_line
 for word in {wrong}:
-    found = CliRunner().invoke(command_line.app, ["simulate", *word.split()], prog_name="mtrain")
-    assert (found.exit_code, "torch" in sys.modules) == (2, False), (word, found.output)
-    assert word.split()[-1].partition("=")[0] in found.stderr, found.stderr
+    result = CliRunner().invoke(command_line.app, ["simulate", *word.split()], prog_name="mtrain")
+    assert (result.exit_code, "torch" in sys.modules) == (2, False), (word, result.output)
+    assert word.split()[-1].partition("=")[0] in result.stderr, result.stderr
 """
     environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(
@@ -426,16 +431,16 @@ for word in {wrong}:
     assert done.returncode == 0, done.stderr
 
 
-def test_what_was_predicted_before_it_was_measured_is_compared_again():
-    """The predictions and the measurement that ship, which the README quotes."""
+def test_a_saved_prediction_can_be_validated_later():
+    """The shipped predictions and measurement, which the README quotes."""
     ships = resource_dir("profiles") / "predicted-4xh200"
     before = [
         word
         for folder in sorted((ships / "predictions").iterdir())
         for word in ("--prediction", str(folder))
     ]
-    found = run("--validate", str(ships), *before, "--json", "--no-files")
-    assert found.exit_code == 0, found.stderr
+    result = run("--validate", str(ships), *before, "--json", "--no-files")
+    assert result.exit_code == 0, result.stderr
     assert not list(Path().iterdir())
     by_name = run(
         "--validate",
@@ -447,20 +452,22 @@ def test_what_was_predicted_before_it_was_measured_is_compared_again():
     )
     assert (
         json.loads(by_name.stdout)["agreement"]["mape"]
-        == json.loads(found.stdout)["agreement"]["mape"]
+        == json.loads(result.stdout)["agreement"]["mape"]
     )
     refused = run("--validate", "predicted-4xh200", "--layout", "zigzag")
     assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
     assert "--validate predicted-4xh200 and --layout" in refused.stderr
-    agreement = json.loads(found.stdout)["agreement"]
+    agreement = json.loads(result.stdout)["agreement"]
     assert agreement["work_cells_equal"] == agreement["work_cells"] == 1472
     assert agreement["mape"] == pytest.approx(0.056, abs=5e-4)
     assert agreement["degree_mean_error"] == pytest.approx(0.044, abs=5e-4)
 
 
-def test_what_auto_chose_is_said():
-    words = ("model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped", "--exchange", "all_gather", "--no-files",
-             "--density", "5%")  # fmt: skip
-    said = " ".join(run(*words, "train.memory=auto").stdout.split())
-    assert "note train.memory=auto takes train.shard=gradients" in said
+def test_the_choice_of_auto_is_printed():
+    words = (
+        "model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped",
+        "--exchange", "all_gather", "--no-files", "--density", "5%",
+    )  # fmt: skip
+    message = " ".join(run(*words, "train.memory=auto").stdout.split())
+    assert "note train.memory=auto takes train.shard=gradients" in message
     assert "auto takes" not in run(*words).stdout

@@ -1,4 +1,4 @@
-"""`mtrain status`: what it says of a run, whatever became of the run's processes."""
+"""`mtrain status` reports a run's state, whatever became of its processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def stepped(run: RunDir, step: int = 12) -> StateReporter:
 
 def holder(run: RunDir) -> subprocess.Popen[str]:
     """A process that holds the run's lock, as the launcher does."""
-    code = f"import time\nfrom mtrain_cli.launch import run_dir\nrun = run_dir.open({str(run.path)!r})\n"
+    code = "import time\nfrom mtrain_cli.launch import run_dir\n"
+    code += f"run = run_dir.open({str(run.path)!r})\n"
     code += "print('has it', flush=True)\ntime.sleep(600)"
     environment = {**os.environ, "PYTHONPATH": str(Path(run_dir.__file__).parents[2])}
     process = subprocess.Popen(
@@ -81,7 +82,7 @@ def holder(run: RunDir) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
+def test_a_run_is_alive_while_its_lock_is_held():
     run = begun()
     stepped(run)
     process = holder(run)
@@ -100,10 +101,12 @@ def test_a_run_lives_as_long_as_the_holder_of_its_lock_however_that_ends():
     finally:
         process.kill()
     shown = status().stdout
-    assert "lost; it ended without a word: killed, or its machine failed" in " ".join(shown.split())
+    assert "lost; it ended without a report: it was killed, or its machine failed" in " ".join(
+        shown.split()
+    )
 
 
-def test_a_look_at_the_lock_keeps_nobody_out_of_the_run(monkeypatch):
+def test_checking_the_lock_does_not_block_the_run(monkeypatch):
     run = begun()
     looks = []
     monkeypatch.setattr(time, "sleep", lambda seconds: (looks.append(seconds), os.close(other)))
@@ -115,7 +118,7 @@ def test_a_look_at_the_lock_keeps_nobody_out_of_the_run(monkeypatch):
     assert len(looks) == 1
 
 
-def test_from_another_machine_signs_of_life_count():
+def test_other_machines_rely_on_the_heartbeat():
     run = begun()
     stepped(run)
     lock = run.path / ".lock"
@@ -126,7 +129,7 @@ def test_from_another_machine_signs_of_life_count():
     assert found()["what"] == "lost"
 
 
-def test_a_sheet_shows_what_a_person_asks(monkeypatch):
+def test_the_sheet_shows_progress_and_health(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     run = begun()
     told = stepped(run)
@@ -147,7 +150,7 @@ def test_a_sheet_shows_what_a_person_asks(monkeypatch):
     assert lines[2:7] == [
         "step        12 of 100, 12%, 6:10 left",
         "loss        2.5000, gradient norm 0.75  █▇▇▆▅▅▄▄▃▂▂▁",
-        "speed       12,346 tokens/s/worker, 4.20 s a step",
+        "speed       12,346 tokens/s/worker, 4.20 s per step",
         "checkpoint  step 10, 2:05 ago, 2 steps behind",
         "workers     ranks 0 to 1 on node7: 2 x NVIDIA H200 (0, 1)",
     ]
@@ -159,13 +162,13 @@ def test_a_sheet_shows_what_a_person_asks(monkeypatch):
     assert lines[10] == "warnings    1, the last one 0 s ago: step 11 is a spike: loss 9.9"
 
 
-def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatch):
+def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
     run = begun()
     stepped(run)
     (run.path / ".lock").write_text("process 12 on node7\n")
     monkeypatch.setattr(progress_record, "_record", None)
-    progress_record.keep(run.path / "where-1")
-    progress_record.begin(13)
+    progress_record.start_record(run.path / "where-1")
+    progress_record.begin_step(13)
     progress_record.note("ring, layer 3, forward, step 2 of 3")
     later = time.time() + 70
     monkeypatch.setattr(run_state, "SILENT_S", 1000.0)
@@ -184,15 +187,15 @@ def test_a_run_that_does_not_get_on_says_so_and_where_its_workers_are(monkeypatc
     ("phase", "what"),
     [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("training", "lost")],
 )
-def test_how_a_run_ended_is_what_it_said_last(phase, what):
+def test_the_final_state_is_the_last_one_written(phase, what):
     run = begun()
     stepped(run)
-    run_state.change(run, phase, "rank 1 was killed")
+    run_state.set_phase(run, phase, "rank 1 was killed")
     shown = found("first")
     assert (shown["what"], shown["alive"], shown["step"]) == (what, False, 12)
 
 
-def test_all_runs_are_a_table_and_a_damaged_state_is_no_harm(monkeypatch):
+def test_all_lists_every_run_despite_a_damaged_state(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("first", "second"):
         stepped(begun(name))
@@ -208,22 +211,22 @@ def test_all_runs_are_a_table_and_a_damaged_state_is_no_harm(monkeypatch):
     assert len(status("--all", "--json").stdout.splitlines()) == 2
 
 
-def test_watching_ends_with_the_run(monkeypatch):
+def test_watch_ends_with_the_run(monkeypatch):
     run = begun()
     stepped(run)
     (run.path / ".lock").write_text("process 12 on node7\n")
     monkeypatch.setattr("mtrain_cli.commands.status.WATCH_S", 0.01)
     looks = []
-    look = run_state.life
+    look = run_state.check_liveness
 
     def counted(one, now):
         looks.append(now)
         if len(looks) == 4:
-            run_state.change(run, "finished")
+            run_state.set_phase(run, "finished")
             os.utime(run.path / ".lock", (1, 1))
         return look(one, now)
 
-    monkeypatch.setattr(run_state, "life", counted)
+    monkeypatch.setattr(run_state, "check_liveness", counted)
     result = status("first", "--watch", "--json")
     assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
         "finished"
@@ -231,20 +234,21 @@ def test_watching_ends_with_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["first"], ["--all"]])
-def test_watching_a_run_that_has_ended_shows_it_once_in_whole_lines(words):
+def test_watching_a_finished_run_prints_it_once(words):
     run = begun()
     stepped(run)
-    run_state.change(run, "finished")
+    run_state.set_phase(run, "finished")
     assert status(*words, "--watch").stdout == status(*words).stdout
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "mtrain: there are no runs in runs/; give the folder of one\n"),
+        ([], "mtrain: there are no runs in runs/. Give the folder of a run.\n"),
         (
             ["nothing"],
-            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are no runs in runs/\n",
+            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are "
+            "no runs in runs/\n",
         ),
         (["--all"], "mtrain: --all: there are no runs in runs/\n"),
         (["--all", "x"], "mtrain: --all: shows every run under runs/; give it without x\n"),

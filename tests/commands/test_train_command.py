@@ -1,4 +1,4 @@
-"""`mtrain train` up to the point where workers start: those have tests of their own."""
+"""`mtrain train` up to the start of the workers, which have tests of their own."""
 
 import os
 import types
@@ -21,7 +21,7 @@ def _own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Calls of the launcher, which here starts nothing and reports 7."""
+    """Records calls of the launcher, which starts nothing here and returns 7."""
     calls = []
 
     def launch(run_dir, environment, resume, config):  # noqa: ARG001
@@ -37,7 +37,7 @@ def run(*words: str):
     return CliRunner().invoke(app, ["train", *words], prog_name="mtrain")
 
 
-def test_cfg_prints_yaml_of_the_composed_configuration_and_runs_nothing(launched, tmp_path):
+def test_cfg_prints_the_composed_configuration_and_exits(launched, tmp_path):
     result = run("model=qwen3b", "seq=32k", "--cfg")
     assert result.exit_code == 0
     Path("printed.yaml").write_text(result.stdout)
@@ -48,7 +48,7 @@ def test_cfg_prints_yaml_of_the_composed_configuration_and_runs_nothing(launched
     assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
 
 
-def test_dry_run_prints_the_plan_and_runs_nothing(launched, tmp_path):
+def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
     words = (
         "seq=4k",
         "topology.workers=8",
@@ -66,7 +66,7 @@ def test_dry_run_prints_the_plan_and_runs_nothing(launched, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_train_makes_the_run_folder_and_leaves_with_the_launchers_code(launched):
+def test_train_creates_the_run_folder_and_returns_the_launchers_exit_code(launched):
     result = run("seq=256", "topology.device=cpu", "run.name=first")
     assert result.exit_code == 7
     ((run_dir, environment, resume),) = launched
@@ -88,7 +88,7 @@ def test_sizes_that_do_not_fit_leave_no_folder(launched, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["name", "path"])
-def test_resume_goes_on_with_the_saved_configuration(launched, by):
+def test_resume_uses_the_saved_configuration(launched, by):
     run("seq=256", "topology.device=cpu", "run.name=first", "optim.lr=0.5")
     result = run("--resume", "first" if by == "name" else "runs/first")
     assert result.exit_code == 7
@@ -98,7 +98,7 @@ def test_resume_goes_on_with_the_saved_configuration(launched, by):
     assert load(run_dir.resolved).optim.lr == 0.5
 
 
-def test_resume_with_overrides_writes_them_for_the_workers(launched):
+def test_resume_saves_overrides_for_the_workers(launched):
     run("seq=512", "topology.device=cpu", "run.name=first")
     assert run("--resume", "first", "train.steps=500", "topology.workers=4").exit_code == 7
     run_dir, environment, _ = launched[-1]
@@ -110,7 +110,7 @@ def test_resume_with_overrides_writes_them_for_the_workers(launched):
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_resume_with_more_steps_writes_the_schedule_that_the_run_had():
+def test_a_resume_with_more_steps_keeps_the_schedule():
     run("seq=256", "topology.device=cpu", "run.name=first", "train.steps=100")
     (Path("runs/first/checkpoints/step-100")).mkdir(parents=True)
     (Path("runs/first/checkpoints/step-100") / "manifest.json").write_text("{}")
@@ -123,7 +123,7 @@ def test_a_resume_with_more_steps_writes_the_schedule_that_the_run_had():
     assert load(Path("runs/first/resolved.yaml")).optim.rewarm == 100
 
 
-def test_a_resume_that_is_refused_changes_nothing(launched):
+def test_a_refused_resume_changes_nothing(launched):
     run("seq=256", "topology.device=cpu", "run.name=first")
     before = Path("runs/first/resolved.yaml").read_text()
     result = run("--resume", "first", "seq=512", "train.steps=500")
@@ -134,7 +134,7 @@ def test_a_resume_that_is_refused_changes_nothing(launched):
 
 
 @pytest.mark.usefixtures("launched")
-def test_a_resume_that_the_workers_refuse_changes_nothing(monkeypatch):
+def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
     run("seq=256", "topology.device=cpu", "run.name=first")
     files = [Path("runs/first/resolved.yaml"), Path("runs/first/overrides.txt")]
     before = [file.read_bytes() for file in files]
@@ -143,7 +143,9 @@ def test_a_resume_that_the_workers_refuse_changes_nothing(monkeypatch):
     monkeypatch.setattr(
         local,
         "launch",
-        lambda run_dir, *_, **__: local._failed(types.SimpleNamespace(failures=[mistake]), run_dir),
+        lambda run_dir, *_, **__: local._report_failure(
+            types.SimpleNamespace(failures=[mistake]), run_dir
+        ),
     )
     result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
     assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
@@ -160,7 +162,7 @@ def test_resume_of_an_unknown_run_names_the_nearest(launched):
     assert len(launched) == 1
 
 
-def test_resume_of_an_unknown_run_says_how_many_runs_it_does_not_name(launched):
+def test_resume_of_an_unknown_run_counts_the_unlisted_runs(launched):
     for number in range(7):
         run("seq=256", "topology.device=cpu", f"run.name=r{number}")
         os.utime(f"runs/r{number}/resolved.yaml", (number, number))
@@ -170,7 +172,7 @@ def test_resume_of_an_unknown_run_says_how_many_runs_it_does_not_name(launched):
     assert len(launched) == 7
 
 
-def test_a_resume_to_fewer_steps_than_are_done_is_refused_and_changes_nothing(launched):
+def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
     run("seq=256", "topology.device=cpu", "run.name=first")
     before = Path("runs/first/resolved.yaml").read_text()
     checkpoint = Path("runs/first/checkpoints/step-15")
@@ -179,24 +181,25 @@ def test_a_resume_to_fewer_steps_than_are_done_is_refused_and_changes_nothing(la
     result = run("--resume", "first", "train.steps=4")
     assert (result.exit_code, result.stderr) == (
         2,
-        "mtrain: train.steps=4: the run is at step 15 already; give more than 15\n",
+        "mtrain: train.steps=4: the run is already at step 15. Give more than 15.\n",
     )
     assert Path("runs/first/resolved.yaml").read_text() == before
     assert len(launched) == 1
     assert run("--resume", "first", "train.steps=15").exit_code == 7
 
 
-def test_a_group_that_a_resumed_run_keeps_is_one_line(launched):
+def test_changing_a_fixed_group_on_resume_is_one_line(launched):
     run("seq=256", "topology.device=cpu", "run.name=first")
     result = run("--resume", "first", "model=qwen3b", "model.num_layers=3")
     assert sorted(result.stderr.splitlines(), reverse=True) == [
         "mtrain: model=qwen3b: a resumed run keeps its model; start a new run to change it",
-        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run to change it",
+        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run "
+        "to change it",
     ]
     assert len(launched) == 1
 
 
-def test_config_dir_brings_own_options(tmp_path):
+def test_config_dir_adds_own_options(tmp_path):
     folder = tmp_path / "conf/model"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text("defaults: [tiny]\nname: mine\n")
@@ -205,14 +208,14 @@ def test_config_dir_brings_own_options(tmp_path):
     assert run("model=mine", "--cfg").exit_code == 2
 
 
-def test_options_may_stand_anywhere_among_the_overrides(tmp_path):
+def test_options_and_overrides_can_be_mixed(tmp_path):
     save(compose(["seq=8k"]), tmp_path / "expected.yaml")
     for words in (["--cfg", "seq=8k"], ["seq=8k", "--cfg"], ["seed=0", "--cfg", "seq=8k"]):
         Path("printed.yaml").write_text(run(*words).stdout)
         assert load(Path("printed.yaml")) == load(Path("expected.yaml"))
 
 
-def test_the_same_line_with_resume_auto_begins_and_then_goes_on(launched):
+def test_resume_auto_starts_a_run_and_then_resumes_it(launched):
     line = ("seq=256", "topology.device=cpu", "run.name=night", "--resume", "auto")
     assert run(*line).exit_code == 7
     assert run(*line).exit_code == 7
@@ -223,5 +226,8 @@ def test_the_same_line_with_resume_auto_begins_and_then_goes_on(launched):
         "the same words are not added again"
     )
     refused = run("--resume", "auto", "seq=256")
-    line = "mtrain: --resume auto: needs run.name=NAME or run.dir=FOLDER, so that the same line finds its run again\n"
+    line = (
+        "mtrain: --resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line "
+        "finds its run again\n"
+    )
     assert (refused.exit_code, refused.stderr) == (2, line)

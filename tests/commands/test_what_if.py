@@ -1,4 +1,4 @@
-"""`mtrain profile what-if`: its table, its JSON, and what is refused in one line."""
+"""`mtrain profile what-if`: table, JSON, and refused options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(*words: str, columns: int = 80):
     )
 
 
-def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path, monkeypatch):
+def test_every_configuration_is_one_row_at_any_width(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record(tmp_path / "measurements/one", "vertical_slash", "moba")
     words = [
@@ -34,12 +34,12 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path, mo
         "2",
     ]
     for columns in (40, 80, 300):
-        found = run(*words, columns=columns)
-        assert (found.exit_code, found.stderr) == (0, "")
-        # One with a bar; a title may begin like that, too.
+        result = run(*words, columns=columns)
+        assert (result.exit_code, result.stderr) == (0, "")
+        # A row with a bar; a title may begin like one.
         rows = [
             line
-            for line in found.stdout.splitlines()
+            for line in result.stdout.splitlines()
             if line.strip().startswith(("zigzag", "striped")) and "█" in line
         ]
         assert len(rows) == 2 * 8
@@ -48,13 +48,13 @@ def test_every_configuration_is_one_row_however_narrow_the_terminal(tmp_path, mo
         assert all("█" in row for row in rows)
     assert (
         f"vertical_slash, seq {SEQ}, 3 layers of iteration 3, recorded with 4 workers, striped"
-        in found.stdout
+        in result.stdout
     )
 
 
-def test_json_has_what_the_table_shows(tmp_path):
+def test_json_matches_the_table(tmp_path):
     path = record(tmp_path, "vertical_slash", "dense")
-    found = run(
+    result = run(
         str(path),
         "--json",
         "--exchange",
@@ -68,8 +68,8 @@ def test_json_has_what_the_table_shows(tmp_path):
         "--pattern",
         "vertical_slash",
     )
-    assert found.exit_code == 0, found.stderr
-    document = json.loads(found.stdout)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
     assert document["recorded"]["seq"] == SEQ
     assert [(c["workers"], c["layout"]) for c in document["cases"]] == [
         (n, name) for n in (1, 6) for name in ("contiguous", "zigzag", "striped")
@@ -90,7 +90,7 @@ def test_json_has_what_the_table_shows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["--layout", "zigzig"],
@@ -107,13 +107,14 @@ def test_json_has_what_the_table_shows(tmp_path):
         ),
         (
             ["--workers", "8,x"],
-            "--workers 8,x: x is no whole number of at least 0; give some such as 8,32",
+            "--workers 8,x: x is not a whole number of at least 0; give numbers such as 8,32",
         ),
-        (["--workers", "8,"], "--workers 8,: an empty item is no whole number"),
+        (["--workers", "8,"], "--workers 8,: an empty item is not a whole number"),
         (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
         (
             ["--workers", "64"],
-            "--workers 64: 1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62",
+            "--workers 64: 1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to "
+            "62",
         ),
         (
             ["--workers", "6", "--per-node", "4"],
@@ -130,29 +131,29 @@ def test_json_has_what_the_table_shows(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_replayed_is_one_line(tmp_path, words, said):
+def test_invalid_replays_are_one_line(tmp_path, words, message):
     record(tmp_path, "vertical_slash", "moba")
-    found = run(str(tmp_path), *words)
-    assert (found.exit_code, found.stdout) == (2, "")
-    assert said in found.stderr
-    assert len(found.stderr.splitlines()) == 1
+    result = run(str(tmp_path), *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
 
 
 def test_a_run_without_indices_is_one_line(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "text").write_text("text")
-    for name, said in {
+    for name, message in {
         "other": "holds no index.npz; `mtrain profile imbalance` and",
-        "absent": "no such folder, and no run or measurement of that name",
-        "text": "holds no indices of mtrain, or is damaged",
+        "absent": "no such folder, run or measurement",
+        "text": "not an index file of mtrain, or damaged",
     }.items():
-        found = run(str(tmp_path / name))
-        assert found.exit_code == 2
-        assert said in found.stderr
-        assert len(found.stderr.splitlines()) == 1
+        result = run(str(tmp_path / name))
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
 
 
-def test_without_a_name_the_newest_profile_counts_and_not_the_newest_folder(tmp_path, monkeypatch):
+def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = ("runs/goes-on", "measurements/newest-profile", "measurements/a-step")
     for hour, name in enumerate(names):
@@ -163,15 +164,15 @@ def test_without_a_name_the_newest_profile_counts_and_not_the_newest_folder(tmp_
         if hour < 2:
             os.utime(record(folder, "moba" if hour else "vertical_slash"), (hour, hour))
     (tmp_path / "runs/goes-on/metrics.jsonl").write_text("{}\n")
-    found = run("--layout", "striped", "--exchange", "ring")
-    assert found.exit_code == 0, found.output
-    assert found.stdout.startswith("moba")
+    result = run("--layout", "striped", "--exchange", "ring")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("moba")
 
 
 def test_help_has_examples_in_80_columns():
-    found = run("--help")
-    assert found.exit_code == 0
-    assert "mtrain profile what-if RUN --exchange ring,hierarchical_ring" in " ".join(
-        found.stdout.split()
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "mtrain profile what-if RUN --workers 8,32 --per-node 8" in " ".join(
+        result.stdout.split()
     )
-    assert max(map(len, found.stdout.splitlines())) <= 80
+    assert max(map(len, result.stdout.splitlines())) <= 80

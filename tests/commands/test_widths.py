@@ -1,4 +1,4 @@
-"""What ships, as it is shown in a terminal of 80 and of 120 columns: no word is broken, and each ms has the name of its definition."""
+"""Shipped profiles at 80 and 120 columns: no name is broken, and times have their defined names."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ WHOLE = ("recorded by ", "sha256 ", "figures ")  # to be copied
 
 
 def shown(*words: str, columns: int) -> str:
-    found = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
+    result = CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
         command_line.app, list(words), prog_name="mtrain"
     )
-    assert found.exit_code == 0, found.output
-    return found.stdout
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.fixture(autouse=True)
@@ -51,10 +51,10 @@ def _here(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "name", [*(f"{name}-{columns}" for name in CASES for columns in (80, 120)), "sentences-100"]
 )
-def test_words_stay_whole(name):
+def test_names_are_not_broken(name):
     what, _, columns = name.partition("-")
     columns = int(columns)
-    # At 100 columns names of this one would have to be broken in a table.
+    # At 100 columns a table would have to break this run's names.
     words = CASES.get(what, ("report", "predicted-4xh200"))
     text = shown(*words, columns=columns)
     lines = [line for line in text.splitlines() if not line.startswith(WHOLE)]
@@ -62,46 +62,45 @@ def test_words_stay_whole(name):
         max(map(len, lines)) <= columns or words[1] == "real-512k-4xh200"
     )  # whose first line says what it is
     assert "…" not in text
-    found = set(
+    names = set(
         re.findall(
             r"\b(?:hierarchical|vertical|context|all)_\w*|\w*_(?:gather|ring|slash|parallel)\b",
             text,
         )
     )
-    assert found <= NAMES
-    assert "hierarchical_ring" in found
+    assert names <= NAMES
+    assert "hierarchical_ring" in names
     if what == "sentences":
         assert "128k, 2 samples" in text, "a table would lose its last column"
-    # Nothing of a name on a line of its own.
+    # No fragment of a name stands on a line of its own.
     assert not re.search(r"\bhierarchica(?!l_)|\bvertical_sl(?!ash)|\bcontext_par(?!allel)", text)
 
 
-def test_the_same_ms_have_the_same_name_in_a_report_and_in_a_validation():
-    said = json.loads(shown(*VALIDATE, "--json", columns=80))
+def test_report_and_validation_use_the_same_names_for_times():
+    message = json.loads(shown(*VALIDATE, "--json", columns=80))
     text = " ".join(shown("report", "predicted-4xh200", columns=80).split())
-    for case in said["cases"]:
+    for case in message["cases"]:
         forward, backward = (case["passes"][name] for name in ("forward", "backward"))
         assert forward["measured_without_records"]
         assert backward["measured_without_records"]
-        # With records, and in brackets without: what was compared.
+        # The recorded time, and in brackets the one without recording.
         ms = [
             tables.ms(of[name])
             for of in (forward, backward)
             for name in ("recorded_ms", "measured_ms")
         ]
-        line = f"ms of a layer's pass: forward {ms[0]} ({ms[1]}), backward {ms[2]} ({ms[3]})"
+        line = f"pass of a layer, ms: forward {ms[0]} ({ms[1]}), backward {ms[2]} ({ms[3]})"
         assert line in text.partition(f" {case['case']}, 2 samples ")[2][:400], case["case"]
         assert ms[0] != ms[1]
     assert (
-        "pass ms: of recorded iterations, the mean; in brackets bare: without records, the median"
-        in text
+        "pass ms: mean of recorded iterations, in brackets bare: median without recording" in text
     )
     page = " ".join(shown(*VALIDATE, columns=80).split())
     assert (
-        "measured without records, the median (`mtrain report`: bare); ±: spread of recorded iterations"
-        in page
+        "measured without recording, the median (`mtrain report`: bare). ±: spread of the recorded "
+        "iterations" in page
     )
-    # Of several layers there is one of the two alone.
+    # With several layers, only one of the two definitions applies.
     several = " ".join(shown("report", "real-512k-4xh200", columns=80).split())
     assert "bare" not in several
 
@@ -122,7 +121,7 @@ def _commands() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_help_fills_the_lines(columns):
+def test_help_paragraphs_fill_the_lines(columns):
     for words in _commands():
         text = shown(*words, "--help", columns=columns).partition("╭")[0].partition(" Examples")[0]
         lines = [line.rstrip() for line in text.splitlines()]
@@ -136,7 +135,7 @@ NAMED = "a-name-that-leaves-no-room-for-a-table-beside-it"
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_names_of_runs_stay_whole(columns, tmp_path):
+def test_run_names_are_not_broken(columns, tmp_path):
     for i, name in enumerate((NAMED, NAMED.upper())):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
@@ -153,7 +152,7 @@ def test_names_of_runs_stay_whole(columns, tmp_path):
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         buckets = [{"begin": 0, "end": 128, "tokens": 5, "loss": 2.5}]
-        found = {
+        result = {
             "step": 3,
             "loss": 2.5,
             "tokens": 5,
@@ -162,7 +161,7 @@ def test_names_of_runs_stay_whole(columns, tmp_path):
             "attention": "dense",
             "buckets": buckets,
         }
-        (folder / "evaluations.jsonl").write_text(json.dumps(found) + "\n")
+        (folder / "evaluations.jsonl").write_text(json.dumps(result) + "\n")
     for words in (
         ("status", "--all"),
         ("report", NAMED, NAMED.upper(), "--no-html", "--no-csv"),
@@ -173,5 +172,5 @@ def test_names_of_runs_stay_whole(columns, tmp_path):
         assert "…" not in text
         assert NAMED in text
         assert text.lower().count(NAMED[:12]) == text.lower().count(NAMED) > 0
-        # A table has numbers for names that would fill it.
+        # Numbers replace names that would fill the table.
         assert words[0] == "status" or len(words) == 4 or "(2)" in text

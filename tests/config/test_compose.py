@@ -31,7 +31,8 @@ def mine(tmp_path) -> Path:
     folder = tmp_path / "conf"
     (folder / "model").mkdir(parents=True)
     (folder / "model/small.yaml").write_text(
-        "# Two layers.\ndefaults: [tiny]\nname: small\nnum_layers: 2\nrope: {original_max_position: 8k}\n"
+        "# Two layers.\ndefaults: [tiny]\nname: small\nnum_layers: 2\nrope: "
+        "{original_max_position: 8k}\n"
     )
     return folder
 
@@ -42,7 +43,7 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def hf_config(folder: Path) -> Path:
-    """A Hugging Face folder without weights, which composing does not read."""
+    """A Hugging Face folder without weights: composing reads only config.json."""
     shape = {
         "vocab_size": 512,
         "hidden_size": 64,
@@ -55,7 +56,7 @@ def hf_config(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids="/".join)
-def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp_path):
+def test_every_shipped_option_composes_and_survives_saving(group, option, tmp_path):
     words = [f"{group}={option}"] + (
         [f"data.path={tmp_path}"] if option in ("text", "tokens", "mds") else []
     )
@@ -67,7 +68,7 @@ def test_every_option_that_ships_composes_and_survives_a_file(group, option, tmp
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
     assert summary(open_groups().options[group][option]), (
-        "every option opens with a comment that says what it is"
+        "every option file must open with a comment that describes it"
     )
 
 
@@ -78,7 +79,7 @@ def test_every_group_of_the_schema_has_a_folder_and_a_default():
     assert groups | {"recipe"} == set(open_groups().options) == set(open_groups().defaults)
 
 
-def test_numbers_come_back_from_a_file_bit_for_bit(tmp_path):
+def test_numbers_survive_saving_bit_for_bit(tmp_path):
     config = compose(
         [
             "optim.lr=0.1234567890123456",
@@ -90,11 +91,11 @@ def test_numbers_come_back_from_a_file_bit_for_bit(tmp_path):
     )
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
-    assert not list(tmp_path.glob("*.part")), "no half-written file stays"
+    assert not list(tmp_path.glob("*.part")), "no partial file is left"
     assert to_dict(config)["optim"]["betas"] == [0.0, 0.999]
 
 
-def test_the_annotated_listing_is_yaml_of_the_same_configuration(tmp_path):
+def test_the_annotated_listing_loads_as_the_same_configuration(tmp_path):
     config = compose(["model=qwen3b", "seq=32k", "optim.betas=[0.5,0.6]"])
     lines = annotated_yaml(config, compose())
     (tmp_path / "listing.yaml").write_text("\n".join(line for line, _ in lines))
@@ -136,7 +137,7 @@ def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
 # A user's own groups
 
 
-def test_own_options_inherit_from_those_that_ship(mine):
+def test_own_options_inherit_from_shipped_ones(mine):
     config = compose(["model=small"], mine)
     assert (config.model.name, config.model.num_layers, config.model.hidden_size) == (
         "small",
@@ -155,7 +156,7 @@ def test_own_options_are_searched_first(mine):
         mine, "optim/adamw.yaml", re.sub(r"(?m)^warmup_steps: .*$", "warmup_steps: 7777", shipped)
     )
     assert compose([], mine).optim.warmup_steps == 7777
-    assert compose([]).optim.warmup_steps != 7777, "and the folder is forgotten afterwards"
+    assert compose([]).optim.warmup_steps != 7777, "the folder must not affect later calls"
 
 
 @pytest.mark.parametrize("word", ["exp=long", "+exp=long"])
@@ -163,7 +164,8 @@ def test_an_own_group_may_set_keys_anywhere(mine, word):
     write(
         mine,
         "exp/long.yaml",
-        "# @package _global_\n# Long.\ndefaults:\n  - override /model: small\nseq: 32k\noptim: {lr: 0.5}\n",
+        "# @package _global_\n# Long.\ndefaults:\n  - override /model: small\nseq: 32k\noptim: "
+        "{lr: 0.5}\n",
     )
     config = compose([word, "optim.lr=0.25"], mine)
     assert (config.seq, config.model.name, config.optim.lr) == (32768, "small", 0.25)
@@ -180,7 +182,7 @@ def test_an_own_top_file_changes_the_defaults(mine):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (
             "defaults: [tiny]\nhiden_size: 3\n",
@@ -203,27 +205,28 @@ def test_an_own_top_file_changes_the_defaults(mine):
         ("name: bad\nrope: 3\n", "model.rope=3: holds keys, not a value"),
     ],
 )
-def test_a_mistake_in_an_own_file_is_one_line(mine, text, said):
+def test_a_mistake_in_an_own_file_is_one_line(mine, text, message):
     write(mine, "model/bad.yaml", text)
-    assert said in complaints(compose, ["model=bad"], mine)[0]
+    assert message in complaints(compose, ["model=bad"], mine)[0]
 
 
-def test_an_own_file_that_leaves_keys_out_is_named_once(mine):
+def test_an_own_file_with_missing_keys_is_reported_once(mine):
     write(mine, "optim/mine.yaml", "lr: 0.1\n")
     (line,) = complaints(compose, ["optim=mine"], mine)
     assert line.startswith(
-        f"{mine}/optim/mine.yaml: does not give optim.betas, optim.eps, optim.weight_decay and 10 more"
+        f"{mine}/optim/mine.yaml: does not give optim.betas, optim.eps, optim.weight_decay and 10 "
+        "more"
     )
     assert complaints(compose, ["optim=mine", "seq=512q"], mine)[0].startswith("seq=512q")
 
 
-def test_an_own_file_of_binary_rubbish_is_one_line(mine):
+def test_a_binary_own_file_is_one_line(mine):
     (mine / "model/bad.yaml").write_bytes(b"\xff\xfe\x00")
     assert complaints(compose, ["model=bad"], mine)[0].startswith("model=bad: cannot be composed: ")
     assert summary(mine / "model/bad.yaml") == ""
 
 
-def test_a_config_dir_that_cannot_be_one_is_refused(tmp_path):
+def test_an_invalid_config_dir_is_refused(tmp_path):
     assert complaints(compose, [], tmp_path / "no") == (
         f"--config-dir {tmp_path}/no: no such folder",
     )
@@ -237,7 +240,7 @@ def test_a_config_dir_that_cannot_be_one_is_refused(tmp_path):
 # Hydra's global state
 
 
-def test_composing_works_inside_and_beside_somebody_elses_hydra(mine):
+def test_composing_works_inside_another_hydra_application(mine):
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
 
@@ -257,14 +260,14 @@ def test_composing_leaves_the_working_folder_and_logging_alone():
     assert (Path.cwd(), logging.root.level, list(logging.root.handlers)) == before
 
 
-def test_offloaded_layers_are_true_false_or_a_number_in_old_files_and_new_ones(tmp_path):
+def test_offload_activations_is_a_bool_or_a_number_in_old_and_new_files(tmp_path):
     file = tmp_path / "resolved.yaml"
     for word, value in (("true", True), ("false", False), ("1", 1), ("0", 0)):
         save(compose([f"train.offload_activations={word}"]), file)
         assert f"  offload_activations: {word}\n" in file.read_text()
         found = load(file).train.offload_activations
         assert (found, type(found)) == (value, type(value))
-    # Of versions that had no such keys.
+    # Files of versions without these keys.
     file.write_text(
         re.sub(
             r"(?m)^  (offload_activations|gpu_memory_gib|shard|tile_mib|z_loss): .*\n",
@@ -278,7 +281,7 @@ def test_offloaded_layers_are_true_false_or_a_number_in_old_files_and_new_ones(t
     )
 
 
-def test_time_is_resolved_once(tmp_path):
+def test_time_interpolation_is_resolved_once(tmp_path):
     config = compose(["run.name=run-${now:%H%M%S%f}"])
     save(config, tmp_path / "resolved.yaml")
     assert "$" not in config.run.name
@@ -295,18 +298,18 @@ def test_time_is_resolved_once(tmp_path):
         (["topology.layout=contiguous"], "contiguous"),
     ],
 )
-def test_stripes_are_for_what_is_uneven(words, layout):
+def test_auto_layout_is_striped_for_uneven_work(words, layout):
     assert compose(words).layout == layout
 
 
-def test_what_stripes_ask_for_is_asked_where_auto_takes_them():
+def test_block_size_is_checked_when_auto_chooses_stripes():
     (line,) = complaints(
         compose, ["sparsity=vertical_slash", "topology.block_size=64", "sparsity.block=128"]
     )
-    assert line.startswith("topology.block_size=64: is not a multiple of sparsity.block=128")
+    assert line.startswith("topology.block_size=64: must be a multiple of sparsity.block=128")
 
 
-def test_a_run_of_before_a_key_has_what_it_did(tmp_path):
+def test_a_file_without_a_newer_key_loads_with_its_old_behavior(tmp_path):
     config = compose([])
     save(config, tmp_path / "resolved.yaml")
     kept = [
@@ -318,10 +321,10 @@ def test_a_run_of_before_a_key_has_what_it_did(tmp_path):
     assert load(tmp_path / "resolved.yaml") == config
 
 
-def test_what_stripes_ask_for_is_not_asked_of_zigzag():
+def test_block_size_is_not_checked_for_zigzag():
     words = ["seq=512", "topology.workers=8"]
     assert complaints(compose, words)[0].startswith(
-        "topology.block_size=128: seq=512 has 4 such blocks for 8 workers"
+        "topology.block_size=128: seq=512 has only 4 such blocks for 8 workers"
     )
     assert compose([*words, "data.document_mask=false"]).layout == "zigzag"
 
@@ -329,7 +332,7 @@ def test_what_stripes_ask_for_is_not_asked_of_zigzag():
 # Resuming
 
 
-def test_a_run_that_goes_on_with_a_sparse_pattern_changes_to_stripes():
+def test_resuming_with_a_sparse_pattern_changes_to_stripes():
     dense = compose(["data.document_mask=false"])
     assert (dense.layout, resume(dense, ["sparsity=vertical_slash"]).layout) == (
         "zigzag",
@@ -355,14 +358,14 @@ def test_a_resumed_run_keeps_everything_that_is_not_overridden(saved):
         "zigzag",
     )
     assert (longer.seq, longer.optim.betas) == (2048, (0.8, 0.9)), (
-        "defaults of the groups do not creep back in"
+        "group defaults must not replace saved values"
     )
     assert resume(saved, ["topology=local"]).topology.workers == "auto", (
-        "a group named again is taken whole"
+        "naming a group again replaces all its keys"
     )
 
 
-def test_repeating_the_original_overrides_is_no_change(saved):
+def test_repeating_the_original_overrides_changes_nothing(saved):
     assert resume(saved, ["model=tiny", "seq=2k", "data=stdlib", "seed=0"]) == saved
 
 
@@ -387,7 +390,7 @@ def test_mistakes_on_resuming_are_reported_like_any_other(saved):
     assert complaints(resume, saved, ["train.steps=0"]) == ("train.steps=0: must be at least 1",)
 
 
-def test_the_weights_a_run_started_from_may_be_gone_when_it_resumes(saved):
+def test_a_resume_does_not_need_the_initial_weights(saved):
     moved = dataclasses.replace(
         saved, train=dataclasses.replace(saved.train, init_from="/no/longer/there")
     )

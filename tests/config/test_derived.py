@@ -1,4 +1,4 @@
-"""What a configuration takes from the folder of the weights and from the data."""
+"""Values that a configuration takes from the folder of the weights and from the data."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from mtrain_cli.config.compose import compose, load, resume, save
 from mtrain_cli.config.schema import ConfigError
 
 LLAMA = {
-    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "initializer_range": 0.1,
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "initializer_range": 0.1,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
 }  # fmt: skip
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A Hugging Face folder without weights, which composing does not read, and a text beside it."""
+    """A Hugging Face folder without weights: composing reads only config.json."""
     return write(tmp_path / "release", LLAMA)
 
 
@@ -43,7 +44,7 @@ def complaints(*words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("named", [[], ["model=auto"]])
-def test_a_folder_gives_the_model_that_nobody_names(folder: Path, named: list[str]) -> None:
+def test_the_folder_gives_the_model_if_none_is_named(folder: Path, named: list[str]) -> None:
     model = compose([f"train.init_from={folder}", *named]).model
     assert (model.name, model.family, model.vocab_size, model.hidden_size) == (
         "release",
@@ -64,7 +65,7 @@ def test_a_folder_gives_the_model_that_nobody_names(folder: Path, named: list[st
     )
 
 
-def test_a_rotary_setting_that_is_given_goes_before_the_folders(folder: Path) -> None:
+def test_a_given_rotary_setting_overrides_the_folder(folder: Path) -> None:
     rope = compose(
         [f"train.init_from={folder}", "model.rope.theta=2e6", "model.rope.scaling=yarn"]
     ).model.rope
@@ -72,7 +73,7 @@ def test_a_rotary_setting_that_is_given_goes_before_the_folders(folder: Path) ->
     assert rope.factor == "auto", "the folder's factor belongs to its own scaling"
 
 
-def test_a_stretch_of_the_folder_is_kept(folder: Path) -> None:
+def test_the_folders_rope_scaling_is_kept(folder: Path) -> None:
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 1e6,
@@ -89,8 +90,11 @@ def test_a_stretch_of_the_folder_is_kept(folder: Path) -> None:
     )
 
 
-def test_a_shape_that_is_not_the_weights_is_one_line_with_both_values(folder: Path) -> None:
-    line = f"model.num_layers=3 (the folder: 2): the weights of train.init_from={folder} have another shape; leave out model.num_layers"
+def test_a_shape_mismatch_is_one_line_with_both_values(folder: Path) -> None:
+    line = (
+        f"model.num_layers=3 (the folder: 2): the weights of train.init_from={folder} have another "
+        "shape; leave out model.num_layers"
+    )
     assert complaints(f"train.init_from={folder}", "model.num_layers=3") == [line]
     (line,) = complaints(f"train.init_from={folder}", "model=qwen3b")
     assert line.startswith(
@@ -99,7 +103,7 @@ def test_a_shape_that_is_not_the_weights_is_one_line_with_both_values(folder: Pa
     assert line.endswith("leave out model=qwen3b to take the folder's")
 
 
-def test_a_recipe_that_names_a_model_is_held_to_it(folder: Path, text: list[str]) -> None:
+def test_a_recipes_model_must_match_the_weights(folder: Path, text: list[str]) -> None:
     line = complaints("recipe=mtraining_qwen3b_512k", f"train.init_from={folder}", *text)[0]
     assert "model.family=qwen2 (the folder: llama)" in line
     assert "leave out mtraining_qwen3b_512k's model=qwen3b" in line
@@ -107,26 +111,27 @@ def test_a_recipe_that_names_a_model_is_held_to_it(folder: Path, text: list[str]
     assert "model.hidden_size=512 (the folder: 64)" in line
 
 
-def test_a_model_of_the_same_shape_may_be_named(folder: Path) -> None:
+def test_a_model_of_the_same_shape_is_accepted(folder: Path) -> None:
     shape = ["model.hidden_size=64", "model.num_layers=2", "model.vocab_size=auto"]
     assert compose([f"train.init_from={folder}", *shape]).model.vocab_size == 512
 
 
 def test_auto_without_a_folder_is_one_line() -> None:
     assert complaints("model=auto") == [
-        "model=auto: takes the model from train.init_from=FOLDER; give it, or another model"
+        "model=auto: needs train.init_from=FOLDER to take the model from; give it, or choose "
+        "another model"
     ]
     (line,) = complaints("model=auto", "train.init_from=/no/such/folder")
     assert line.startswith("train.init_from=/no/such/folder: no such folder")
 
 
-def test_a_folder_that_cannot_be_read_is_told_when_composing(folder: Path) -> None:
+def test_an_unsupported_folder_is_reported_when_composing(folder: Path) -> None:
     write(folder, LLAMA | {"hidden_act": "gelu"})
     (line,) = complaints(f"train.init_from={folder}")
     assert 'hidden_act="gelu" is not supported' in line
 
 
-def test_text_is_read_with_the_folders_tokenizer_unless_another_is_named(
+def test_text_uses_the_folders_tokenizer_unless_another_is_given(
     folder: Path, text: list[str]
 ) -> None:
     words = [f"train.init_from={folder}", *text]
@@ -144,7 +149,7 @@ def test_text_is_read_with_the_folders_tokenizer_unless_another_is_named(
     assert compose().data.tokenizer == "bytes"
 
 
-def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, text: list[str]) -> None:
+def test_auto_vocabulary_is_the_tokenizers(tmp_path: Path, text: list[str]) -> None:
     pytest.importorskip("tokenizers")
     from mtrain_cli.data.tokenizers import train_bpe
 
@@ -152,10 +157,10 @@ def test_the_vocabulary_is_that_of_the_data(tmp_path: Path, text: list[str]) -> 
     train_bpe(["the quick brown fox " * 9], 270, tmp_path / "t.json")
     words = ["model.vocab_size=auto", *text, f"data.tokenizer={tmp_path / 't.json'}"]
     assert compose(words).model.vocab_size == 272
-    assert compose(words[1:]).model.vocab_size == 264, "tiny's own"
+    assert compose(words[1:]).model.vocab_size == 264, "the default of model=tiny"
 
 
-def test_the_vocabulary_of_tokens_is_in_their_folder(tmp_path: Path) -> None:
+def test_auto_vocabulary_of_tokens_is_in_their_store(tmp_path: Path) -> None:
     for name, size in (("a", 1000), ("b", 1001)):
         (tmp_path / name).mkdir()
         meta = {
@@ -176,13 +181,14 @@ def test_the_vocabulary_of_tokens_is_in_their_folder(tmp_path: Path) -> None:
     (tmp_path / "ids.npy").touch()
     (line,) = complaints(*words, f"data.path={tmp_path / 'ids.npy'}")
     assert line.startswith(
-        f"model.vocab_size=auto: {tmp_path / 'ids.npy'} does not say how many ids its tokenizer has; give a number"
+        f"model.vocab_size=auto: {tmp_path / 'ids.npy'} does not give the vocabulary size of its "
+        "tokenizer; give a number"
     )
     (line,) = complaints(*words, "data.path=/no/such")
     assert line.startswith("data.path=/no/such: no such file")
 
 
-def test_the_line_that_began_a_run_may_be_repeated_to_resume_it(
+def test_the_original_command_line_can_be_repeated_to_resume(
     folder: Path, text: list[str], tmp_path: Path
 ) -> None:
     (folder / "tokenizer.json").write_text("{}")
@@ -195,11 +201,11 @@ def test_the_line_that_began_a_run_may_be_repeated_to_resume_it(
     ]
     config = compose(words)
     save(config, tmp_path / "resolved.yaml")
-    (folder / "config.json").unlink()  # the weights are in the checkpoint by now
+    (folder / "config.json").unlink()  # the checkpoint has the weights now
     assert resume(load(tmp_path / "resolved.yaml"), words) == config
 
 
-def test_own_groups_count_as_named_by_the_user(folder: Path, tmp_path: Path) -> None:
+def test_own_model_groups_count_as_chosen_by_the_user(folder: Path, tmp_path: Path) -> None:
     own = tmp_path / "conf"
     (own / "model").mkdir(parents=True)
     (own / "model" / "mine.yaml").write_text("defaults: [tiny]\nname: mine\n")

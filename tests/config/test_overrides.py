@@ -1,4 +1,4 @@
-"""What a user may mistype, and the one line that each mistake gives."""
+"""Each mistake on the command line gives one line."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         # names
         ("modle=qwen3b", "no key or group is called modle; did you mean model=qwen3b?"),
@@ -31,7 +31,8 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         # groups
         (
             "model=qwen4b",
-            "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, mistral7b, qwen0.5b, qwen1.5b,",
+            "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, "
+            "mistral7b, qwen0.5b, qwen1.5b,",
         ),
         ("model=qwen4b", "; did you mean qwen14b?"),
         ("model=~/x", "no such model; options: "),
@@ -39,7 +40,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("model=null", "no such model; options: "),
         ("model=tiny,qwen3b", "one value per run"),
         ("model=glob(*)", "one value per run"),
-        ("optim={lr:1}", "to set one value write optim.lr=..."),
+        ("optim={lr:1}", "to set one value, write optim.lr=..."),
         ("model@other=tiny", "write model=tiny"),
         # values
         ("seq=512q", "expected a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"),
@@ -82,35 +83,35 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("optim.lr=${nothing}", "Interpolation key 'nothing' not found"),
         ("optim.lr=${hydra:runtime.cwd}", "HydraConfig was not set"),
         ("run.name=${", "cannot be resolved"),
-        # Hydra's own words
+        # Hydra settings
         (
             "hydra.run.dir=out",
-            "settings of Hydra itself have no effect; the folder of a run is run.dir=...",
+            "Hydra's own settings have no effect; the folder of a run is run.dir=...",
         ),
-        ("hydra/launcher=x", "settings of Hydra itself have no effect"),
+        ("hydra/launcher=x", "Hydra's own settings have no effect"),
         ("+new=1", "no key or group is called new"),
         ("++new.key=1", "no key or group is called new.key"),
         ("~seq", "a key cannot be deleted"),
         ("~data.path=x", "a key cannot be deleted; set it instead, such as data.path=null"),
         (
             "model.rope={theta:1}",
-            "is a section, not a value; set its keys one by one, such as model.rope.theta=...",
+            "is a section, not a value; set one of its keys, such as model.rope.theta=...",
         ),
         ("topology.=1", "no key or group is called topology."),
         # no equals sign
         ("tiny", "expected key=value; did you mean model=tiny?"),
         ("qwen3", "expected key=value; did you mean model=qwen3b?"),
         ("model", "expected model=OPTION; options: auto, llama14b"),
-        ("optim.lr", "expected optim.lr=VALUE, where the value is a number"),
+        ("optim.lr", "expected optim.lr=VALUE; VALUE is a number"),
         ("my.yaml", "--config-dir DIR model=mine"),
         ("", "expected key=value"),
         ("0.95]", "a value with spaces needs quotes"),
     ],
 )
-def test_a_mistake_is_one_line_that_repeats_it_and_says_what_is_allowed(override, said):
+def test_a_mistake_is_one_line_with_the_override_and_what_is_allowed(override, message):
     (line,) = complaints(override)
     assert line.startswith(f"{override}: " if override else "'': ")
-    assert said in line
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def test_a_mistake_is_one_line_that_repeats_it_and_says_what_is_allowed(override
         ("run.name=1_000", "run.name", "1_000"),
     ],
 )
-def test_a_value_arrives_in_the_type_of_its_key(override, key, value):
+def test_a_value_is_converted_to_the_type_of_its_key(override, key, value):
     from mtrain_cli.config import keys
 
     found = keys.values(compose([override]))[key]
@@ -154,7 +155,7 @@ def test_a_value_arrives_in_the_type_of_its_key(override, key, value):
 @pytest.mark.parametrize(
     "name", ["it's", "a b", "a#b", "a;b", "a,b", "(1)", "[x", "{y}", "k=v", "10%", "ünï", "q?x=1"]
 )
-def test_paths_with_special_characters_need_no_second_layer_of_quotes(tmp_path, name):
+def test_paths_with_special_characters_need_no_extra_quotes(tmp_path, name):
     (tmp_path / name).write_text("text")
     assert compose(["data=text", f"data.path={tmp_path}/{name}"]).data.path == f"{tmp_path}/{name}"
 
@@ -171,7 +172,7 @@ def test_the_last_override_of_a_key_and_of_a_group_wins_in_any_order():
     assert (config.model.name, config.model.num_layers, config.seq) == ("qwen0.5b", 3, 8192)
 
 
-def test_all_mistakes_are_reported_at_once_without_their_consequences():
+def test_all_mistakes_are_reported_together_without_their_consequences():
     found = complaints(
         "seq=512q",
         "optim.lr=-1",
@@ -181,7 +182,7 @@ def test_all_mistakes_are_reported_at_once_without_their_consequences():
         "topology.workers=3",
         "topology.context_parallel=2",
     )
-    # data=text would also miss data.path, but that is what data.pth was meant to be.
+    # data=text also lacks data.path, but data.pth is a typo for it.
     assert [line.partition(":")[0] for line in found] == [
         "modle=tiny",
         "data.pth=x",

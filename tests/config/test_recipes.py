@@ -1,4 +1,4 @@
-"""Recipes: they go before the defaults and behind the command line, and say what they need."""
+"""Recipes override the defaults, and the command line overrides recipes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def complaints(words: list[str], **options: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_composes_for_a_plan_and_survives_a_file(name: str, tmp_path: Path) -> None:
+def test_every_recipe_composes_for_a_plan_and_survives_saving(name: str, tmp_path: Path) -> None:
     config = compose([f"recipe={name}"], plan=True)
     assert config != compose()
     save(config, tmp_path / "resolved.yaml")
     assert load(tmp_path / "resolved.yaml") == config
 
 
-def test_the_papers_run_has_the_papers_numbers() -> None:
+def test_the_papers_recipe_has_the_papers_numbers() -> None:
     config = compose([f"recipe={PAPER}"], plan=True)
     assert (config.model.name, config.seq, config.train.global_batch, config.train.dtype) == (
         "qwen3b",
@@ -58,20 +58,20 @@ def test_the_papers_run_has_the_papers_numbers() -> None:
         "constant",
         0,
     )
-    # Of the scripts: Adam's rates, and the pattern flex_0.90 with at most 4096 columns.
+    # From the official scripts: Adam's betas, and the pattern flex_0.90 with at most 4096 columns.
     assert config.optim.betas == (0.9, 0.95)
     sparsity = config.sparsity
     assert (sparsity.p_v, sparsity.p_s, sparsity.max_columns) == (0.9, 0.9, 4096)
 
 
 @pytest.mark.parametrize("name", [PAPER, LLAMA])
-def test_the_papers_runs_use_the_papers_system(name: str) -> None:
+def test_the_papers_recipes_use_the_papers_system(name: str) -> None:
     config = compose([f"recipe={name}", *CLUSTER], plan=True)
     topology = config.topology
-    # Sections 4.1, 4.2 and B.1: stripes and index of 64 tokens, and an inner and an outer ring of keys.
+    # Sections 4.1, 4.2 and B.1: stripes and index blocks of 64 tokens, inner and outer rings of KV.
     assert (config.layout, topology.block_size, config.sparsity.block) == ("striped", 64, 64)
     assert (topology.exchange, topology.circulates) == ("hierarchical_ring", "kv")
-    # Appendix C: ZeRO-2 with offloading, gradients in bfloat16, recomputation, one context group of all GPUs.
+    # Appendix C: ZeRO-2 with offloading, bfloat16 gradients, recomputation, one group of all GPUs.
     assert (config.train.shard, config.optim.offload, config.train.reduce_dtype) == (
         "gradients",
         True,
@@ -102,24 +102,24 @@ def test_the_papers_runs_use_the_papers_system(name: str) -> None:
     )
 
 
-def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
+def test_the_baselines_listed_in_the_papers_recipe_compose() -> None:
     head = (resource_dir("conf") / "recipe" / f"{PAPER}.yaml").read_text()
     named = dict(re.findall(r"^#   ([\w ,]+): +(\S*(?:sparsity|topology).+)$", head, re.MULTILINE))
-    found = {}
-    for what, overrides in named.items():
+    baselines = {}
+    for name, overrides in named.items():
         config = compose([f"recipe={PAPER}", *CLUSTER, *overrides.split()], plan=True)
         assert (config.train.shard, config.optim.offload, config.train.activation_checkpoint) == (
             "gradients",
             True,
             "full",
         )
-        found[what] = (
+        baselines[name] = (
             config.sparsity.pattern,
             config.sparsity.block,
             config.layout,
             config.topology.exchange,
         )
-    assert found == {
+    assert baselines == {
         "dense, zigzag": ("dense", None, "zigzag", "ring"),
         "dense, striped": ("dense", None, "striped", "ring"),
         "ours with zigzag": ("vertical_slash", 64, "zigzag", "ring"),
@@ -129,14 +129,14 @@ def test_the_baselines_that_the_papers_recipe_names_compose() -> None:
         "MoBA": ("moba", 128, "zigzag", "ring"),
     }
     xattention, moba = (
-        compose([f"recipe={PAPER}", *CLUSTER, *named[what].split()], plan=True).sparsity
-        for what in list(named)[-2:]
+        compose([f"recipe={PAPER}", *CLUSTER, *named[name].split()], plan=True).sparsity
+        for name in list(named)[-2:]
     )
     assert (xattention.stride, xattention.threshold) == (16, 0.9)
     assert (moba.chunk, moba.top_k) == (4096, 12)
 
 
-def test_mtrains_own_recipe_trains_the_same_with_another_system() -> None:
+def test_mtrains_recipe_trains_the_same_model_with_another_system() -> None:
     paper, own = (compose([f"recipe={name}"], plan=True) for name in (PAPER, "qwen3b_512k"))
     assert (own.seq, own.model, own.data) == (paper.seq, paper.model, paper.data)
     assert replace(own.optim, offload=True) == paper.optim
@@ -154,7 +154,7 @@ def test_mtrains_own_recipe_trains_the_same_with_another_system() -> None:
     ) == (128, 128, "auto", "auto")
 
 
-def test_the_llama_run_is_2b_tokens_of_fixed_samples() -> None:
+def test_the_llama_recipe_is_2b_tokens_of_fixed_samples() -> None:
     config = compose([f"recipe={LLAMA}"], plan=True)
     assert (config.model.name, config.seq, config.data.kind) == ("llama8b", 524288, "mds")
     assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
@@ -168,7 +168,7 @@ def test_the_llama_run_is_2b_tokens_of_fixed_samples() -> None:
     )
 
 
-def test_prolongs_run_has_prolongs_numbers() -> None:
+def test_the_prolong_recipe_has_prolongs_numbers() -> None:
     config = compose(["recipe=prolong_llama8b_512k"], plan=True)
     assert (config.model.name, config.seq, config.model.rope.theta, config.model.rope.scaling) == (
         "llama8b",
@@ -193,7 +193,7 @@ def test_prolongs_run_has_prolongs_numbers() -> None:
     assert config.data.document_mask
 
 
-def test_the_command_line_goes_before_a_recipe_in_keys_and_groups() -> None:
+def test_the_command_line_overrides_a_recipe() -> None:
     config = compose(
         [
             "optim.lr=1e-3",
@@ -205,18 +205,21 @@ def test_the_command_line_goes_before_a_recipe_in_keys_and_groups() -> None:
         ],
         plan=True,
     )
-    assert (config.optim.lr, config.model.name, config.sparsity.pattern, config.seq, config.data.eval_sequences) == (
-        1e-3, "qwen0.5b", "dense", 4096, 2,
-    )  # fmt: skip
+    assert (config.optim.lr, config.model.name, config.sparsity.pattern) == (
+        1e-3,
+        "qwen0.5b",
+        "dense",
+    )
+    assert (config.seq, config.data.eval_sequences) == (4096, 2)
     assert (config.train.eval_every, config.topology.device) == (100, "cuda"), (
-        "what was not given is the recipe's"
+        "the recipe sets what the command line does not"
     )
     assert config.model.hidden_size == 896, (
-        "a group from the command line takes the place of all that the recipe says of it"
+        "a group on the command line replaces all that the recipe says about it"
     )
 
 
-def test_what_only_the_user_has_is_asked_for_in_one_line_each(tmp_path: Path) -> None:
+def test_each_required_value_is_one_line(tmp_path: Path) -> None:
     data, weights = complaints([f"recipe={PAPER}"])
     assert data.startswith(
         f"data.path=REQUIRED: recipe={PAPER} leaves it to you: file or folder of the corpus"
@@ -230,14 +233,14 @@ def test_what_only_the_user_has_is_asked_for_in_one_line_each(tmp_path: Path) ->
     assert complaints([f"recipe={PAPER}", "data.path=/none", "train.init_from=null"])[0].startswith(
         "data.path=/none: no such file"
     )
-    # A plan forgives what is missing, and nothing else.
+    # A plan tolerates missing values, and no other mistake.
     assert complaints([f"recipe={PAPER}", "data.path=/none"], plan=True)[0].startswith(
         "data.path=/none: no such file"
     )
     assert complaints(["data=text"], plan=True)[0].startswith("data.path=null: data=text needs it")
 
 
-def test_an_unknown_recipe_names_them_all() -> None:
+def test_an_unknown_recipe_lists_all_recipes() -> None:
     (line,) = complaints(["recipe=mtraining"])
     assert line.startswith("recipe=mtraining: no such recipe; options: ")
     assert all(name in line for name in RECIPES)
@@ -250,7 +253,7 @@ def test_a_resumed_run_keeps_its_recipe() -> None:
         resume(config, ["recipe=stdlib_64k"])
 
 
-def test_the_line_of_a_run_with_a_recipe_may_be_repeated(tmp_path: Path) -> None:
+def test_the_command_line_of_a_recipe_run_can_be_repeated(tmp_path: Path) -> None:
     words = ["recipe=stdlib_8k", "seq=512", "train.steps=2", "optim.lr=0.5", "run.name=r"]
     config = compose(words)
     assert resume(config, words) == config
@@ -269,25 +272,26 @@ def test_the_line_of_a_run_with_a_recipe_may_be_repeated(tmp_path: Path) -> None
     config = compose(own, plan=True)
     assert resume(config, own) == config
     again = [f"recipe={PAPER}", "sparsity=moba", "topology.block_size=128"]
-    assert resume(config, again) == config, "what a recipe leaves open is the run's"
+    assert resume(config, again) == config, "values that a recipe requires come from the run"
 
 
-def test_own_recipes_are_read_from_a_folder(tmp_path: Path) -> None:
+def test_own_recipes_are_read_from_config_dir(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe/mine.yaml").write_text(
-        "# @package _global_\n# Mine.\ndefaults:\n  - override /sparsity: moba\nseq: 2k\noptim:\n  lr: 0.5\n"
+        "# @package _global_\n# Mine.\ndefaults:\n  - override /sparsity: moba\nseq: 2k\noptim:\n  "
+        "lr: 0.5\n"
     )
     config = compose(["recipe=mine"], tmp_path)
     assert (config.seq, config.optim.lr, config.sparsity.pattern) == (2048, 0.5, "moba")
 
 
-def test_recipes_are_listed_shown_and_planned(tmp_path: Path) -> None:
+def test_recipes_can_be_shown_and_planned(tmp_path: Path) -> None:
     shown = mtrain(tmp_path, "config", "show", f"recipe/{PAPER}")
     assert shown.returncode == 0, shown.stderr
     assert "model.rope.factor" in shown.stdout
     assert "train.init_from" in shown.stdout
     assert "model.num_layers" in shown.stdout
-    assert "optim.eps" not in shown.stdout, "only what the recipe changes"
+    assert "optim.eps" not in shown.stdout, "only keys that the recipe changes"
     planned = mtrain(tmp_path, "train", f"recipe={PAPER}", "topology.workers=8", "--dry-run")
     assert planned.returncode == 0, planned.stderr
     assert "yarn by 32 from 32k tokens" in planned.stdout

@@ -20,7 +20,7 @@ from mtrain_cli.config.sizes import format_size, parse_size
         ("-4k", -4096),
     ],
 )
-def test_sizes_are_read_with_k_as_1024(text, tokens):
+def test_sizes_are_parsed_with_k_as_1024(text, tokens):
     assert parse_size(text) == tokens
 
 
@@ -28,12 +28,12 @@ def test_sizes_are_read_with_k_as_1024(text, tokens):
     "text",
     ["512q", "k", "", "4kk", "4 5", "abc", "4g", "1e", ".", "--4", "0x10", "nan", "inf", True],
 )
-def test_what_is_no_size_is_refused_with_examples(text):
+def test_an_invalid_size_is_refused_with_examples(text):
     with pytest.raises(ValueError, match="such as 4096, 512k or 1m"):
         parse_size(text)
 
 
-def test_a_part_of_a_token_is_refused_by_naming_the_number():
+def test_a_fraction_of_a_token_is_refused_with_the_number():
     with pytest.raises(ValueError, match=r"307\.2 tokens; expected a whole number"):
         parse_size("0.3k")
 
@@ -61,7 +61,7 @@ def test_format_is_the_inverse_of_parse(tokens):
     assert parse_size(format_size(tokens)) == tokens
 
 
-def test_format_takes_the_largest_unit_that_is_exact():
+def test_format_uses_the_largest_exact_unit():
     assert [format_size(n) for n in (524288, 1048576, 1048576 + 1024, 1000)] == [
         "512k",
         "1m",

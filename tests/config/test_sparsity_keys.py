@@ -1,4 +1,4 @@
-"""Mistakes in sparsity.*: one line each that names key, value and what is allowed."""
+"""Each mistake in sparsity.* is one line that names key, value and what is allowed."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_every_pattern_composes_and_is_made(name):
+def test_every_pattern_composes_and_can_be_built(name):
     config = compose([f"sparsity={name}"])
     pattern = make_pattern(config.sparsity, 0)
     assert (pattern is None) == (name == "dense")
@@ -25,7 +25,7 @@ def test_every_pattern_composes_and_is_made(name):
     assert set_keys == set(PATTERN_KEYS[name])
 
 
-def test_heads_share_an_index_only_if_asked():
+def test_heads_share_an_index_only_with_kv_group():
     for word, shared in (("query_head", False), ("kv_group", True)):
         assert (
             make_pattern(
@@ -49,15 +49,19 @@ def test_heads_share_an_index_only_if_asked():
         ),
         (
             "sparsity=vertical_slash sparsity.max_columns=10",
-            "sparsity.max_columns=10: is below the 64 columns of sparsity.min_columns; give 0 (no bound) or at least 64",
+            "sparsity.max_columns=10: is below the 64 columns of sparsity.min_columns; give 0 (no "
+            "limit) or at least 64",
         ),
         (
-            "sparsity=vertical_slash sparsity.max_columns=10 sparsity.min_columns=2 sparsity.sink_tokens=20",
-            "sparsity.max_columns=10: is below the 20 columns of sparsity.sink_tokens; give 0 (no bound) or at least 20",
+            "sparsity=vertical_slash sparsity.max_columns=10 sparsity.min_columns=2 "
+            "sparsity.sink_tokens=20",
+            "sparsity.max_columns=10: is below the 20 columns of sparsity.sink_tokens; give 0 (no "
+            "limit) or at least 20",
         ),
         (
             "sparsity=vertical_slash sparsity.max_slashes=1",
-            "sparsity.max_slashes=1: is below sparsity.min_slashes=2; give 0 (any number) or at least 2",
+            "sparsity.max_slashes=1: is below sparsity.min_slashes=2; give 0 (no limit) or at "
+            "least 2",
         ),
         (
             "sparsity=vertical_slash sparsity.last_q=8k seq=4k",
@@ -69,7 +73,8 @@ def test_heads_share_an_index_only_if_asked():
         ),
         (
             "sparsity=vertical_slash seq=32m",
-            "seq=33554432: is above the 16777216 columns among which sparsity.pattern=vertical_slash can",
+            "seq=33554432: sparsity.pattern=vertical_slash can choose among at most 16777216 "
+            "columns",
         ),
         (
             "sparsity=vertical_slash sparsity.block=100",
@@ -85,38 +90,44 @@ def test_heads_share_an_index_only_if_asked():
         ),
         (
             "sparsity=moba sparsity.top_k=null",
-            "sparsity.top_k=null: sparsity.pattern=moba needs it; sparsity=moba gives a default",
+            "sparsity.top_k=null: sparsity.pattern=moba needs a value; sparsity=moba gives a "
+            "default",
         ),
         (
             "sparsity=moba sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: is no key of sparsity.pattern=moba; its keys: block, dense_steps, chunk, top_k, gate",
+            "sparsity.p_v=0.5: is not a key of sparsity.pattern=moba; its keys: block, "
+            "dense_steps, chunk, top_k, gate",
         ),
         (
             "sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: is no key of sparsity.pattern=dense; its keys: none",
+            "sparsity.p_v=0.5: is not a key of sparsity.pattern=dense; its keys: none",
         ),
         (
             "sparsity=fixed sparsity.density=0",
-            "sparsity.slashes=0: give block diagonals here or a share of the blocks in sparsity.density",
+            "sparsity.slashes=0: give a number of slashes, or their share of the blocks as "
+            "sparsity.density",
         ),
         (
             "sparsity=fixed sparsity.density=0.1 sparsity.slashes=5",
-            "sparsity.slashes=5: sparsity.density=0.1 says how many block diagonals already; give one of them, or 0 for the other",
+            "sparsity.slashes=5: sparsity.density=0.1 already sets the number of slashes; give one "
+            "of them, or 0 for the other",
         ),
         (
             "sparsity.pattern=moba",
-            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, sparsity.top_k, sparsity.gate; "
-            "give sparsity=moba, which brings its keys, and no sparsity.pattern",
+            "sparsity.pattern=moba: needs sparsity.block, sparsity.dense_steps, sparsity.chunk, "
+            "sparsity.top_k, sparsity.gate; "
+            "give sparsity=moba, which sets them, instead of sparsity.pattern",
         ),
         (
             "sparsity=vertical_slash sparsity.pattern=moba",
-            "give sparsity=moba, which brings its keys",
+            "give sparsity=moba, which sets them, instead of sparsity.pattern",
         ),
-        ("sparsity=moba sparsity.pattern=dense", "give sparsity=dense and no sparsity.pattern"),
+        ("sparsity=moba sparsity.pattern=dense", "give sparsity=dense instead of sparsity.pattern"),
         ("sparsity=moba sparsity.chunk=no", "sparsity.chunk=no: expected"),
         (
             "sparsity=vertical_slash sparsity.windows=65 seq=4k",
-            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 has room for 64",
+            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 "
+            "has room for 64",
         ),
         (
             f"sparsity=vertical_slash sparsity.min_slashes={10**20}",
@@ -150,12 +161,12 @@ def test_a_mistake_is_one_line(words, line):
         ("sparsity.slashes=0", 0, 0.05),
     ],
 )
-def test_fixed_takes_either_diagonals_or_a_density(words, slashes, density):
+def test_fixed_takes_either_slashes_or_a_density(words, slashes, density):
     sparsity = compose(["sparsity=fixed", *words.split()]).sparsity
     assert (sparsity.slashes, sparsity.density) == (slashes, density)
 
 
-def test_as_many_windows_as_there_is_room_for():
+def test_windows_may_fill_the_whole_sequence():
     assert (
         compose(["sparsity=vertical_slash", "sparsity.windows=64", "seq=4k"]).sparsity.windows == 64
     )

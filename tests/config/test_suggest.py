@@ -26,7 +26,7 @@ def test_the_nearest_key_is_found_across_sections(word, name):
     assert nearest(word, all_keys()) == name
 
 
-def test_nothing_is_suggested_when_nothing_is_near():
+def test_nothing_is_suggested_when_no_name_is_close():
     assert nearest("zzzzzz", all_keys()) is None
     assert nearest("word", []) is None
     assert did_you_mean("zzzzzz", all_keys()) == ""

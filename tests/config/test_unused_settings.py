@@ -1,13 +1,13 @@
 import pytest
 
 from mtrain_cli.config.compose import compose
-from mtrain_cli.config.unused_settings import idle, idle_ring_keys, repeated
+from mtrain_cli.config.unused_settings import repeated_keys, unused_keys, unused_ring_keys
 
 RING = ["topology.exchange=ring", "topology.device=cuda"]
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             ["train.checkpoint_keep=0.3"],
@@ -19,7 +19,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["topology.columns=once", *RING],
-            "topology.columns=once: has no effect, sparsity.pattern=dense chooses no single columns",
+            "topology.columns=once: has no effect, sparsity.pattern=dense chooses no columns",
         ),
         (
             ["data.text_key=body"],
@@ -27,7 +27,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["optim.warmup_steps=9", "train.steps=5"],
-            "optim.warmup_steps=9: train.steps=5 ends before; the learning rate never",
+            "optim.warmup_steps=9: train.steps=5 ends first; the learning rate never",
         ),
         (
             ["topology.gpu_memory_gib=80", "topology.device=cpu"],
@@ -47,7 +47,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["train.checkpoint_every=9", "train.steps=5"],
-            "train.checkpoint_every=9: has no effect, train.steps=5 ends before",
+            "train.checkpoint_every=9: has no effect, train.steps=5 ends first",
         ),
         (
             ["model.rope.beta_fast=16", "model.rope.scaling=none"],
@@ -55,15 +55,15 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
     ],
 )
-def test_a_setting_that_nothing_reads_is_one_line(words, said):
-    (line,) = idle(words, compose(words))
-    assert line.startswith(said)
+def test_an_unused_setting_is_one_line(words, message):
+    (line,) = unused_keys(words, compose(words))
+    assert line.startswith(message)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        [],  # defaults that do nothing are no mistake
+        [],  # unused defaults are not reported
         ["recipe=stdlib_8k"],
         ["train.checkpoint_keep=0.3", "train.activation_checkpoint=sequence_selective"],
         ["topology.prefetch=2", *RING],
@@ -73,28 +73,29 @@ def test_a_setting_that_nothing_reads_is_one_line(words, said):
         ["topology.gpu_memory_gib=80"],  # auto may find a GPU
     ],
 )
-def test_what_has_or_may_have_an_effect_is_not_named(words):
-    assert idle(words, compose(words)) == []
+def test_settings_that_may_have_an_effect_are_not_reported(words):
+    assert unused_keys(words, compose(words)) == []
 
 
-def test_what_auto_chose_is_told_where_it_is_known():
+def test_settings_made_useless_by_auto_are_reported():
     words = ["topology.prefetch=2"]
     config = compose(words)
-    (line,) = idle_ring_keys(words, config, "all_gather")
-    assert (
-        line
-        == "topology.prefetch=2: has no effect, topology.exchange=all_gather (chosen by auto) is no ring"
+    (line,) = unused_ring_keys(words, config, "all_gather")
+    assert line == (
+        "topology.prefetch=2: has no effect, topology.exchange=all_gather (chosen by auto) is not "
+        "a ring"
     )
-    assert idle_ring_keys(words, config, "ring") == []
+    assert unused_ring_keys(words, config, "ring") == []
     assert (
-        idle_ring_keys(words, compose([*words, "topology.exchange=all_gather"]), "all_gather") == []
-    ), "the launcher has said so"
-    assert len(idle(["topology.gpu_memory_gib=80"], compose(), device="cpu")) == 1
+        unused_ring_keys(words, compose([*words, "topology.exchange=all_gather"]), "all_gather")
+        == []
+    ), "the launcher reports it already"
+    assert len(unused_keys(["topology.gpu_memory_gib=80"], compose(), device="cpu")) == 1
 
 
-def test_a_key_or_group_that_is_given_twice_is_named():
-    assert repeated(["seq=4k", "model=tiny", "seq=8k", "train.steps=3"]) == [
-        "seq=4k: has no effect, since seq=8k comes later; give seq once"
+def test_a_key_or_group_given_twice_is_reported():
+    assert repeated_keys(["seq=4k", "model=tiny", "seq=8k", "train.steps=3"]) == [
+        "seq=4k: has no effect, since seq=8k follows; give seq once"
     ]
-    assert len(repeated(["model=tiny", "model=qwen3b"])) == 1
-    assert repeated(["model=tiny", "model.num_layers=3"]) == []
+    assert len(repeated_keys(["model=tiny", "model=qwen3b"])) == 1
+    assert repeated_keys(["model=tiny", "model.num_layers=3"]) == []

@@ -15,7 +15,7 @@ def defaults():
 
 
 def changed(config, **values):
-    """``config`` with leaves replaced; a dot of a key is written as two underscores."""
+    """Return ``config`` with some leaves replaced; two underscores stand for a dot in a key."""
     return keys.build(
         {
             **keys.values(config),
@@ -25,32 +25,32 @@ def changed(config, **values):
 
 
 @pytest.mark.parametrize(("kind", "name"), [("mds", "index.json"), ("tokens", "meta.json")])
-def test_a_folder_that_is_none_of_its_kind_is_told_before_anything_is_opened(
+def test_a_data_folder_without_its_manifest_is_refused_before_it_is_opened(
     defaults, tmp_path, kind, name
 ):
     data = changed(defaults, data__kind=kind, data__path=str(tmp_path)).data
 
-    def said() -> str:
+    def problem() -> str:
         with pytest.raises(ConfigError) as caught:
-            validate.require_listed(data)
+            validate.require_manifest(data)
         (line,) = caught.value.problems
         return line
 
-    assert said().startswith(f"data.path={tmp_path}: no {name} in it; give ")
+    assert problem().startswith(f"data.path={tmp_path}: no {name} in it; give ")
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / name).write_text("{}")
-    assert said().endswith("; it has folders that do: books (name them in data.mix)")
-    validate.require_listed(dataclasses.replace(data, mix={"books": 1.0}))
+    assert problem().endswith("; these folders in it have one: books (name them in data.mix)")
+    validate.require_manifest(dataclasses.replace(data, mix={"books": 1.0}))
     (tmp_path / name).write_text("{}")
-    validate.require_listed(data)
+    validate.require_manifest(data)
 
 
-def test_the_defaults_have_no_problem(defaults):
+def test_the_defaults_are_valid(defaults):
     assert problems(defaults) == []
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"seq": 1}, "seq=1: must be at least 2"),
         ({"seed": -1}, "seed=-1: must be between 0"),
@@ -135,13 +135,13 @@ def test_the_defaults_have_no_problem(defaults):
         ({"data__kind": "text"}, "data.path=null: data=text needs it"),
         (
             {"data__kind": "tokens"},
-            "data.path=null: data=tokens needs it: what `mtrain data prepare` wrote",
+            "data.path=null: data=tokens needs it; give the output of `mtrain data prepare`",
         ),
         (
             {"data__kind": "text", "data__path": "/no/corpus.txt"},
-            "data.path=/no/corpus.txt: no such file; give a .txt, .md, .py, .jsonl or",
+            "data.path=/no/corpus.txt: no such file or folder; give a .txt, .md, .py, .jsonl or",
         ),
-        ({"data__path": "/etc"}, "data.path=/etc: data=stdlib reads no path; write data=text"),
+        ({"data__path": "/etc"}, "data.path=/etc: data=stdlib has no path; add data=text"),
         (
             {"data__tokenizer": "/no/tokenizer.json"},
             "data.tokenizer=/no/tokenizer.json: no such file; give bytes",
@@ -153,12 +153,14 @@ def test_the_defaults_have_no_problem(defaults):
         ({"train__z_loss": -1e-4}, "train.z_loss=-0.0001: must be 0 or more"),
         (
             {"train__offload_activations": True, "train__activation_checkpoint": "none"},
-            "train.offload_activations=true: train.activation_checkpoint=none keeps every intermediate, too many to move; "
+            "train.offload_activations=true: train.activation_checkpoint=none keeps too much to "
+            "move; "
             "allowed with it: selective, sequence_selective, full",
         ),
         (
             {"train__offload_activations": 2, "train__activation_checkpoint": "none"},
-            "train.offload_activations=2: train.activation_checkpoint=none keeps every intermediate, too many to move; allowed",
+            "train.offload_activations=2: train.activation_checkpoint=none keeps too much to move; "
+            "allowed",
         ),
         (
             {"train__offload_activations": 37, "model__num_layers": 36},
@@ -174,21 +176,22 @@ def test_the_defaults_have_no_problem(defaults):
         ),
         (
             {"optim__offload_gradients": True},
-            "optim.offload_gradients=true: is for optim.offload=true, where the optimizer steps in host memory",
+            "optim.offload_gradients=true: needs optim.offload=true, which runs the optimizer in "
+            "host memory",
         ),
         (
             {"train__offload_activations": -1},
             "train.offload_activations=-1: must be true, false or a number of layers, 0 or more",
         ),
         ({"run__log_every": 0}, "run.log_every=0: must be at least 1"),
-        ({"run__name": "a/b"}, "run.name=a/b: may hold letters"),
-        ({"run__name": ".."}, "run.name=..: may hold letters"),
+        ({"run__name": "a/b"}, "run.name=a/b: may only contain letters"),
+        ({"run__name": ".."}, "run.name=..: may only contain letters"),
     ],
 )
-def test_each_mistake_is_one_line_that_names_key_and_value(defaults, values, said):
+def test_each_mistake_is_one_line_that_names_key_and_value(defaults, values, message):
     found = problems(changed(defaults, **values))
     assert len(found) == 1, found
-    assert said in found[0]
+    assert message in found[0]
     assert "\n" not in found[0]
 
 
@@ -209,8 +212,10 @@ def test_several_mistakes_are_reported_together(defaults):
             "seq": 1000,
             "topology__layout": "zigzag",
             "topology__workers": 3,
-        },  # padded, never refused
-        {"seq": 1 << 22},  # far beyond original_max_position without scaling: worse, not wrong
+        },  # padded, not refused
+        {
+            "seq": 1 << 22
+        },  # far beyond original_max_position without scaling: bad quality, but allowed
         {"train__steps": 2},  # shorter than the warm-up
         {
             "topology__workers": 8,
@@ -238,7 +243,7 @@ def test_several_mistakes_are_reported_together(defaults):
         },  # the store knows its own vocabulary
     ],
 )
-def test_what_works_is_not_refused(defaults, values):
+def test_valid_configurations_are_accepted(defaults, values):
     assert problems(changed(defaults, **values)) == []
 
 
@@ -251,18 +256,19 @@ def test_a_hugging_face_folder_and_a_tokenizer_file_are_accepted(defaults, tmp_p
     assert problems(good) == []
     folder = problems(changed(defaults, data__tokenizer=str(tmp_path)))
     assert folder == [
-        f"data.tokenizer={tmp_path}: is a folder; give its tokenizer.json, {tmp_path}/tokenizer.json"
+        f"data.tokenizer={tmp_path}: is a folder; give its tokenizer.json, "
+        f"{tmp_path}/tokenizer.json"
     ]
     (tmp_path / "config.json").unlink()
-    assert "holds no config.json" in problems(good)[0]
+    assert "has no config.json" in problems(good)[0]
 
 
-def test_the_byte_vocabulary_is_the_byte_tokenizers():
+def test_the_byte_vocabulary_matches_the_byte_tokenizer():
     assert ByteTokenizer.vocab_size == validate.BYTE_VOCABULARY
 
 
-def test_every_number_of_the_schema_has_a_range():
-    """A new number without a range would let through what only the trainer finds out."""
+def test_every_number_in_the_schema_has_a_range():
+    """Without a range, a bad number fails only in the trainer."""
     numbers = {key.name for key in keys.all_keys().values() if {int, float} & set(key.types)}
     assert numbers == set(validate._RANGE)
 
@@ -273,7 +279,7 @@ def test_the_configuration_is_frozen(defaults):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             "seq=512 topology.workers=64",
@@ -286,22 +292,22 @@ def test_the_configuration_is_frozen(defaults):
         ("seq=512 topology.workers=32", "give fewer workers, a longer seq or blocks of at most 16"),
     ],
 )
-def test_what_is_said_of_too_few_blocks_would_do(words, said):
-    with pytest.raises(ConfigError, match=f"some would hold none; {said}$"):
+def test_the_advice_for_too_few_blocks_works(words, message):
+    with pytest.raises(ConfigError, match=f" workers; {message}$"):
         compose(words.split())
-    if " or at most 32" in said:
+    if " or at most 32" in message:
         compose(["seq=512", "topology.workers=32", "topology.block_size=16"])
 
 
 @pytest.mark.parametrize("name", sorted(validate._RANGE))
-def test_every_number_has_a_largest_value_and_one_line_says_which(name):
-    """1e24 steps were planned, 1e15 tokens filled the memory, 1e30 seconds overflowed."""
-    said = validate.out_of_range(name, 2.0**100)
-    assert said is not None
-    bound = validate.most(name)
+def test_every_number_has_an_upper_limit_with_a_reason(name):
+    """Without limits, 1e15 tokens fill the memory and 1e30 seconds overflow."""
+    message = validate.out_of_range(name, 2.0**100)
+    assert message is not None
+    bound = validate.upper_limit(name)
     assert bound is None or (
-        said.startswith("must be at most ")
-        and bound.reason in said
+        message.startswith("must be at most ")
+        and bound.reason in message
         and bound.reason in validate.allowed(keys.all_keys()[name])
     )
 
@@ -318,7 +324,7 @@ def test_every_number_has_a_largest_value_and_one_line_says_which(name):
         "train.steps=1e24",
     ],
 )
-def test_a_number_without_measure_is_one_line_at_once(word):
+def test_a_huge_number_is_refused_at_once_in_one_line(word):
     with pytest.raises(ConfigError) as caught:
         compose([word])
     (line,) = caught.value.problems
@@ -326,17 +332,17 @@ def test_a_number_without_measure_is_one_line_at_once(word):
 
 
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "message"),
     [
         ("run.dir=runs/x ", "run.dir='.*runs/x ': begins or ends with a space"),
         ("run.dir=runs/\udcff", "is not UTF-8; rename the file or folder"),
         ("run.dir=" + "x" * 300, "is too long; a name has at most 255 bytes"),
         (
             "data.path=~nobodyhere/x",
-            "begins with the name of a user whom this machine does not know",
+            "begins with the name of a user unknown on this machine",
         ),
     ],
 )
-def test_a_folder_that_would_not_be_found_again_is_refused(word, said):
-    with pytest.raises(ConfigError, match=said):
+def test_unusable_paths_are_refused(word, message):
+    with pytest.raises(ConfigError, match=message):
         compose([word])

@@ -1,4 +1,4 @@
-"""Configurations and corpora that the data tests share."""
+"""Configurations and corpora for the data tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def base_config() -> Config:
 
 @pytest.fixture
 def make_config(base_config: Config) -> Callable[..., Config]:
-    """A configuration with other fields of ``data``, and other ``seq``, ``seed`` and ``vocab_size``."""
+    """Return a default configuration with other ``data`` fields, ``seq``, ``seed`` and
+    ``vocab_size``.
+    """
 
     def make(*, seq: int = 64, seed: int = 0, vocab_size: int = 264, **data: Any) -> Config:
         model = replace(base_config.model, vocab_size=vocab_size)
@@ -34,7 +36,7 @@ def make_config(base_config: Config) -> Callable[..., Config]:
 
 @pytest.fixture(autouse=True)
 def cache_root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test's own, so that nothing is written to the user's."""
+    """Give each test its own cache folder, so that nothing is written to the user's."""
     root = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(root))
     return root / "mtrain" / "tokens"
@@ -60,7 +62,7 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def bpe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small byte-level BPE in the format of Hugging Face."""
+    """A small byte-level BPE as a Hugging Face tokenizer.json."""
     from mtrain_cli.data.tokenizers import train_bpe
 
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"

@@ -17,7 +17,7 @@ IDS = (np.arange(200) * 7 + 3) % 250
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4", "<i4", "<i8", "u1"])
 @pytest.mark.parametrize("kind", ["npy", "bin"])
-def test_ids_are_the_same_whatever_they_are_written_in(
+def test_ids_do_not_depend_on_the_file_format(
     make_config: Callable[..., Any], tmp_path: Path, dtype: str, kind: str
 ) -> None:
     if kind == "bin" and dtype not in ("<u2", "<u4"):
@@ -48,17 +48,17 @@ def test_a_bin_is_uint32_for_a_large_vocabulary(
     assert np.array_equal(dataset[0].tokens, ids[:50])
 
 
-@pytest.mark.parametrize("beside", ["npy", "bin", "rows"])
-def test_documents_are_rows_or_come_from_offsets_beside_the_file(
-    make_config: Callable[..., Any], tmp_path: Path, beside: str
+@pytest.mark.parametrize("offsets_from", ["npy", "bin", "rows"])
+def test_documents_are_rows_or_come_from_an_offsets_file(
+    make_config: Callable[..., Any], tmp_path: Path, offsets_from: str
 ) -> None:
     offsets = np.array([0, 20, 40, 200], "<i8")
-    if beside == "rows":
+    if offsets_from == "rows":
         np.save(tmp_path / "a.npy", IDS.astype("<u2").reshape(10, 20))
         offsets = np.arange(0, 201, 20)
     else:
         np.save(tmp_path / "a.npy", IDS.astype("<u2"))
-        np.save(tmp_path / "a.documents.npy", offsets) if beside == "npy" else offsets.tofile(
+        np.save(tmp_path / "a.documents.npy", offsets) if offsets_from == "npy" else offsets.tofile(
             tmp_path / "a.documents.bin"
         )
     sample = open_dataset(
@@ -66,7 +66,7 @@ def test_documents_are_rows_or_come_from_offsets_beside_the_file(
     )[0]
     ends = [end for end in offsets if 0 < end <= 100]
     assert np.flatnonzero(sample.labels == IGNORED).tolist() == [end - 1 for end in ends]
-    assert sample.documents[-1] == (4 if beside == "rows" else 2)
+    assert sample.documents[-1] == (4 if offsets_from == "rows" else 2)
 
 
 def _line(config: Any) -> str:
@@ -81,23 +81,23 @@ def test_every_mistake_is_one_line(make_config: Callable[..., Any], tmp_path: Pa
         return _line(make_config(kind="tokens", path=str(tmp_path / name), seq=50, **data))
 
     np.save(tmp_path / "floats.npy", np.zeros(60))
-    assert "holds float64 of shape (60,); a row of integers" in line("floats.npy")
+    assert "holds float64 of shape (60,). Give integers in one dimension" in line("floats.npy")
     (tmp_path / "text.npy").write_text("not an array")
     assert "not a readable .npy file" in line("text.npy")
     (tmp_path / "odd.bin").write_bytes(b"\0" * 403)
-    assert "has 403 bytes, no whole number of uint16" in line("odd.bin")
+    assert "has 403 bytes, which is not a multiple of uint16" in line("odd.bin")
     (tmp_path / "empty.bin").write_bytes(b"")
     assert "holds no tokens" in line("empty.bin")
     assert "no such file" in line("none.bin")
     np.save(tmp_path / "large.npy", np.full(60, 5000, "<u2"))
     assert (
-        "token 5000 does not fit model.vocab_size=264; these tokens are of another tokenizer"
+        "token 5000 does not fit model.vocab_size=264: these tokens are from another tokenizer"
         in line("large.npy")
     )
     np.save(tmp_path / "negative.npy", np.full(60, -1, "<i4"))
     assert "token -1 does not fit model.vocab_size=264" in line("negative.npy")
     IDS.astype("<u2").tofile(tmp_path / "bad.bin")
     np.save(tmp_path / "bad.documents.npy", np.array([0, 50, 40, 200]))
-    assert "the offsets in bad.documents.npy do not rise from 0 to its 200 tokens" in line(
+    assert "the offsets in bad.documents.npy must rise from 0 to 200, the number of tokens" in line(
         "bad.bin"
     )

@@ -21,7 +21,7 @@ def _texts(corpus: Corpus) -> dict[str, str]:
 
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
-    """A small copy of the shape of a standard library."""
+    """A small folder with the layout of a standard library."""
     files = {
         "abc.py": "A = 1\n",
         "pkg/__init__.py": "B = 2\n\n\n",
@@ -88,7 +88,7 @@ def _blocks(text: str, size: int) -> list[str]:
     return [text[start : start + size] for start in range(0, len(text), size)]
 
 
-def test_pieces_are_no_longer_than_asked_where_lines_are_short() -> None:
+def test_pieces_stay_within_the_size_if_lines_are_short() -> None:
     text = "some words\n" * 1000
     for block in (1, 50, len(text)):
         assert {len(piece) for piece in split_text(_blocks(text, block), 100)} == {

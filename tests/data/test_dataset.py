@@ -18,7 +18,10 @@ from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 
 
 def _store(lengths: list[int]) -> TokenStore:
-    """Documents whose tokens tell (document, place) apart as far as 256 values can; the last token of the longer ones is the end token."""
+    """Make documents whose tokens identify (document, position) as far as 256 values can.
+
+    The last token of the longer documents is the end token.
+    """
     tokens, offsets = io.BytesIO(), io.BytesIO()
     tokenizer = ByteTokenizer()
     tokenizer.eos = None
@@ -28,14 +31,14 @@ def _store(lengths: list[int]) -> TokenStore:
         writer.append(np.array([257 if length > 1 else number % 256]))
         writer.end_document()
     writer.flush()
-    return writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test")
 
 
 _LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
 
 
 def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of the stream and the place of their document in it, from the order that the dataset chose."""
+    """Return the tokens of the stream and their document's position in the dataset's order."""
     order = range(store.meta.num_documents) if dataset._order is None else dataset._order
     documents = [store.document(number) for number in order]
     return np.concatenate(documents), np.repeat(
@@ -50,7 +53,7 @@ def _expected_stream(dataset: PackedDataset, store: TokenStore) -> tuple[np.ndar
     shuffle=st.booleans(),
     mask=st.booleans(),
 )
-def test_every_token_is_in_one_sequence_and_labels_are_the_next_token_of_its_document(
+def test_every_token_is_in_one_sequence_and_labels_are_next_tokens_of_the_document(
     lengths: list[int], seq: int, seed: int, shuffle: bool, mask: bool
 ) -> None:
     store = _store(lengths)
@@ -83,7 +86,7 @@ def test_every_token_is_in_one_sequence_and_labels_are_the_next_token_of_its_doc
         assert np.array_equal(all_labels[:packed], following[:packed])
         assert not all_tokens[packed:].any()
         assert np.all(all_labels[packed:] == IGNORED)
-    # What is left out is less than 5 % of a sequence, or the single token that could have no label.
+    # The tail left out is less than 5 % of a sequence, or a single token that cannot have a label.
     assert tokens.size - packed < max(2, 0.05 * seq)
 
 
@@ -101,7 +104,7 @@ def test_a_short_tail_is_left_out_and_a_longer_one_is_padded() -> None:
     assert len(PackedDataset(_store([100, 105]), 100)) == 3
 
 
-def test_documents_are_shuffled_once_by_seed_and_not_cut_up() -> None:
+def test_documents_are_shuffled_whole_by_seed() -> None:
     store = _store([30] * 50)
     plain = PackedDataset(store, 1500, shuffle=False)[0].tokens
     first, again, other = (PackedDataset(store, 1500, seed=seed)[0].tokens for seed in (0, 0, 1))
@@ -120,7 +123,7 @@ def test_positions_outside_the_dataset_end_iteration() -> None:
 
 
 def test_a_billion_tokens_open_at_once_and_a_sequence_reads_only_its_slice(tmp_path: Path) -> None:
-    """The file is sparse: only what is touched exists."""
+    """The file is sparse: only blocks that are touched exist."""
     documents, length = 200_000, 5_000
     with (tmp_path / "tokens.bin").open("wb") as file:
         file.truncate(documents * length * 2)
@@ -168,33 +171,35 @@ def _line(config: Config) -> str:
     return str(caught.value)
 
 
-def test_a_corpus_of_less_than_one_sequence_is_named_with_both_numbers(
+def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
     make_config, jsonl: Callable[..., Path]
 ) -> None:
     path = jsonl(["short"])
     assert _line(make_config(kind="text", path=str(path))) == (
-        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64; give a longer corpus or a smaller seq"
+        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64. Give a "
+        "longer corpus or a smaller seq."
     )
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": null}\n'])
-def test_an_empty_corpus_is_named(make_config, tmp_path: Path, content: str) -> None:
+def test_an_empty_corpus_is_refused(make_config, tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
     assert _line(make_config(kind="text", path=str(path))) == f"data.path={path}: holds no text"
 
 
-def test_a_vocabulary_larger_than_the_models_names_both(
+def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(
     make_config, tmp_path: Path, bpe_file: Path
 ) -> None:
     assert (
         _line(make_config(vocab_size=256))
-        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids; set model.vocab_size=264 or more, or auto"
+        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids. "
+        "Set model.vocab_size=264 or more, or auto."
     )
     _prepared(tmp_path / "s", [50])
     line = _line(make_config(kind="tokens", path=str(tmp_path / "s"), vocab_size=100))
     assert line.startswith("model.vocab_size=100: the token store")
-    assert "has 264 ids; set model.vocab_size=264 or more" in line
+    assert "has 264 ids. Set model.vocab_size=264 or more" in line
     needed = open_tokenizer(str(bpe_file)).vocab_size
     assert f"data.tokenizer={bpe_file} has {needed} ids" in _line(
         make_config(tokenizer=str(bpe_file), vocab_size=needed - 1)
@@ -210,7 +215,7 @@ def _prepared(folder: Path, lengths: list[int]) -> StoreMeta:
     return store.meta
 
 
-def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path: Path) -> None:
+def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_path: Path) -> None:
     meta = _prepared(tmp_path / "s", [50, 60, 70])
     config = make_config(kind="tokens", path=str(tmp_path / "s"))
     dataset = open_dataset(config)
@@ -220,11 +225,11 @@ def test_tokens_are_read_from_a_store_and_damage_is_named(make_config, tmp_path:
     content[:] = 999
     content.tofile(tmp_path / "s" / "tokens.bin")
     with pytest.raises(
-        ConfigError, match="token 999 is outside the vocabulary of 264; the store is corrupt"
+        ConfigError, match=r"token 999 is outside the vocabulary of 264\. The store is corrupt"
     ):
         open_dataset(config)[0]
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin has 0 bytes where meta.json says 360" in _line(config)
+    assert "tokens.bin has 0 bytes but meta.json implies 360" in _line(config)
     assert _line(make_config(kind="tokens", path=None)).startswith(
         "data.path=null: data=tokens needs a folder"
     )

@@ -1,4 +1,4 @@
-"""Corpora that were made to read other files or to fill memory are refused in one line, by what they say and not by what they do."""
+"""Files made to read other files or to fill memory are refused by their headers alone."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
         MdsFolder(folder)
     assert (
         str(caught.value)
-        == f"{folder}: index.json names the shard {name!r}, which does not lie in the folder"
+        == f"{folder}: index.json names the shard {name!r}, which is not in the folder"
     )
 
 
-def test_shards_in_folders_below_are_read(tmp_path):
+def test_shards_in_subfolders_are_read(tmp_path):
     folder = write_mds(tmp_path / "mds", COLUMNS, SAMPLES)
     (folder / "part").mkdir()
     (folder / "shard.00000.mds").rename(folder / "part" / "shard.00000.mds")
@@ -56,20 +56,20 @@ def test_shards_in_folders_below_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"), [("samples", -1), ("samples", 1 << 40), ("bytes", -5), ("bytes", 1 << 40)]
 )
-def test_sizes_that_no_shard_can_have_are_refused(tmp_path, key, value):
+def test_impossible_shard_sizes_are_refused(tmp_path, key, value):
     folder = write_mds(tmp_path / "mds", COLUMNS, SAMPLES)
     change_index(
         folder,
         lambda shard: (shard if key == "samples" else shard["raw_data"]).update({key: value}),
     )
     with pytest.raises(
-        ConfigError, match=r"index\.json gives shard\.00000\.mds .* no shard of MDS can have these$"
+        ConfigError, match=r"index\.json lists shard\.00000\.mds .* which no MDS shard can have$"
     ):
         MdsFolder(folder)
 
 
 @pytest.mark.parametrize("compression", ["gz", "zstd"])
-def test_a_shard_is_unpacked_no_further_than_the_index_says(tmp_path, compression):
+def test_unpacking_a_shard_stops_at_the_size_in_the_index(tmp_path, compression):
     zstandard = pytest.importorskip("zstandard") if compression == "zstd" else None
     folder = Path(shutil.copytree(REAL / "raw_zstd", tmp_path / "mds"))
     change_index(folder, lambda shard: shard.update(compression=compression))
@@ -83,7 +83,7 @@ def test_a_shard_is_unpacked_no_further_than_the_index_says(tmp_path, compressio
     try:
         with pytest.raises(
             ConfigError,
-            match=f"unpacks to more bytes where index.json says {index['raw_data']['bytes']:,}$",
+            match=f"unpacks to more bytes but index.json lists {index['raw_data']['bytes']:,}$",
         ):
             MdsFolder(folder).sample(0, ["input_ids"])
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
@@ -102,9 +102,9 @@ def documents(path: Path) -> Any:
     return text_corpus(str(path), "text").units[0].documents(0)
 
 
-def test_rows_that_repeat_a_long_value_are_read_few_at_a_time(tmp_path, monkeypatch):
-    """A file of some kilobytes: 1,000 rows that refer to one value."""
-    monkeypatch.setattr(parquet_pages, "_EXPANDED", 1 << 22)
+def test_rows_that_repeat_a_long_value_are_read_in_small_batches(tmp_path, monkeypatch):
+    """The file has some kilobytes: 1,000 rows refer to one value."""
+    monkeypatch.setattr(parquet_pages, "_EXPANDED_BYTES", 1 << 22)
     pyarrow = parquet(tmp_path / "t.parquet", ["x" * (1 << 17)] * 1000, compression="zstd")
     assert (tmp_path / "t.parquet").stat().st_size < 1 << 16
     before = pyarrow.total_allocated_bytes()
@@ -123,11 +123,12 @@ def test_a_column_that_unpacks_to_more_than_memory_is_refused(tmp_path, monkeypa
         next(documents(tmp_path / "t.parquet"))
 
 
-def test_a_page_that_unpacks_to_more_than_its_column_says_is_refused(tmp_path):
+def test_a_page_that_unpacks_to_more_than_its_column_claims_is_refused(tmp_path):
     path = tmp_path / "t.parquet"
     parquet(path, ["a" * 3000], use_dictionary=False, compression="zstd", write_statistics=False)
     content = path.read_bytes()
-    # Sizes in the head of the first page, behind the magic number: field 2 is what it unpacks to, zigzag: here 3,000 + some bytes.
+    # Sizes in the header of the first page, after the magic number. Field 2 is the unpacked size in
+    # zigzag encoding, here a little over 3,000.
     assert content[4:7] == b"\x15\x00\x15"
     end = 7
     while content[end] > 127:
@@ -149,19 +150,20 @@ def test_a_page_that_unpacks_to_more_than_its_column_says_is_refused(tmp_path):
         {"data_page_size": 90},
     ],
 )
-def test_heads_of_all_kinds_of_pages_are_understood(tmp_path, options):
+def test_headers_of_all_page_kinds_are_parsed(tmp_path, options):
     texts = [f"row {i} " * (i % 50) for i in range(3000)]
     parquet(tmp_path / "t.parquet", texts, row_group_size=1700, **options)
     assert ["".join(document.pieces) for document in documents(tmp_path / "t.parquet")] == texts
 
 
-def test_a_line_of_absurd_length_is_refused(tmp_path, monkeypatch):
+def test_an_absurdly_long_line_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "LONGEST_LINE", 100)
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b" * 200}) + "\n")
     reading = documents(path)
     assert "".join(next(reading).pieces) == "a"
     with pytest.raises(
-        ConfigError, match=r"t\.jsonl line 2: is longer than 100 bytes; give one document a line$"
+        ConfigError,
+        match=r"t\.jsonl line 2: is longer than 100 bytes\. Put one document on each line\.$",
     ):
         next(reading)

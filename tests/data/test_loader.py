@@ -25,7 +25,7 @@ def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
         writer.end_document()
     writer.flush()
     return PackedDataset(
-        writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False
+        writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False
     )
 
 
@@ -60,7 +60,7 @@ def _names(step: list[list[Sample]]) -> list[int]:
     sequences=st.integers(1, 15),
     seed=st.integers(0, 9),
 )
-def test_the_union_over_ranks_is_exactly_the_next_sequences_whatever_dp_is(
+def test_all_ranks_together_get_the_next_sequences_for_any_dp(
     dp: int, micro_batches: int, micro_batch: int, sequences: int, seed: int
 ) -> None:
     dataset = _dataset(sequences)
@@ -91,7 +91,7 @@ def test_workers_of_one_context_group_get_the_same_batches() -> None:
 
 
 @pytest.mark.parametrize(("dp", "new_dp"), [(1, 1), (2, 1), (1, 4), (4, 2)])
-def test_a_restored_run_goes_on_where_it_was_on_any_number_of_ranks(dp: int, new_dp: int) -> None:
+def test_resume_continues_the_data_order_on_any_number_of_ranks(dp: int, new_dp: int) -> None:
     dataset = _dataset()
     with _loader(dataset, seed=5) as whole:
         expected = [_names(next(whole)) for _ in range(9)]
@@ -106,7 +106,7 @@ def test_a_restored_run_goes_on_where_it_was_on_any_number_of_ranks(dp: int, new
     )
     restored = [_loader(dataset, rank, new_dp, seed=1) for rank in range(new_dp)]
     for loader in restored:
-        next(loader)  # what it read ahead must not come back
+        next(loader)  # what was read ahead must not come back
         loader.load_state(states[0])
     for step in range(4, 9):
         assert [name for loader in restored for name in _names(next(loader))] == expected[step]
@@ -130,7 +130,7 @@ def test_state_of_another_corpus_is_refused() -> None:
         other.load_state(loader.state())
 
 
-def test_the_next_step_is_read_once_and_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_is_read_once_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
     read, threads, real = threading.Semaphore(0), [], PackedDataset.__getitem__
 
     def noting(self: PackedDataset, index: int) -> Sample:
@@ -143,7 +143,7 @@ def test_the_next_step_is_read_once_and_in_the_background(monkeypatch: pytest.Mo
         for _ in range(3):
             next(loader)
         for _ in range(4 * 4):
-            assert read.acquire(timeout=5), "the fourth step is not read until it is asked for"
+            assert read.acquire(timeout=5), "the fourth step is read only on demand"
     assert len(threads) == 4 * 4
     assert threading.main_thread() not in threads
 
@@ -172,7 +172,7 @@ def test_loading_a_state_waits_for_the_reader(monkeypatch: pytest.MonkeyPatch) -
         assert finished.is_set()
 
 
-def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(
+def test_next_raises_reading_errors_and_loses_no_sequence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def broken(_self: PackedDataset, _index: int) -> Sample:
@@ -193,14 +193,14 @@ def test_an_error_of_the_reader_is_raised_by_next_and_loses_no_sequence(
     ("dp", "global_batch", "micro_batch", "key"),
     [(2, 3, 1, "global_batch=3"), (2, 8, 3, "micro_batch=3"), (1, 0, 1, "global_batch=0")],
 )
-def test_batches_that_do_not_divide_are_named(
+def test_batch_sizes_that_do_not_divide_are_refused(
     dp: int, global_batch: int, micro_batch: int, key: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^train\.{key}: must"):
         _loader(_dataset(), 0, dp, global_batch, micro_batch)
 
 
-def test_micro_batches_are_made_in_the_background_too() -> None:
+def test_micro_batches_are_built_in_the_background() -> None:
     made: list[threading.Thread] = []
 
     def make(samples: list[Sample]) -> int:
@@ -214,10 +214,10 @@ def test_micro_batches_are_made_in_the_background_too() -> None:
     assert threading.main_thread() not in made
 
 
-def test_closing_waits_for_one_sequence_and_not_for_the_step_and_leaves_no_thread(
+def test_close_waits_for_one_sequence_only_and_leaves_no_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A step of 64 sequences on a slow disk would hold up Ctrl-C for minutes."""
+    """On a slow disk, waiting for a step of 64 sequences would delay Ctrl-C by minutes."""
     read, real = threading.Semaphore(0), PackedDataset.__getitem__
     closing = threading.Event()
     count = 0
@@ -231,14 +231,14 @@ def test_closing_waits_for_one_sequence_and_not_for_the_step_and_leaves_no_threa
         return real(self, index)
 
     monkeypatch.setattr(PackedDataset, "__getitem__", slow)
-    others = set(threading.enumerate())  # such as those of loaders that tests before left unclosed
+    others = set(threading.enumerate())  # for example of loaders that earlier tests left open
     loader = _loader(_dataset(), global_batch=12)
     next(loader)
     for _ in range(13):
         assert read.acquire(timeout=5)
     threading.Timer(0.1, closing.set).start()
     loader.close()
-    assert count < 24, "the step that is read ahead is not read to its end"
+    assert count < 24, "the reader stops in the middle of the step"
     assert not [
         thread
         for thread in set(threading.enumerate()) - others

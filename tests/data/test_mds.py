@@ -1,6 +1,8 @@
-"""MDS shards: what mosaicml-streaming's own writer left in tests/data/mds, and folders that are broken in every way.
+"""Read MDS shards: files from mosaicml-streaming's own writer in tests/data/mds, and broken
+folders.
 
-The fixtures were written once by its `MDSWriter` (0.13.0); `write_mds` writes the same bytes, which the first test compares.
+The fixtures were written once by its `MDSWriter` (0.13.0). `write_mds` writes the same bytes, as
+the first test checks.
 """
 
 from __future__ import annotations
@@ -69,15 +71,21 @@ def write_mds(
     hashes: tuple[str, ...] = (),
     compression: str | None = None,
 ) -> Path:
-    """A folder as MDSWriter leaves it, with so many samples a shard."""
+    """Write a folder as MDSWriter does, with ``per_shard`` samples in each shard."""
     folder.mkdir(parents=True)
     names, fixed, shards = sorted(columns), sizes(columns), []
     for number, start in enumerate(range(0, len(samples), per_shard)):
         chosen = samples[start : start + per_shard]
         facts = {
-            "version": 2, "format": "mds", "compression": compression, "hashes": list(hashes), "size_limit": size_limit,
-            "column_names": names, "column_encodings": [columns[name] for name in names], "column_sizes": fixed,
-        }  # fmt: skip
+            "version": 2,
+            "format": "mds",
+            "compression": compression,
+            "hashes": list(hashes),
+            "size_limit": size_limit,
+            "column_names": names,
+            "column_encodings": [columns[name] for name in names],
+            "column_sizes": fixed,
+        }
         config, bodies = json.dumps(facts, sort_keys=True).encode(), []
         for sample in chosen:
             data = [encoded(columns[name], sample[name]) for name in names]
@@ -148,7 +156,7 @@ def packed_samples() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_writer_of_these_tests_writes_what_the_real_one_writes(tmp_path: Path) -> None:
+def test_the_test_writer_matches_the_real_writer(tmp_path: Path) -> None:
     write_mds(tmp_path / "packed", PACKED, packed_samples(), per_shard=5, hashes=("sha256",))
     for name in ("index.json", "shard.00000.mds"):
         assert (tmp_path / "packed" / name).read_bytes() == (REAL / "packed" / name).read_bytes()
@@ -159,7 +167,7 @@ def test_the_writer_of_these_tests_writes_what_the_real_one_writes(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["raw", "raw_zstd"])
-def test_documents_of_the_real_writer_come_back(name: str) -> None:
+def test_documents_of_the_real_writer_are_read(name: str) -> None:
     folder, samples = MdsFolder(REAL / name), raw_samples()
     assert folder.num_samples == len(samples)
     for number in (6, 0, 3, 2, 1, 5, 4):
@@ -173,8 +181,10 @@ def test_documents_of_the_real_writer_come_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["packed", "packed_nd"])
-def test_packed_samples_of_the_real_writer_are_sequences_with_their_documents(name: str) -> None:
-    """A sample of as many tokens as a sequence is one sequence; the first token of a document is no target."""
+def test_packed_samples_become_sequences_with_their_documents(name: str) -> None:
+    """A sample as long as a sequence is one sequence. The first token of a document is not a
+    target.
+    """
     source = MdsSource(REAL / name, name)
     dataset = PackedDataset(source, 32, vocab_size=1000, shuffle=False)
     assert len(dataset) == (5 if name == "packed" else 3)
@@ -190,7 +200,7 @@ def test_packed_samples_of_the_real_writer_are_sequences_with_their_documents(na
     assert IGNORED not in whole.labels
 
 
-def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(
+def test_samples_are_shuffled_whole_and_cut_into_shorter_sequences(
     make_config: Callable[..., Any],
 ) -> None:
     config = make_config(kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=1000)
@@ -202,7 +212,7 @@ def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(
     )
     assert len(halves) == 10
     assert np.array_equal(np.concatenate([halves[0].tokens, halves[1].tokens]), dataset[0].tokens)
-    # A border at token 10 of a sample is at token 2 of its second eight.
+    # A document ends at token 10 of a sample, which is token 2 of its second sequence of eight.
     second = PackedDataset(MdsSource(REAL / "packed", "packed"), 8, vocab_size=1000, shuffle=False)[
         1
     ]
@@ -210,7 +220,7 @@ def test_samples_are_shuffled_whole_and_cut_where_a_sequence_is_shorter(
     assert (second.labels == IGNORED).nonzero()[0].tolist() == [1]
 
 
-def test_tokens_outside_spans_and_masks_are_no_targets(tmp_path: Path) -> None:
+def test_tokens_outside_spans_and_masks_are_not_targets(tmp_path: Path) -> None:
     samples = packed_samples()[:1]
     samples[0]["indices"] = [[2, 10], [12, 32]]
     samples[0]["mask"][20:24] = 0
@@ -221,7 +231,7 @@ def test_tokens_outside_spans_and_masks_are_no_targets(tmp_path: Path) -> None:
         shuffle=False,
     )
     targets = set((np.flatnonzero(dataset[0].labels != IGNORED) + 1).tolist())
-    # 2 and 12 begin a document.
+    # Tokens 2 and 12 begin a document.
     assert targets == {*range(3, 10), *range(13, 20), *range(24, 32)}
 
 
@@ -269,7 +279,7 @@ def _first(folder: Path, **facts: Any) -> None:
 
 
 def _unchecked(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Another first shard, whose checksum nobody noted."""
+    """Change the first shard and drop its checksum from the index."""
     _corrupt(folder, "shard.00000.mds", change)
     _index(folder, lambda content: content["shards"][0]["raw_data"].update(hashes={}))
 
@@ -283,25 +293,25 @@ LARGER = (np.uint32(22).tobytes(), np.uint32(2200).tobytes())
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no index": (
         lambda f: (f / "index.json").unlink(),
-        "no index.json in it; give a folder of MDS shards",
+        "no index.json in it. Give a folder of MDS shards",
     ),
     "index of nonsense": (lambda f: (f / "index.json").write_text("{"), "index.json is not JSON"),
     "index of a list": (
         lambda f: (f / "index.json").write_text("[]"),
-        "index.json has version None; MDS shards of version 2",
+        "index.json has version None. Only MDS shards of version 2",
     ),
     "index without shards": (
         lambda f: _index(f, lambda c: c["shards"].clear()),
         "index.json lists no shards",
     ),
-    "index of another format": (lambda f: _first(f, format="csv"), "is no index of MDS shards"),
+    "index of another format": (lambda f: _first(f, format="csv"), "is not an index of MDS shards"),
     "no shard": (
         lambda f: (f / "shard.00001.mds").unlink(),
         "shard.00001.mds is missing; index.json lists it",
     ),
     "truncated": (
         lambda f: _corrupt(f, "shard.00001.mds", lambda b: b[:-3]),
-        "where index.json says",
+        "but index.json lists",
     ),
     "changed": (
         lambda f: _corrupt(f, "shard.00000.mds", lambda b: b[:-1] + b"?"),
@@ -309,19 +319,19 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another header": (
         lambda f: _unchecked(f, lambda b: b"\x09" + b[1:]),
-        "its header does not fit index.json",
+        "its header does not match index.json",
     ),
     "a size beyond the sample": (
         lambda f: _unchecked(f, lambda b: b.replace(*LARGER, 1)),
-        "input_ids (ndarray:uint32) holds no rows",
+        "input_ids (ndarray:uint32) does not hold rows",
     ),
     "pickles": (
         lambda f: _every(f, column_encodings=["str", "pkl", "int"]),
-        "column input_ids is pkl; ndarray is expected",
+        "column input_ids is pkl, not ndarray",
     ),
     "floats": (
         lambda f: _every(f, column_encodings=["str", "ndarray:float32", "int"]),
-        "rows of integers are expected",
+        "It must hold rows of integers",
     ),
     "no tokens": (
         lambda f: _every(f, column_names=["domain", "text", "length"]),
@@ -329,17 +339,18 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "sizes that contradict": (
         lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
-        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, where its encoding says 20",
+        "index.json gives column input_ids (ndarray:uint32:5) the size null in column_sizes, but "
+        "its encoding has 20",
     ),
     "another number of sizes": (
         lambda f: _every(f, column_sizes=[8]),
-        "has column_sizes [8]; 3 sizes or null are expected",
+        "has column_sizes [8], but the encodings need 3 sizes or null",
     ),
     "mixed columns": (
         lambda f: _first(f, column_names=["a", "b", "c"]),
         "lists shards with different columns",
     ),
-    "compressed otherwise": (_snappy, "is compressed by snappy; zstd and gz can be read"),
+    "compressed otherwise": (_snappy, "is compressed with snappy. Only zstd and gz can be read."),
 }
 
 
@@ -362,7 +373,7 @@ def test_every_mistake_is_one_line_that_names_the_folder(
     assert expected in line
 
 
-def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> None:
+def test_a_sample_whose_size_contradicts_its_columns_is_refused(tmp_path: Path) -> None:
     folder = write_mds(
         tmp_path / "s",
         {"input_ids": "ndarray:uint16:8"},
@@ -371,16 +382,14 @@ def test_a_sample_of_another_size_than_its_columns_is_named(tmp_path: Path) -> N
     _every(folder, column_encodings=["ndarray:uint16:7"], column_sizes=[14])
     with pytest.raises(
         ConfigError,
-        match=r"^mine: a shard is corrupt: a sample has 16 bytes where its columns take 14$",
+        match=r"^mine: a shard is corrupt: a sample has 16 bytes but its columns need 14$",
     ):
         MdsFolder(folder, "mine").sample(1, ["input_ids"])
 
 
-def test_a_folder_of_folders_names_them(tmp_path: Path) -> None:
+def test_a_folder_of_shard_folders_lists_them(tmp_path: Path) -> None:
     write_mds(tmp_path / "all" / "book", RAW, raw_samples())
-    with pytest.raises(
-        ConfigError, match=r"it has folders that do: book \(name them in data.mix\)"
-    ):
+    with pytest.raises(ConfigError, match=r"Its subfolders book have one: name them in data\.mix"):
         MdsFolder(tmp_path / "all")
 
 
@@ -388,12 +397,12 @@ def test_zstd_without_its_package_names_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "zstandard", None)
     monkeypatch.setitem(sys.modules, "compression", None)
     with pytest.raises(
-        ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package; pip install"
+        ConfigError, match=r"shard.00000.mds.zstd: needs the zstandard package: pip install"
     ):
         MdsFolder(REAL / "raw_zstd").sample(0, ["domain"])
 
 
-def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
+def test_tokens_beyond_the_models_vocabulary_fail_at_the_start(
     make_config: Callable[..., Any],
 ) -> None:
     config = make_config(
@@ -401,7 +410,7 @@ def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
     )
     with pytest.raises(
         ConfigError,
-        match=r"token \d+ does not fit model.vocab_size=40; these tokens are of another tokenizer",
+        match=r"token \d+ does not fit model.vocab_size=40: these tokens are from another",
     ):
         _read_all(config)
 
@@ -409,14 +418,14 @@ def test_tokens_beyond_the_models_vocabulary_are_found_at_the_start(
 @pytest.mark.parametrize(
     ("spans", "expected"),
     [
-        ([[0, 40]], "not spans that rise inside its 32 tokens"),
-        ([[5, 3]], "not spans that rise"),
-        ([[0, 20], [10, 32]], "not spans that rise"),
-        ("text", "is no list of (begin, end)"),
-        ([[1, 2, 3]], "is no list of (begin, end)"),
+        ([[0, 40]], "must be increasing spans within its 32 tokens"),
+        ([[5, 3]], "must be increasing spans"),
+        ([[0, 20], [10, 32]], "must be increasing spans"),
+        ("text", "is not a list of (begin, end)"),
+        ([[1, 2, 3]], "is not a list of (begin, end)"),
     ],
 )
-def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: str) -> None:
+def test_invalid_spans_are_refused(tmp_path: Path, spans: object, expected: str) -> None:
     samples = packed_samples()[:1]
     samples[0]["indices"] = spans
     dataset = PackedDataset(
@@ -428,10 +437,10 @@ def test_spans_that_are_none_are_named(tmp_path: Path, spans: object, expected: 
     assert expected in str(caught.value)
 
 
-def test_a_shard_that_unpacks_to_another_size_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_unpacks_to_another_size_is_refused(tmp_path: Path) -> None:
     folder = write_mds(tmp_path / "s", RAW, raw_samples(), compression="gz")
     _index(folder, lambda content: content["shards"][0]["raw_data"].update(bytes=400))
     with pytest.raises(
-        ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes where index.json says 400"
+        ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes but index.json lists 400"
     ):
         MdsFolder(folder).sample(0, ["domain"])

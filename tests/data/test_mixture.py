@@ -1,4 +1,6 @@
-"""Several corpora by weight: proportions, nothing twice within a pass, and an order that knows nothing of workers."""
+"""Mix several corpora by weight: shares, no repeats within an epoch, an order independent of
+workers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ _SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
-def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(
+def test_shares_hold_in_every_block_and_no_sequence_repeats_in_an_epoch(
     sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
@@ -42,13 +44,13 @@ def test_shares_hold_at_every_block_and_no_sequence_comes_twice_in_a_pass(
             assert max(counts) - min(counts) <= 1, (
                 "all sequences of a pass come before any of the next"
             )
-    # A function of the number: not of what was asked before.
+    # The place depends on the number only, not on earlier calls.
     other = MixtureSampler(sizes, weights, seed, consumed=99)
     assert [other.sequence(number) for number in reversed(range(len(order)))] == order[::-1]
 
 
 def _repeats(order: list[int], sizes: list[int]) -> list[int]:
-    """Numbers whose sequence came before in the same pass of its corpus."""
+    """Return the numbers whose sequence already came in the same epoch of its corpus."""
     starts, drawn, found = np.cumsum([0, *sizes]), [0] * len(sizes), []
     passes: list[set[int]] = [set() for _ in sizes]
     for number, index in enumerate(order):
@@ -63,7 +65,7 @@ def _repeats(order: list[int], sizes: list[int]) -> list[int]:
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=_SIZES, seed=st.integers(0, 2**40), data=st.data())
-def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks(
+def test_no_sequence_repeats_before_its_corpus_is_used_up(
     sizes: list[int], seed: int, data: st.DataObject
 ) -> None:
     weights = data.draw(st.lists(st.floats(0.01, 1), min_size=len(sizes), max_size=len(sizes)))
@@ -74,24 +76,25 @@ def test_no_sequence_comes_twice_before_its_corpus_is_through_wherever_one_looks
     )
 
 
-def test_a_corpus_with_more_weight_than_its_share_begins_its_second_pass_when_it_is_through() -> (
-    None
-):
+def test_an_overweighted_corpus_starts_its_second_epoch_when_used_up() -> None:
     sizes = [26, 14, 22]
     sampler = MixtureSampler(sizes, [0.5, 0.2, 0.3], 0)
     order = [sampler.sequence(number) for number in range(400)]
     assert _repeats(order, sizes) == []
     first = next(number for number, index in enumerate(order) if index in order[:number])
     assert {index for index in order[:first] if index < 26} == set(range(26))
-    assert first > 45, "half of the numbers are of the first corpus"
+    assert first > 45, "half of the numbers belong to the first corpus"
 
 
 def _earlier(sampler: MixtureSampler, number: int) -> int:
-    """Sequence `number` as earlier versions dealt it: the slot of a block is the count in the corpus."""
+    """Return sequence `number` in the order of earlier versions.
+
+    There the slot in a block was the count in the corpus.
+    """
     block, slot = divmod(number, sampler.block)
     slot = Permutation(sampler.block, mix64(sampler.seed, -1, block))(slot)
     for corpus, (first, end) in enumerate(
-        zip(*(sampler._counts(b * sampler.block) for b in (block, block + 1)), strict=True)
+        zip(*(sampler._counts_before(b * sampler.block) for b in (block, block + 1)), strict=True)
     ):
         if slot < end - first:
             epoch, position = divmod(first + slot, sampler.sizes[corpus])
@@ -104,9 +107,11 @@ def _earlier(sampler: MixtureSampler, number: int) -> int:
 
 
 @pytest.mark.parametrize("consumed", [0, 100, 128])
-def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed: int) -> None:
+def test_a_checkpoint_of_an_earlier_version_finishes_its_block_in_the_old_order(
+    consumed: int,
+) -> None:
     sampler = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 7)
-    sampler.sequence(consumed)  # as a run that had begun before it was told to go on from there
+    sampler.sequence(consumed)  # as in a run that started before this version
     sampler.load_state({"seed": 7, "consumed": consumed})
     border = -(-consumed // sampler.block) * sampler.block
     assert border in (0, 128)
@@ -120,7 +125,7 @@ def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed:
         _earlier(sampler, number) for number in range(border, border + 64)
     ]
     assert len(set(order[:300])) == 300, "nothing is lost or repeated where the order changes"
-    # A run that goes on from there, and is resumed later, keeps both parts.
+    # A run that continues from there and is resumed later keeps both parts.
     sampler.consumed = consumed + 10
     again = MixtureSampler([260, 140, 220], [0.5, 0.2, 0.3], 1)
     again.load_state(sampler.state())
@@ -132,18 +137,18 @@ def test_a_checkpoint_of_an_earlier_version_ends_its_block_as_it_began(consumed:
 def test_the_order_inside_a_block_is_random_and_depends_on_the_seed() -> None:
     def corpora(seed: int) -> str:
         sampler = MixtureSampler([10, 10], [0.5, 0.5], seed)
-        return "".join(str(sampler.place(number)[0]) for number in range(128))
+        return "".join(str(sampler.locate(number)[0]) for number in range(128))
 
     assert corpora(0) != corpora(1)
     assert corpora(0)[:64] != corpora(0)[64:]
     runs = sum(a != b for a, b in zip(corpora(0), corpora(0)[1:], strict=False))
-    assert 40 < runs < 88, "64 changes are expected of a fair coin"
+    assert 40 < runs < 88, "a fair coin changes 64 times on average"
 
 
-def test_each_pass_over_a_corpus_has_an_order_of_its_own() -> None:
+def test_each_epoch_of_a_corpus_has_its_own_order() -> None:
     sampler = MixtureSampler([12], [1.0], 0)
-    # By place in the corpus: what is dealt inside a block has another order once more.
-    numbers = sorted(range(sampler.block), key=lambda number: sampler.place(number)[1])
+    # Sort by position in the corpus, since a block permutes its numbers again.
+    numbers = sorted(range(sampler.block), key=lambda number: sampler.locate(number)[1])
     order = [sampler.sequence(number) for number in numbers]
     passes = [order[12 * n : 12 * n + 12] for n in range(3)]
     assert all(sorted(one) == list(range(12)) for one in passes)
@@ -156,7 +161,7 @@ def _folders(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_mixture_goes_on_exactly_on_any_number_of_workers(
+def test_resume_continues_a_mixture_exactly_on_any_number_of_workers(
     make_config: Callable[..., Any], jsonl: Callable[..., Path], tmp_path: Path
 ) -> None:
     config = make_config(
@@ -187,7 +192,7 @@ def test_a_mixture_goes_on_exactly_on_any_number_of_workers(
         for step in expected[:16]
         for tokens in step
     ]
-    assert sum(b"b" in text for text in letters) in (47, 48, 49), "three of four of the first block"
+    assert sum(b"b" in text for text in letters) in (47, 48, 49), "three of four in the first block"
     first = [loader(rank, 2) for rank in range(2)]
     for _ in range(7):
         for one in first:
@@ -237,7 +242,7 @@ def test_held_out_sequences_are_of_every_corpus_and_are_never_trained_on(
         plain[len(plain) - 3 + k].tokens.tolist() for k in range(3)
     ]
     with pytest.raises(
-        ConfigError, match=r"^data.eval_sequences=50: .* and none would be left to train on"
+        ConfigError, match=r"^data.eval_sequences=50: .* so none would be left to train on"
     ):
         open_dataset(
             make_config(kind="text", path=str(tmp_path / "book"), seq=64, eval_sequences=50)
@@ -256,7 +261,7 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
     named = compose([*words, f"data.mix={tmp_path / 'mix.yaml'}"]).data.mix
     assert parse_mix(named) == parse_mix({"code": 0.3, "book": 0.7})  # type: ignore[arg-type]
     replaced = compose(["data=prolong512k", f"data.path={tmp_path}", "data.mix={book: 1}"]).data.mix
-    assert replaced == {"book": 1.0}, "not merged with the twelve of the group"
+    assert replaced == {"book": 1.0}, "not merged with the twelve weights of the group"
     assert math.isclose(sum(parse_mix({"a": 2, "b": 5}).values()), 1.0)
 
 
@@ -265,7 +270,8 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
     [
         (
             "{code: -1, book: 2}",
-            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not wanted",
+            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not "
+            "wanted",
         ),
         ("{code: 0, book: 2}", "the weight of code must be above 0"),
         ("{code: much}", "expected numbers by name such as {code: 0.3, book: 0.7}"),
@@ -275,7 +281,7 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
         ("{code: 1", "expected numbers by name"),
     ],
 )
-def test_wrong_weights_are_one_line(tmp_path: Path, mix: str, expected: str) -> None:
+def test_wrong_weights_are_refused_in_one_line(tmp_path: Path, mix: str, expected: str) -> None:
     for name in ("code", "book"):
         (tmp_path / name).mkdir()
     with pytest.raises(ConfigError) as caught:
@@ -288,14 +294,14 @@ def test_wrong_weights_are_one_line(tmp_path: Path, mix: str, expected: str) -> 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("code: [1]", "the weight of code is [1]; expected a number above 0"),
-        ("- code", "expected weights by name"),
-        ("a: 1e-9\nb: 1", "is below 1e-5 of all"),
-        ("a: .nan", "expected a number"),
+        ("code: [1]", "the weight of code is [1]. It must be above 0"),
+        ("- code", "must be weights by name"),
+        ("a: 1e-9\nb: 1", "is below 1e-5 of the total"),
+        ("a: .nan", "It must be above 0"),
         ("{", "cannot be read as YAML"),
     ],
 )
-def test_a_file_of_wrong_weights_is_named(tmp_path: Path, content: str, expected: str) -> None:
+def test_a_file_of_wrong_weights_is_refused(tmp_path: Path, content: str, expected: str) -> None:
     (tmp_path / "mix.yaml").write_text(content)
     with pytest.raises(ConfigError) as caught:
         parse_mix(str(tmp_path / "mix.yaml"))
@@ -303,7 +309,7 @@ def test_a_file_of_wrong_weights_is_named(tmp_path: Path, content: str, expected
     assert expected in str(caught.value)
 
 
-def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(
+def test_names_without_a_folder_are_resolved_against_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "code").mkdir()
@@ -312,9 +318,9 @@ def test_names_without_a_folder_are_looked_for_here_and_found_from_anywhere(
     assert config.data.path == str(tmp_path)
 
 
-def test_stdlib_has_no_mixture() -> None:
+def test_stdlib_cannot_be_mixed() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^data.mix={a:1}: data=stdlib reads no mix; write data=text, tokens or mds with it$",
+        match=r"^data.mix={a:1}: data=stdlib has no mix; add data=text, data=tokens or data=mds$",
     ):
         compose(["data.mix={a: 1}"])

@@ -1,4 +1,4 @@
-"""Orders without a stored list."""
+"""Orders that need no stored list."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def test_permutation_is_a_bijection_of_its_range(size: int, seed: int, epoch: in
     seed=st.integers(0, 2**64 - 1),
     start=st.integers(0, 10**9 - 100),
 )
-def test_permutation_of_a_huge_range_stays_inside_and_repeats_nothing(
+def test_permutation_of_a_huge_range_stays_in_range_without_repeats(
     size: int, seed: int, start: int
 ) -> None:
     permutation = Permutation(size, seed)
@@ -34,7 +34,7 @@ def test_every_element_comes_first_about_equally_often(size: int) -> None:
     counts = np.bincount(
         [Permutation(size, 1, epoch)(0) for epoch in range(epochs)], minlength=size
     )
-    # 400 expected each, standard deviation below 20
+    # expected: 400 each, with a standard deviation below 20
     assert counts.min() > 300
     assert counts.max() < 500
 
@@ -46,7 +46,7 @@ def test_neighbours_are_not_correlated() -> None:
 
 
 def test_orders_never_change_between_versions() -> None:
-    """A resumed run relies on them. Recorded values: change them only together with a version of the checkpoint."""
+    """Resumed runs rely on these recorded values. Change them only with the checkpoint version."""
     permutation = Permutation(1000, 0, 0)
     assert [permutation(index) for index in range(5)] == [544, 620, 897, 727, 761]
     assert shuffled_order(8, 0).tolist() == [5, 0, 4, 3, 6, 7, 2, 1]
@@ -68,6 +68,6 @@ def test_an_empty_permutation_is_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000, 2048])
-def test_all_images_at_once_are_those_one_by_one(size: int) -> None:
+def test_images_equal_the_values_one_by_one(size: int) -> None:
     permutation = Permutation(size, 3, -1)
-    assert permutation.every().tolist() == [permutation(index) for index in range(size)]
+    assert permutation.images().tolist() == [permutation(index) for index in range(size)]

@@ -1,4 +1,4 @@
-"""Making a token store, and going on after an interruption."""
+"""Make a token store, and continue after an interruption."""
 
 import json
 import signal
@@ -45,7 +45,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def source(jsonl: Callable[..., Path], tmp_path: Path) -> Path:
-    """A folder with several kinds of files, among them empty documents and one longer than a batch."""
+    """A folder with several kinds of files, with empty documents and one longer than a batch."""
     jsonl(
         [f"text number {number}\nwith two lines" * (number % 5) for number in range(40)],
         "source/a.jsonl",
@@ -68,9 +68,9 @@ def _tokens_done(journal: Path) -> int:
     return json.loads(journal.read_text())["tokens"]
 
 
-def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path: Path) -> None:
+def test_documents_and_boundaries_match_the_source(source: Path, tmp_path: Path) -> None:
     store = _prepare(source, tmp_path / "out")
-    store.check()
+    store.verify()
     texts = [
         ByteTokenizer().decode(store.document(number)) for number in range(store.meta.num_documents)
     ]
@@ -90,7 +90,7 @@ def test_documents_and_boundaries_are_those_of_the_source(source: Path, tmp_path
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "file"])
 @pytest.mark.usefixtures("small_batches")
-def test_the_result_is_identical_wherever_it_was_interrupted(
+def test_the_result_does_not_depend_on_where_it_was_interrupted(
     source: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source / "e.jsonl").write_text(
@@ -129,17 +129,17 @@ def test_the_result_is_identical_wherever_it_was_interrupted(
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_rerun_does_not_repeat_what_is_done(
+def test_a_rerun_does_not_repeat_finished_documents(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    real = prepare._encodable
+    real = prepare._pieces_to_encode
 
     def noting(document, tokenizer, writer):
         read.append(document.name)
         return real(document, tokenizer, writer)
 
-    monkeypatch.setattr(prepare, "_encodable", noting)
+    monkeypatch.setattr(prepare, "_pieces_to_encode", noting)
 
     def stop_late(progress: PreparationProgress) -> None:
         if progress.documents >= 25:
@@ -151,11 +151,11 @@ def test_a_rerun_does_not_repeat_what_is_done(
     first, read[:] = list(read), []
     prepare_store(corpus, tmp_path / "out", "bytes", None, _silent)
     assert len(first) > 25
-    assert len(first) + len(read) < 60  # of 45 documents; about two batches twice
+    assert len(first) + len(read) < 60  # 45 documents; about two batches are read twice
     assert read[-2:] == ["c.jsonl:3", "d.txt"]
 
 
-def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(
+def test_a_rerun_after_sigkill_gives_the_same_store(
     jsonl: Callable[..., Path], tmp_path: Path, bpe_file: Path
 ) -> None:
     source = jsonl(
@@ -166,7 +166,8 @@ def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(
     )
     expected = _contents(_prepare(source, tmp_path / "whole", str(bpe_file)).folder)
     script = (
-        "import sys\nfrom mtrain_cli.data import prepare\nprepare._BATCH_PIECES, prepare._COMMIT_TOKENS = 50, 1\n"
+        "import sys\nfrom mtrain_cli.data import prepare\nprepare._BATCH_PIECES, "
+        "prepare._COMMIT_TOKENS = 50, 1\n"
         "from mtrain_cli.__main__ import main\nmain()"
     )
     command = [
@@ -197,7 +198,7 @@ def test_sigkill_in_the_middle_then_a_rerun_gives_the_same_store(
     assert _contents(_prepare(source, tmp_path / "out", str(bpe_file)).folder) == expected
 
 
-def test_a_complete_store_is_left_as_it_is(source: Path, tmp_path: Path) -> None:
+def test_a_complete_store_is_not_changed(source: Path, tmp_path: Path) -> None:
     _prepare(source, tmp_path / "out")
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     assert _prepare(source, tmp_path / "out").meta.num_documents == 35
@@ -218,12 +219,12 @@ def test_another_store_a_foreign_folder_and_a_file_are_not_overwritten(
     before = _contents(_prepare(source, out).folder)
     assert "holds another token store" in _refused(source, out, str(bpe_file))
     (source / "b.txt").write_text("changed")
-    assert "its corpus differs; give another folder" in _refused(source, out)
+    assert "its corpus differs. Give another folder" in _refused(source, out)
     assert _contents(out) == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    assert "exists and is no token store" in _refused(source, tmp_path / "mine")
-    assert "exists and is no token store" in _refused(source, source / "b.txt")
+    assert "exists and is not a token store" in _refused(source, tmp_path / "mine")
+    assert "exists and is not a token store" in _refused(source, source / "b.txt")
     assert {path.name for path in (tmp_path / "mine").iterdir()} == {"thesis.tex"}
 
 
@@ -239,12 +240,12 @@ def test_an_unfinished_store_of_another_corpus_is_not_continued(
         prepare_store(text_corpus(str(source), "text"), tmp_path / "out", "bytes", None, stop)
     (source / "b.txt").write_text("changed")
     assert (
-        "holds an unfinished store made in another way: its corpus differs; delete it"
+        "holds an unfinished store made with other settings: its corpus differs. Delete it"
         in _refused(source, tmp_path / "out")
     )
 
 
-def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(
+def test_an_unfinished_store_without_documents_is_replaced_by_another_recipe(
     source: Path, tmp_path: Path
 ) -> None:
     def stop(progress: PreparationProgress) -> None:
@@ -258,23 +259,23 @@ def test_an_unfinished_store_without_a_document_yet_gives_way_to_another_recipe(
     )
 
 
-def test_a_folder_of_the_user_with_the_name_of_the_unfinished_store_is_not_touched(
+def test_a_user_folder_named_like_the_unfinished_store_is_not_touched(
     source: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine.txt").write_text("x")
-    assert "out.partial: exists and is no unfinished token store" in _refused(
+    assert "out.partial: exists and is not an unfinished token store" in _refused(
         source, tmp_path / "out"
     )
     assert (tmp_path / "out.partial" / "mine.txt").read_text() == "x"
 
 
-def test_an_empty_folder_may_be_filled(source: Path, tmp_path: Path) -> None:
+def test_an_empty_folder_can_become_a_store(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert _prepare(source, tmp_path / "out").meta.num_documents == 35
 
 
-def test_two_at_once_into_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
+def test_two_writers_of_one_folder_are_refused(source: Path, tmp_path: Path) -> None:
     def second(_: PreparationProgress) -> None:
         raise ConfigError(_refused(source, tmp_path / "out"))
 
@@ -283,7 +284,7 @@ def test_two_at_once_into_one_folder_are_refused(source: Path, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_a_full_disk_keeps_what_is_done(
+def test_a_full_disk_keeps_finished_work(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, calls = prepare.StoreWriter.append, 0
@@ -297,7 +298,7 @@ def test_a_full_disk_keeps_what_is_done(
 
     monkeypatch.setattr(prepare.StoreWriter, "append", full)
     with pytest.raises(
-        RunError, match=r"cannot be written \(No space left on device\); what is done stays"
+        RunError, match=r"cannot be written \(No space left on device\)\. What is done stays"
     ):
         _prepare(source, tmp_path / "out")
     monkeypatch.setattr(prepare.StoreWriter, "append", real)
@@ -316,7 +317,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
         == "--vocab-size 200: a byte-level BPE needs at least 258 ids"
     )
     assert _refused(source, out, "none.json").startswith(
-        "--tokenizer=none.json: no such file; give bytes"
+        "--tokenizer=none.json: no such file. Give bytes"
     )
     assert _refused(tmp_path / "none.txt", out).startswith(
         f"SOURCE={tmp_path / 'none.txt'}: no such file"
@@ -333,7 +334,7 @@ def test_wrong_arguments_and_sources_write_nothing(source: Path, tmp_path: Path)
     assert not (tmp_path / "e.partial").exists()
 
 
-def test_a_trained_bpe_is_used_again_after_an_interruption(
+def test_a_trained_bpe_is_reused_after_an_interruption(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(progress: PreparationProgress) -> None:
@@ -354,12 +355,12 @@ def test_a_trained_bpe_is_used_again_after_an_interruption(
     assert text == "text number 1\nwith two lines<|endoftext|>"
 
 
-def test_a_large_corpus_trains_its_bpe_on_an_evenly_spread_part(
+def test_a_large_corpus_trains_its_bpe_on_an_even_sample(
     jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = text_corpus(str(jsonl([f"document {number:06}" for number in range(3000)])), "text")
     monkeypatch.setattr(prepare, "_BPE_CHARACTERS", corpus.size // 10)
-    numbers = [int(piece.split()[1]) for piece in prepare._sample(corpus, _silent)]
+    numbers = [int(piece.split()[1]) for piece in prepare._sample_pieces(corpus, _silent)]
     assert 200 < len(numbers) < 400
     assert min(numbers) < 100
     assert max(numbers) > 2900

@@ -1,4 +1,4 @@
-"""From the ids of one tokenizer to those of another, with filters, in a way that survives an interruption."""
+"""Convert the ids of one tokenizer to another's, with filters, and survive an interruption."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOMAINS = ["code", "book", "wiki"]
 
 @pytest.fixture
 def shards(tmp_path: Path, bpe_file: Path) -> Path:
-    """Texts as ids of a BPE, two a shard."""
+    """Texts as ids of a BPE, two per shard."""
     ids = open_tokenizer(str(bpe_file)).encode(TEXTS)
     samples = [
         {"domain": DOMAINS[number % 3], "input_ids": found.astype(np.uint32), "length": found.size}
@@ -62,10 +62,11 @@ def test_text_and_domains_survive(shards: Path, tmp_path: Path, bpe_file: Path) 
     assert TokenStore.open(tmp_path / "out").meta.left_out == {}
 
 
-def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: Path) -> None:
+def test_ids_outside_the_old_tokenizer_are_refused(shards: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^--from-tokenizer: token \d+ is none of the 264 ids of bytes; give the right one$",
+        match=r"^--from-tokenizer: token \d+ is outside the 264 ids of bytes\. "
+        r"Give the tokenizer that made these tokens\.$",
     ):
         prepare_store(
             mds_corpus(str(shards), ByteTokenizer()),
@@ -99,7 +100,7 @@ def test_ids_that_the_old_tokenizer_lacks_are_a_mistake(shards: Path, tmp_path: 
         ),
     ],
 )
-def test_filters_keep_what_they_say_and_count_the_rest(
+def test_filters_select_documents_and_count_the_rejected_ones(
     shards: Path,
     tmp_path: Path,
     bpe_file: Path,
@@ -110,7 +111,7 @@ def test_filters_keep_what_they_say_and_count_the_rest(
 ) -> None:
     monkeypatch.setattr(
         prepare, "_BATCH_CHARACTERS", 50
-    )  # documents longer than a batch are taken back from the file
+    )  # Documents longer than a batch are removed from the file again.
     monkeypatch.setattr(
         "mtrain_cli.data.mds_corpus.split_text",
         lambda blocks: (text[i : i + 20] for text in blocks for i in range(0, len(text), 20)),
@@ -118,13 +119,13 @@ def test_filters_keep_what_they_say_and_count_the_rest(
     store = prepared(shards, tmp_path / "out", bpe_file, filters)
     assert texts(store) == [TEXTS[number] for number in kept]
     assert store.meta.left_out == left_out
-    store.check()
+    store.verify()
 
 
-def test_truncated_documents_have_just_as_many_tokens_as_asked(
+def test_truncated_documents_have_exactly_max_tokens(
     shards: Path, tmp_path: Path, bpe_file: Path
 ) -> None:
-    """What a training on sequences of one length wants: every document fills one."""
+    """For training on sequences of one length, every document then fills one sequence."""
     store = prepared(
         shards, tmp_path / "out", bpe_file, Filters(min_tokens=128, max_tokens=128, truncate=True)
     )
@@ -135,16 +136,16 @@ def test_truncated_documents_have_just_as_many_tokens_as_asked(
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
-def test_an_interrupted_call_goes_on_with_the_same_result(
+def test_an_interrupted_call_resumes_with_the_same_result(
     shards: Path, tmp_path: Path, bpe_file: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare, "_BATCH_PIECES", 1)
     monkeypatch.setattr(prepare, "_COMMIT_TOKENS", 1)
-    monkeypatch.setattr(corpora, "_AT_ONCE", 100)
+    monkeypatch.setattr(corpora, "_DECODED_TOKENS", 100)
     filters = Filters(domains=("code", "book"), min_tokens=20, max_tokens=200, truncate=True)
     chosen = str(bpe_file) if tokenizer == "bpe" else tokenizer
     whole = prepared(shards, tmp_path / "whole", bpe_file, filters, chosen)
-    # Of bytes some documents are too long; of a BPE none.
+    # In bytes some documents are too long, with a BPE none.
     assert whole.meta.cut < whole.meta.num_documents
     assert bool(whole.meta.cut) == (tokenizer == "bytes")
     for stop in range(1, 40):
@@ -190,7 +191,7 @@ def test_spans_of_packed_samples_and_folders_of_folders(tmp_path: Path) -> None:
     assert store.meta.domains == ["a", "b"]
 
 
-def test_records_and_folders_name_domains_and_stores_without_them_stay_as_they_were(
+def test_domains_come_from_records_or_folders_and_stores_without_them_have_none(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "src" / "x").mkdir(parents=True)
@@ -201,9 +202,12 @@ def test_records_and_folders_name_domains_and_stores_without_them_stay_as_they_w
     corpus = text_corpus(str(tmp_path / "src"), "text", "SOURCE", "--text-key")
     store = prepare_store(corpus, tmp_path / "out", "bytes", None, silent)
     assert store.domains is not None
-    assert [(text, store.meta.domains[number]) for text, number in zip(texts(store), store.domains, strict=True)] == [
-        ("one", "y"), ("two", ""), ("text of x", "x"),
-    ]  # fmt: skip
+    names = [store.meta.domains[number] for number in store.domains]
+    assert list(zip(texts(store), names, strict=True)) == [
+        ("one", "y"),
+        ("two", ""),
+        ("text of x", "x"),
+    ]
     plain = prepare_store(
         text_corpus(str(tmp_path / "src" / "x"), "text", "SOURCE"),
         tmp_path / "plain",
@@ -240,5 +244,5 @@ def test_mistakes_are_one_line(shards: Path, tmp_path: Path, bpe_file: Path) -> 
         RAW,
         [{"domain": "a", "input_ids": np.array([7, 99999], np.uint32), "length": 2}],
     )
-    with pytest.raises(ConfigError, match=r"^--from-tokenizer: token 99999 is none of the 296 ids"):
+    with pytest.raises(ConfigError, match=r"^--from-tokenizer: token 99999 is outside the 296 ids"):
         prepared(large, tmp_path / "out", bpe_file)

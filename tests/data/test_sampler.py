@@ -1,4 +1,4 @@
-"""The order of sequences over a run."""
+"""The order of sequences in a run."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 
 @given(size=st.integers(1, 60), numbers=st.lists(st.integers(0, 500), max_size=30))
 def test_a_sequence_depends_on_its_number_only(size: int, numbers: list[int]) -> None:
-    """Not on what was asked before, nor on how far the run is."""
+    """Neither earlier calls nor the progress of the run matter."""
     sampler = Sampler(size, 9, consumed=17)
     assert [sampler.sequence(number) for number in numbers] == [
         Sampler(size, 9).sequence(number) for number in numbers

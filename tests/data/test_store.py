@@ -15,8 +15,8 @@ from mtrain_cli.data.arrays import open_array
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.store import StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
-from mtrain_cli.launch.failures import READ_FAILURES, RunError, describe
-from mtrain_cli.launch.restart import is_of_a_machine
+from mtrain_cli.launch.failures import READ_FAILURES, RunError, failure_from
+from mtrain_cli.launch.restart import is_machine_failure
 
 DOCUMENTS = [b"hello", b"", b"the second", b"x"]
 
@@ -36,9 +36,9 @@ def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
     return folder
 
 
-def test_documents_come_back_with_their_boundaries_and_end_tokens(tmp_path: Path) -> None:
+def test_documents_are_read_back_with_boundaries_and_end_tokens(tmp_path: Path) -> None:
     store = TokenStore.open(_write(tmp_path / "s"))
-    store.check()
+    store.verify()
     assert store.tokens.dtype == np.uint16
     assert [store.document(number).tolist() for number in range(3)] == [
         [*document, 257] for document in DOCUMENTS if document
@@ -60,7 +60,7 @@ def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
         writer.append(np.frombuffer(document, np.uint8))
         writer.end_document()
     writer.flush()
-    in_memory = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test")
     assert in_memory.meta.sha256 == on_disk.meta.sha256
     assert np.array_equal(in_memory.tokens, on_disk.tokens)
     assert np.array_equal(in_memory.offsets, on_disk.offsets)
@@ -74,7 +74,7 @@ def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
     writer.append(np.array([3, 69_999]))
     writer.end_document()
     writer.flush()
-    store = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
+    store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "")
     assert store.meta.dtype == "uint32"
     assert store.tokens.tolist() == [3, 69_999, 0]
 
@@ -89,7 +89,7 @@ def test_the_fingerprint_depends_on_boundaries_not_only_on_tokens(tmp_path: Path
         writer.append(np.array(part))
         writer.end_document()
     writer.flush()
-    other = writer.from_memory(tokens.getbuffer(), offsets.getbuffer(), "")
+    other = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "")
     assert np.array_equal(one.tokens, other.tokens)
     assert one.meta.sha256 != other.meta.sha256
 
@@ -117,15 +117,15 @@ def _unsorted(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_cut("tokens.bin"), "tokens.bin has 36 bytes where meta.json says 38"),
-        (_cut("documents.bin"), "documents.bin has 30 bytes where meta.json says 32"),
+        (_cut("tokens.bin"), "tokens.bin has 36 bytes but meta.json implies 38"),
+        (_cut("documents.bin"), "documents.bin has 30 bytes but meta.json implies 32"),
         (_remove("tokens.bin"), "tokens.bin is missing"),
         (
             _remove("meta.json"),
-            "no meta.json in it; give a folder written by `mtrain data prepare`",
+            "no meta.json in it. Give a folder written by `mtrain data prepare`",
         ),
         (_unsorted, "documents.bin is corrupt"),
-        (_meta(version=99), "meta.json has version 99, this mtrain reads version 1"),
+        (_meta(version=99), "meta.json has version 99, but this mtrain reads version 1"),
         (_meta(dtype="int8"), "meta.json is broken"),
         (_meta(dtype=[]), "meta.json is broken"),
         (_meta(num_tokens=0), "meta.json is broken"),
@@ -151,15 +151,15 @@ def test_a_damaged_store_is_one_clear_line(
 
 
 def test_a_missing_folder_and_a_file_are_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no such folder; give a folder written by"):
+    with pytest.raises(ConfigError, match=r"no such folder\. Give a folder written by"):
         TokenStore.open(tmp_path / "none")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="is not a folder; give a folder written by"):
+    with pytest.raises(ConfigError, match=r"is not a folder\. Give a folder written by"):
         TokenStore.open(tmp_path / "file")
 
 
 @pytest.mark.parametrize("number", [*sorted(READ_FAILURES), errno.EACCES, errno.ENOENT])
-def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistake(
+def test_a_failing_disk_is_a_machine_failure_and_an_unreadable_file_a_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     shards = MdsFolder(Path(__file__).parent / "mds" / "raw")
@@ -180,15 +180,15 @@ def test_a_disk_that_fails_is_of_the_machine_and_a_file_that_is_no_ones_a_mistak
         with pytest.raises((ConfigError, RunError)) as caught:
             read()
         assert isinstance(caught.value, RunError) == (number in READ_FAILURES)
-        assert is_of_a_machine(describe(caught.value)) == (number in READ_FAILURES), str(
+        assert is_machine_failure(failure_from(caught.value)) == (number in READ_FAILURES), str(
             caught.value
         )
 
 
-def test_check_finds_a_changed_token(tmp_path: Path) -> None:
+def test_verify_finds_a_changed_token(tmp_path: Path) -> None:
     folder = _write(tmp_path / "s")
     content = bytearray((folder / "tokens.bin").read_bytes())
     content[4] ^= 1
     (folder / "tokens.bin").write_bytes(content)
-    with pytest.raises(ConfigError, match="the store is corrupt"):
-        TokenStore.open(folder).check()
+    with pytest.raises(ConfigError, match="The store is corrupt"):
+        TokenStore.open(folder).verify()

@@ -1,4 +1,4 @@
-"""The user's own text, whole and broken."""
+"""The user's text, intact and broken."""
 
 import builtins
 import inspect
@@ -76,7 +76,7 @@ def test_parquet_is_one_document_per_row(tmp_path: Path, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.txt"])
-def test_reading_can_start_behind_any_record(
+def test_reading_can_start_after_any_record(
     tmp_path: Path, jsonl: Callable[..., Path], kind: str
 ) -> None:
     texts = [f"text {number}" for number in range(7)] if kind != "a.txt" else ["only one"]
@@ -116,7 +116,7 @@ def test_a_folder_is_read_recursively_in_sorted_order_without_hidden_files(
     assert _texts(text_corpus(str(tmp_path), "text")) == ["0", "1", "2", "3", "4", "5"]
 
 
-def test_signature_changes_with_files_and_key_but_not_with_the_place(tmp_path: Path) -> None:
+def test_signature_changes_with_files_and_key_but_not_with_the_location(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "x.txt").write_text("one")
@@ -132,20 +132,21 @@ def test_missing_file_names_what_is_allowed(tmp_path: Path) -> None:
     path = tmp_path / "none.txt"
     assert (
         _error(path)
-        == f"data.path={path}: no such file; give a .txt, .md, .py, .jsonl or .parquet file or a folder of them"
+        == f"data.path={path}: no such file. Give a .txt, .md, .py, .jsonl or .parquet file, "
+        "or a folder of them."
     )
 
 
 def test_unknown_kind_of_file_names_what_is_allowed(tmp_path: Path) -> None:
     (tmp_path / "a.docx").write_text("x")
-    assert "a .docx file is not readable as text; give a .txt, .md" in _error(tmp_path / "a.docx")
+    assert "cannot read a .docx file as text. Give a .txt, .md" in _error(tmp_path / "a.docx")
 
 
 def test_folder_without_text_names_what_is_allowed(tmp_path: Path) -> None:
     assert "the folder holds no .txt, .md, .py, .jsonl or .parquet file" in _error(tmp_path)
 
 
-def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> None:
+def test_text_in_another_encoding_is_reported_with_its_offset(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"plain " + "é".encode("latin-1") + b" text")
     assert "a.txt: not UTF-8 text (byte 0xe9 near offset 6)" in _error(tmp_path / "a.txt")
     (tmp_path / "a.txt").write_bytes("né".encode()[:-1])
@@ -159,12 +160,12 @@ def test_text_in_another_encoding_is_named_with_its_place(tmp_path: Path) -> Non
     [
         ('{"text": "x"', "line 2: not JSON"),
         ("[" * 100_000, "line 2: not JSON"),
-        ('["x"]', "line 2: a JSON object with the key text is expected, not a list"),
-        ('{"id": 1, "body": "x"}', "line 2 has no such key; its keys are: id, body"),
-        ('{"text": 5}', "line 2 holds a number there, not text"),
+        ('["x"]', "line 2: is a list, not a JSON object with the key text"),
+        ('{"id": 1, "body": "x"}', "line 2 has no such key. Its keys: id, body"),
+        ('{"text": 5}', "line 2 holds a number, not text"),
     ],
 )
-def test_a_broken_line_is_named_with_file_and_number(
+def test_a_broken_line_is_reported_with_file_and_number(
     tmp_path: Path, line: str, message: str
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -176,12 +177,12 @@ def test_a_broken_line_is_named_with_file_and_number(
 
 def test_missing_parquet_column_names_the_present_ones(tmp_path: Path) -> None:
     path = _parquet(tmp_path / "a.parquet", ["x"], column="content")
-    assert _error(path) == f"data.text_key=text: {path} has no such key; its keys are: id, content"
+    assert _error(path) == f"data.text_key=text: {path} has no such key. Its keys: id, content"
 
 
 def test_parquet_column_of_another_type_is_named(tmp_path: Path) -> None:
     path = _parquet(tmp_path / "a.parquet", [b"x"])
-    assert "a.parquet row 1 holds bytes there, not text" in _error(path)
+    assert "a.parquet row 1 holds bytes, not text" in _error(path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200])
@@ -191,7 +192,7 @@ def test_corrupt_parquet_is_one_clear_line(tmp_path: Path, keep: int) -> None:
     assert f"data.path={path}: not a readable parquet file" in _error(path)
 
 
-def test_corrupt_data_behind_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
+def test_corrupt_data_with_a_good_parquet_footer_is_one_clear_line(tmp_path: Path) -> None:
     path = _parquet(
         tmp_path / "a.parquet", [f"some text {number}" for number in range(500)], row_group_size=500
     )
@@ -206,7 +207,7 @@ def test_corrupt_data_behind_a_good_parquet_footer_is_one_clear_line(tmp_path: P
 def test_parquet_text_that_is_not_utf8_is_one_clear_line(tmp_path: Path) -> None:
     strings = pyarrow.array([b"fine", b"\xff"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": strings}), tmp_path / "a.parquet")
-    assert "a.parquet: not UTF-8 text in the 1024 rows behind row 0 (byte 0xff)" in _error(
+    assert "a.parquet: not UTF-8 text in the 1024 rows after row 0 (byte 0xff)" in _error(
         tmp_path / "a.parquet"
     )
 
@@ -223,7 +224,7 @@ def test_parquet_without_its_package_says_what_to_install(
         return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert f"reading parquet needs the pyarrow package; {install_command('data')}" in _error(path)
+    assert f"reading parquet needs the pyarrow package: {install_command('data')}" in _error(path)
 
 
 def test_a_file_that_cannot_be_opened_is_one_clear_line(tmp_path: Path) -> None:
@@ -245,7 +246,7 @@ def test_help_and_messages_name_every_kind_of_file_that_is_read():
     source = (
         inspect.signature(prepare, eval_str=True).parameters["source"].annotation.__metadata__[0]
     )
-    assert source.help.startswith(kinds)
+    assert source.help.startswith(kinds.capitalize())
     assert kinds in summary(resource_dir("conf") / "data/text.yaml")
     assert kinds == TEXT
-    assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "docs/data.md").read_text()

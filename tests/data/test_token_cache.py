@@ -28,9 +28,7 @@ def _entries(root: Path) -> list[Path]:
     return [path for path in root.iterdir() if path.suffix != ".lock"]
 
 
-def test_a_second_opening_reads_the_cache_and_not_the_corpus(
-    corpus: Corpus, cache_root: Path
-) -> None:
+def test_opening_again_reads_the_cache_and_not_the_corpus(corpus: Corpus, cache_root: Path) -> None:
     first, where = token_cache.cached_store(corpus, ByteTokenizer())
     (entry,) = _entries(cache_root)
     assert where == f"cached in {entry}"
@@ -52,7 +50,7 @@ def test_a_changed_corpus_or_tokenizer_is_another_entry(
 
 
 @pytest.mark.parametrize("damaged", ["tokens.bin", "documents.bin", "meta.json"])
-def test_a_damaged_entry_is_made_again(corpus: Corpus, cache_root: Path, damaged: str) -> None:
+def test_a_damaged_entry_is_rebuilt(corpus: Corpus, cache_root: Path, damaged: str) -> None:
     first, _ = token_cache.cached_store(corpus, ByteTokenizer())
     expected = first.tokens.tolist()
     (entry,) = _entries(cache_root)
@@ -63,7 +61,7 @@ def test_a_damaged_entry_is_made_again(corpus: Corpus, cache_root: Path, damaged
     assert where.startswith("cached")
 
 
-def test_what_a_killed_process_left_is_removed(corpus: Corpus, cache_root: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(corpus: Corpus, cache_root: Path) -> None:
     token_cache.cached_store(corpus, ByteTokenizer())
     (entry,) = _entries(cache_root)
     (cache_root / f"{entry.name}.tmpdead").mkdir()
@@ -125,16 +123,18 @@ def test_an_array_that_cannot_be_made_leaves_nothing(cache_root: Path) -> None:
     assert list(cache_root.iterdir()) == []
 
 
-def test_whoever_waits_for_a_lock_whose_file_is_removed_excludes_those_that_come_later(
+def test_waiting_for_a_removed_lock_file_still_excludes_later_processes(
     tmp_path: Path,
 ) -> None:
-    """Three threads, since locks are of opened files: one fails, one has waited for it, one comes when the file is gone."""
+    """Locks belong to opened files, so three threads do: one fails, one has waited for it, and one
+    comes when the file is gone.
+    """
     inside, most, order = 0, 0, []
     first_is_in, second_is_in = threading.Event(), threading.Event()
 
     def work(name: str, hold_s: float, begun: threading.Event | None = None) -> None:
         nonlocal inside, most
-        with token_cache._locked(tmp_path / "key.lock", tmp_path / "key") as alone:
+        with token_cache._lock(tmp_path / "key.lock", tmp_path / "key") as alone:
             assert alone
             inside += 1
             most = max(most, inside)
@@ -178,7 +178,7 @@ def test_without_a_home_folder_the_store_is_in_memory(
 def test_workers_that_start_at_once_share_one_entry(
     jsonl: Callable[..., Path], cache_root: Path, locks: bool
 ) -> None:
-    """Four processes at one time, with file locks and on a file system that has none."""
+    """Start four processes at once, with file locks and on a file system without."""
     path = jsonl([f"text number {number} " * 50 for number in range(2000)])
     script = f"""
 import fcntl, sys
@@ -193,7 +193,7 @@ corpus = text_corpus({str(path)!r}, "text")
 print("ready", flush=True)
 sys.stdin.readline()
 store, where = token_cache.cached_store(corpus, ByteTokenizer())
-store.check()
+store.verify()
 print(where, store.meta.sha256)
 """
     workers = [

@@ -1,4 +1,4 @@
-"""Text to ids and back."""
+"""Convert text to ids and back."""
 
 import builtins
 import json
@@ -56,7 +56,7 @@ def test_training_a_bpe_is_repeatable(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session")
 def qwen_like_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BPE that cuts words like Qwen2 and Llama 3: the expression stands in their published tokenizer.json."""
+    """A BPE that splits words like Qwen2 and Llama 3, by the expression in their tokenizer.json."""
     words = (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -112,7 +112,7 @@ def test_a_tokenizer_that_marks_the_start_of_every_text_is_not_cut(tmp_path: Pat
     assert not open_tokenizer(str(tmp_path / "t.json")).exact_pieces
 
 
-def test_truncation_and_padding_saved_in_the_file_are_not_obeyed(
+def test_truncation_and_padding_saved_in_the_file_are_ignored(
     bpe_file: Path, tmp_path: Path
 ) -> None:
     library = tokenizers.Tokenizer.from_file(str(bpe_file))
@@ -129,7 +129,7 @@ def test_end_token_is_the_one_that_tokenizer_config_names(bpe_file: Path, tmp_pa
     library = tokenizers.Tokenizer.from_file(str(bpe_file))
     library.add_special_tokens(["<end>"])
     library.save(str(tmp_path / "tokenizer.json"))
-    assert open_tokenizer(str(tmp_path)).eos == 0  # <|endoftext|>, by its name
+    assert open_tokenizer(str(tmp_path)).eos == 0  # <|endoftext|>, found by name
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
     assert open_tokenizer(str(tmp_path)).eos == library.token_to_id("<end>")
 
@@ -140,7 +140,7 @@ def test_a_tokenizer_without_any_end_token_has_none(tmp_path: Path) -> None:
     )
     tokenizer = open_tokenizer(str(tmp_path / "t.json"))
     assert tokenizer.eos is None
-    assert tokenizer.vocab_size == 8  # ids may have holes
+    assert tokenizer.vocab_size == 8  # ids may have gaps
 
 
 def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_identity_follows_content_not_path(bpe_file: Path, tmp_path: Path) -> No
     [
         (None, "no such file"),
         (b"{}", "not a Hugging Face"),
-        (b"\xff\x00", "it is no text, byte 1 is not UTF-8"),
+        (b"\xff\x00", "it is not text: byte 1 is not UTF-8"),
     ],
 )
 def test_missing_and_broken_files_are_one_clear_line(

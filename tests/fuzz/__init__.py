@@ -1,5 +1,5 @@
-"""Random command lines and damaged files: no traceback, no hang, no typo that passes for a setting.
+"""Random command lines and damaged files must not cause tracebacks, hangs or accepted typos.
 
-cd tests && python -m fuzz words --seed 7 --count 10000     # command lines, over all commands
-cd tests && python -m fuzz damage --seed 7 --count 1000     # files of a run, a measurement, a cluster, ... that are damaged
+cd tests && python -m fuzz words --seed 7 --count 10000   # command lines, over all commands
+cd tests && python -m fuzz damage --seed 7 --count 1000   # damaged files of a run, a cluster, ...
 """

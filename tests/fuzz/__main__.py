@@ -1,4 +1,4 @@
-"""``python -m fuzz words|damage``: see the package."""
+"""``python -m fuzz words|damage``; see the package's docstring."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from fuzz.damage import copied, damage
+from fuzz.damage import copy_to, damage
 from fuzz.material import commands_for, make
-from fuzz.runner import Outcome, run, say, table, watched, without_work
+from fuzz.runner import Outcome, run, run_watched, say, stub_heavy_work, table
 from fuzz.words import Words
 
 
@@ -24,46 +24,51 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument(
-        "--limit", type=float, default=120.0, help="seconds that a command may take"
+        "--limit", type=float, default=120.0, help="time limit of a command in seconds"
     )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument(
         "--material",
         type=Path,
-        help="a folder made before, of a run and so on; made anew if not given",
+        help="folder of an earlier call with a run and so on; created by default",
     )
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="mtrain-fuzz-") as scratch:
-        material = asked.material.resolve() if asked.material else make(Path(scratch, "material"))
-        _import_everything()
-        began = time.monotonic()
-        names, one = (_words if asked.what == "words" else _damage)(
-            asked.seed, asked.count, material, Path(scratch)
+        material = (
+            arguments.material.resolve() if arguments.material else make(Path(scratch, "material"))
         )
-        found: dict[int, Outcome] = {}
+        _import_everything()
+        started = time.monotonic()
+        names, run_one = (_words if arguments.what == "words" else _damage)(
+            arguments.seed, arguments.count, material, Path(scratch)
+        )
+        outcomes: dict[int, Outcome] = {}
 
         def prepare() -> None:
             os.chdir(Path(scratch))
-            without_work()
+            stub_heavy_work()
 
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with contextlib.suppress(KeyboardInterrupt):  # what was found until then is shown
-            for number, outcome in watched(asked.count, prepare, one, asked.limit, asked.workers):
-                found[number] = outcome
-                if len(found) % 500 == 0:
-                    bad = sum(o.kind != "fine" for o in found.values())
-                    say(
-                        f"{len(found)} of {asked.count}, {time.monotonic() - began:.0f} s, {bad} bad"
-                    )
-        ordered = list(found.values())
-        print(f"{asked.what}, seed {asked.seed}, {time.monotonic() - began:.0f} s")
-        print(table(ordered, [names(number) for number in found]).encode(errors="replace").decode())
+        with contextlib.suppress(KeyboardInterrupt):  # show the results so far
+            for number, outcome in run_watched(
+                arguments.count, prepare, run_one, arguments.limit, arguments.workers
+            ):
+                outcomes[number] = outcome
+                if len(outcomes) % 500 == 0:
+                    bad = sum(o.kind != "fine" for o in outcomes.values())
+                    seconds = time.monotonic() - started
+                    say(f"{len(outcomes)} of {arguments.count}, {seconds:.0f} s, {bad} bad")
+        ordered = list(outcomes.values())
+        print(f"{arguments.what}, seed {arguments.seed}, {time.monotonic() - started:.0f} s")
+        print(
+            table(ordered, [names(number) for number in outcomes]).encode(errors="replace").decode()
+        )
         return int(any(outcome.kind != "fine" for outcome in ordered))
 
 
 def _import_everything() -> None:
-    """Before processes fork."""
+    """Import the heavy modules before processes fork."""
     import pandas
     import pyarrow.parquet
     import torch
@@ -83,28 +88,28 @@ def _words(seed: int, count: int, material: Path, _: Path):
     generator = Words(seed, [str(material / name) for name in names()])
     lines = [generator.line() for _ in range(count)]
 
-    def one(number: int) -> Outcome:
+    def run_one(number: int) -> Outcome:
         return run(lines[number].words, lines[number].typos)
 
-    return (lambda number: " ".join(lines[number].words)), one
+    return (lambda number: " ".join(lines[number].words)), run_one
 
 
 def _damage(seed: int, _: int, material: Path, scratch: Path):
-    wanted = list(commands_for(material))
+    sources = list(commands_for(material))
 
     def plan(number: int):
         draw = random.Random(f"{seed}-{number}")
-        source, files, commands = draw.choice(wanted)
+        source, files, commands = draw.choice(sources)
         return draw, source, draw.choice(files), draw.choice(commands)
 
-    def one(number: int) -> Outcome:
+    def run_one(number: int) -> Outcome:
         draw, source, file, command = plan(number)
-        there = copied(source, scratch / f"damaged-{os.getpid()}")
-        target = there / file if source.is_dir() else there
-        said = damage(draw, target)
+        copy = copy_to(source, scratch / f"damaged-{os.getpid()}")
+        target = copy / file if source.is_dir() else copy
+        change = damage(draw, target)
         outcome = run(
             [
-                word.replace("THIS", str(there)).replace(
+                word.replace("THIS", str(copy)).replace(
                     "OUT", str(scratch / f"out-{os.getpid()}-{number}")
                 )
                 for word in command
@@ -113,7 +118,7 @@ def _damage(seed: int, _: int, material: Path, scratch: Path):
         return Outcome(
             outcome.kind,
             outcome.code,
-            f"{outcome.about} [{said}]" if outcome.kind != "fine" else outcome.about,
+            f"{outcome.about} [{change}]" if outcome.kind != "fine" else outcome.about,
             outcome.seconds,
         )
 
@@ -121,7 +126,7 @@ def _damage(seed: int, _: int, material: Path, scratch: Path):
         _, source, file, command = plan(number)
         return f"{source.name}/{file}: {' '.join(command)}"
 
-    return name, one
+    return name, run_one
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Damages files: bytes, single values, structure."""
+"""Damage files: bytes, single values, structure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 import yaml
 
 VALUES = (
-    None, [], {}, [[]], "", "x", "nan", -1, 0, 1e308, -1e308, float("inf"), float("nan"), 10**30, 10**400, True, False, "1e999", "é" * 50,
-    [1, "a", None], {"a": None}, {"value": None}, 0.5, "\x00", "\udcff", "../../../etc", 2**63, -(2**63),
+    None, [], {}, [[]], "", "x", "nan", -1, 0, 1e308, -1e308, float("inf"), float("nan"), 10**30,
+    10**400, True, False, "1e999", "é" * 50, [1, "a", None], {"a": None}, {"value": None}, 0.5,
+    "\x00", "\udcff", "../../../etc", 2**63, -(2**63),
 )  # fmt: skip
 DEEP = "[" * 4000 + "]" * 4000
 DEEP_MAP = "{a: " * 2000 + "1" + "}" * 2000
 
 
 def damage(draw: random.Random, path: Path) -> str:
-    """Changes ``path``; says how."""
+    """Damage ``path`` and return a description of the damage."""
     kinds = ["cut", "flip", "insert", "empty", "nothing", "folder", "text", "tail", "binary"]
     structured = path.suffix in (".json", ".jsonl", ".yaml") or path.name in (".lock",)
     if structured:
@@ -66,9 +67,9 @@ def _structure(draw: random.Random, path: Path, kind: str) -> str:
     text = path.read_text(errors="replace")
     if path.suffix == ".yaml":
         tree = yaml.safe_load(text)
-        said = _change(draw, tree, kind)
+        change = _change(draw, tree, kind)
         path.write_text(yaml.safe_dump(tree, allow_unicode=True), errors="surrogateescape")
-        return said
+        return change
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     at = draw.randrange(max(1, len(lines)))
     try:
@@ -78,14 +79,14 @@ def _structure(draw: random.Random, path: Path, kind: str) -> str:
             f"process {draw.choice(VALUES)} on {draw.choice(VALUES)}\n", errors="surrogateescape"
         )
         return "lock"
-    said = _change(draw, tree, kind)
+    change = _change(draw, tree, kind)
     lines[at] = json.dumps(tree)
     path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
-    return said
+    return change
 
 
 def _change(draw: random.Random, tree: Any, kind: str) -> str:
-    """Replaces, removes or renames something in a tree."""
+    """Replace, remove or rename something in a tree, and describe it."""
     places = list(_places(tree))
     if not places:
         return "nothing to change"
@@ -114,8 +115,8 @@ def _places(tree: Any) -> Any:
         yield from _places(value)
 
 
-def copied(source: Path, target: Path) -> Path:
-    """A copy to damage."""
+def copy_to(source: Path, target: Path) -> Path:
+    """Copy ``source`` to ``target``, replacing it, and return the copy."""
     if target.is_dir():
         shutil.rmtree(target)
     elif target.exists():

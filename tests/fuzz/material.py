@@ -1,4 +1,4 @@
-"""What is damaged, and what commands are pointed at: a finished run, a measurement, a cluster, calibrations, weights, tokens, shards."""
+"""Files for the commands to read, some of them damaged: a run, a measurement, a cluster, ..."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ ROOT = Path(mtrain_cli.__file__).resolve().parents[1]
 
 
 def make(folder: Path) -> Path:
-    """Runs the commands that leave such files; a minute."""
+    """Create the files by running commands, which takes a minute."""
     folder.mkdir(parents=True)
     (folder / "text").mkdir()
     for number in range(3):
         (folder / "text" / f"{number}.txt").write_text(f"hello {number} world " * 300)
     tiny = ["topology.device=cpu", "seq=256"]
     for words in (
-        ["train", *tiny, "topology.workers=1", "run.dir=run", "model.num_layers=2", "train.steps=3", "profile.every=2",
-         "train.checkpoint_every=2", "data.eval_sequences=2"],
-        ["profile", "imbalance", "--attention-only", *tiny, "topology.workers=2", "sparsity=vertical_slash", "--steps", "1",
-         "run.dir=meas"],
-        ["profile", "kernels", "--seq", "256", "--density", "20%,5%", "--columns", "8", "--heads", "4/2", "--head-dim", "32",
-         "--repeats", "1", "--out", "kernels.json"],
-        ["profile", "non-attention", "model=tiny", "--seq", "64,128,256", "--repeats", "1", "--out", "non-attention.json"],
+        ["train", *tiny, "topology.workers=1", "run.dir=run", "model.num_layers=2", "train.steps=3",
+         "profile.every=2", "train.checkpoint_every=2", "data.eval_sequences=2"],
+        ["profile", "imbalance", "--attention-only", *tiny, "topology.workers=2",
+         "sparsity=vertical_slash", "--steps", "1", "run.dir=meas"],
+        ["profile", "kernels", "--seq", "256", "--density", "20%,5%", "--columns", "8",
+         "--heads", "4/2", "--head-dim", "32", "--repeats", "1", "--out", "kernels.json"],
+        ["profile", "non-attention", "model=tiny", "--seq", "64,128,256", "--repeats", "1",
+         "--out", "non-attention.json"],
         ["data", "prepare", "text", "tokens"],
         ["checkpoint", "export", "run", "hf"],
     ):  # fmt: skip
@@ -45,29 +46,30 @@ def make(folder: Path) -> Path:
 
 
 def complete(folder: Path) -> Path:
-    """Adds what no command has to make."""
+    """Add the files that no command needs to create."""
     shutil.copy(ROOT / "conf/cluster/a100_4x8.yaml", folder / "cluster.yaml")
     shards = next(path for path in sorted((HERE.parent / "data/mds").iterdir()) if path.is_dir())
     shutil.copytree(shards, folder / "mds", dirs_exist_ok=True)
     (folder / "run/.lock").write_text("process 1 on elsewhere\n")
-    restart = '{"time": 1.7e9, "reason": "rank 1 died", "rank": 1, "reached": 2, "step": 2, "workers": 2}\n'
-    (folder / "run/restarts.jsonl").write_text(restart * 2)
+    restart = (
+        '{"time": 1.7e9, "reason": "rank 1 died", "rank": 1, "reached": 2, "step": 2, "workers": 2}'
+    )
+    (folder / "run/restarts.jsonl").write_text(f"{restart}\n" * 2)
     (folder / "weights.yaml").write_text("text: 1.0\n")
     return folder
 
 
 def names() -> list[str]:
-    """What may be given as a path."""
+    """Return paths to give as arguments."""
     return [
-        "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json", "non-attention.json", "cluster.yaml", "hf", "tokens",
-        "text",
-        "mds",
-        "text/0.txt", "nowhere", "nowhere/out", "run/resolved.yaml", "weights.yaml", "run/profile",
+        "run", "run/checkpoints/step-3", "meas", "meas/index.npz", "kernels.json",
+        "non-attention.json", "cluster.yaml", "hf", "tokens", "text", "mds", "text/0.txt",
+        "nowhere", "nowhere/out", "run/resolved.yaml", "weights.yaml", "run/profile",
     ]  # fmt: skip
 
 
 def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[str]]]]:
-    """A source, the files in it that may be damaged, and commands that read it; THIS stands for the damaged copy."""
+    """Yield a source, its files to damage, and commands that read it; THIS is the damaged copy."""
 
     def inside(name: str, *patterns: str) -> list[str]:
         root = material / name
@@ -111,7 +113,8 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
     )
     yield material / "meas", inside("meas", "*.json", "*.npz", "*.parquet", "*.yaml"), [
         ["report", "THIS"], ["report", "THIS", "--json"], ["profile", "what-if", "THIS"],
-        ["simulate", "--index", "THIS", "--no-files"], ["simulate", "--validate", "THIS", "--no-files"],
+        ["simulate", "--index", "THIS", "--no-files"],
+        ["simulate", "--validate", "THIS", "--no-files"],
     ]  # fmt: skip
     yield (
         material / "cluster.yaml",
@@ -130,8 +133,10 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
     ]
     yield material / "kernels.json", [""], [calibration]
     yield material / "non-attention.json", [""], [calibration]
-    yield material / "hf", ["config.json"], [["checkpoint", "import", "THIS", "OUT"], ["train", "train.init_from=THIS", "--cfg"],
-                                             ["train", "train.init_from=THIS", "--dry-run"]]  # fmt: skip
+    yield material / "hf", ["config.json"], [
+        ["checkpoint", "import", "THIS", "OUT"],
+        ["train", "train.init_from=THIS", "--cfg"], ["train", "train.init_from=THIS", "--dry-run"],
+    ]  # fmt: skip
     yield material / "hf", inside("hf", "*"), [["checkpoint", "import", "THIS", "OUT"]]
     yield (
         material / "tokens",

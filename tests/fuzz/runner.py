@@ -1,4 +1,4 @@
-"""Runs commands in forked processes that are watched: what ends in a traceback, hangs, or says what only Python understands."""
+"""Run commands in forked processes and detect tracebacks, hangs and messages in Python's terms."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from typing import Any
 
 MEMORY = 12 << 30  # address space of a command
 PYTHON = re.compile(
-    r"Traceback \(most recent|NoneType|float\(\) argument|int\(\) argument|list indices|unhashable|not subscriptable|not iterable"
-    r"|object has no attribute|unexpected keyword argument|positional argument|must be real number|invalid literal|codec can't"
-    r"|KeyError|TypeError|ValueError|IndexError|AttributeError|OverflowError|RecursionError|UnicodeDecodeError|<class '"
+    r"Traceback \(most recent|NoneType|float\(\) argument|int\(\) argument|list indices|unhashable"
+    r"|not subscriptable|not iterable|object has no attribute|unexpected keyword argument"
+    r"|positional argument|must be real number|invalid literal|codec can't|KeyError|TypeError"
+    r"|ValueError|IndexError|AttributeError|OverflowError|RecursionError"
+    r"|UnicodeDecodeError|<class '"
 )
 FINE = (0, 1, 2)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """kind: fine, traceback, words (of Python, in a message), silent (a failure without a line), typo (accepted), or hang."""
+    """The result of a command line.
+
+    kind: fine, traceback, words (Python's terms in a message), silent (a failure without a line),
+        typo (accepted), or hang.
+    about: the message, or where it failed.
+    """
 
     kind: str
     code: int
@@ -37,36 +44,36 @@ class Outcome:
 
 
 def run(words: Sequence[str], typos: Sequence[str] = ()) -> Outcome:
-    """One command line in this process."""
+    """Run a command line in this process."""
     from typer.testing import CliRunner
 
     from mtrain_cli.commands.app import app
 
-    began = time.monotonic()
+    started = time.monotonic()
     with contextlib.redirect_stderr(io.StringIO()) as other:
         result = CliRunner().invoke(app, list(words), prog_name="mtrain")
-    said = result.stderr + other.getvalue()
-    seconds = time.monotonic() - began
+    output = result.stderr + other.getvalue()
+    seconds = time.monotonic() - started
     error = result.exception
     if error is not None and not isinstance(error, SystemExit):
         return Outcome("traceback", 1, _where(error), seconds)
     if result.exit_code not in FINE:
         return Outcome(
-            "traceback", result.exit_code, f"exit code {result.exit_code}: {said[-300:]}", seconds
+            "traceback", result.exit_code, f"exit code {result.exit_code}: {output[-300:]}", seconds
         )
-    if found := PYTHON.search(_without(said, words)):
-        return Outcome("words", result.exit_code, f"{found[0]}: {said[-300:]}", seconds)
-    if result.exit_code and not said.strip() and not result.stdout.strip():
+    if match := PYTHON.search(_without(output, words)):
+        return Outcome("words", result.exit_code, f"{match[0]}: {output[-300:]}", seconds)
+    if result.exit_code and not output.strip() and not result.stdout.strip():
         return Outcome("silent", result.exit_code, "", seconds)
     if typos and not result.exit_code:
         return Outcome("typo", 0, " ".join(typos)[:200], seconds)
-    return Outcome("fine", result.exit_code, said[-200:], seconds)
+    return Outcome("fine", result.exit_code, output[-200:], seconds)
 
 
-def _without(said: str, words: Sequence[str]) -> str:
+def _without(output: str, words: Sequence[str]) -> str:
     for word in words:
-        said = said.replace(word, "") if len(word) > 3 else said
-    return said
+        output = output.replace(word, "") if len(word) > 3 else output
+    return output
 
 
 def _where(error: BaseException) -> str:
@@ -77,16 +84,19 @@ def _where(error: BaseException) -> str:
     return f"{at} {type(error).__name__}: {str(error)[:160]}"
 
 
-def watched(
+def run_watched(
     count: int,
     prepare: Callable[[], None],
-    one: Callable[[int], Outcome],
+    run_one: Callable[[int], Outcome],
     limit_s: float,
     workers: int = 2,
 ) -> Iterator[tuple[int, Outcome]]:
-    """``one`` of every number below ``count``, in forked processes; a process that is silent for ``limit_s`` is killed: a hang."""
+    """Call ``run_one`` for every number below ``count`` in forked processes.
+
+    A process that returns nothing for ``limit_s`` seconds is killed and counts as a hang.
+    """
     shares = [list(range(first, count, workers)) for first in range(workers)]
-    children = [_Child(share, prepare, one) for share in shares if share]
+    children = [_Child(share, prepare, run_one) for share in shares if share]
     while children:
         ready, _, _ = select.select([child.pipe for child in children], [], [], 1.0)
         for child in list(children):
@@ -97,23 +107,23 @@ def watched(
                 if child.left:  # it died
                     yield child.left[0], Outcome("traceback", 1, "the process died")
                     if child.left[1:]:
-                        children.append(_Child(child.left[1:], prepare, one))
+                        children.append(_Child(child.left[1:], prepare, run_one))
             elif time.monotonic() - child.heard > limit_s:
                 child.kill()
                 children.remove(child)
                 yield child.left[0], Outcome("hang", -1, f"more than {limit_s:g} s")
                 if child.left[1:]:
-                    children.append(_Child(child.left[1:], prepare, one))
+                    children.append(_Child(child.left[1:], prepare, run_one))
 
 
 class _Child:
-    """A process that runs some inputs, one after the other, and sends a line after each."""
+    """A process that runs inputs one after the other and sends a line after each."""
 
     def __init__(
-        self, numbers: list[int], prepare: Callable[[], None], one: Callable[[int], Outcome]
+        self, numbers: list[int], prepare: Callable[[], None], run_one: Callable[[int], Outcome]
     ) -> None:
         self.left, self.ended, self.heard, self._text = list(numbers), False, time.monotonic(), ""
-        self.pipe, there = os.pipe()
+        self.pipe, write_end = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self.pipe)
@@ -125,15 +135,15 @@ class _Child:
             code = 0
             try:
                 prepare()
-                with os.fdopen(there, "w") as out:
+                with os.fdopen(write_end, "w") as out:
                     for number in numbers:
-                        out.write(json.dumps([number, asdict(one(number))]) + "\n")
+                        out.write(json.dumps([number, asdict(run_one(number))]) + "\n")
                         out.flush()
             except BaseException:
                 traceback.print_exc()
                 code = 1
             os._exit(code)
-        os.close(there)
+        os.close(write_end)
 
     def read(self) -> Iterator[tuple[int, Outcome]]:
         data = os.read(self.pipe, 1 << 16)
@@ -156,8 +166,11 @@ class _Child:
         os.close(self.pipe)
 
 
-def without_work(monkeypatch: Any = None) -> None:
-    """Replaces what trains, measures or composes anew, so that a command costs milliseconds. For this process, or for one test."""
+def stub_heavy_work(monkeypatch: Any = None) -> None:
+    """Stub training and measurement and cache composing, so that a command takes milliseconds.
+
+    Without ``monkeypatch`` this lasts for the whole process.
+    """
     import copy
 
     import hydra
@@ -169,7 +182,7 @@ def without_work(monkeypatch: Any = None) -> None:
     composed: dict[tuple[str, ...], Any] = {}
     compose = hydra.compose
 
-    def remembered(name: str, overrides: Sequence[str] = ()) -> Any:
+    def cached(name: str, overrides: Sequence[str] = ()) -> Any:
         from hydra.core.global_hydra import GlobalHydra
 
         search = str(GlobalHydra.instance().config_loader().get_search_path())
@@ -178,22 +191,22 @@ def without_work(monkeypatch: Any = None) -> None:
             composed[key] = compose(name, overrides=list(overrides))
         return copy.deepcopy(composed[key])
 
-    replace(hydra, "compose", remembered)
+    replace(hydra, "compose", cached)
     replace(local, "launch", lambda *_, **__: 0)
     replace(kernel_benchmark, "profile_kernels", lambda *_, **__: [])
     replace(non_attention_benchmark, "profile_non_attention", lambda *_, **__: [])
     replace(pattern_quality, "profile_sparsity", lambda *_, **__: [])
 
 
-def table(found: Sequence[Outcome], names: Sequence[str]) -> str:
-    """How many of each kind, and one example of each place."""
+def table(outcomes: Sequence[Outcome], names: Sequence[str]) -> str:
+    """Return the number of outcomes of each kind, with an example for each place."""
     kinds = ("fine", "traceback", "words", "silent", "typo", "hang")
     lines = [
-        "  ".join(f"{kind} {sum(o.kind == kind for o in found)}" for kind in kinds)
-        + f"  of {len(found)}"
+        "  ".join(f"{kind} {sum(o.kind == kind for o in outcomes)}" for kind in kinds)
+        + f"  of {len(outcomes)}"
     ]
     seen: dict[str, tuple[int, str]] = {}
-    for outcome, name in zip(found, names, strict=True):
+    for outcome, name in zip(outcomes, names, strict=True):
         if outcome.kind != "fine":
             place = (
                 f"{outcome.kind:<9} {outcome.about[:230]!r}"
@@ -201,11 +214,11 @@ def table(found: Sequence[Outcome], names: Sequence[str]) -> str:
                 else f"typo      {outcome.about[:60]!r}"
             )
             place = re.sub(r"\d{4,}", "N", place)
-            many, example = seen.get(place, (0, name))
-            seen[place] = (many + 1, example)
+            count, example = seen.get(place, (0, name))
+            seen[place] = (count + 1, example)
     lines += [
-        f"{many:>5} x {place}\n          {example[:300]!r}"
-        for place, (many, example) in sorted(seen.items(), key=lambda i: -i[1][0])
+        f"{count:>5} x {place}\n          {example[:300]!r}"
+        for place, (count, example) in sorted(seen.items(), key=lambda i: -i[1][0])
     ]
     return "\n".join(lines)
 

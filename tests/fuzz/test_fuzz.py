@@ -1,4 +1,4 @@
-"""Random input with a fixed seed. `python -m fuzz` (see the package) takes more of it, over all commands."""
+"""Random input with a fixed seed. `python -m fuzz` tries more of it, over all commands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fuzz.damage import copied, damage
+from fuzz.damage import copy_to, damage
 from fuzz.material import commands_for, complete
-from fuzz.runner import PYTHON, run, without_work
+from fuzz.runner import PYTHON, run, stub_heavy_work
 from fuzz.words import Words
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
@@ -23,27 +23,27 @@ SEED, LINES, DAMAGES, COMMANDS = 20, 1000, 120, 30
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.chdir(tmp_path)
-    without_work(monkeypatch)
+    stub_heavy_work(monkeypatch)
     return tmp_path
 
 
-def test_a_configuration_is_made_or_refused_in_lines_whatever_is_typed(quick: Path) -> None:
-    """Words of 1,000 command lines: no exception but ConfigError, no word of Python, and no typo that passes for a setting."""
+def test_any_override_composes_or_is_refused_in_lines(quick: Path) -> None:
+    """1,000 command lines raise only ConfigError, without Python terms, and no typo is accepted."""
     words = Words(SEED, [str(quick), "nowhere", "a.yaml"])
-    # Groups are composed once each; keys come in any number.
+    # Composing a group is slow, so draw few of them; keys are cheap.
     draw, groups = (
         random.Random(SEED),
         ([], [], [], ["model=qwen3b"], ["sparsity=vertical_slash"], ["data=text"]),
     )
     refused = 0
     for _ in range(LINES):
-        found = [words.override() for _ in range(draw.choice((1, 1, 2, 3)))]
-        found = [
+        drawn = [words.override() for _ in range(draw.choice((1, 1, 2, 3)))]
+        drawn = [
             (word, typo)
-            for word, typo in found
+            for word, typo in drawn
             if word.partition("=")[0] not in words.groups or typo
         ]
-        line = [*draw.choice(groups), *(word for word, _ in found)]
+        line = [*draw.choice(groups), *(word for word, _ in drawn)]
         problems = _problems(line)
         refused += bool(problems)
         assert not any(
@@ -51,7 +51,7 @@ def test_a_configuration_is_made_or_refused_in_lines_whatever_is_typed(quick: Pa
             for problem in problems
             if not any(word in problem for word in line)
         ), line
-        assert problems or not any(typo for _, typo in found), line
+        assert problems or not any(typo for _, typo in drawn), line
     assert 0.3 * LINES < refused < LINES
 
 
@@ -63,7 +63,7 @@ def _problems(line: list[str]) -> tuple[str, ...]:
     return ()
 
 
-def test_commands_end_in_lines_whatever_they_are_given(quick: Path) -> None:
+def test_any_command_line_ends_without_a_traceback(quick: Path) -> None:
     words = Words(SEED, ["nowhere", str(quick)])
     lines = [words.line() for _ in range(COMMANDS)]
     # Plans and simulations take seconds; `python -m fuzz` runs them.
@@ -78,17 +78,20 @@ def test_commands_end_in_lines_whatever_they_are_given(quick: Path) -> None:
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `fuzz.material.make` leaves them, but written in a moment."""
+    """The files of `fuzz.material.make`, but written at once without running commands."""
     folder = tmp_path_factory.mktemp("material")
     run_dir = folder / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
     compose.save(compose.compose(["seq=256"]), run_dir / "resolved.yaml")
-    step = {"step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 256, "tokens_per_second_per_gpu": 9.0, "mfu_model": None,
-            "mfu_executed": None, "density": 1.0, "peak_memory_gib": None, "seconds": 0.5, "epoch": 0.1, "consumed": 1}  # fmt: skip
+    step = {
+        "step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 256,
+        "tokens_per_second_per_gpu": 9.0, "mfu_model": None, "mfu_executed": None, "density": 1.0,
+        "peak_memory_gib": None, "seconds": 0.5, "epoch": 0.1, "consumed": 1,
+    }  # fmt: skip
     (run_dir / "metrics.jsonl").write_text(
         "".join(json.dumps({**step, "step": n}) + "\n" for n in range(1, 4))
     )
-    run_state.write(
+    run_state.write_state(
         RunDir(run_dir),
         run_state.RunState(
             phase="finished", time=1.7e9, began=1.7e9, step=3, steps=3, warnings=((1.7e9, "slow"),)
@@ -99,14 +102,16 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     bucket = '{"begin": 0, "end": 128, "tokens": 5, "loss": 5.0}'
     (run_dir / "evaluations.jsonl").write_text(
-        f'{{"step": 1, "loss": 5.0, "tokens": 5, "sequences": 1, "seconds": 1.0, "attention": "dense", "buckets": [{bucket}]}}\n'
+        '{"step": 1, "loss": 5.0, "tokens": 5, "sequences": 1, "seconds": 1.0, '
+        f'"attention": "dense", "buckets": [{bucket}]}}\n'
     )
     (run_dir / "overrides.txt").write_text("seq=256\n")
     (folder / "hf").mkdir()
-    shape = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
-             "vocab_size": 300,
-             "intermediate_size": 128,
-             "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}}  # fmt: skip
+    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+    shape = {
+        "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "vocab_size": 300, "intermediate_size": 128, "rope_scaling": scaling,
+    }  # fmt: skip
     (folder / "hf/config.json").write_text(json.dumps(shape))
     case = {
         "seq": 256,
@@ -134,13 +139,13 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_damaged_files_end_in_one_line(quick: Path, material: Path) -> None:
-    wanted = [entry for entry in commands_for(material) if entry[0].exists() and entry[1]]
-    wanted = [
+    sources = [entry for entry in commands_for(material) if entry[0].exists() and entry[1]]
+    sources = [
         (source, files, kept)
-        for source, files, commands in wanted
+        for source, files, commands in sources
         if (kept := [c for c in commands if _is_quick(c)])
     ]
-    assert {source.name for source, _, _ in wanted} == {
+    assert {source.name for source, _, _ in sources} == {
         "run",
         "cluster.yaml",
         "kernels.json",
@@ -150,17 +155,17 @@ def test_damaged_files_end_in_one_line(quick: Path, material: Path) -> None:
     }
     for number in range(DAMAGES):
         draw = random.Random(number)
-        source, files, commands = draw.choice(wanted)
+        source, files, commands = draw.choice(sources)
         name, command = draw.choice(files), draw.choice(commands)
-        there = copied(source, quick / "damaged")
-        said = damage(draw, there / name if source.is_dir() else there)
+        copy = copy_to(source, quick / "damaged")
+        change = damage(draw, copy / name if source.is_dir() else copy)
         outcome = run(
             [
-                word.replace("THIS", str(there)).replace("OUT", str(quick / f"out{number}"))
+                word.replace("THIS", str(copy)).replace("OUT", str(quick / f"out{number}"))
                 for word in command
             ]
         )
-        assert outcome.kind == "fine", (name, said, command, outcome)
+        assert outcome.kind == "fine", (name, change, command, outcome)
 
 
 def _is_quick(command: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""Random command lines: every command, option and key; values that fit, values that do not, misspelt names, numbers without measure."""
+"""Draw random command lines with valid and invalid values, misspelled names and huge numbers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ HUGE = (
     "1e24",
 )
 ODD = (
-    "", " ", "null", "none", "~", "nan", "-nan", "-inf", "true", "-1", "0", "-0", "0x10", "1_000", "1__0", "0.5", "1e-320", "[1]", "[", "]",
-    "{a: 1}", "{", "[[[[", "é", "²", "٣", "a b", "a=b", "a,b", "1,2", "1:2", "${seq}", "${nothing}", "${oc.env:HOME}", "???", "'", '"',
-    "\\", "%s", "%d", "{}", "{0}", "[red]x[/red]", "[/]", "\x1b[31m", "\udcff", "\u202e", "🙂", "x" * 3000, "auto", "1k", "1kk", "1g",
-    "/", "/dev/null", "/proc/self/mem", ".", "..", "~root", "~nobodyhere/x", "choice(1,2)", "range(3)", "0b1", "1e", "e1", "+", "-", "--",
-    "!!python/object:os.system", "*a", "&a", "|", ">", "#", "@", "a#b", "\t", "\n", "\r", "a\nb", "1\n", " 4 ",
+    "", " ", "null", "none", "~", "nan", "-nan", "-inf", "true", "-1", "0", "-0", "0x10", "1_000",
+    "1__0", "0.5", "1e-320", "[1]", "[", "]", "{a: 1}", "{", "[[[[", "é", "²", "٣", "a b", "a=b",
+    "a,b", "1,2", "1:2", "${seq}", "${nothing}", "${oc.env:HOME}", "???", "'", '"', "\\", "%s",
+    "%d", "{}", "{0}", "[red]x[/red]", "[/]", "\x1b[31m", "\udcff", "\u202e", "🙂", "x" * 3000,
+    "auto", "1k", "1kk", "1g", "/", "/dev/null", "/proc/self/mem", ".", "..", "~root",
+    "~nobodyhere/x", "choice(1,2)", "range(3)", "0b1", "1e", "e1", "+", "-", "--",
+    "!!python/object:os.system", "*a", "&a", "|", ">", "#", "@", "a#b", "\t", "\n", "\r", "a\nb",
+    "1\n", " 4 ",
 )  # fmt: skip
 OVERRIDES = ("overrides",)
 LETTERS = "abcdefghijklmnopqrstuvwxyz_."
@@ -37,14 +40,17 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz_."
 
 @dataclass
 class Line:
-    """A command line. typos: words of it that name nothing, or numbers beyond every bound; with one of them it must not succeed."""
+    """A command line.
+
+    typos: its words that name nothing, or numbers beyond every limit. With any it must fail.
+    """
 
     words: list[str]
     typos: list[str] = field(default_factory=list)
 
 
 class Words:
-    """Draws command lines. files: what a path may be, such as a finished run."""
+    """Draws command lines. files: paths to draw from, such as a finished run."""
 
     def __init__(self, seed: int, files: list[str]) -> None:
         self.random = random.Random(seed)
@@ -54,39 +60,37 @@ class Words:
         self.commands = dict(_commands(typer.main.get_command(app), ()))
 
     def line(self) -> Line:
-        """One command line."""
+        """Draw a command line."""
         draw = self.random
         names = list(self.commands)
         train = ("train",)
         name = train if draw.random() < 0.4 else draw.choice(names)
-        found = Line(list(name))
+        line = Line(list(name))
         params = self.commands[name]
         if draw.random() < 0.02:
-            word = self.misspelt(found.words[-1], {n[-1] for n in names})
-            found.words[-1] = word
-            found.typos.append(word)
-            return found
+            word = self.misspell(line.words[-1], {n[-1] for n in names})
+            line.words[-1] = word
+            line.typos.append(word)
+            return line
         for param in params:
             if param.param_type_name == "argument":
-                self._arguments(param, found)
+                self._arguments(param, line)
         options = [p for p in params if p.param_type_name == "option"]
         for param in draw.sample(options, min(len(options), draw.choice((0, 0, 1, 1, 2, 3)))):
-            self._option(param, found)
+            self._option(param, line)
         if options and draw.random() < 0.05:
-            word = "--" + self.misspelt("zz" + draw.choice(options).name, set()).replace("_", "-")
-            found.words.append(word)
-            found.typos.append(word)
+            word = "--" + self.misspell("zz" + draw.choice(options).name, set()).replace("_", "-")
+            line.words.append(word)
+            line.typos.append(word)
         if name == train and draw.random() < 0.9:
-            found.words.append(draw.choice(("--dry-run", "--cfg", "--cfg")))
-        # Of a key given twice the last value counts, and a warning names the first.
-        last = {word.partition("=")[0]: word for word in found.words}
-        found.typos = [
-            word for word in found.typos if last.get(word.partition("=")[0], word) == word
-        ]
-        return found
+            line.words.append(draw.choice(("--dry-run", "--cfg", "--cfg")))
+        # If a key is given twice, the last value wins, with a warning about the first.
+        last = {word.partition("=")[0]: word for word in line.words}
+        line.typos = [word for word in line.typos if last.get(word.partition("=")[0], word) == word]
+        return line
 
     def override(self) -> tuple[str, bool]:
-        """A word of the configuration, and whether it must be refused."""
+        """Draw an override, and whether it must be refused."""
         draw = self.random
         kind = draw.random()
         key = self.keys[draw.choice(list(self.keys))]
@@ -97,13 +101,11 @@ class Words:
             return f"{group}={draw.choice(list(self.groups[group]))}", False
         if kind < 0.45:
             group = draw.choice(list(self.groups))
-            return (
-                f"{group}={self.misspelt(draw.choice(list(self.groups[group])), set(self.groups[group]))}",
-                True,
-            )
+            options = self.groups[group]
+            return f"{group}={self.misspell(draw.choice(list(options)), set(options))}", True
         if kind < 0.6:
             return (
-                f"{self.misspelt(key.name, {*self.keys, *self.groups})}={self.fitting(key)}",
+                f"{self.misspell(key.name, {*self.keys, *self.groups})}={self.fitting(key)}",
                 True,
             )
         if kind < 0.75:
@@ -125,7 +127,7 @@ class Words:
         ), False
 
     def fitting(self, key: ConfigKey) -> str:
-        """A value that may do."""
+        """Draw a value that may be valid."""
         draw = self.random
         if key.choices:
             return draw.choice(key.choices)
@@ -153,13 +155,13 @@ class Words:
             )
         return draw.choice([*self.files, "auto", "bytes", "name", "[0.9,0.95]", "{a: 0.5, b: 0.5}"])
 
-    def misspelt(self, word: str, taken: set[str]) -> str:
-        """``word`` with letters wrong; never one of ``taken``."""
+    def misspell(self, word: str, taken: set[str]) -> str:
+        """Misspell ``word`` by one letter, without giving one of ``taken``."""
         draw = self.random
         while True:
             at = draw.randrange(len(word) + 1)
             letter = draw.choice(LETTERS[:-1])
-            found = draw.choice(
+            changed = draw.choice(
                 (
                     word[:at] + letter + word[at:],
                     word[:at] + word[at + 1 :],
@@ -167,22 +169,22 @@ class Words:
                 )
             )
             if (
-                found != word
-                and found not in taken
-                and found.strip() not in taken
-                and "." + found not in taken
+                changed != word
+                and changed not in taken
+                and changed.strip() not in taken
+                and "." + changed not in taken
             ):
-                return found
+                return changed
 
-    def _arguments(self, param: Any, found: Line) -> None:
+    def _arguments(self, param: Any, line: Line) -> None:
         if param.name in OVERRIDES:
             for _ in range(self.random.choice((0, 1, 1, 2, 2, 3, 5))):
                 word, typo = self.override()
-                found.words.append(word)
+                line.words.append(word)
                 if typo:
-                    found.typos.append(word)
+                    line.typos.append(word)
         elif self.random.random() < 0.9:
-            found.words.append(self._path())
+            line.words.append(self._path())
 
     def _path(self) -> str:
         return (
@@ -191,9 +193,9 @@ class Words:
             else self.random.choice(ODD)
         )
 
-    def _option(self, param: Any, found: Line) -> None:
+    def _option(self, param: Any, line: Line) -> None:
         draw = self.random
-        found.words.append(draw.choice([*param.opts, *param.secondary_opts]))
+        line.words.append(draw.choice([*param.opts, *param.secondary_opts]))
         if param.is_flag:
             return
         kind = draw.random()
@@ -222,23 +224,23 @@ class Words:
         elif kind < 0.65:
             value = draw.choice(HUGE)
             if number:
-                found.typos.append(value)
+                line.typos.append(value)
         else:
             value = draw.choice(ODD)
-        found.words.append(value)
+        line.words.append(value)
 
 
 def _commands(group: Any, prefix: tuple[str, ...]) -> list[tuple[tuple[str, ...], list[Any]]]:
-    """Every command that can be typed, with its parameters."""
-    found = []
+    """Return every visible command with its parameters."""
+    commands = []
     for name, command in group.commands.items():
         if hasattr(command, "commands"):
-            found += _commands(command, (*prefix, name))
+            commands += _commands(command, (*prefix, name))
         elif not command.hidden:
-            found.append(
+            commands.append(
                 (
                     (*prefix, name),
                     [p for p in command.params if p.name not in ("help", "watch", "show", "check")],
                 )
             )
-    return found
+    return commands

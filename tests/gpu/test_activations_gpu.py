@@ -1,4 +1,4 @@
-"""What layers keep, on a GPU: offloading frees device memory, changes no bit, and never makes the host wait."""
+"""Activation offload on a GPU frees device memory, changes no bit and never makes the host wait."""
 
 from __future__ import annotations
 
@@ -22,20 +22,23 @@ from mtrain_cli.parallel.pinned_memory import ARENA, PinnedMemory, register, unr
 
 os.environ.setdefault(
     "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-)  # what deterministic products ask for; read at the first of a process
+)  # required for deterministic products; read once per process
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
 ]
 SEQ, LAYERS, HIDDEN = 16384, 8, 1024
-KEPT = 2 * SEQ * (HIDDEN + HIDDEN) + 4 * SEQ * 8  # of a layer with selective checkpointing, bytes
+KEPT = 2 * SEQ * (HIDDEN + HIDDEN) + 4 * SEQ * 8  # bytes of a layer with selective checkpointing
 ROPE = RopeConfig(
-    theta=1e4, scaling="none", factor=1.0, original_max_position=4096, beta_fast=32.0, beta_slow=1.0, low_freq_factor=1.0,
+    theta=1e4, scaling="none", factor=1.0, original_max_position=4096, beta_fast=32.0,
+    beta_slow=1.0, low_freq_factor=1.0,
     high_freq_factor=4.0,
 )  # fmt: skip
 MODEL = ModelConfig(
-    name="test", family="qwen2", vocab_size=512, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=8, num_kv_heads=2, head_dim=128,
-    intermediate_size=2816, qkv_bias=True, qk_norm=False, tie_word_embeddings=True, rms_norm_eps=1e-6, init_std=0.05, rope=ROPE,
+    name="test", family="qwen2", vocab_size=512, hidden_size=HIDDEN, num_layers=LAYERS, num_heads=8,
+    num_kv_heads=2, head_dim=128,
+    intermediate_size=2816, qkv_bias=True, qk_norm=False, tie_word_embeddings=True,
+    rms_norm_eps=1e-6, init_std=0.05, rope=ROPE,
 )  # fmt: skip
 
 
@@ -53,12 +56,13 @@ class Steps:
         seq: int = SEQ,
         exact: bool = False,
     ) -> None:
-        """exact: in float32, with the oracle for attention."""
+        """exact: compute in float32, with the oracle for attention."""
         device = torch.device("cuda")
         self.offload = ActivationOffload(LAYERS, device, offload) if offload else None
         with torch.device("meta"):
             self.decoder = Decoder(
-                MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint, compile=compile,
+                MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint,
+                compile=compile,
                 tile_bytes=tile_mib << 20, offload=self.offload,
             )  # fmt: skip
         self.decoder.to_empty(device=device)
@@ -75,7 +79,7 @@ class Steps:
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(512, (1, seq), generator=generator).to(device)
         self.positions = torch.arange(seq, device=device)[None]
-        self.between = 0  # bytes that the forward pass left allocated
+        self.between = 0  # bytes allocated after the forward pass
 
     def __call__(self, *, keep_gradients: bool = False) -> torch.Tensor:
         if not keep_gradients:
@@ -97,14 +101,14 @@ class Steps:
 
 
 @pytest.fixture
-def repeatable():
-    """Attention's backward adds to the queries' gradients in any order otherwise."""
+def deterministic():
+    """Without this, attention's backward adds to query gradients in any order."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.usefixtures("repeatable")
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize(
     ("checkpoint", "keep", "offload"),
     [
@@ -117,7 +121,7 @@ def repeatable():
 def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, offload):
     plain, offloaded = Steps(checkpoint, keep), Steps(checkpoint, keep, offload=offload)
     for steps in (plain, offloaded):
-        steps()  # makes buffers, events and workspaces
+        steps()  # allocate buffers, events and workspaces
     assert offloaded.offload is not None
     allocated = offloaded.offload.allocated
     for _ in range(3):
@@ -125,7 +129,7 @@ def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, of
         gradients = [gradient.clone() for gradient in plain.gradients()]
         plain()
         assert all(torch.equal(a, b) for a, b in zip(gradients, plain.gradients(), strict=True)), (
-            "repeatable at all"
+            "steps must be repeatable"
         )
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -134,12 +138,12 @@ def test_offloading_changes_no_bit_and_the_host_never_waits(checkpoint, keep, of
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(loss, expected)
         assert all(torch.equal(a, b) for a, b in zip(offloaded.gradients(), gradients, strict=True))
-    assert offloaded.offload.allocated == allocated > 0, "host buffers are used again"
+    assert offloaded.offload.allocated == allocated > 0, "host buffers are reused"
     assert offloaded.offload.waiting == 0
 
 
 @pytest.mark.parametrize(("offload", "freed", "away"), [(True, LAYERS - 2, LAYERS - 1), (3, 3, 3)])
-def test_offloading_frees_the_memory_of_the_layers_that_leave_but_two_stay(offload, freed, away):
+def test_offloading_frees_the_layers_memory_except_for_two(offload, freed, away):
     plain, offloaded = Steps("selective", 1.0), Steps("selective", 1.0, offload=offload)
     peaks = []
     for steps in (plain, offloaded):
@@ -148,7 +152,7 @@ def test_offloading_frees_the_memory_of_the_layers_that_leave_but_two_stay(offlo
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        steps(keep_gradients=True)  # new ones would make the peak a later one
+        steps(keep_gradients=True)  # new buffers would move the peak
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert plain.between - offloaded.between == pytest.approx(freed * KEPT, rel=0.02)
@@ -158,8 +162,8 @@ def test_offloading_frees_the_memory_of_the_layers_that_leave_but_two_stay(offlo
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
-    """As near to float32 arithmetic on the same weights as autograd in bfloat16 is."""
+def test_recomputation_and_tiles_are_as_accurate_as_autograd(compile):
+    """Compare with float32 arithmetic on the same weights, as autograd in bfloat16 is."""
     exact, plain = Steps("none", 0.0, seq=2048, exact=True), Steps("none", 0.0, seq=2048)
     for ours, theirs in zip(exact.decoder.parameters(), plain.decoder.parameters(), strict=True):
         ours.data.copy_(theirs.data)
@@ -179,17 +183,17 @@ def test_recomputation_and_tiles_give_the_gradients_of_autograd(compile):
         torch.testing.assert_close(steps(), loss, rtol=1e-3, atol=0)
         for name, distance in zip(steps.names, distances(steps, exact), strict=True):
             if "k_proj.bias" in name:
-                continue  # its gradient is nothing but rounding, since softmax does not see what all keys share
+                continue  # its gradient is only rounding: softmax ignores what all keys share
             assert distance < 1.3 * far[name] + 1e-3, (checkpoint, name, distance, far[name])
 
 
 def distances(steps: Steps, exact: Steps) -> list[float]:
-    """Relative, of every parameter's gradient."""
+    """Return the relative distance of every parameter's gradient."""
     pairs = zip(steps.gradients(), exact.gradients(), strict=True)
     return [float((ours.float() - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
 
 
-def test_host_blocks_are_pinned_and_no_more_than_two_arenas_beyond_what_is_counted():
+def test_host_blocks_are_pinned_and_exceed_the_estimate_by_at_most_two_arenas():
     store = ActivationOffload(2, torch.device("cuda"))
     tensor = torch.randn(73 << 20, device="cuda")  # 292 MiB: 18 full blocks, and one of 4
     kept = store.put(0, tensor)
@@ -203,13 +207,13 @@ def test_host_blocks_are_pinned_and_no_more_than_two_arenas_beyond_what_is_count
     assert torch.equal(kept.get(), tensor)
 
 
-def test_pinned_memory_is_let_go_and_a_refusal_leaves_no_error_behind():
+def test_pinned_memory_is_released_and_a_failed_pin_leaves_no_error():
     device = torch.device("cuda")
     torch.zeros(1, device=device)
     memory = PinnedMemory(device)
     tensor = memory.tensor((1000, 1000), torch.float32)
     address = tensor.untyped_storage().data_ptr()
-    assert not register(address, ARENA, device), "it is pinned already"
+    assert not register(address, ARENA, device), "it must be pinned already"
     assert torch.ones(3, device=device).sum() == 3
     plain = torch.ones(1 << 20)
     assert register(plain.data_ptr(), plain.nbytes, device)
@@ -217,5 +221,5 @@ def test_pinned_memory_is_let_go_and_a_refusal_leaves_no_error_behind():
     unregister(plain.data_ptr(), device)
     assert not plain.is_pinned()
     tensor.copy_(torch.full((1000, 1000), 7.0, device=device), non_blocking=True)
-    del memory, tensor  # while the copy may be on its way
+    del memory, tensor  # while the copy may still run
     assert torch.ones(3, device=device).sum() == 3

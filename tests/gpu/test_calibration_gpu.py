@@ -1,4 +1,4 @@
-"""Calibration on GPUs: links by NCCL with times of the device, and the calls of one worker by every kernel that serves."""
+"""Calibration on GPUs: NCCL links by device times, and one worker's calls of every kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_links_of_two_gpus(tmp_path):
-    words = [
+    arguments = [
         "topology.workers=2",
         "--sizes",
         "64k,4m,64m",
@@ -33,14 +33,15 @@ def test_links_of_two_gpus(tmp_path):
         "8",
         "--json",
     ]
-    found = mtrain(tmp_path, "profile", "links", *words)
-    assert found.returncode == 0, found.stderr
-    document = json.loads(found.stdout)
+    result = mtrain(tmp_path, "profile", "links", *arguments)
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
     assert document["backend"] == "nccl"
     for t in document["times"]:
         assert t["us"] > 0
         assert t["loaded_us"] > 0
-    # Both are of the device: a link that is faster than memory, or a computation that messages make faster, was not measured.
+    # Both are device times: a link faster than memory, or a computation that messages speed up,
+    # would mean that nothing was measured.
     assert all(t["gbps"] < 2000 for t in document["times"])
     assert all(t["slowdown"] is None or t["slowdown"] > 0.8 for t in document["times"])
     cluster = load_cluster(str(tmp_path / "mine.yaml"))
@@ -52,7 +53,7 @@ def test_calls_of_one_worker():
     case = KernelCase(
         seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, columns=256
     )
-    found = profile_worker_calls([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
-    assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in found}
-    assert {"triton"} <= {t.kernel for t in found}
-    assert all(t.forward_ms > 0 < t.backward_ms for t in found)
+    result = profile_worker_calls([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
+    assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in result}
+    assert {"triton"} <= {t.kernel for t in result}
+    assert all(t.forward_ms > 0 < t.backward_ms for t in result)

@@ -1,4 +1,4 @@
-"""Attention over a context group of GPUs equals the float64 oracle on one: output and gradients, through NCCL. Needs two GPUs or more."""
+"""Context-parallel attention through NCCL equals the float64 oracle on one GPU. Needs two GPUs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Given:
-    """A pattern that gives an index which all workers know."""
+    """A pattern that returns an index which all workers know."""
 
     index: VerticalSlash | BlockBitmap
 
@@ -75,7 +75,7 @@ def index_of(kind: str, blocks: int, device: torch.device) -> VerticalSlash | Bl
         seed=3, batch=1, heads=HEADS, seq=SEQ, block=BLOCK, slashes=4, columns=70
     ).to(device)
     assert isinstance(drawn, VerticalSlash)
-    # Columns beyond the tokens are named by the number of padded positions, which differs between layouts.
+    # Empty places hold the number of padded positions, which differs between layouts.
     columns = torch.where(drawn.columns < SEQ, drawn.columns, blocks * BLOCK)
     slashes = torch.nn.functional.pad(drawn.slashes, (0, blocks - drawn.slashes.shape[-1]))
     slashes[:, 3] = False
@@ -83,7 +83,7 @@ def index_of(kind: str, blocks: int, device: torch.device) -> VerticalSlash | Bl
 
 
 def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None:
-    # A failed rank leaves the others in a collective: the test must end with a traceback, not hang.
+    # A failed rank leaves the others in a collective. End with a traceback instead of hanging.
     faulthandler.dump_traceback_later(280, exit=True)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -133,7 +133,8 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
                         rank, world, world, device, per_node=per_node, heads=way.heads
                     )
                 exchange = make_exchange(
-                    way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks, prefetch=way.prefetch,
+                    way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks,
+                    prefetch=way.prefetch,
                     circulates=way.circulates, shared_columns=way.shared_columns,
                 )  # fmt: skip
                 masks = [SequenceMask.from_documents(ids, layout.padded_seq)]

@@ -1,4 +1,4 @@
-"""The CUDA kernels equal the float64 oracle on what a rank computes under every layout and exchange; needs a GPU, skips without."""
+"""The CUDA kernels equal the float64 oracle under every layout and exchange. Needs a GPU."""
 
 from __future__ import annotations
 
@@ -71,11 +71,12 @@ def test_a_rank_computes_what_the_oracle_computes(
             want = ReferenceKernel().forward(q.double(), k.double(), v.double(), tiles, scale)
             out, lse = kernel.forward(q, k, v, tiles, scale)
             seen = ~torch.isneginf(want[1])
-            assert torch.equal(torch.isneginf(lse), ~seen), "rows that see nothing have lse -inf"
+            assert torch.equal(torch.isneginf(lse), ~seen), "rows without keys have lse -inf"
             assert bool(out.transpose(1, 2)[~seen].eq(0).all()), "and out 0"
             assert error(out, want[0]) < 6e-3
             assert (lse[seen] - want[1][seen]).abs().max() < 2e-3
-            # As under a ring, where other workers contribute: the row's final lse is larger than what these keys give.
+            # As in a ring, where other workers contribute: the final lse exceeds that of these
+            # keys.
             final = want[1] + 0.5
             rounded = want[0].to(q.dtype)
             delta = (rounded.double() * dout.double()).sum(-1).transpose(1, 2).contiguous()
@@ -90,7 +91,7 @@ def test_a_rank_computes_what_the_oracle_computes(
                 tiles,
                 scale,
             )
-            # Queries of another worker come with delta and without out.
+            # Queries from another worker arrive with delta, without out.
             for whole_out, whole_delta in ((rounded, None), (None, delta.float())):
                 grads = kernel.backward(
                     dout, q, k, v, whole_out, final.float(), whole_delta, tiles, scale

@@ -1,4 +1,4 @@
-"""The host never waits for the GPU inside the loop over micro-batches, under any way of holding weights and states."""
+"""The host never waits for the GPU between micro-batches, however weights and states are held."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = [
 
 @pytest.fixture(scope="module", autouse=True)
 def group():
-    """A group of one, as a worker makes it."""
+    """A group of one worker."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         torch.cuda.set_device(0)
@@ -45,7 +45,7 @@ def group():
         dist.destroy_process_group()
 
 
-def make(*words: str) -> Trainer:
+def make(*overrides: str) -> Trainer:
     alone = Environment(
         device="cuda",
         workers=1,
@@ -58,11 +58,11 @@ def make(*words: str) -> Trainer:
         launcher="mtrain",
         local_workers=1,
     )
-    return Trainer(compose([*SMALL, *words]), alone)
+    return Trainer(compose([*SMALL, *overrides]), alone)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "overrides",
     [
         (),
         ("train.activation_checkpoint=full", "train.shard=optimizer"),
@@ -72,9 +72,9 @@ def make(*words: str) -> Trainer:
         ("data.document_mask=true",),
     ],
 )
-def test_the_host_does_not_wait_in_the_loop_over_micro_batches(words):
-    trainer = make(*words)
-    trainer.train_step(False)  # tables that last, buffers, compiled kernels
+def test_the_host_does_not_wait_in_the_loop_over_micro_batches(overrides):
+    trainer = make(*overrides)
+    trainer.train_step(False)  # allocate lasting tables and buffers, compile kernels
     compute = trainer.forward_backward
 
     def watched(*args):
@@ -89,8 +89,8 @@ def test_the_host_does_not_wait_in_the_loop_over_micro_batches(words):
     assert all(0 < loss < 20 for loss in losses)
 
 
-def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
-    """A transfer that nobody waits for would show in the losses of the next steps."""
+def test_offloaded_states_train_alike_and_free_gpu_memory():
+    """A transfer that nothing waits for would show in the losses of later steps."""
     wide = ("model.hidden_size=512", "model.intermediate_size=2048", "optim.clip_norm=0.1")
     trainer = make(*wide)
     drawn = {
@@ -102,19 +102,19 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
     held = torch.cuda.memory_allocated()
     del trainer
     offload = ("optim.offload=true",)
-    for words in (
+    for overrides in (
         offload,
         (*offload, "train.shard=optimizer"),
         (*offload, "optim.offload_gradients=true"),
     ):
         gc.collect()
         before = torch.cuda.memory_allocated()
-        trainer = make(*wide, *words)
+        trainer = make(*wide, *overrides)
         assert trainer.host_states is not None
         masters = trainer.host_states.masters.named_parameters()
         assert all(
             torch.equal(parameter.detach().to_local(), drawn[name]) for name, parameter in masters
-        ), "drawn by the GPU all the same"
+        ), "the GPU must still draw the weights"
         assert [trainer.train_step(False).loss for _ in range(4)] == pytest.approx(
             expected, rel=1e-2
         )
@@ -122,8 +122,8 @@ def test_states_on_the_host_train_as_those_on_the_gpu_and_leave_it_memory():
         del trainer
 
 
-def test_gradients_that_leave_are_not_on_the_gpu_when_the_backward_pass_ends():
-    words = (
+def test_offloaded_gradients_are_off_the_gpu_after_backward():
+    overrides = (
         "seq=16k",
         "model.hidden_size=1024",
         "model.intermediate_size=4096",
@@ -133,9 +133,9 @@ def test_gradients_that_leave_are_not_on_the_gpu_when_the_backward_pass_ends():
     )
     held, losses = [], []
     for more in ((), ("optim.offload_gradients=true",)):
-        gc.collect()  # FSDP2 and its modules refer to one another: the first trainer's weights would be counted again
+        gc.collect()  # reference cycles in FSDP2 keep the first trainer's weights
         before = torch.cuda.memory_allocated()
-        trainer = make(*words, *more)
+        trainer = make(*overrides, *more)
         losses.append([trainer.train_step(False).loss for _ in range(3)])
         compute = trainer.forward_backward
 

@@ -1,4 +1,4 @@
-"""A worker that hangs or is killed among GPUs: NCCL's wait becomes an error in time, which names it, and the run goes on by itself."""
+"""A hung or killed GPU worker: NCCL's wait becomes an error in time, and the run restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 LAUNCH = Path(__file__).parents[1] / "launch"
 TIMEOUT_S = 20
-MARGIN_S = 60  # to start, to end what NCCL holds, and to start again
+MARGIN_S = 60  # time to start, end NCCL and start again
 RUN = [
     *(
         "seq=4k",
@@ -41,9 +41,9 @@ RUN = [
 ]
 
 
-def train(fault: Fault, *words: str) -> tuple[int, str]:
+def train(fault: Fault, *overrides: str) -> tuple[int, str]:
     paths = python_path(LAUNCH)
-    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *words]
+    command = [sys.executable, str(LAUNCH / "faulty_train.py"), "train", *RUN, *overrides]
     ended = subprocess.run(
         command,
         env={**os.environ, "PYTHONPATH": paths, **fault.variable()},
@@ -57,7 +57,7 @@ def train(fault: Fault, *words: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     "signum", [signal.SIGKILL, signal.SIGSTOP, HANGS], ids=["killed", "stopped", "hangs"]
 )
-def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(
+def test_a_worker_lost_in_nccl_is_named_and_the_run_restarts_from_its_checkpoint(
     tmp_path, monkeypatch, signum
 ):
     monkeypatch.chdir(tmp_path)
@@ -65,16 +65,16 @@ def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(
     lines = stderr.splitlines()
     assert code == 0, stderr
     if signum == signal.SIGKILL:
-        assert lines[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+        assert lines[0] == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
     else:
         assert lines[0].startswith(
-            f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than that"
+            f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than this"
         ), stderr
     assert any(line.startswith("  rank 0: training step 7") for line in lines), (
-        "where the other worker was"
+        "the report says where the other worker was"
     )
     assert any(
-        line.startswith("restart 1: goes on from the checkpoint of step") for line in lines
+        line.startswith("restart 1: resumes from the checkpoint of step") for line in lines
     ), stderr
     assert [
         json.loads(line)["step"] for line in Path("run/metrics.jsonl").read_text().splitlines()
@@ -83,8 +83,8 @@ def test_a_worker_lost_in_nccl_is_named_and_the_run_goes_on_from_its_checkpoint(
     assert (restart["reached"], restart["step"]) in ((6, 4), (6, 6))
 
 
-def test_memory_that_is_full_is_told_by_tensor(tmp_path, monkeypatch):
-    """Half a GiB is left to the process: the second layer's activations do not fit."""
+def test_out_of_memory_lists_the_tensors(tmp_path, monkeypatch):
+    """The process may use half a GiB: the second layer's activations do not fit."""
     monkeypatch.chdir(tmp_path)
     paths = python_path(LAUNCH)
     total = torch.cuda.get_device_properties(0).total_memory
@@ -113,7 +113,7 @@ def test_memory_that_is_full_is_told_by_tensor(tmp_path, monkeypatch):
     assert "tried to allocate" in lines[0]
     assert any("activations: " in line for line in lines)
     report = json.loads(Path("run/oom-rank-0.json").read_text())
-    # All that the allocator has given out is in the list, named or not.
+    # The list covers everything that is allocated, named or not.
     assert sum(group["bytes"] for group in report["tensors"]) == pytest.approx(
         report["allocated"], rel=0.05
     )

@@ -1,4 +1,4 @@
-"""Recordings on GPUs: events that are read after the pass say what clocks around synchronised calls say. Needs two GPUs or more."""
+"""Recorded CUDA events agree with clocks around synchronised calls. Needs two GPUs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
     collector = RecordCollector(rank, world, device, dist.new_group(backend="gloo"))
     for _ in range(3):
         dist.barrier()
-        exchange.record(collector.recorder)
+        exchange.set_recorder(collector.recorder)
         collector.start()
         began = time.perf_counter()
         with collector.recorder.iteration():
@@ -71,10 +71,10 @@ def test_events_fill_every_pass_and_agree_with_the_clock(name):
     world = min(GPUS, 4)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(recorded, args=(world, folder, name), nprocs=world, join=True)
-        found = [
+        results = [
             torch.load(Path(folder, f"{rank}.pt"), weights_only=False) for rank in range(world)
         ]
-    for spans, began, seconds, uncertainty in found:
+    for spans, began, seconds, uncertainty in results:
         assert 0 < uncertainty < 1e-3
         (iteration,) = (s for s in spans if s.kind == "iteration")
         assert began - uncertainty - 1e-4 <= iteration.start <= began + seconds
@@ -87,7 +87,7 @@ def test_events_fill_every_pass_and_agree_with_the_clock(name):
             messages = [s for s in mine if s.kind == "receive"]
             assert messages
             for wait in (s for s in mine if s.kind == "wait" and s.seconds > 1e-4):
-                # A wait ends with its message, which events of another stream saw.
+                # A wait ends with its message, which events on another stream record.
                 (message,) = (m for m in messages if m.message == wait.message)
                 assert message.start + message.seconds == pytest.approx(
                     wait.start + wait.seconds, abs=1e-4

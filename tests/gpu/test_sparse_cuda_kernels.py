@@ -1,4 +1,7 @@
-"""The sparse CUDA kernels equal the float64 oracle: GQA shapes, block sizes, patterns, uneven lengths, shards; needs a GPU."""
+"""The sparse CUDA kernels equal the float64 oracle, for GQA, block sizes, patterns and shards.
+
+Needs a GPU.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,8 @@ def errors(
     if kernel.unsupported_reason(request):
         pytest.skip(str(kernel.unsupported_reason(request)))
     p = make_problem(
-        3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim, documents=documents, where=where,
+        3, kind, seq=1801, block=block, heads=heads, kv_heads=kv_heads, dim=dim,
+        documents=documents, where=where,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     scale = dim**-0.5
@@ -48,33 +52,31 @@ def errors(
     want, want_lse = ReferenceKernel().forward(q, k, v, p.tiles, scale)
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, scale)
     seen = ~torch.isneginf(want_lse)
-    assert torch.equal(torch.isneginf(lse), ~seen), (
-        "rows that see nothing, and only they, have lse -inf"
-    )
+    assert torch.equal(torch.isneginf(lse), ~seen), "exactly the rows without keys have lse -inf"
     assert bool(out.transpose(1, 2)[~seen].eq(0).all()), "and out 0"
-    final = want_lse + 0.5  # as under a ring, where other workers contribute to the row
+    final = want_lse + 0.5  # as in a ring, where other workers contribute to the row
     rounded = want.to(p.q.dtype)
     grads = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
     delta = (rounded.double() * dout).sum(-1).transpose(1, 2)
     expected = ReferenceKernel().backward(dout, q, k, v, want, final, delta, p.tiles, scale)
-    found = {
+    relative_errors = {
         "out": error(out, want),
         "lse": (lse.double()[seen] - want_lse[seen]).abs().max().item() if seen.any() else 0.0,
     }
-    # Queries of another worker come with delta and without out.
+    # Queries from another worker arrive with delta, without out.
     by_delta = kernel.backward(
         p.dout, p.q, p.k, p.v, None, final.float(), delta.float(), p.tiles, scale
     )
-    found |= {
+    relative_errors |= {
         f"{part} by delta": error(got, exact)
         for part, got, exact in zip(("dq", "dk", "dv"), by_delta, expected, strict=True)
     }
     if name == "triton":
         again = kernel.backward(p.dout, p.q, p.k, p.v, rounded, final.float(), None, p.tiles, scale)
         assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True)), (
-            "the same gradients bitwise twice"
+            "gradients are bitwise repeatable"
         )
-    return found | {
+    return relative_errors | {
         part: error(got, exact)
         for part, got, exact in zip(("dq", "dk", "dv"), grads, expected, strict=True)
     }
@@ -100,22 +102,24 @@ def errors(
 def test_sparse_attention_equals_the_oracle(
     name, block, kind, heads, kv_heads, dim, documents, where
 ):
-    found = errors(name, kind, where, documents, block, heads, kv_heads, dim)
+    relative_errors = errors(name, kind, where, documents, block, heads, kv_heads, dim)
     limits = {
         "out": 4e-3,
         "lse": 1e-4,
         "dq": 4e-3,
         "dk": 5e-3,
         "dv": 5e-3,
-    }  # about 1.5 times what was seen (profiles/notes.md)
+    }  # about 1.5 times the measured errors (profiles/notes.md)
     assert not {
-        part: value for part, value in found.items() if not value < limits[part.split()[0]]
-    }, found
+        part: value
+        for part, value in relative_errors.items()
+        if not value < limits[part.split()[0]]
+    }, relative_errors
 
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
 @pytest.mark.parametrize("kind", ["both", "bitmap"])
-def test_a_part_of_the_heads_is_taken_as_it_lies(name, kind):
+def test_strided_heads_are_accepted(name, kind):
     kernel = _KERNELS[name]()
     request = KernelRequest(
         "cuda",

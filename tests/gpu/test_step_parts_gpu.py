@@ -1,4 +1,4 @@
-"""`mtrain profile step` on GPUs: parts by kernels add up, and ranges find what Triton, CuTe, CuPy and PyTorch launch, NCCL beside."""
+"""`mtrain profile step` on GPUs: the parts add up, and ranges attribute every kind of launch."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ SPARSE = [
 ]
 
 
-def measured(folder: Path, *words: str) -> dict[str, Any]:
-    found = mtrain(folder, "profile", "step", "--warmup", "3", *SMALL, *words)
-    assert found.returncode == 0, found.stderr
-    assert "attention" in found.stdout
+def profile_step(folder: Path, *arguments: str) -> dict[str, Any]:
+    result = mtrain(folder, "profile", "step", "--warmup", "3", *SMALL, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "attention" in result.stdout
     summary = json.loads((folder / "measurements/one/summary.json").read_text())
     for rank in summary["ranks"]:
         assert sum(rank["parts"].values()) == pytest.approx(rank["step_ms"], rel=1e-9)
@@ -61,9 +61,9 @@ def measured(folder: Path, *words: str) -> dict[str, Any]:
             assert rank["parts"][part] > 0, part
         assert rank["launches"] > 20 * LAYERS
         assert 0 < rank["launching_ms"] < rank["step_ms"]
-        assert rank["syncs"] >= 1  # for the loss and the gradient norm
+        assert rank["syncs"] >= 1  # loss and gradient norm
         assert rank["ahead_us"] is not None
-        # The clock of the host, and that of the records.
+        # The host's clock and that of the records.
         assert rank["step_ms"] == pytest.approx(rank["recorded_ms"], rel=0.05)
     assert (summary["plain"]["first"], summary["plain"]["steps"]) == (2, 2)
     assert summary["plain"]["peak_memory_gib"] > 0
@@ -76,13 +76,13 @@ def events(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
         return json.load(file)["traceEvents"]
 
 
-def nameless(folder: Path) -> StepBreakdown:
-    """The parts where no kernel has a name that says anything, so that ranges alone can."""
-    found = events(folder)
-    kernels = [e for e in found if e.get("cat") == "kernel" and not e["name"].startswith("nccl")]
+def parts_without_named_kernels(folder: Path) -> StepBreakdown:
+    """Return the parts that only ranges can identify, since no kernel name does."""
+    result = events(folder)
+    kernels = [e for e in result if e.get("cat") == "kernel" and not e["name"].startswith("nccl")]
     for e in kernels:
         e["name"] = "x"
-    return find_parts(found, gpu=True)
+    return find_parts(result, gpu=True)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -105,27 +105,27 @@ def skip_without(name: str, index: IndexRequest | None) -> None:
 
 
 @pytest.mark.parametrize("name", ["sdpa", "flash4"])
-def test_dense_attention_is_found_by_where_it_was_launched(name, tmp_path):
+def test_dense_attention_is_attributed_by_its_launch_range(name, tmp_path):
     skip_without(name, None)
-    summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}")
+    summary = profile_step(tmp_path, "topology.workers=1", f"train.kernel={name}")
     (rank,) = summary["ranks"]
     assert rank["parts"]["index"] == 0
-    alone = nameless(tmp_path)
+    alone = parts_without_named_kernels(tmp_path)
     for part in ("attention", "loss", "optimizer"):
         assert alone.parts[part] / 1e6 == pytest.approx(rank["parts"][part], rel=1e-6), part
     flash = [row for row in rows(tmp_path) if kernel_part(row["name"]) == "attention"]
     assert {row["part"] for row in flash} == {"attention"}
-    # Forward and backward of every layer, whichever thread launched them.
+    # Forward and backward of every layer, from any thread.
     assert sum(float(row["calls"]) for row in flash) >= 2 * LAYERS
 
 
 @pytest.mark.parametrize("name", ["triton", "flash4"])
-def test_sparse_attention_and_its_index_are_found_by_where_they_were_launched(name, tmp_path):
+def test_sparse_attention_and_its_index_are_attributed_by_launch_range(name, tmp_path):
     skip_without(name, IndexRequest(128, bitmap=False))
-    summary = measured(tmp_path, "topology.workers=1", f"train.kernel={name}", *SPARSE)
+    summary = profile_step(tmp_path, "topology.workers=1", f"train.kernel={name}", *SPARSE)
     (rank,) = summary["ranks"]
     assert rank["parts"]["index"] > 0
-    alone = nameless(tmp_path)
+    alone = parts_without_named_kernels(tmp_path)
     for part in ("attention", "index", "loss", "optimizer"):
         assert alone.parts[part] / 1e6 == pytest.approx(rank["parts"][part], rel=1e-6), part
     if name == "triton":
@@ -135,15 +135,15 @@ def test_sparse_attention_and_its_index_are_found_by_where_they_were_launched(na
             }
 
 
-def test_without_compilation_the_same_parts_are_found(tmp_path):
-    measured(tmp_path, "topology.workers=1", "train.kernel=sdpa", "train.compile=false")
+def test_parts_are_the_same_without_compilation(tmp_path):
+    profile_step(tmp_path, "topology.workers=1", "train.kernel=sdpa", "train.compile=false")
     assert not any(row["name"].startswith("triton_") for row in rows(tmp_path))
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
 @pytest.mark.parametrize("exchange", ["ring", "all_gather"])
-def test_nccl_is_hidden_or_exposed_and_in_no_other_part(exchange, tmp_path):
-    summary = measured(
+def test_nccl_time_is_overlapped_or_exposed_and_in_no_other_part(exchange, tmp_path):
+    summary = profile_step(
         tmp_path, "topology.workers=2", f"topology.exchange={exchange}", "train.kernel=sdpa"
     )
     assert len(summary["ranks"]) == 2
@@ -153,22 +153,22 @@ def test_nccl_is_hidden_or_exposed_and_in_no_other_part(exchange, tmp_path):
     nccl = [row for row in rows(tmp_path) if row["name"].lower().startswith("nccl")]
     assert {row["rank"] for row in nccl} == {"0", "1"}
     assert {row["part"] for row in nccl} == {"links"}
-    # As the trace has them, they are told apart, and every one is on both ranks.
+    # The trace tells them apart, and every one is on both ranks.
     first, second = (messages(events(tmp_path, rank)) for rank in (0, 1))
     assert len(shortest([first, second])) == len(first) == len(second) > 2 * LAYERS
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more")
-def test_the_worker_with_less_to_compute_is_the_one_that_waits(tmp_path):
-    # The first half of the tokens has a third of the pairs of the second.
-    words = [
+def test_the_worker_with_less_work_waits(tmp_path):
+    # The first half of the tokens has a third of the second half's pairs.
+    arguments = [
         "topology.workers=2",
         "topology.layout=contiguous",
         "topology.exchange=all_gather",
         "train.kernel=sdpa",
         "seq=64k",
     ]
-    first, second = measured(tmp_path, *words)["ranks"]
+    first, second = profile_step(tmp_path, *arguments)["ranks"]
     assert first["parts"]["attention"] < second["parts"]["attention"] / 2
     assert (
         first["parts"]["waits"]

@@ -1,10 +1,11 @@
-"""Times the backward pass of one ring layer on the GPUs of this host: keys circulate, or queries with out, or queries with delta.
+"""Time the backward pass of a ring layer that circulates keys, queries with out, or with delta.
 
     torchrun --nproc-per-node 2 tests/gpu/time_ring_backward.py --tokens 65536 131072
 
-Every way must give the gradients of the first one; a difference ends the script with exit code 1. The table shows the bytes that a rank
-sends in one backward pass, counted at the call that sends them, and the median time of the slowest rank. `NCCL_P2P_DISABLE=1` takes the
-GPUs' direct link away and so stands for a slower one.
+All variants must give the gradients of the first one; a difference ends the script with exit code
+1. The table shows the bytes that a rank sends in one backward pass, counted at the sending call,
+and the median time of the slowest rank. `NCCL_P2P_DISABLE=1` disables the GPUs' direct link, to
+stand in for a slower one.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.parallel.transport import Transport
 
 HEAD_DIM = 128
-MOST_DIFFERENCE = 1e-2  # two orders of summation in bfloat16; the float64 oracle allows as much in test_context_attention_nccl.py
+MAX_DIFFERENCE = 1e-2  # orders of summation differ in bfloat16
 
 
 class Flash4WithOut(Flash4Kernel):
-    """Has out travel with queries, as before delta did."""
+    """Sends out with the queries instead of delta."""
 
     needs_out = True
 
@@ -45,7 +46,7 @@ class SdpaWithOut(SdpaKernel):
     needs_out = True
 
 
-WAYS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
+VARIANTS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
     "flash4": [
         ("keys", "kv", Flash4Kernel),
         ("queries, out", "queries", Flash4WithOut),
@@ -60,15 +61,15 @@ WAYS: dict[str, list[tuple[str, str, type[Kernel]]]] = {
 
 
 def count_sent() -> list[int]:
-    """Has every hop add its bytes to the one number of the list."""
+    """Make every hop add its bytes to the single number in the returned list."""
     sent = [0]
-    hop = Transport.hop
+    hop = Transport.start_hop
 
     def counted(self: Transport, transfer, leaving: torch.Tensor, arriving: torch.Tensor) -> None:
         sent[0] += leaving.numel() * leaving.element_size()
         hop(self, transfer, leaving, arriving)
 
-    Transport.hop = counted
+    Transport.start_hop = counted
     return sent
 
 
@@ -86,7 +87,7 @@ def difference(got: tuple[torch.Tensor, ...], want: tuple[torch.Tensor, ...]) ->
 
 
 def one_call(device: torch.device) -> list[str]:
-    """flash4's backward of one rectangle: with delta, and with out, on one GPU."""
+    """Compare flash4's backward of one rectangle with delta and with out, on one GPU."""
     lines = [f"{'one call, 8192 tokens':<34}{'with out':>11}{'with delta':>12}{'difference':>12}"]
     everywhere = np.arange(8192)
     for heads, kv_heads, head_dim in ((32, 32, 128), (32, 8, 128), (32, 32, 64)):
@@ -98,10 +99,10 @@ def one_call(device: torch.device) -> list[str]:
         )
         out, lse = kernel.forward(q, k, v, tiles, head_dim**-0.5)
         delta = row_delta(out, dout)
-        found, times = [], []
+        gradients, times = [], []
         for given in ((out, None), (None, delta)):
             arguments = dout, q, k, v, given[0], lse, given[1], tiles, head_dim**-0.5
-            found.append(kernel.backward(*arguments))
+            gradients.append(kernel.backward(*arguments))
             events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             for _ in range(5):
                 kernel.backward(*arguments)
@@ -111,8 +112,10 @@ def one_call(device: torch.device) -> list[str]:
             events[1].record()
             torch.cuda.synchronize()
             times.append(events[0].elapsed_time(events[1]) / 20)
-        what = f"{heads} heads, {kv_heads} of keys, head_dim {head_dim}"
-        lines.append(f"{what:<34}{times[0]:>8.2f} ms{times[1]:>9.2f} ms{difference(*found):>12.1e}")
+        variant = f"{heads} heads, {kv_heads} of keys, head_dim {head_dim}"
+        lines.append(
+            f"{variant:<34}{times[0]:>8.2f} ms{times[1]:>9.2f} ms{difference(*gradients):>12.1e}"
+        )
     return lines
 
 
@@ -121,18 +124,18 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1 << 16, 1 << 17])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=32)
-    parser.add_argument("--kernels", nargs="+", choices=list(WAYS), default=["flash4"])
+    parser.add_argument("--kernels", nargs="+", choices=list(VARIANTS), default=["flash4"])
     parser.add_argument("--repeats", type=int, default=5)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    lines = one_call(device) if rank == 0 and "flash4" in asked.kernels else []
+    lines = one_call(device) if rank == 0 and "flash4" in args.kernels else []
     sent = count_sent()
     group: ContextGroup = make_context_group(rank, world, world, device)
     worst = 0.0
-    for tokens in asked.tokens:
+    for tokens in args.tokens:
         layout = make_layout("zigzag", world, tokens, 128)
         masks = [SequenceMask.causal(tokens, layout.padded_seq)]
         generator = torch.Generator(device).manual_seed(rank)
@@ -146,20 +149,21 @@ def main() -> int:
                 device=device,
                 dtype=torch.bfloat16,
             )
-            for h in (asked.heads, asked.kv_heads, asked.kv_heads, asked.heads)
+            for h in (args.heads, args.kv_heads, args.kv_heads, args.heads)
         )
         mine = [t.requires_grad_() for t in (q, k, v)]
-        for name in asked.kernels:
+        for name in args.kernels:
             lines += [
                 "",
-                f"{f'{tokens} tokens, {name}':<34}{'sent':>11}{'backward':>12}{'peak':>12}{'difference':>12}",
+                f"{f'{tokens} tokens, {name}':<34}{'sent':>11}{'backward':>12}"
+                f"{'peak':>12}{'difference':>12}",
             ]
             first: tuple[torch.Tensor, ...] | None = None
-            for what, circulates, kernel in WAYS[name]:
+            for variant, circulates, kernel in VARIANTS[name]:
                 exchange = make_exchange("ring", layout, group, circulates=circulates)
                 attend = ContextAttention.make(exchange, kernel(), masks, device)
                 times = []
-                for _ in range(2 + asked.repeats):
+                for _ in range(2 + args.repeats):
                     out = attend(*mine, 0)
                     torch.cuda.synchronize()
                     torch.cuda.reset_peak_memory_stats()
@@ -167,21 +171,24 @@ def main() -> int:
                     torch.cuda.synchronize()
                     sent[0] = 0
                     start = time.perf_counter()
-                    found = torch.autograd.grad(out, mine, dout)
+                    gradients = torch.autograd.grad(out, mine, dout)
                     torch.cuda.synchronize()
                     times.append(slowest(time.perf_counter() - start, device))
-                first = first or found
-                apart = slowest(difference(found, first), device)
-                worst = max(worst, apart)
+                first = first or gradients
+                deviation = slowest(difference(gradients, first), device)
+                worst = max(worst, deviation)
                 peak = torch.cuda.max_memory_allocated() / 2**30
                 lines.append(
-                    f"{what:<34}{sent[0] / 2**30:>7.3f} GiB{statistics.median(times[2:]) * 1e3:>9.1f} ms{peak:>8.2f} GiB{apart:>12.1e}"
+                    f"{variant:<34}{sent[0] / 2**30:>7.3f} GiB"
+                    f"{statistics.median(times[2:]) * 1e3:>9.1f} ms"
+                    f"{peak:>8.2f} GiB{deviation:>12.1e}"
                 )
-                del out, found, attend, exchange
+                del out, gradients, attend, exchange
             del first
     if rank == 0:
         lines = [
-            f"{world} x {torch.cuda.get_device_name()}, {asked.heads} heads, {asked.kv_heads} of keys",
+            f"{world} x {torch.cuda.get_device_name()}, {args.heads} heads, "
+            f"{args.kv_heads} KV heads",
             *lines,
         ]
         print("\n".join(lines), flush=True)
@@ -189,11 +196,11 @@ def main() -> int:
             (Path(os.environ["OUT"]) / "ring_backward.txt").write_text("\n".join(lines) + "\n")
     dist.barrier()
     dist.destroy_process_group()
-    if worst > MOST_DIFFERENCE:
+    if worst > MAX_DIFFERENCE:
         print(
-            f"rank {rank}: gradients differ by {worst:.1e}, over {MOST_DIFFERENCE}", file=sys.stderr
+            f"rank {rank}: gradients differ by {worst:.1e}, over {MAX_DIFFERENCE}", file=sys.stderr
         )
-    return int(worst > MOST_DIFFERENCE)
+    return int(worst > MAX_DIFFERENCE)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""mtrain's CUDA sources on a CPU, compiled by g++ with CUDA's words defined in `warps.h`: their logic is tested where there is no GPU."""
+"""Run mtrain's CUDA sources on a CPU: g++ compiles them with CUDA's keywords defined in `warps.h`.
+
+This tests their logic without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,11 @@ _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(')
 
 
 class Emulator:
-    """Stands for `kernels.cuda.launch`. folder: for what is compiled. launched: the kernels that ran."""
+    """Stands in for `kernels.cuda.nvrtc`.
+
+    folder: holds the compiled libraries.
+    launched: names of the kernels that ran.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,10 +43,12 @@ class Emulator:
         threads: int,
         *arguments: torch.Tensor | int,
     ) -> None:
-        """As there; integers of 32 bits have to fit, and those of 64 bits have to be said to be.
+        """Launch as `kernels.cuda.nvrtc.launch` does.
+
+        Integers without an np.int64 wrapper must fit 32 bits.
 
         Raises:
-            RuntimeError: the kernel gave up.
+            RuntimeError: the kernel trapped.
         """
         values = []
         for argument in arguments:
@@ -89,12 +98,12 @@ class Emulator:
         return self._libraries[file]
 
 
-def serving(
+def use_emulator(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, *modules: types.ModuleType
 ) -> None:
-    """Has these modules take the CUDA kernels, whatever device their tensors are on."""
-    launcher = types.ModuleType("mtrain_cli.kernels.cuda.launch")
+    """Make these modules use the CUDA kernels whatever device their tensors are on."""
+    launcher = types.ModuleType("mtrain_cli.kernels.cuda.nvrtc")
     launcher.launch = emulator.launch  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.cuda.launch", launcher)
+    monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.cuda.nvrtc", launcher)
     for module in modules:
         monkeypatch.setattr(module, "cuda_kernels_usable", lambda _: True)

@@ -1,4 +1,4 @@
-"""mtrain's own CUDA kernels compile for the GPUs they are meant for, wherever CUDA's compiler is found."""
+"""mtrain's CUDA kernels compile for their target GPUs, if CUDA's compiler is installed."""
 
 import shutil
 import subprocess
@@ -12,14 +12,14 @@ NVCC = shutil.which("nvcc")
 SOURCES = sorted(resource_dir("kernels").glob("cuda/*.cu"))
 
 
-def test_the_sources_ship():
+def test_all_sources_are_present():
     assert [path.name for path in SOURCES] == ["block_lists.cu", "columns.cu", "merge.cu"]
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_source_compiles_without_a_warning(tmp_path: Path, source, architecture):
+def test_a_source_compiles_without_warnings(tmp_path: Path, source, architecture):
     command = [
         str(NVCC),
         f"-arch={architecture}",

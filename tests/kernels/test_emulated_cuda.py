@@ -1,4 +1,4 @@
-"""What the CUDA sources compute, run on a CPU (`emulated.py`), is what PyTorch computes in their place."""
+"""The CUDA sources, run on a CPU (`emulated.py`), compute what PyTorch computes in their place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from attention.sparse_problems import Problem, make_problem
-from kernels.emulated import COMPILER, Emulator, serving
+from kernels.emulated import COMPILER, Emulator, use_emulator
 
 from mtrain_cli.attention import block_lists, kernel, packed_columns
 from mtrain_cli.attention.index import VerticalSlash
@@ -31,41 +31,44 @@ def problem(
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("kind", ["slashes", "both", "all", "none", "bitmap", "local bitmap"])
 @pytest.mark.parametrize("documents", [False, True, None])
-def test_lists_of_blocks(kind, documents, transposed, emulator, monkeypatch):
+def test_block_lists_equal_pytorch(kind, documents, transposed, emulator, monkeypatch):
     for where in ("whole", "striped queries", "striped", "later queries"):
-        # The last one has more blocks than a warp looks at in a turn.
+        # The last one has more blocks than a warp handles at a time.
         for seed, seq in ((0, 109), (1, 33), (2, 700)):
             p = problem(kind, where, documents, seed, seq)
             expected = block_lists.index_lists(p.tiles, transposed)
             with monkeypatch.context() as patch:
-                serving(emulator, patch, block_lists)
-                found = block_lists.index_lists(p.tiles, transposed)
+                use_emulator(emulator, patch, block_lists)
+                actual = block_lists.index_lists(p.tiles, transposed)
             for name in ("partial", "full"):
                 count = expected[f"{name}_count"]
-                assert torch.equal(found[f"{name}_count"], count)
-                assert found[name].shape == expected[name].shape
-                listed = torch.arange(found[name].shape[-1]) < count[..., None]
-                assert torch.equal(found[name][listed], expected[name][listed])
+                assert torch.equal(actual[f"{name}_count"], count)
+                assert actual[name].shape == expected[name].shape
+                listed = torch.arange(actual[name].shape[-1]) < count[..., None]
+                assert torch.equal(actual[name][listed], expected[name][listed])
     assert emulator.launched[-1] == "block_lists"
 
 
 @pytest.mark.parametrize(("documents", "name"), [(None, "full"), (False, "partial")])
-def test_more_blocks_than_an_index_says_end_the_kernel(documents, name, emulator, monkeypatch):
+def test_more_blocks_than_the_index_allows_trap(documents, name, emulator, monkeypatch):
     p = problem("all", "whole", documents)
     assert isinstance(p.tiles.index, VerticalSlash)
-    serving(emulator, monkeypatch, block_lists)
-    # Without padding a row sees all blocks but its own as a whole; the block that is padded sees all in part.
+    use_emulator(emulator, monkeypatch, block_lists)
+    # Without padding a row sees all blocks but its own in full; a padded block sees all of them in
+    # part.
     most = int(block_lists.index_lists(p.tiles, False)[f"{name}_count"].max())
-    block_lists.index_lists(p.tiles.under(dataclasses.replace(p.tiles.index, most=most)), False)
+    block_lists.index_lists(
+        p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=most)), False
+    )
     with pytest.raises(RuntimeError, match="trap"):
         block_lists.index_lists(
-            p.tiles.under(dataclasses.replace(p.tiles.index, most=most - 1)), False
+            p.tiles.with_index(dataclasses.replace(p.tiles.index, max_slashes=most - 1)), False
         )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("where", ["whole", "striped"])
-def test_columns(dtype, where, emulator, monkeypatch):
+def test_packing_columns_and_adding_gradients_equal_pytorch(dtype, where, emulator, monkeypatch):
     p = problem("both", where, True)
     k, v = p.k.to(dtype), p.v.to(dtype)
     expected = packed_columns.pack_columns(k, v, p.tiles)
@@ -73,26 +76,27 @@ def test_columns(dtype, where, emulator, monkeypatch):
     columns = [torch.randn(3, *t.shape) for t in expected]
     sums = [t.clone() for t in (k, v)]
     packed_columns.add_column_gradients(*sums, *columns, p.tiles)
-    serving(emulator, monkeypatch, packed_columns)
+    use_emulator(emulator, monkeypatch, packed_columns)
     packed = packed_columns.pack_columns(k, v, p.tiles)
     assert packed is not None
     assert all(torch.equal(a, b) for a, b in zip(packed, expected, strict=True))
-    found = [t.clone() for t in (k, v)]
-    packed_columns.add_column_gradients(*found, *columns, p.tiles)
-    # Columns that several heads of a group share are added one by one, in bfloat16 each rounded.
+    actual = [t.clone() for t in (k, v)]
+    packed_columns.add_column_gradients(*actual, *columns, p.tiles)
+    # Columns that heads of a group share are added one head at a time, rounded each time in
+    # bfloat16.
     tolerance = 1e-5 if dtype == torch.float32 else 0.1
     assert all(
         torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance)
-        for a, b in zip(found, sums, strict=True)
+        for a, b in zip(actual, sums, strict=True)
     )
-    assert not torch.equal(found[0], k)
+    assert not torch.equal(actual[0], k)
     assert {"pack_columns", f"add_column_gradients_{str(dtype).removeprefix('torch.')}"} <= set(
         emulator.launched
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merging(dtype, emulator, monkeypatch):
+def test_merging_equals_pytorch(dtype, emulator, monkeypatch):
     torch.manual_seed(0)
     out, part = torch.randn(2, 21, 6, 40), torch.randn(2, 21, 6, 40).to(dtype)
     lse, part_lse = (30 * torch.randn(2, 6, 21) for _ in range(2))
@@ -100,7 +104,7 @@ def test_merging(dtype, emulator, monkeypatch):
     out[0, :9, 0], part[0, 5:12, 0] = 0.0, 0.0
     expected, expected_lse = out.clone(), lse.clone()
     kernel.merge(expected, expected_lse, part, part_lse)
-    serving(emulator, monkeypatch, kernel)
+    use_emulator(emulator, monkeypatch, kernel)
     kernel.merge(out, lse, part, part_lse)
     assert emulator.launched[-1] == f"merge_{str(dtype).removeprefix('torch.')}"
     assert torch.allclose(out, expected, rtol=1e-5, atol=1e-5)

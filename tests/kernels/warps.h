@@ -1,5 +1,6 @@
-// CUDA's words for a CPU. The 32 lanes of a warp take turns, each until it ends or lanes meet; warps run one after the other. So what is
-// asked of a kernel here is its arithmetic and its indexing, not how its warps behave beside each other.
+// CUDA's keywords for a CPU. The 32 lanes of a warp take turns, each until it ends or the lanes
+// synchronise; warps run one after the other. So this tests a kernel's arithmetic and indexing, not
+// how its warps interact.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -21,7 +22,12 @@ static Place threadIdx, blockIdx, blockDim;
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-template <typename To, typename From> To same_bits(From from) { To to; std::memcpy(&to, &from, sizeof to); return to; }
+template <typename To, typename From> To same_bits(From from)
+{
+    To to;
+    std::memcpy(&to, &from, sizeof to);
+    return to;
+}
 inline float __uint_as_float(unsigned x) { return same_bits<float>(x); }
 inline float __int_as_float(int x) { return same_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return same_bits<unsigned>(x); }
@@ -33,7 +39,7 @@ struct Warp {
     std::unique_ptr<char[]> stacks{new char[lanes * stack]};
     ucontext_t lane[lanes], back;
     bool over[lanes];
-    unsigned at, word, last_word;  // the lane at work; votes so far, and of the meeting that is over
+    unsigned at, word, last_word;  // running lane; votes so far, and of the last ballot
     std::function<void()> body;
 };
 static Warp warp;
@@ -83,9 +89,11 @@ template <typename T> T argument(uint64_t value)
     else return static_cast<T>(value);
 }
 
-// Runs every warp of the grid; 1 where one of them gave up, as a GPU's error would be.
+// Run every warp of the grid. Return 1 if one of them trapped.
 template <typename... A, size_t... I>
-int run(void (*kernel)(A...), unsigned across, unsigned down, unsigned threads, const uint64_t* values, std::index_sequence<I...>)
+int run(
+    void (*kernel)(A...), unsigned across, unsigned down, unsigned threads, const uint64_t* values,
+    std::index_sequence<I...>)
 {
     trapped = false;
     warp.body = [=] { kernel(argument<A>(values[I])...); };
@@ -97,4 +105,7 @@ int run(void (*kernel)(A...), unsigned across, unsigned down, unsigned threads, 
     return trapped;
 }
 
-template <typename... A> constexpr auto places_of(void (*)(A...)) { return std::index_sequence_for<A...>(); }
+template <typename... A> constexpr auto places_of(void (*)(A...))
+{
+    return std::index_sequence_for<A...>();
+}

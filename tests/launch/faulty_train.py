@@ -1,4 +1,4 @@
-"""`mtrain` as a user types it, but for one worker that kills, stops or suspends itself where FAULT tells it to (see `Fault`)."""
+"""Run `mtrain` with one worker that kills or suspends itself where FAULT says (see `Fault`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 VARIABLE = "FAULT"
-HANGS = 0  # in place of a signal
+HANGS = 0  # instead of a signal
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``rank`` sends itself ``signum`` (or hangs) before it posts the hop of ``exchange_step``, such as ``step 2 of 3``, of ``what``, such
-    as ``ring, layer 1, forward``, in the training step of that number. later: steps in which it does so again, after restarts. once: and
-    then no more. fewer: the launcher then finds one device only. On CPUs the others have gone as far as they can by then.
+    """A fault of one rank, just before it posts a hop of an exchange.
+
+    On CPUs the fault waits until the other ranks have gone as far as they can.
+
+    rank: the rank that fails.
+    signum: the signal it sends itself, or HANGS.
+    training_step: number of the training step.
+    what: such as ``ring, layer 1, forward``.
+    exchange_step: such as ``step 2 of 3``.
+    later: steps in which it fails again after restarts.
+    once: whether it stops failing after those.
+    fewer: whether the launcher then finds a single device only.
     """
 
     rank: int
@@ -35,7 +44,7 @@ class Fault:
 
 
 def train(config, run_dir, environment, resume):
-    """In the place of the trainer: the trainer, with the fault in it."""
+    """Run the trainer with the fault in it."""
     from mtrain_cli.launch import progress_record
     from mtrain_cli.parallel.transport import Transport
     from mtrain_cli.training import loop
@@ -58,7 +67,7 @@ def train(config, run_dir, environment, resume):
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
                 _wait_for_others(
-                    progress_record.pattern(run_dir.logs, environment.launcher),
+                    progress_record.record_pattern(run_dir.logs, environment.launcher),
                     environment,
                     config.topology.timeout_s,
                 )
@@ -74,7 +83,10 @@ def train(config, run_dir, environment, resume):
 
 
 def _wait_for_others(records, environment, timeout_s):
-    """Who is killed early leaves the others anywhere, and tests are to know where they wait. No longer than until the others give up."""
+    """Wait until the other ranks stop moving, at most half their timeout.
+
+    A rank killed earlier would leave the others anywhere, but tests must know where they wait.
+    """
     from mtrain_cli.launch import progress_record
 
     others = [
@@ -85,19 +97,19 @@ def _wait_for_others(records, environment, timeout_s):
     deadline = time.monotonic() + timeout_s / 2
     before = None
     while time.monotonic() < deadline:
-        found = [progress_record.read(path) for path in others]
-        # Behind the ring they wait for the parameters of a layer, which is not told.
-        if found == before and all(
+        activities = [progress_record.read_activity(path) for path in others]
+        # After the ring they wait for the parameters of a layer, which is not recorded.
+        if activities == before and all(
             record and (record.waits_for is not None or record.doing.startswith("after "))
-            for record in found
+            for record in activities
         ):
             return
-        before = found
+        before = activities
         time.sleep(0.2)
 
 
 def _wait_for_checkpoint(config, run_dir, step):
-    """The one before a step is written in the background, and tests are to know which one there is."""
+    """Wait for the checkpoint before a step, which is written in the background."""
     last = (
         (step - 1) // config.train.checkpoint_every * config.train.checkpoint_every
         if config.train.checkpoint_every
@@ -118,7 +130,7 @@ if __name__ == "__main__":
     if json.loads(os.environ[VARIABLE])["fewer"]:
         from mtrain_cli.launch import restart
 
-        restart.RestartPolicy._where = lambda self, before: restart.shrunk(
+        restart.RestartPolicy._choose_workers = lambda self, before: restart.shrink_environment(
             self._config, before, ["0"], "1"
         )
     __main__.main()

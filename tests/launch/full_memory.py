@@ -1,4 +1,4 @@
-"""`mtrain` as a user types it, on a GPU that gives each worker a share of its memory only: the first word, the others follow."""
+"""Run `mtrain` on a GPU that gives each worker only a share of its memory: the first argument."""
 
 from __future__ import annotations
 

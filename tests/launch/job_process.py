@@ -1,4 +1,4 @@
-"""A rank of a torchrun or srun job in the tests: what `mtrain train` does, with a target instead of the trainer."""
+"""A rank of a torchrun or srun job that does what `mtrain train` does, with another target."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if __name__ == "__main__":
     target, *overrides = sys.argv[1:]
     if late := float(os.environ.get("LATE_S", 0)):
         connect = socket.create_connection
-        # When all ranks have met at the store, the first connection is that to rank 0's hub.
-        socket.create_connection = lambda *to, **how: (time.sleep(late), connect(*to, **how))[1]
+        # After all ranks have met at the store, the first connection is the one to rank 0's hub.
+        socket.create_connection = lambda *args, **options: (
+            time.sleep(late),
+            connect(*args, **options),
+        )[1]
     try:
         config = compose.compose(overrides)
         environment = resolve_environment(config)

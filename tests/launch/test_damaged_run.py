@@ -21,13 +21,13 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def status(run: Path, *words: str) -> str:
-    result = CliRunner().invoke(app, ["status", str(run), *words], prog_name="mtrain")
+def status(run: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["status", str(run), *options], prog_name="mtrain")
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("options", [(), ("--json",)])
 @pytest.mark.parametrize(
     ("name", "data"),
     [
@@ -44,15 +44,15 @@ def status(run: Path, *words: str) -> str:
         ("metrics.jsonl", b'{"step": 1, "loss": "high"}\n{"step": "one"}\n\xff\n'),
     ],
 )
-def test_damage_is_passed_over(run, name, data, words):
+def test_status_skips_damaged_files(run, name, data, options):
     (run / name).write_bytes(data)
-    shown = status(run, *words)
+    shown = status(run, *options)
     if name in ("restarts.jsonl", "resolved.yaml"):
         assert "damaged" in shown
         assert name in shown.partition("damaged")[2]
 
 
-def test_restarts_that_can_be_read_are_shown_beside_damaged_ones(run):
+def test_status_shows_readable_restarts_among_damaged_ones(run):
     (run / "restarts.jsonl").write_text("{garbage\n" + GOOD + GOOD.replace("1.7e9", '"yesterday"'))
-    assert [entry.reason for entry in restart.read(RunDir(run))] == ["rank 1 died"]
+    assert [entry.reason for entry in restart.read_restarts(RunDir(run))] == ["rank 1 died"]
     assert "rank 1 died" in status(run)

@@ -1,4 +1,4 @@
-"""Properties of `auto` in the topology, and of the variables of torchrun and srun."""
+"""`auto` in the topology, and the variables of torchrun and srun."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def default() -> Config:
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch):
-    """Pretends that this machine has so many GPUs and that the process has such variables."""
+    """Pretend that this machine has ``gpus`` GPUs and this process has ``variables``."""
 
     def pretend(gpus: int = 0, variables: dict[str, str] | None = None) -> None:
         monkeypatch.setattr(environment, "_visible_gpus", lambda: gpus)
@@ -64,8 +64,15 @@ def having(
 
 
 def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
-    found = resolve_environment(default)
-    assert (found.device, found.workers, found.cp, found.dp, found.nodes, found.launcher) == (
+    resolved = resolve_environment(default)
+    assert (
+        resolved.device,
+        resolved.workers,
+        resolved.cp,
+        resolved.dp,
+        resolved.nodes,
+        resolved.launcher,
+    ) == (
         "cpu",
         2,
         2,
@@ -77,17 +84,22 @@ def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
 
 def test_auto_is_all_visible_gpus(default, machine):
     machine(gpus=4)
-    found = resolve_environment(default)
-    assert (found.device, found.workers, found.cp, found.workers_per_node) == ("cuda", 4, 4, 4)
+    resolved = resolve_environment(default)
+    assert (resolved.device, resolved.workers, resolved.cp, resolved.workers_per_node) == (
+        "cuda",
+        4,
+        4,
+        4,
+    )
 
 
 def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine):
     machine(gpus=8)
-    found = resolve_environment(
+    resolved = resolve_environment(
         having(default, workers=8, context_parallel=4, gpus_per_node=2, global_batch=2)
     )
-    assert (found.dp, found.cp, found.workers_per_node, found.nodes) == (2, 4, 2, 4)
-    sixth = dataclasses.replace(found, rank=5)
+    assert (resolved.dp, resolved.cp, resolved.workers_per_node, resolved.nodes) == (2, 4, 2, 4)
+    sixth = dataclasses.replace(resolved, rank=5)
     assert (sixth.dp_rank, sixth.cp_rank) == (1, 1)
 
 
@@ -97,18 +109,18 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
         (
             0,
             {"device": "cuda"},
-            "topology.device=cuda: no GPU is visible to torch on this machine; use cpu or auto",
+            "topology.device=cuda: torch sees no GPU on this machine. Use cpu or auto.",
         ),
-        (4, {"workers": 8}, "topology.workers=8: this machine has 4 GPUs; give at most 4, or auto"),
+        (4, {"workers": 8}, "topology.workers=8: this machine has 4 GPUs. Use at most 4, or auto."),
         (
             0,
             {"workers": 4, "context_parallel": 3},
-            "topology.context_parallel=3: must divide the 4 workers; possible are auto, 1, 2, 4",
+            "topology.context_parallel=3: must divide the 4 workers. Use auto or one of 1, 2, 4.",
         ),
         (
             0,
             {"workers": 4, "gpus_per_node": 3},
-            "topology.gpus_per_node=3: must divide the 4 workers; possible are auto, 1, 2, 4",
+            "topology.gpus_per_node=3: must divide the 4 workers. Use auto or one of 1, 2, 4.",
         ),
         (
             0,
@@ -118,7 +130,7 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
         (0, {"workers": 0}, "topology.workers=0: must be auto or a whole number of at least 1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_named_with_what_is_possible(
+def test_sizes_that_do_not_fit_are_refused_with_the_possible_values(
     default, machine, gpus, changes, line
 ):
     machine(gpus=gpus)
@@ -128,7 +140,7 @@ def test_sizes_that_do_not_fit_are_named_with_what_is_possible(
     assert caught.value.problems[0].startswith(line)
 
 
-def test_all_problems_come_together(default):
+def test_all_problems_are_reported_together(default):
     with pytest.raises(ConfigError) as caught:
         resolve_environment(
             having(default, device="cuda", workers=4, context_parallel=3, gpus_per_node=3)
@@ -138,8 +150,8 @@ def test_all_problems_come_together(default):
 
 def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
     machine(gpus=0, variables=TORCHRUN)
-    found = resolve_environment(having(default, device="cuda", workers=64), planning=True)
-    assert (found.device, found.workers, found.rank) == ("cuda", 64, 0)
+    resolved = resolve_environment(having(default, device="cuda", workers=64), planning=True)
+    assert (resolved.device, resolved.workers, resolved.rank) == ("cuda", 64, 0)
 
 
 @pytest.mark.parametrize(
@@ -148,17 +160,23 @@ def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
 )
 def test_a_job_decides_the_number_of_workers(default, machine, variables, launcher, rank, workers):
     machine(gpus=8, variables=variables)
-    found = resolve_environment(default)
-    assert (found.launcher, found.rank, found.local_rank, found.workers, found.nodes) == (
+    resolved = resolve_environment(default)
+    assert (
+        resolved.launcher,
+        resolved.rank,
+        resolved.local_rank,
+        resolved.workers,
+        resolved.nodes,
+    ) == (
         launcher,
         rank,
         1,
         workers,
         2,
     )
-    # Those of a machine, whatever nodes the topology imagines.
+    # Counted on a machine, whatever nodes the topology defines.
     assert (
-        found.local_workers
+        resolved.local_workers
         == resolve_environment(having(default, gpus_per_node=2)).local_workers
         == workers // 2
     )
@@ -191,9 +209,7 @@ def test_no_job_where_mtrain_starts_its_own_workers(variables):
 
 
 def test_contradictory_job_variables_are_a_clear_error():
-    with pytest.raises(
-        ConfigError, match="RANK=5: the environment names a rank but not LOCAL_RANK"
-    ):
+    with pytest.raises(ConfigError, match="RANK=5: the environment sets a rank but not LOCAL_RANK"):
         current_job({name: value for name, value in TORCHRUN.items() if name != "LOCAL_RANK"})
     with pytest.raises(
         ConfigError, match=r"8\(x2\),4: every node must run the same number of workers"
@@ -221,27 +237,29 @@ def test_first_host_of_a_node_list(nodes, first):
 
 def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
     machine(gpus=1, variables=SRUN)
-    assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own
+    assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own GPU
     machine(gpus=1, variables=TORCHRUN)
-    with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU, only 1 visible"):
+    with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU: only 1 visible"):
         gpu_index(resolve_environment(default))
 
 
-def test_a_hang_in_nccl_ends_soon_after_it_is_found(tmp_path):
-    """PyTorch waits four times as long as for one rank's dump before it ends a process that hangs, and watches its own watchdog."""
+def test_a_hang_in_nccl_ends_soon_after_detection(tmp_path):
+    """PyTorch waits four times the dump time before it ends a process that hangs, and a second
+    watchdog watches the first.
+    """
     for timeout_s, heartbeat in ((20.0, "120"), (1800.0, "1800")):
-        found = environment.nccl_variables(tmp_path, timeout_s)
-        assert found["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
-        assert 4 * int(found["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
+        resolved = environment.nccl_variables(tmp_path, timeout_s)
+        assert resolved["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == heartbeat
+        assert 4 * int(resolved["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"]) <= 10_000
         assert (
-            found["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-            == found["TORCH_FR_DUMP_TEMP_FILE"]
+            resolved["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+            == resolved["TORCH_FR_DUMP_TEMP_FILE"]
             == str(tmp_path / "nccl-rank-")
         )
 
 
 def cgroups(root: Path, own: str, **limits: str) -> Path:
-    """A file system whose process is in the cgroups of ``own``; limits by path, with _ for /."""
+    """Make a file system for a process in the cgroups of ``own``; limits by path, with _ for /."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(own)
     for path, limit in limits.items():
@@ -257,7 +275,7 @@ def cgroups(root: Path, own: str, **limits: str) -> Path:
     return root
 
 
-def test_memory_is_what_cgroups_leave(tmp_path):
+def test_memory_limits_come_from_cgroups(tmp_path):
     v2 = cgroups(
         tmp_path / "v2",
         "0::/slurm/job7/step0\n",
@@ -294,6 +312,6 @@ def test_host_memory_is_the_least_of_the_machine_and_its_limits(monkeypatch):
     for limits, expected in (([], machine), ([1 << 62], machine), ([1 << 62, 4096, 8192], 4096)):
         monkeypatch.setattr(environment, "memory_limits", lambda limits=limits: limits)
         assert environment.host_memory() == expected
-    assert environment.machine_has() == "lets this process have 0 GiB"
+    assert environment.describe_host_memory() == "lets this process have 0 GiB"
     monkeypatch.setattr(environment, "memory_limits", lambda: [1 << 62])
-    assert environment.machine_has() == f"has {machine / 2**30:,.0f} GiB"
+    assert environment.describe_host_memory() == f"has {machine / 2**30:,.0f} GiB"

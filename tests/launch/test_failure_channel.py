@@ -1,4 +1,4 @@
-"""Rank 0's hub and the other ranks' ends: what strangers may not do, and what is told when an answer is lost."""
+"""Rank 0's hub and the other ranks' ends: strangers, and lost answers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def connected(hub: _Hub) -> socket.socket:
 
 
 def is_dropped(connection: socket.socket) -> bool:
-    """Whether the other end closes it; what it had not read then comes back as a reset."""
+    """Return whether the other end closes the connection. Unread bytes come back as a reset."""
     with contextlib.suppress(ConnectionResetError):
         return connection.recv(1) == b""
     return True
 
 
 @pytest.mark.parametrize(
-    "said",
+    "data",
     [
         b"GET / HTTP/1.1\r\nHost: node1\r\nAccept: */*\r\n\r\n",
         b'{"token": \n{"token": 1}\n',
@@ -51,13 +51,13 @@ def is_dropped(connection: socket.socket) -> bool:
         "orders",
     ],
 )
-def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
+def test_a_stranger_is_dropped_and_workers_stay_connected(data):
     hub = _Hub(2, on_mistake=lambda: None)
     workers = [connected(hub) for _ in range(2)]
     workers[0].sendall(f"{hub.token} 0\n".encode())
     with connected(hub) as stranger:
         with contextlib.suppress(OSError):
-            stranger.sendall(said)
+            stranger.sendall(data)
         assert is_dropped(stranger)
     with connected(hub) as wrong:
         wrong.sendall(f"{'0' * len(hub.token)} 1\n".encode())
@@ -65,9 +65,9 @@ def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
     with connected(hub) as nameless:
         nameless.sendall(f"{hub.token} \n".encode())
         assert is_dropped(nameless)
-    with connected(hub):  # one that says nothing and leaves
+    with connected(hub):  # a stranger that sends nothing
         pass
-    # A greeting in pieces, and a word right behind it.
+    # A greeting in pieces, followed directly by a message.
     for piece in (hub.token[:5], hub.token[5:], " 1\n" + json.dumps({"done": True}) + "\n"):
         workers[1].sendall(piece.encode())
     assert hub._thread.is_alive()
@@ -81,26 +81,26 @@ def test_a_stranger_is_dropped_and_the_workers_are_heard_on(said):
 
 
 class Left(BaseException):
-    """In the place of the end of the process."""
+    """Raised in place of the exit of the process."""
 
 
 @pytest.mark.parametrize(("kind", "code"), [("config", 2), ("error", 1)])
-def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, code):
-    """Rank 0 leaves between the failure and its answer, as on a machine that is too busy."""
+def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code):
+    """Rank 0 exits between the failure and its answer, as on a machine that is too busy."""
     with socket.create_server(("localhost", 0)) as rank_0:
         store = SimpleNamespace(get=lambda _: f"{rank_0.getsockname()[1]} token".encode())
         monkeypatch.setattr(failure_channel, "job_store", lambda _: store)
-        told, left = [], []
+        printed, exit_codes = [], []
 
-        def leave(given):
-            left.append(given)
+        def exit_now(given):
+            exit_codes.append(given)
             raise Left
 
-        monkeypatch.setattr(failure_channel, "leave", leave)
+        monkeypatch.setattr(failure_channel, "exit_now", exit_now)
         monkeypatch.setattr(
             failure_channel,
-            "tell",
-            lambda failure, *_: told.append((failure.rank, failure.message)),
+            "print_cause",
+            lambda failure, *_: printed.append((failure.rank, failure.message)),
         )
         mine = FailureChannel(
             SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"),
@@ -114,7 +114,7 @@ def test_a_rank_whose_answer_is_lost_tells_its_own_failure(monkeypatch, kind, co
             received += connection.recv(65536)
         connection.close()
         failing.join(10)
-    assert (told, left) == ([(1, "seq=1: too short")], [code])
+    assert (printed, exit_codes) == ([(1, "seq=1: too short")], [code])
 
 
 def _fails(mine: FailureChannel, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Which of many failures is the cause, and what the user is told of it."""
+"""Find the cause among many failures, and report it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mtrain_cli.launch.failures import Failure
 
 
 def failed(
-    rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, first: bool = True
+    rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, before_shutdown: bool = True
 ) -> Failure:
-    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, first)
+    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, before_shutdown)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,8 @@ def failed(
         (
             failed(1, "error", 5.0),
             [
-                failed(0, "died", 1.0, -signal.SIGKILL, first=False),
-                failed(2, "died", 1.0, -signal.SIGTERM, first=False),
+                failed(0, "died", 1.0, -signal.SIGKILL, before_shutdown=False),
+                failed(2, "died", 1.0, -signal.SIGTERM, before_shutdown=False),
             ],
         ),
         (failed(1, "died", 9.0, -signal.SIGTERM), [failed(0, "peer lost", 1.0)]),
@@ -58,7 +58,7 @@ def failed(
 )
 def test_the_cause_is_found_in_any_order(cause, consequences):
     for order in itertools.permutations([cause, *consequences]):
-        assert failures.cause(order) is cause
+        assert failures.find_cause(order) is cause
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,8 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
         (ConfigError("seq=1: too short", "seed=x: no number"), "config"),
         (
             RuntimeError(
-                "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+                "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+                "[127.0.0.1]:1"
             ),
             "peer lost",
         ),
@@ -80,11 +81,11 @@ def test_the_cause_is_found_in_any_order(cause, consequences):
         (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), "error"),
     ],
 )
-def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
-    left = failures.describe(error)
+def test_a_record_is_read_back_unchanged(tmp_path, error, kind):
+    left = failures.failure_from(error)
     assert left.kind == kind
-    failures.leave_record(left, tmp_path / "record")
-    back = failures.read(3, 1, tmp_path / "record", first=True)
+    failures.write_record(left, tmp_path / "record")
+    back = failures.read_record(3, 1, tmp_path / "record", before_shutdown=True)
     assert (back.rank, back.kind, back.message, back.trace, back.time) == (
         3,
         left.kind,
@@ -96,82 +97,85 @@ def test_a_record_comes_back_as_it_was_left(tmp_path, error, kind):
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "words"),
+    ("exit_code", "reason"),
     [
-        (-signal.SIGKILL, "rank 2 was killed by SIGKILL (out of memory killer?)"),
+        (-signal.SIGKILL, "rank 2 was killed by SIGKILL (host out of memory? see dmesg)"),
         (-signal.SIGSEGV, "rank 2 was killed by SIGSEGV"),
         (7, "rank 2 ended with exit code 7 and no exception"),
     ],
 )
-def test_a_death_without_record_is_told_with_the_last_words(tmp_path, exit_code, words):
+def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exit_code, reason):
     log = tmp_path / "rank-2.log"
     log.write_text("".join(f"line {n}\n" for n in range(100)))
-    failure = failures.read(2, exit_code, tmp_path / "no record", first=True)
-    lines = failures.report(failure, log).splitlines()
-    assert lines[0] == f"error: {words}"
+    failure = failures.read_record(2, exit_code, tmp_path / "no record", before_shutdown=True)
+    lines = failures.format_report(failure, log).splitlines()
+    assert lines[0] == f"error: {reason}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
-    assert lines[-1] == f"All of its output is in {log}; the other workers were stopped."
-    # What rank 0 prints is on the terminal.
-    first = failures.report(replace(failure, rank=0), log).splitlines()
+    assert lines[-1] == f"Its output is in {log}; the other workers were stopped."
+    # Rank 0 prints to the terminal.
+    first = failures.format_report(replace(failure, rank=0), log).splitlines()
     assert (
         first[-1]
-        == f"What libraries wrote, and its traceback, are in {log}; the other workers were stopped."
+        == f"Library output and its traceback are in {log}; the other workers were stopped."
     )
 
 
 def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
-    assert failures.read(0, 0, tmp_path / "no record", first=True) is None
-    assert failures.read(0, None, tmp_path / "no record", first=True) is None
+    assert failures.read_record(0, 0, tmp_path / "no record", before_shutdown=True) is None
+    assert failures.read_record(0, None, tmp_path / "no record", before_shutdown=True) is None
 
 
-def test_an_exception_is_told_in_its_first_line_then_with_its_traceback():
+def test_an_exception_is_reported_in_one_line_and_then_its_traceback():
     try:
         raise ValueError("bad\nvery bad")
     except ValueError as error:
-        failure = failures.describe(error)
-    lines = failures.report(failure, None).splitlines()
+        failure = failures.failure_from(error)
+    lines = failures.format_report(failure, None).splitlines()
     assert lines[0] == "error: rank -1 failed: ValueError: bad"
     assert lines[1].startswith("Traceback")
     assert lines[-2:] == ["ValueError: bad", "very bad"]
 
 
-def test_an_explained_failure_is_told_without_a_traceback(tmp_path):
+def test_an_explained_failure_is_reported_without_a_traceback(tmp_path):
     class Explained(failures.RunError):
         pass
 
     try:
         raise Explained("step 3: the loss is not finite on rank 1")
     except Explained as error:
-        failure = failures.describe(error)
+        failure = failures.failure_from(error)
     log = tmp_path / "rank-1.log"
     log.write_text("something")
-    assert failures.report(failure, log) == "error: step 3: the loss is not finite on rank 1"
+    assert failures.format_report(failure, log) == "error: step 3: the loss is not finite on rank 1"
 
 
-LATE = Failure(0, 1, "peer lost", "topology.timeout_s=6: rank 0 waited longer than that", "", 1.0)
+LATE = Failure(0, 1, "peer lost", "topology.timeout_s=6: rank 0 waited longer than this", "", 1.0)
 ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
 
 
 @pytest.mark.parametrize(
-    ("failures_so_far", "stopped", "running", "told"),
+    ("failures_so_far", "stopped", "running", "message"),
     [
         (
             [LATE],
             [1],
             [1, 2],
-            "topology.timeout_s=6: rank 1 kept the others waiting longer than that: its process is stopped",
+            "topology.timeout_s=6: rank 1 kept the others waiting longer than this: its process is "
+            "stopped",
         ),
         (
             [LATE, ABORTED],
             [],
             [2],
-            "topology.timeout_s=6: rank 2 kept the others waiting longer than that and gave no sign: it hangs",
+            "topology.timeout_s=6: rank 2 kept the others waiting longer than this without "
+            "reporting an error: it hangs",
         ),
         (
             [LATE],
             [],
             [2, 1],
-            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than that and gave no sign: one of them",
+            "topology.timeout_s=6: ranks 1 and 2 kept the others waiting longer than this without "
+            "reporting an error: one of them",
         ),
         ([ABORTED], [1], [], "rank 1 kept the others waiting: its process is stopped"),
         ([ABORTED], [], [1], None),
@@ -192,35 +196,36 @@ ABORTED = failed(3, "died", exit_code=-signal.SIGABRT)
         "killed",
     ],
 )
-def test_a_rank_is_blamed_for_its_silence_where_nothing_else_explains_the_waits(
-    failures_so_far, stopped, running, told
+def test_a_silent_rank_is_blamed_if_nothing_else_explains_the_waits(
+    failures_so_far, stopped, running, message
 ):
-    found = failures.silence(failures_so_far, stopped, running)
-    if told is None:
-        assert found is None
+    silent = failures.find_silent_rank(failures_so_far, stopped, running)
+    if message is None:
+        assert silent is None
         return
-    assert found.message.startswith(told)
-    assert failures.cause([*failures_so_far, found]) is found
-    lines = failures.report(found, None, ["  rank 0: training step 1"]).splitlines()
+    assert silent.message.startswith(message)
+    assert failures.find_cause([*failures_so_far, silent]) is silent
+    lines = failures.format_report(silent, None, ["  rank 0: training step 1"]).splitlines()
     assert lines == [
-        f"error: {found.message}",
+        f"error: {silent.message}",
         "Where each worker was:",
         "  rank 0: training step 1",
     ]
 
 
-def test_an_abort_is_a_consequence_of_silence_where_it_came_after_a_long_wait():
-    assert failures.silence([ABORTED], [], [1]) is None
-    found = failures.silence([ABORTED], [], [1], "topology.timeout_s=6")
-    assert found is not None
-    assert failures.cause([ABORTED, found]) is found
+def test_an_abort_after_a_long_wait_is_a_consequence_of_a_silent_rank():
+    assert failures.find_silent_rank([ABORTED], [], [1]) is None
+    silent = failures.find_silent_rank([ABORTED], [], [1], "topology.timeout_s=6")
+    assert silent is not None
+    assert failures.find_cause([ABORTED, silent]) is silent
 
 
-def test_what_a_lost_peer_leaves_is_told_apart_from_other_errors_and_without_its_line_of_code():
+def test_errors_of_a_lost_peer_are_recognised_and_shortened():
     gloo = RuntimeError(
-        "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by peer. This is typical. 🏖️"
+        "[/w/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:34710: Connection reset by "
+        "peer. This is typical. 🏖️"
     )
-    assert failures.lost_peer(gloo)
+    assert failures.is_peer_loss(gloo)
     assert failures.first_sentence(gloo) == "Read error [127.0.0.1]:34710: Connection reset by peer"
-    assert not failures.lost_peer(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert not failures.is_peer_loss(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert failures.first_sentence(RuntimeError()) == "RuntimeError"

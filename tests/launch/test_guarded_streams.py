@@ -1,4 +1,4 @@
-"""Standard streams whose terminal, reader or disk has gone."""
+"""Standard streams whose terminal, reader or disk is gone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOST = (closed_terminal, pipe_without_reader, full_disk, closed_file)
 
 
 @pytest.mark.parametrize("make", LOST)
-def test_a_stream_that_is_not_required_is_lost_in_silence(make):
+def test_losing_an_optional_stream_is_silent(make):
     stream = make()
     guarded = GuardedStream(stream, required=False)
     for _ in range(2):
@@ -48,7 +48,7 @@ def test_a_stream_that_is_not_required_is_lost_in_silence(make):
         guarded.flush()
         guarded.writelines(["one\n", "two\n"])
     if not stream.closed:
-        # What a library writes to the descriptor, and what is flushed when the interpreter ends, goes nowhere too.
+        # Neither a library's output to the descriptor nor the flush at exit can fail.
         os.write(stream.fileno(), b"from elsewhere\n")
         stream.close()
 
@@ -73,7 +73,7 @@ def test_a_required_stream_fails_once_with_the_reason(make, message, reader_left
     print("another", file=guarded, flush=True)
 
 
-def test_text_that_cannot_be_encoded_is_not_taken_for_a_lost_stream():
+def test_an_encoding_error_does_not_count_as_a_lost_stream():
     raw = io.BytesIO()
     guarded = GuardedStream(io.TextIOWrapper(raw, encoding="ascii"), required=False)
     with pytest.raises(UnicodeEncodeError):
@@ -83,10 +83,12 @@ def test_text_that_cannot_be_encoded_is_not_taken_for_a_lost_stream():
     assert raw.getvalue() == b"a"
 
 
-def test_a_file_never_takes_the_number_of_a_stream_that_was_closed(tmp_path: Path):
+def test_no_file_takes_the_descriptor_of_a_closed_stream(tmp_path: Path):
     code = (
-        "import os, sys; from mtrain_cli.launch import guarded_streams; guarded_streams.guard(output_required=False); "
-        "file = open(sys.argv[1], 'w'); print('a word'); print('more', file=sys.stderr); os.write(1, b'raw'); sys.exit(file.fileno() < 3)"
+        "import os, sys; from mtrain_cli.launch import guarded_streams; "
+        "guarded_streams.guard_streams(output_required=False); "
+        "file = open(sys.argv[1], 'w'); print('a word'); print('more', file=sys.stderr); "
+        "os.write(1, b'raw'); sys.exit(file.fileno() < 3)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "file")]
     assert (
@@ -96,13 +98,13 @@ def test_a_file_never_takes_the_number_of_a_stream_that_was_closed(tmp_path: Pat
     assert (tmp_path / "file").read_text() == ""
 
 
-def test_native_output_is_diverted_and_what_python_writes_goes_on_whatever_it_is_and_wherever_it_leads(
+def test_native_output_is_diverted_and_python_output_is_not(
     tmp_path,
 ):
     program = """
 import os, sys
 from mtrain_cli.launch import guarded_streams
-guarded_streams.divert_native(open(sys.argv[1], "a"))
+guarded_streams.divert_native_output(open(sys.argv[1], "a"))
 os.write(2, b"native\\n")
 print("word \\udcff", file=sys.stderr)
 sys.stdout.write("written")

@@ -1,4 +1,4 @@
-"""A run under torchrun and srun: one folder for all ranks, the cause told once, and an end for all when one is gone."""
+"""A run under torchrun and srun: one folder, one report of the cause, and an end for all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 
 class SimulatedJob:
-    """Processes with the environment that srun gives its tasks, in the current folder."""
+    """Processes with the variables that srun gives its tasks, in the current folder."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class SimulatedJob:
         of_rank: dict[int, list[str]] | None = None,
         late: dict[int, float] | None = None,
     ) -> None:
-        """late: seconds by which ranks connect to rank 0's hub after the others."""
+        """Start the tasks. ``late`` delays a rank's connection to rank 0's hub, in seconds."""
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
         self.ranks = []
@@ -68,7 +68,7 @@ class SimulatedJob:
             )
 
     def ends(self) -> list[tuple[int, str]]:
-        """Exit code and stderr of every rank."""
+        """Return exit code and stderr of every rank."""
         try:
             return [
                 (rank.returncode, stderr)
@@ -106,7 +106,7 @@ def test_all_ranks_share_the_folder_that_rank_0_names():
 
 
 @pytest.mark.parametrize(("killed", "teller"), [(1, 0), pytest.param(0, 1, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, teller):
+def test_a_killed_rank_ends_ranks_that_wait_for_nothing(killed, teller):
     job = SimulatedJob("sleeps", 3, "run.dir=run")
     wait_for(signed_in(3))
     killed_at = time.monotonic()
@@ -116,19 +116,23 @@ def test_a_killed_rank_ends_the_others_though_they_wait_for_nothing(killed, tell
     assert [code for code, _ in ends] == [
         -signal.SIGKILL if rank == killed else 1 for rank in range(3)
     ]
-    told = (
-        f"error: rank {killed} is gone: it was killed (out of memory killer?) or its machine failed\n"
+    expected = (
+        f"error: rank {killed} is gone: its process was killed (host out of memory? see dmesg) or "
+        "its machine failed\n"
         "Where each worker was:\n  all: before the first training step, prepares\n"
     )
     ends = [(code, re.sub(r" \(\d+ s ago\)", "", stderr)) for code, stderr in ends]
-    assert [stderr for _, stderr in ends] == [told if rank == teller else "" for rank in range(3)]
+    assert [stderr for _, stderr in ends] == [
+        expected if rank == teller else "" for rank in range(3)
+    ]
 
 
-def test_a_rank_killed_in_a_ring_is_told_with_where_all_ranks_were():
+def test_a_rank_killed_in_a_ring_is_reported_with_the_activity_of_all_ranks():
     ends = SimulatedJob("rank_1_is_killed_in_a_ring", 3, "run.dir=run").ends()
     assert [code for code, _ in ends] == [1, -signal.SIGKILL, 1]
     assert ends[0][1].splitlines() == [
-        "error: rank 1 is gone: it was killed (out of memory killer?) or its machine failed",
+        "error: rank 1 is gone: its process was killed (host out of memory? see dmesg) or its "
+        "machine failed",
         "Where each worker was:",
         "  rank 0: training step 3, ring, layer 1, forward, step 3 of 3: waits for kv from rank 1",
         "  rank 1: training step 3, ring, layer 1, forward, step 2 of 3",
@@ -138,7 +142,7 @@ def test_a_rank_killed_in_a_ring_is_told_with_where_all_ranks_were():
 
 
 @pytest.mark.slow
-def test_a_rank_stopped_in_a_ring_is_told_and_the_others_end_in_time():
+def test_a_rank_stopped_in_a_ring_is_reported_and_the_others_end_in_time():
     job = SimulatedJob("rank_1_is_stopped_in_a_ring", 3, "run.dir=run", "topology.timeout_s=5")
     wait_for(
         lambda: (
@@ -149,7 +153,7 @@ def test_a_rank_stopped_in_a_ring_is_told_and_the_others_end_in_time():
     )
     stopped_at = time.monotonic()
     try:
-        told = [job.ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]
+        outputs = [job.ranks[rank].communicate(timeout=30)[1] for rank in (0, 2)]
         assert time.monotonic() - stopped_at < 25
         assert [rank.poll() for rank in job.ranks] == [1, None, 1], (
             "srun or torchrun ends the one that is stopped"
@@ -157,64 +161,67 @@ def test_a_rank_stopped_in_a_ring_is_told_and_the_others_end_in_time():
     finally:
         for rank in job.ranks:
             rank.kill()
-    first, *where = told[0].splitlines()
+    first, *where = outputs[0].splitlines()
     assert first.startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error"
     )
     assert re.fullmatch(
         r"  rank 1: training step 3, ring, layer 1, forward, step 2 of 3 \(\d+ s ago\)", where[2]
     )
-    assert told[1] == ""
+    assert outputs[1] == ""
 
 
-def test_ranks_that_were_started_with_different_words_end_before_they_wait_for_each_other():
+def test_ranks_with_different_settings_end_before_they_wait_for_each_other():
     job = SimulatedJob(
         "adds_ranks", 2, "run.dir=run", of_rank={1: ["topology.exchange=ring", "seed=7"]}
     )
     ends = job.ends()
     assert [code for code, _ in ends] == [2, 2]
-    told = ends[0][1].splitlines()
-    assert told == [
-        "error: seed=7: rank 1 was started with this, rank 0 with 0; start all ranks alike",
-        "error: topology.exchange=ring: rank 1 was started with this, rank 0 with auto; start all ranks alike",
+    lines = ends[0][1].splitlines()
+    assert lines == [
+        "error: seed=7: rank 1 was started with this value, rank 0 with 0. Start all ranks with "
+        "the same settings.",
+        "error: topology.exchange=ring: rank 1 was started with this value, rank 0 with auto. "
+        "Start all ranks with the same settings.",
     ]
     assert not Path("run").exists()
 
 
 @pytest.mark.parametrize(
-    ("agreed", "odd", "told"),
+    ("agreed", "odd", "expected"),
     [
         (
             [],
             "topology.layout=zigzag",
-            "topology.layout=zigzag: rank 2 was started with this, rank 0 with auto",
+            "topology.layout=zigzag: rank 2 was started with this value, rank 0 with auto",
         ),
         (
             ["sparsity=vertical_slash"],
             "sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: rank 2 was started with this, rank 0 with 0.9",
+            "sparsity.p_v=0.5: rank 2 was started with this value, rank 0 with 0.9",
         ),
-        ([], "seq=1k", "seq=1024: rank 2 was started with this, rank 0 with 4096"),
+        ([], "seq=1k", "seq=1024: rank 2 was started with this value, rank 0 with 4096"),
     ],
     ids=["layout", "sparsity", "sequence"],
 )
-def test_one_rank_with_another_word_ends_all_at_once(agreed, odd, told):
+def test_one_rank_with_another_setting_ends_all_at_once(agreed, odd, expected):
     started = time.monotonic()
     ends = SimulatedJob("sleeps", 3, "run.dir=run", *agreed, of_rank={2: [odd]}).ends()
     assert time.monotonic() - started < 60, "nobody waited for topology.timeout_s"
     assert [code for code, _ in ends] == [2, 2, 2]
-    assert ends[0][1] == f"error: {told}; start all ranks alike\n"
+    assert ends[0][1] == f"error: {expected}. Start all ranks with the same settings.\n"
     assert [stderr for _, stderr in ends[1:]] == ["", ""]
     assert not Path("run").exists()
 
 
-def test_a_rank_that_comes_after_the_mistake_was_told_ends_like_the_others():
+def test_a_rank_that_connects_after_the_mistake_ends_like_the_others():
     ends = SimulatedJob("sleeps", 3, "run.dir=run", of_rank={2: ["seq=1k"]}, late={1: 1.5}).ends()
     assert [(code, bool(stderr)) for code, stderr in ends] == [(2, True), (2, False), (2, False)]
 
 
 @pytest.mark.slow
-def test_rank_0_tells_the_cause_once_and_all_ranks_fail():
+def test_rank_0_prints_the_cause_once_and_all_ranks_fail():
     ends = SimulatedJob("rank_1_raises_late", 2, "run.dir=run").ends()
     assert [code for code, _ in ends] == [1, 1]
     assert ends[0][1].startswith(
@@ -224,7 +231,7 @@ def test_rank_0_tells_the_cause_once_and_all_ranks_fail():
     assert ends[1][1] == ""
 
 
-def test_a_mistake_that_workers_find_is_told_once():
+def test_a_mistake_that_workers_find_is_printed_once():
     ends = SimulatedJob("all_find_a_mistake", 2, "run.dir=run").ends()
     assert ends == [(2, "error: data.path=x: too short\nerror: seq=4096: too long\n"), (2, "")]
     assert not Path("run").exists()
@@ -241,7 +248,7 @@ def test_a_mistake_of_rank_0_ends_the_others_silently():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_one_rank_lets_all_save_and_stop(signum):
+def test_a_signal_to_one_rank_makes_all_save_and_stop(signum):
     job = SimulatedJob("steps_until_stopped", 2, "run.dir=run")
     wait_for(signed_in(2))
     job.ranks[1].send_signal(signum)

@@ -1,4 +1,4 @@
-"""What a run on one machine opens to others: nothing but loopback, and nothing that makes objects of a stranger's bytes."""
+"""What a run on one machine exposes: loopback only, and nothing that unpickles foreign bytes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,14 @@ class Bomb:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_write(
-    run: RunDir, tmp_path: Path, monkeypatch
-) -> None:  # noqa: F811
-    """A stranger sends every port what set the state of torch's elastic rendezvous to a bomb."""
+def test_a_run_listens_on_loopback_only_and_unpickles_no_foreign_bytes(
+    run: RunDir,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch,
+) -> None:
+    """A stranger sends every port a message that sets the state of torch's elastic rendezvous to a
+    bomb.
+    """
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     marker = tmp_path / "code-ran"
     (run.path / "bomb").write_bytes(pickle.dumps(Bomb(marker)))
@@ -40,7 +44,7 @@ def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_
 
     def wait(agent: Any, run_dir: RunDir, folder: Path, requests: Any) -> Any:
         folders.append(folder)
-        assert folder.stat().st_mode & 0o077 == 0  # the store lies there
+        assert folder.stat().st_mode & 0o077 == 0  # the store is in it
         return started(agent, run_dir, folder, requests)
 
     monkeypatch.setattr(local, "_wait", wait)
@@ -48,20 +52,21 @@ def test_a_run_listens_on_loopback_alone_and_makes_no_objects_of_what_strangers_
     code = launched(run, "attacks_its_ports")
     assert not marker.exists()
     assert code == 0
-    found = [
+    sockets = [
         line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")
     ]
-    found = [line for line in found if line not in of_other_tests]
-    assert found, "gloo listens"
-    assert {line.split()[1] for line in found} == {"127.0.0.1"}
-    # Nothing of the launcher's, whose rendezvous would read what comes.
-    assert str(os.getpid()) not in {line.split()[0] for line in found}
+    sockets = [line for line in sockets if line not in of_other_tests]
+    assert sockets, "gloo listens"
+    assert {line.split()[1] for line in sockets} == {"127.0.0.1"}
+    # The launcher itself listens nowhere: its rendezvous would unpickle what it gets.
+    assert str(os.getpid()) not in {line.split()[0] for line in sockets}
     assert [folder.exists() for folder in folders] == [False]
 
 
-def test_interfaces_for_jobs_of_several_machines_do_not_count_on_one(
-    run: RunDir, monkeypatch
-) -> None:  # noqa: F811
+def test_network_interfaces_for_several_machines_are_ignored_on_one(
+    run: RunDir,  # noqa: F811
+    monkeypatch,
+) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     environment = resolve_environment(compose.load(run.resolved))

@@ -1,4 +1,4 @@
-"""A run on this machine, with real workers: how it ends, what the user reads, and that nothing stays behind."""
+"""A run on this machine with real workers: how it ends, what it prints, what it leaves behind."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_workers_form_one_group_and_leave_the_terminal_to_rank_0(run, capfd):
     assert not any(map(alive, worker_pids(run)))
 
 
-def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, capfd):
+def test_library_output_is_in_the_logs_and_printed_after_the_reason(run, capfd):
     assert launched(run, "libraries_write") == 1
     logs = [(run.logs / f"rank-{rank}.log").read_text().splitlines() for rank in range(2)]
     assert logs[0][:3] == ["library of rank 0", "child of rank 0", "the last words"]
@@ -127,7 +127,7 @@ def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, ca
     first, reason, *rest = capfd.readouterr().err.splitlines()
     assert first == "Python of rank 0"
     assert reason == "error: rank 0 was killed by SIGABRT"
-    assert "  the last words" in rest[rest.index("The last lines of its output:") :]
+    assert "  the last words" in rest[rest.index("Last lines of its output:") :]
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,7 @@ def test_what_libraries_write_is_in_the_logs_and_comes_behind_the_reason(run, ca
         ("rank_1_raises_late", "error: rank 1 failed: ValueError: the true cause"),
     ],
 )
-def test_the_exception_of_the_worker_that_failed_first_is_told_first_and_alone(
-    run, capfd, target, first_line
-):
+def test_only_the_exception_of_the_first_failed_worker_is_printed(run, capfd, target, first_line):
     assert launched(run, target) == 1
     shown = capfd.readouterr()
     assert shown.err.splitlines()[:2] == [first_line, "Traceback (most recent call last):"]
@@ -155,11 +153,11 @@ def launched_with_timeout(run: RunDir, target: str, timeout_s: float) -> int:
     return launched(run, target)
 
 
-def test_a_wait_that_is_too_long_is_told_first_with_the_key_that_sets_it(run, capfd):
+def test_a_wait_that_is_too_long_is_reported_with_its_config_key(run, capfd):
     assert launched_with_timeout(run, "rank_1_comes_late", 1.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert re.match(
-        r"error: topology.timeout_s=1: rank \d (waited|kept the others waiting) longer than that",
+        r"error: topology.timeout_s=1: rank \d (waited|kept the others waiting) longer than this",
         lines[0],
     )
     assert len(lines) <= 4, "no more than where each worker was"
@@ -170,24 +168,26 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     assert launched_with_timeout(run, "rank_1_hangs", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0] == (
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign: it hangs or is slow; "
-        "if it is slow, give more seconds"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error: "
+        "it hangs or is slow. If it is slow, increase the value."
     )
     assert lines[1] == "Where each worker was:"
     assert re.fullmatch(r"  rank 1: training step 2 \(\d+ s ago\)", lines[3])
     assert lines[4:] == [
-        f"What it was at, if it could still tell, is at the end of {run.logs / 'rank-1.log'}."
+        f"Its stack, if it could still write it, is at the end of {run.logs / 'rank-1.log'}."
     ]
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 
 
-def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, capfd):
+def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_runs_on(run, capfd):
     assert launched_with_timeout(run, "rank_0_is_aborted_as_by_nccl", 5.0) == 1
     lines = [
         line for line in capfd.readouterr().err.splitlines() if line.startswith(("error", "  rank"))
     ]
     assert lines[0].startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error"
     )
     assert [line[:25].strip() for line in lines[1:]] == [
         "rank 0: training step 2",
@@ -198,34 +198,35 @@ def test_an_abort_after_a_long_wait_is_blamed_on_the_worker_that_goes_on(run, ca
 @pytest.mark.slow
 def test_a_wait_that_neither_gloo_nor_nccl_ends_is_ended_by_the_launcher(run, capfd, monkeypatch):
     monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_S", 1.0)
-    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_LOOK_S", 0.2)
+    monkeypatch.setattr("mtrain_cli.launch.agent.OVERDUE_CHECK_S", 0.2)
     assert launched_with_timeout(run, "rank_0_waits_and_nothing_ends_it", 5.0) == 1
     lines = capfd.readouterr().err.splitlines()
     assert lines[0].startswith(
-        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than that and gave no sign"
+        "error: topology.timeout_s=5: rank 1 kept the others waiting longer than this without "
+        "reporting an error"
     )
     assert lines[2].startswith("  rank 0: training step 2, waits for gradients of all ranks")
 
 
-def test_a_run_shows_that_it_lives_while_it_has_no_workers(run, monkeypatch):
+def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     lock = run.path / run_dir.LOCK
     seen = []
 
     def lasts_long(*_: object) -> None:
         os.utime(lock, (1, 1))
         wait_for(lambda: lock.stat().st_mtime > 1, 20)
-        seen.append(run_state.life(run, time.time()).alive)
+        seen.append(run_state.check_liveness(run, time.time()).alive)
 
     def probed(_: object, _failure: Failure, environment: Environment) -> RestartDecision:
         lasts_long()
         return RestartDecision(environment, True, 0.01, Restart(0.0, "why", 1, 3, 2, 2))
 
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
-    monkeypatch.setattr(run_state, "BEAT_S", 0.05)
+    monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     monkeypatch.setattr(local._Attempt, "run", lambda _: next(outcomes))
     monkeypatch.setattr(local.RestartPolicy, "after", probed)
-    monkeypatch.setattr(local.run_state, "change", lasts_long)  # before the wait
+    monkeypatch.setattr(local.run_state, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0
     assert seen == [True] * 3, "after the failure, while GPUs are asked, before the restart"
 
@@ -244,7 +245,10 @@ def test_a_killed_worker_ends_the_run_at_once_and_is_named(run, capfd):
     killer.join()
     assert (code, time.monotonic() - killed_at[0] < 10) == (1, True)
     shown = capfd.readouterr().err
-    assert shown.splitlines()[0] == "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+    assert (
+        shown.splitlines()[0]
+        == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
+    )
     assert "--resume" not in shown, "there is no checkpoint"
     assert not any(map(alive, worker_pids(run)))
 
@@ -261,9 +265,7 @@ def test_a_mistake_that_workers_find_is_raised_once_and_leaves_no_folder(run, ca
 @pytest.mark.parametrize(
     ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 143)]
 )
-def test_a_signal_lets_the_workers_save_and_stop_and_is_told_by_the_exit_code(
-    run, capfd, signum, code
-):
+def test_a_signal_makes_the_workers_save_and_stop_and_sets_the_exit_code(run, capfd, signum, code):
     before = signal.getsignal(signum)
 
     def ask() -> None:
@@ -289,7 +291,7 @@ def test_a_request_that_comes_during_the_last_step_is_a_success(run):
 
 
 @pytest.mark.parametrize("lost", ["terminal", "reader"])
-def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
+def test_a_run_saves_even_if_its_terminal_or_reader_is_gone(run, lost):
     ours, theirs = os.openpty() if lost == "terminal" else os.pipe()
     command = [
         sys.executable,
@@ -316,7 +318,7 @@ def test_a_terminal_or_reader_that_goes_ends_no_run_before_its_save(run, lost):
 
 
 class Terminal(io.StringIO):
-    """A stream that claims to be a terminal, and what would then stand on the screen, too tall to scroll."""
+    """A stream that claims to be a terminal, and the screen it would show, too tall to scroll."""
 
     def isatty(self) -> bool:
         return True
@@ -339,7 +341,7 @@ class Terminal(io.StringIO):
         return rows
 
 
-def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
+def test_lines_printed_over_the_live_display_stay_on_the_screen(monkeypatch):
     terminal = Terminal()
     console = Console(file=terminal, force_terminal=True, width=60, color_system=None)
     with TrainingProgress(10, 0, True, console=console) as progress:
@@ -348,23 +350,24 @@ def test_what_is_said_over_the_live_display_stays_on_the_screen(monkeypatch):
         progress._live.refresh()
         monkeypatch.setattr(
             sys, "stderr", terminal
-        )  # the launcher is another process, which the display does not know of
-        local._say(
-            "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once",
+        )  # The launcher is another process, which the display does not know.
+        local._print_line(
+            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill "
+            "them",
             over_display=True,
         )
         progress._live.refresh()
         progress._live.refresh()
         assert (
-            "stopping: the workers save a checkpoint after this step; Ctrl-C again ends them at once"
-            in terminal.screen()
+            "stopping: the workers save a checkpoint after this step; press Ctrl-C again to kill "
+            "them" in terminal.screen()
         )
         assert sum("step 1/10" in row for row in terminal.screen()) == 2, (
             "the display goes on below"
         )
 
 
-def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
+def test_a_second_ctrl_c_kills_workers_that_do_not_stop(run, capfd):
     def insist() -> None:
         wait_for(lambda: len(worker_pids(run)) == 2)
         os.kill(os.getpid(), signal.SIGINT)
@@ -375,7 +378,7 @@ def test_a_second_ctrl_c_kills_workers_that_do_not_stop_and_says_so(run, capfd):
     assert launched(run, "sleeps") == 130
     assert not run.stop_request.exists()
     last = capfd.readouterr().err.splitlines()[-1]
-    assert last == "ended at once, nothing was saved; there is no checkpoint to go on from"
+    assert last == "killed, nothing was saved; there is no checkpoint to resume from"
     assert len(worker_pids(run)) == 2
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
@@ -392,11 +395,11 @@ def test_no_worker_outlives_a_killed_launcher(run):
     wait_for(lambda: not any(map(alive, worker_pids(run))), seconds=5)
 
 
-def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
+def test_a_worker_killed_during_a_save_leaves_the_previous_checkpoint(run, capfd):
     assert launched(run, "rank_1_is_killed_while_saving") == 1
     shown = capfd.readouterr().err.splitlines()
     assert shown[0].startswith("error: rank 1 was killed by SIGKILL")
-    assert shown[-1] == f"go on from the checkpoint of step 1: mtrain train --resume {run.path}"
+    assert shown[-1] == f"resume from the checkpoint of step 1: mtrain train --resume {run.path}"
     state = {"model": {f"weight-{rank}": torch.zeros(1000) for rank in range(2)}, "trainer": {}}
     assert Checkpointer(run.checkpoints, keep=1).load(state) == 1
     assert state["trainer"] == {"step": 1}
@@ -405,7 +408,7 @@ def test_a_worker_killed_during_a_save_leaves_the_checkpoint_before(run, capfd):
 
 
 @pytest.mark.slow
-def test_a_worker_that_does_not_heed_sigterm_is_killed_within_30_seconds(run, capfd):
+def test_a_worker_that_ignores_sigterm_is_killed_within_30_seconds(run, capfd):
     started = time.monotonic()
     assert launched(run, "rank_0_ignores_sigterm") == 1
     assert time.monotonic() - started < 30

@@ -1,4 +1,6 @@
-"""Launcher and checkpoints on GPUs: NCCL does not see a peer die, and copies must leave the device before a save returns."""
+"""Launcher and checkpoints on GPUs: NCCL does not see a peer die, and a save copies before it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,12 @@ def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, ca
     )
     assert (code, time.monotonic() - killed_at[0] < 30) == (1, True)
     assert capfd.readouterr().err.startswith(
-        "error: rank 1 was killed by SIGKILL (out of memory killer?)"
+        "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
     )
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_gloo_and_nccl_listen_on_loopback_alone(tmp_path, monkeypatch):
+def test_gloo_and_nccl_listen_on_loopback_only(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", python_path(Path(__file__).parent))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth")  # for jobs of several machines
     run = run_dir.create(
@@ -74,11 +76,11 @@ def test_gloo_and_nccl_listen_on_loopback_alone(tmp_path, monkeypatch):
         )
         == 0
     )
-    found = [
+    sockets = [
         line for rank in (0, 1) for line in (run.path / f"listening-{rank}").read_text().split("\n")
     ]
-    print("\n".join(found))
-    assert {line.split()[1] for line in found} == {"127.0.0.1"}
+    print("\n".join(sockets))
+    assert {line.split()[1] for line in sockets} == {"127.0.0.1"}
 
 
 def test_a_save_in_the_background_does_not_see_later_changes_on_the_gpu(tmp_path):

@@ -1,4 +1,4 @@
-"""The record of where a worker is: it outlives the worker, costs next to nothing, and is no reason to fail."""
+"""The activity record of a worker: it outlives the worker, is cheap, and never makes a run fail."""
 
 from __future__ import annotations
 
@@ -19,38 +19,42 @@ def _no_record_stays(monkeypatch):
     monkeypatch.setattr(progress_record, "_record", None)
 
 
-def test_the_last_note_comes_back_whole(tmp_path):
-    progress_record.keep(tmp_path / "where")
-    assert progress_record.read(tmp_path / "where") is None, "nothing was noted yet"
+def test_the_last_note_is_read_back(tmp_path):
+    progress_record.start_record(tmp_path / "where")
+    assert progress_record.read_activity(tmp_path / "where") is None, "nothing was noted yet"
     progress_record.note("prepares")
-    progress_record.begin(7)
+    progress_record.begin_step(7)
     progress_record.note("ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12)
-    found = progress_record.read(tmp_path / "where")
-    assert found == WorkerActivity(
-        found.time, 7, "ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12
+    activity = progress_record.read_activity(tmp_path / "where")
+    assert activity == WorkerActivity(
+        activity.time, 7, "ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12
     )
-    assert abs(found.time - time.time()) < 5
+    assert abs(activity.time - time.time()) < 5
     progress_record.note("short", SEVERAL)
-    found = progress_record.read(tmp_path / "where")
-    assert (found.doing, found.waits_for) == ("short", SEVERAL)
+    activity = progress_record.read_activity(tmp_path / "where")
+    assert (activity.doing, activity.waits_for) == ("short", SEVERAL)
     progress_record.note("x" * 1000)
-    found = progress_record.read(tmp_path / "where")
-    assert set(found.doing) == {"x"}
-    assert found.waits_for is None
+    activity = progress_record.read_activity(tmp_path / "where")
+    assert set(activity.doing) == {"x"}
+    assert activity.waits_for is None
 
 
-def test_a_process_that_kills_itself_right_after_a_note_leaves_it(tmp_path):
+def test_a_note_survives_the_death_of_its_process(tmp_path):
     code = (
-        "import os, sys, pathlib; from mtrain_cli.launch import progress_record as w; w.keep(pathlib.Path(sys.argv[1])); w.begin(2);"
+        "import os, sys, pathlib; from mtrain_cli.launch import progress_record as w; "
+        "w.start_record(pathlib.Path(sys.argv[1])); w.begin_step(2);"
         "w.note('the last thing', 1); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(tmp_path / "where")], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert progress_record.read(tmp_path / "where").text(0) == "training step 2, the last thing"
+    assert (
+        progress_record.read_activity(tmp_path / "where").text(0)
+        == "training step 2, the last thing"
+    )
 
 
 def test_a_note_takes_microseconds(tmp_path):
-    progress_record.keep(tmp_path / "where")
+    progress_record.start_record(tmp_path / "where")
     started = time.perf_counter()
     for _ in range(10_000):
         progress_record.note("ring, layer 3, forward, step 2 of 4: waits for kv from rank 12", 12)
@@ -59,26 +63,26 @@ def test_a_note_takes_microseconds(tmp_path):
 
 def test_without_a_record_nothing_happens(tmp_path):
     progress_record.note("nowhere")
-    progress_record.begin(1)
-    progress_record.keep(tmp_path / "no folder" / "where")
+    progress_record.begin_step(1)
+    progress_record.start_record(tmp_path / "no folder" / "where")
     progress_record.note("nowhere")
-    assert progress_record.read(tmp_path / "no folder" / "where") is None
+    assert progress_record.read_activity(tmp_path / "no folder" / "where") is None
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("content", [b"", b"\1", b"\7" + bytes(2000), bytes(2000)])
-def test_a_file_that_is_no_record_is_none(tmp_path, content):
+def test_a_file_without_a_record_gives_none(tmp_path, content):
     (tmp_path / "where").write_bytes(content)
-    assert progress_record.read(tmp_path / "where") is None
+    assert progress_record.read_activity(tmp_path / "where") is None
 
 
-def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
+def test_a_table_of_many_ranks_shows_the_failed_rank_and_those_that_wait_for_it():
     records = {
         rank: WorkerActivity(100.0, 3, f"waits for kv from rank {rank - 1}", rank - 1)
         for rank in range(1, 64)
     }
     records[0] = WorkerActivity(100.0, 0, "prepares")
-    lines = progress_record.table(records, [40], 112.0)
+    lines = progress_record.activity_lines(records, [40], 112.0)
     assert len(lines) == 9
     assert "  rank 40: training step 3, waits for kv from rank 39 (12 s ago)" in lines
     assert "  rank 41: training step 3, waits for kv from rank 40 (12 s ago)" in lines
@@ -86,8 +90,8 @@ def test_a_table_of_many_ranks_shows_whom_it_is_about_and_who_waits_for_it():
     assert lines[-1] == "  and 56 more ranks"
 
 
-def test_a_table_of_ranks_that_were_all_at_the_same_is_one_line():
+def test_a_table_of_ranks_with_equal_activity_is_one_line():
     records = {rank: WorkerActivity(1.0, 0, "prepares") for rank in range(8)}
-    assert progress_record.table(records, [3], 1.0) == [
+    assert progress_record.activity_lines(records, [3], 1.0) == [
         "  all: before the first training step, prepares"
     ]

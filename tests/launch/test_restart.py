@@ -1,4 +1,4 @@
-"""When a run begins again, and on how many workers."""
+"""When a run restarts, and on how many workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtrain_cli.launch.restart import RestartDecision, RestartPolicy
 from mtrain_cli.launch.run_dir import RunDir
 
 KILLED = Failure(
-    1, -signal.SIGKILL, "died", "was killed by SIGKILL (out of memory killer?)", "", 0.0
+    1, -signal.SIGKILL, "died", "was killed by SIGKILL (host out of memory? see dmesg)", "", 0.0
 )
 
 
@@ -50,24 +50,26 @@ def policy(run: Run, limit: str = "auto") -> tuple[RestartPolicy, Environment]:
     return RestartPolicy(run.dir, config, False), resolve_environment(config)
 
 
-def test_a_run_begins_again_as_long_as_each_time_has_a_newer_checkpoint(run):
+def test_a_run_restarts_as_long_as_each_failure_has_a_newer_checkpoint(run):
     restarts, e = policy(run)
     run.reach(10, checkpoint=8)
     for number in range(1, 9):
         run.reach(10 * number + 3, checkpoint=10 * number)
-        again = restarts.after(KILLED, e)
-        assert isinstance(again, RestartDecision)
-        assert (again.resume, again.entry.step, again.entry.reached, again.environment.restarts) == (
-            True, 10 * number, 10 * number + 3, number,
-        )  # fmt: skip
-        assert again.wait_s == restart.WAITS_S[min(number, 5) - 1]
-        e = again.environment
-    assert restarts.after(KILLED, e) == restarts.after(KILLED, e), "and no more without"
+        decision = restarts.after(KILLED, e)
+        assert isinstance(decision, RestartDecision)
+        assert decision.resume
+        assert (decision.entry.step, decision.entry.reached) == (10 * number, 10 * number + 3)
+        assert decision.environment.restarts == number
+        assert decision.wait_s == restart.WAITS_S[min(number, 5) - 1]
+        e = decision.environment
+    assert restarts.after(KILLED, e) == restarts.after(KILLED, e), (
+        "no restart without a new checkpoint"
+    )
     assert "no checkpoint was written since" in str(restarts.after(KILLED, e))
-    assert len(restart.read(run.dir)) == 8
+    assert len(restart.read_restarts(run.dir)) == 8
 
 
-def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
+def test_a_checkpoint_that_replaces_a_damaged_one_counts_as_progress(run):
     restarts, e = policy(run)
     run.reach(10, checkpoint=8)
     assert isinstance(restarts.after(KILLED, e), RestartDecision)
@@ -75,42 +77,42 @@ def test_a_checkpoint_that_takes_the_place_of_a_damaged_one_is_progress(run):
     assert isinstance(restarts.after(KILLED, e), RestartDecision)
 
 
-def test_a_number_is_the_most_that_is_done(run):
+def test_a_number_limits_the_restarts(run):
     restarts, e = policy(run, "1")
     run.reach(5)
     first = restarts.after(KILLED, e)
     assert isinstance(first, RestartDecision)
     assert (first.resume, first.entry.step) == (False, 0)
     run.reach(9, checkpoint=8)
-    assert restarts.after(KILLED, e) == "not restarted: run.restarts=1 has been made"
+    assert restarts.after(KILLED, e) == "no restart: the limit run.restarts=1 is reached"
 
 
 @pytest.mark.parametrize(
-    ("limit", "reached", "why"),
+    ("limit", "reached", "reason"),
     [
         ("0", 5, ""),
         (
             "auto",
             5,
-            "not restarted: there is no checkpoint yet; run.restarts=N would begin again from step 0",
+            "no restart: there is no checkpoint yet. Set run.restarts=N to restart from step 0.",
         ),
         ("auto", 0, ""),
-        ("3", 0, "not restarted: no step was done"),
+        ("3", 0, "no restart: the run failed before its first step"),
     ],
     ids=["not wanted", "auto before the first checkpoint", "auto at the start", "at the start"],
 )
-def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
+def test_without_a_checkpoint_few_failures_are_retried(run, limit, reached, reason):
     restarts, e = policy(run, limit)
     if reached:
         run.reach(reached)
-    assert restarts.after(KILLED, e) == why
+    assert restarts.after(KILLED, e) == reason
 
 
 @pytest.mark.parametrize(
-    ("kind", "message", "again"),
+    ("kind", "message", "retried"),
     [
         ("died", "was killed by SIGKILL", True),
-        ("silent", "topology.timeout_s=600: rank 3 kept the others waiting longer than that", True),
+        ("silent", "topology.timeout_s=600: rank 3 kept the others waiting longer than this", True),
         ("peer lost", "Connection closed by peer", True),
         ("error", "AcceleratorError: CUDA error: uncorrectable ECC error encountered", True),
         ("error", "RuntimeError: NCCL error in: ..., unhandled cuda error", True),
@@ -122,16 +124,16 @@ def test_without_a_checkpoint_little_is_tried_again(run, limit, reached, why):
         ("error", "KeyError: 'text'", False),
     ],
 )
-def test_only_what_happens_to_machines_is_tried_again(run, kind, message, again):
+def test_only_machine_failures_are_retried(run, kind, message, retried):
     run.reach(10, checkpoint=8)
     restarts, e = policy(run)
-    found = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
-    assert isinstance(found, RestartDecision) == again
-    assert again or found == "not restarted: it would happen again"
+    decision = restarts.after(Failure(1, 1, kind, message, "", 0.0), e)
+    assert isinstance(decision, RestartDecision) == retried
+    assert retried or decision == "no restart: the same failure would happen again"
 
 
-def on_gpus(workers: int, *words: str):
-    config = compose.compose([*words])
+def on_gpus(workers: int, *overrides: str):
+    config = compose.compose([*overrides])
     return config, Environment("cuda", workers, workers, 1, workers, 1, 0, 0, "mtrain", workers)
 
 
@@ -143,55 +145,59 @@ def _four_gpus(monkeypatch):
 
 @pytest.mark.usefixtures("_four_gpus")
 @pytest.mark.parametrize(
-    ("words", "workers"),
+    ("overrides", "workers"),
     [
         ([], 3),
         (["topology.context_parallel=2", "train.global_batch=2"], 2),
         (["topology.context_parallel=1", "train.global_batch=4"], 2),
         (
             ["topology.workers=4"],
-            "topology.workers=4; 3 are left: resume with topology.workers=auto",
+            "topology.workers=4 does not fit the 3 that are left. Resume with "
+            "topology.workers=auto.",
         ),
         (
             ["topology.context_parallel=4"],
-            "the run does not fit the 3 that are left: topology.context_parallel=4: does not divide topology.workers=3",
+            "the run does not fit the 3 that are left: topology.context_parallel=4: does not "
+            "divide topology.workers=3",
         ),
     ],
     ids=["any number", "groups of two", "the global batch divides", "a number", "none"],
 )
-def test_without_a_gpu_as_many_workers_go_on_as_fit(run, monkeypatch, words, workers):
+def test_after_losing_a_gpu_the_run_continues_on_as_many_workers_as_fit(
+    run, monkeypatch, overrides, workers
+):
     monkeypatch.setattr(
         restart, "answering_devices", lambda devices: [d for d in devices if d != "6"]
     )
-    config, e = on_gpus(4, *words)
+    config, e = on_gpus(4, *overrides)
     run.reach(10, checkpoint=8)
-    found = RestartPolicy(run.dir, config, False).after(KILLED, e)
+    decision = RestartPolicy(run.dir, config, False).after(KILLED, e)
     if isinstance(workers, str):
-        assert isinstance(found, str)
-        assert found.startswith("not restarted: GPU 6 does not answer, and ")
-        assert workers in found
+        assert isinstance(decision, str)
+        assert decision.startswith("no restart: GPU 6 does not respond, and ")
+        assert workers in decision
         return
-    assert isinstance(found, RestartDecision)
-    assert (found.environment.workers, found.entry.workers) == (workers, workers)
-    assert found.devices == ("4", "5", "7")[:workers]
-    assert found.environment.launcher == "mtrain"
-    assert "without GPU 6, which does not answer" in restart.describe(found, 1)
+    assert isinstance(decision, RestartDecision)
+    assert (decision.environment.workers, decision.entry.workers) == (workers, workers)
+    assert decision.devices == ("4", "5", "7")[:workers]
+    assert decision.environment.launcher == "mtrain"
+    assert "without GPU 6, which does not respond" in restart.describe_restart(decision, 1)
 
 
 @pytest.mark.usefixtures("_four_gpus")
-def test_a_gpu_that_no_worker_needs_is_left_out(run, monkeypatch):
+def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
     monkeypatch.setattr(
         restart, "answering_devices", lambda devices: [d for d in devices if d != "4"]
     )
     config, e = on_gpus(2, "topology.workers=2")
     run.reach(10, checkpoint=8)
-    found = RestartPolicy(run.dir, config, False).after(KILLED, e)
-    assert isinstance(found, RestartDecision)
-    assert (found.environment.workers, found.devices) == (2, ("5", "6"))
+    decision = RestartPolicy(run.dir, config, False).after(KILLED, e)
+    assert isinstance(decision, RestartDecision)
+    assert (decision.environment.workers, decision.devices) == (2, ("5", "6"))
 
 
-def test_a_device_that_does_not_answer_is_found_by_asking_it():
-    """Here is no GPU at all."""
+def test_a_device_that_does_not_respond_is_detected():
+    """This machine has no GPU at all."""
     import torch
 
     if torch.cuda.is_available():
@@ -199,13 +205,14 @@ def test_a_device_that_does_not_answer_is_found_by_asking_it():
     assert restart.answering_devices(["0"]) == []
 
 
-def test_the_line_before_a_restart_says_what_is_done_again():
-    entry = restart.Restart(0.0, "why", 1, 17, 10, 2)
+def test_the_restart_message_lists_the_repeated_steps():
+    entry = restart.Restart(0.0, "reason", 1, 17, 10, 2)
     e = on_gpus(2)[1]
-    assert restart.describe(RestartDecision(e, True, 1.0, entry), 2) == (
-        "restart 2: goes on from the checkpoint of step 10, on 2 workers, in 1 s; steps 11 to 17 are done again"
+    assert restart.describe_restart(RestartDecision(e, True, 1.0, entry), 2) == (
+        "restart 2: resumes from the checkpoint of step 10 on 2 workers in 1 s; steps 11 to 17 are "
+        "repeated"
     )
     at_once = dataclasses.replace(entry, reached=10, workers=1)
-    assert restart.describe(RestartDecision(e, True, 1.0, at_once), 2).endswith(
-        "of step 10, on 1 worker, in 1 s"
+    assert restart.describe_restart(RestartDecision(e, True, 1.0, at_once), 2).endswith(
+        "of step 10 on 1 worker in 1 s"
     )

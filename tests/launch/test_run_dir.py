@@ -1,4 +1,4 @@
-"""Properties of a run's folder: what is in it, who may use it, and what a mistake leaves behind."""
+"""A run's folder: its content, its lock, and what a mistake leaves behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(her
     assert run.overrides.read_text() == "seq=8k\n"
     facts = json.loads(run.environment.read_text())
     assert {"mtrain", "python", "torch"} <= facts["versions"].keys()
-    # As it was typed, word by word, whatever the folder that the command is installed in.
+    # As typed, word by word, whatever folder the command is installed in.
     assert facts["command"] == ["mtrain", "train", "seq=8k", "train.init_from=my models/one"]
     assert (here / "runs" / "latest").resolve() == run.path
     run.release()
@@ -71,7 +71,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     before = {path: path.read_bytes() for path in Path("mine").iterdir() if path.name != ".lock"}
     with pytest.raises(
         ConfigError,
-        match=r"run\.dir=.*mine: already holds a run; continue it with --resume .*mine or choose another",
+        match=r"run\.dir=.*mine: already holds a run\. Resume it with --resume .*mine, or choose",
     ):
         run_dir.create(config, ["seed=1"])
     assert before == {
@@ -124,7 +124,8 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_alone(here):
         run_dir.create(config_for("run.dir=thesis"), [])
     (line,) = caught.value.problems
     assert line.endswith(
-        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more); choose a new or an empty folder"
+        "thesis: is not empty and holds no run (chapter-0, chapter-1, chapter-2 and more). Choose "
+        "a new or an empty folder."
     )
     assert sorted(path.name for path in here.rglob("*")) == [
         *(f"chapter-{number}" for number in range(4)),
@@ -150,7 +151,7 @@ def test_latest_vanishes_with_the_only_run(here):
     assert list((here / "runs").iterdir()) == []
 
 
-def test_folders_made_for_a_discarded_run_go_with_it(here):
+def test_discard_removes_the_parent_folders_of_a_run(here):
     run_dir.create(config_for("run.name=only"), []).discard()
     assert list(here.iterdir()) == []
     deep = run_dir.create(config_for("run.dir=a/b/c"), [])
@@ -162,7 +163,7 @@ def test_folders_made_for_a_discarded_run_go_with_it(here):
     assert other.resolved.exists()
 
 
-def test_the_line_that_resumes_a_run_survives_a_shell(here):
+def test_the_resume_command_is_quoted_for_a_shell(here):
     run = run_dir.create(config_for("run.dir=my runs/it's one"), [])
     assert shlex.split(run.resume_command) == [
         "mtrain",
@@ -186,7 +187,7 @@ def test_discard_keeps_a_run_that_has_made_a_step():
     assert run.resolved.exists()
 
 
-def test_open_wants_a_run_and_forgets_an_old_stop_request():
+def test_open_requires_a_run_and_removes_an_old_stop_request():
     with pytest.raises(ConfigError, match=r"--resume .*nothing: no such folder"):
         run_dir.open("nothing")
     Path("empty").mkdir()
@@ -210,7 +211,7 @@ def test_rewrite_changes_the_configuration_and_appends_overrides():
     assert run.overrides.read_text() == "run.dir=mine\ntrain.steps=7\n"
 
 
-def test_discard_puts_back_what_a_rewrite_replaced():
+def test_discard_restores_what_a_rewrite_replaced():
     run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"]).release()
     run = run_dir.open("mine")
     (run.checkpoints / "step-1").mkdir(parents=True)
@@ -234,10 +235,10 @@ def test_discard_puts_back_what_a_rewrite_replaced():
     ("after", "kept"),
     [
         ('{"step": 1}\n{"step": 2}\n', False),
-        ('{"step": 1}\n', False),  # cut off behind the checkpoint, and no step since
+        ('{"step": 1}\n', False),  # cut off after the checkpoint, and no step since
         ("", False),
         ('{"step": 1}\n{"step": 2, "loss": 7}\n', True),
-        ("checkpoint", True),  # by a run whose metrics the disk does not take
+        ("checkpoint", True),  # by a run whose metrics the disk refuses
     ],
 )
 def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
@@ -258,7 +259,7 @@ def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
     assert ("optim.lr=7e-3" in run.overrides.read_text()) == kept
 
 
-def test_a_rewrite_that_fails_half_way_leaves_what_was_there():
+def test_a_rewrite_that_fails_halfway_restores_the_old_files():
     run_dir.create(config_for("run.dir=mine"), []).release()
     run = run_dir.open("mine")
     run.overrides.unlink()
@@ -314,29 +315,27 @@ def torchrun(monkeypatch, run_id: str, restarts: int = 0) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize("words", [[], ["run.name=night"]], ids=["no name", "a name"])
-def test_a_job_that_is_started_again_finds_the_run_that_it_began_and_no_other(
-    tmp_path, monkeypatch, words
-):
+@pytest.mark.parametrize("overrides", [[], ["run.name=night"]], ids=["no name", "a name"])
+def test_a_restarted_job_finds_its_own_run_only(tmp_path, monkeypatch, overrides):
     monkeypatch.chdir(tmp_path)
-    config = compose.compose(["topology.device=cpu", *words])
+    config = compose.compose(["topology.device=cpu", *overrides])
     torchrun(monkeypatch, "first")
-    assert run_dir.begun(config, this_job=True) is None
+    assert run_dir.find_earlier_start(config, this_job=True) is None
     mine = run_dir.create(config, [])
     mine.release()
     torchrun(monkeypatch, "first", restarts=1)
-    found = run_dir.begun(config, this_job=True)
+    found = run_dir.find_earlier_start(config, this_job=True)
     assert found is not None
     assert found.path == mine.path
     torchrun(monkeypatch, "second", restarts=1)
-    assert run_dir.begun(config, this_job=True) is None
-    asked = run_dir.begun(config, this_job=False)
-    assert (asked.path if asked else None) == (mine.path if words else None), (
+    assert run_dir.find_earlier_start(config, this_job=True) is None
+    asked = run_dir.find_earlier_start(config, this_job=False)
+    assert (asked.path if asked else None) == (mine.path if overrides else None), (
         "--resume auto takes the name for what it is"
     )
 
 
-def test_the_agent_is_the_name_of_a_torchrun_job_that_has_none(monkeypatch):
+def test_a_torchrun_job_without_an_id_is_named_after_its_agent(monkeypatch):
     torchrun(monkeypatch, "none")
     job = current_job()
     assert job is not None

@@ -1,4 +1,4 @@
-"""Object collectives between ranks: what a stranger who gets into a group sends makes no objects but those of a list."""
+"""Object collectives: a stranger in the group creates only objects of listed classes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _sends(rank: int, world: int, folder: str) -> tuple[str, list[Any], list[Any
     )
 
 
-def test_ranks_refuse_what_names_a_function_and_go_on(tmp_path):
+def test_ranks_refuse_pickled_functions_and_continue(tmp_path):
     expected = [{"of": rank, "text": "é" * rank, "pair": [rank, None]} for rank in range(2)]
     for refused, shared, lengths in gloo.run(2, _sends, str(tmp_path)):
         assert refused == f"names {os.mkdir.__module__}.mkdir, which mtrain does not load"
@@ -70,22 +70,28 @@ def test_ranks_refuse_what_names_a_function_and_go_on(tmp_path):
     ],
     ids=["dataclass", "config", "error", "size"],
 )
-def test_values_arrive(value):
+def test_plain_values_are_unpickled(value):
     found = loads_message(pickle.dumps(value))
     assert repr(found) == repr(value)
 
 
 @pytest.mark.parametrize(
-    "named",
+    "pickled",
     [
-        b"cbuiltins\neval\n.", b"cos\nsystem\n.", b"cbuiltins\ngetattr\n.", b"cmtrain_cli.launch.safe_pickle\npickle.Unpickler\n.",
-        b"\x80\x04\x8c\x0cmtrain_cli.x\x8c\x02os\x93.", b"ctorch.storage\n_load_from_bytes\n.", b"ctorch.serialization\nload\n.",
-        b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.", b"cmtrain_cli.training.checkpoint\nCheckpointer\n.",
+        b"cbuiltins\neval\n.",
+        b"cos\nsystem\n.",
+        b"cbuiltins\ngetattr\n.",
+        b"cmtrain_cli.launch.safe_pickle\npickle.Unpickler\n.",
+        b"\x80\x04\x8c\x0cmtrain_cli.x\x8c\x02os\x93.",
+        b"ctorch.storage\n_load_from_bytes\n.",
+        b"ctorch.serialization\nload\n.",
+        b"\x80\x04\x8c\x05torch\x8c\x0dSize.__init__\x93.",
+        b"cmtrain_cli.training.checkpoint\nCheckpointer\n.",
     ],
-)  # fmt: skip
-def test_functions_and_classes_that_do_things_are_refused(named):
+)
+def test_functions_and_active_classes_are_refused(pickled):
     with pytest.raises(RefusedError, match="which mtrain does not load"):
-        loads_message(named)
+        loads_message(pickled)
 
 
 @pytest.mark.parametrize("content", [b"I1\nQ.", b"P1\n."])
@@ -94,7 +100,7 @@ def test_persistent_ids_are_refused(content):
         loads_message(content)
 
 
-def test_a_store_that_others_can_open_is_not_opened(tmp_path):
+def test_a_store_that_other_users_can_open_is_refused(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(PermissionError):
         open_store(tmp_path, 1, timedelta(seconds=5))

@@ -1,4 +1,4 @@
-"""Jobs of torchrun and srun: what mtrain opens listens where the user says, and a secret of the job keeps strangers' words out."""
+"""torchrun and srun jobs listen where the user says, and a secret keeps strangers out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mtrain_cli.launch.failure_channel import _Hub, _port_and_token, _server
 from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, listen
 
 
-def made(address: str, nodes: int = 2) -> Job:
+def job_at(address: str, nodes: int = 2) -> Job:
     return Job("slurm", 0, 2 * nodes, 0, 2, address, 0)
 
 
@@ -27,7 +27,7 @@ def free_port() -> int:
 
 
 def test_ranks_of_one_machine_meet_on_loopback_whatever_the_address():
-    with listen(made("192.0.2.1", nodes=1), 0) as server:
+    with listen(job_at("192.0.2.1", nodes=1), 0) as server:
         assert server.getsockname()[0] == "127.0.0.1"
 
 
@@ -35,40 +35,40 @@ def test_several_machines_meet_at_the_address_that_the_user_names(monkeypatch):
     monkeypatch.setattr(
         jobs.ipaddress, "ip_address", lambda _: type("Address", (), {"is_loopback": False})
     )
-    with listen(made("127.0.0.2"), 0) as server:
+    with listen(job_at("127.0.0.2"), 0) as server:
         assert server.getsockname()[0] == "127.0.0.2"
 
 
 @pytest.mark.parametrize(
     "address", ["localhost", "192.0.2.1"], ids=["loopback", "of another machine"]
 )
-def test_an_address_that_other_machines_cannot_reach_here_means_all_interfaces(address):
-    with listen(made(address), 0) as server:
+def test_an_unreachable_address_means_all_interfaces(address):
+    with listen(job_at(address), 0) as server:
         assert server.getsockname()[0] in ("::", "0.0.0.0")
 
 
-def test_the_port_of_the_hub_can_be_named(monkeypatch):
+def test_the_user_can_set_the_hubs_port(monkeypatch):
     port = free_port()
     monkeypatch.setenv(PORT, str(port))
-    with _server(made("127.0.0.1", nodes=1)) as server:
+    with _server(job_at("127.0.0.1", nodes=1)) as server:
         assert server.getsockname()[1] == port
         with pytest.raises(
-            ConfigError, match=f"{PORT}={port}: rank 0 cannot listen there .*; give a free port"
+            ConfigError, match=rf"{PORT}={port}: rank 0 cannot listen there .*\. Give a free port"
         ):
-            _server(made("127.0.0.1", nodes=1))
+            _server(job_at("127.0.0.1", nodes=1))
     monkeypatch.setenv(PORT, "http")
     with pytest.raises(ConfigError, match=f"{PORT}=http: must be a port"):
-        _server(made("127.0.0.1", nodes=1))
+        _server(job_at("127.0.0.1", nodes=1))
 
 
-def test_what_rank_0_decided_is_believed_only_with_the_secret(monkeypatch):
+def test_decisions_of_rank_0_need_the_secret(monkeypatch):
     assert _unseal("decision/1", _seal("decision/1", "a\nb").encode()) == "a\nb"
     without = _seal("decision/1", "text").encode()
     monkeypatch.setenv(SECRET, "one")
     sealed = _seal("decision/1", "a\nb").encode()
     assert _unseal("decision/1", sealed) == "a\nb"
     for stranger in (without, sealed + b"c", b"", b"\xff\n"):
-        with pytest.raises(ConfigError, match=f"{SECRET}: .* give all ranks the same one"):
+        with pytest.raises(ConfigError, match=f"{SECRET}: .* Give all ranks the same one"):
             _unseal("decision/1", stranger)
     with pytest.raises(ConfigError):
         _unseal("decision/2", sealed)
@@ -77,18 +77,18 @@ def test_what_rank_0_decided_is_believed_only_with_the_secret(monkeypatch):
         _unseal("decision/1", sealed)
 
 
-def test_with_a_secret_the_store_does_not_hold_what_opens_the_hub(monkeypatch):
+def test_with_a_secret_the_store_does_not_hold_the_hubs_token(monkeypatch):
     monkeypatch.setenv(SECRET, "one")
     hub = _Hub(2, on_mistake=lambda: None)
     assert _port_and_token(f"{hub.port} -".encode()) == (hub.port, hub.token)
     with connected(hub) as stranger, contextlib.suppress(OSError):
         stranger.sendall(b"- 1\n")
         assert is_dropped(stranger)
-    for said in (b"1234 abcdef", b"", b"port -"):
+    for entry in (b"1234 abcdef", b"", b"port -"):
         with pytest.raises(
             ConfigError, match=f"{SECRET}: this rank and rank 0 do not have the same secret"
         ):
-            _port_and_token(said)
+            _port_and_token(entry)
     monkeypatch.delenv(SECRET)
     with pytest.raises(ConfigError, match=SECRET):
         _port_and_token(f"{hub.port} -".encode())

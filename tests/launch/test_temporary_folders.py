@@ -1,4 +1,4 @@
-"""Temporary folders: what killed processes left goes at the next start, and nothing else does."""
+"""Temporary folders: a start removes what killed processes left behind, and nothing else."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import command
 import pytest
 
-from mtrain_cli.launch.temporary_folders import private_folder
+from mtrain_cli.launch.temporary_folders import private_folder, remove_abandoned
 
 HOLDER = """
 import time
@@ -30,7 +30,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def holder(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
+def start_holder(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     variables = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": command.python_path()}
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER], env=variables, stdout=subprocess.PIPE, text=True
@@ -39,29 +39,52 @@ def holder(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     return process, Path(process.stdout.readline().strip())
 
 
-def test_a_folder_is_private_and_goes_at_the_end(temporary):
+def test_a_folder_is_private_and_removed_at_the_end(temporary):
     with private_folder() as folder:
         assert folder.parent == temporary
         assert folder.stat().st_mode & 0o777 == 0o700
     assert list(temporary.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_removed_and_a_living_one_keeps_its_folder(temporary):
-    killed, left = holder(temporary)
-    living, kept = holder(temporary)
+def test_a_start_removes_the_folder_of_a_killed_process_and_keeps_that_of_a_live_one(temporary):
+    killed, abandoned = start_holder(temporary)
+    live, kept = start_holder(temporary)
     try:
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        assert (left / "store").exists()
+        assert (abandoned / "store").exists()
         with private_folder() as folder:
             assert {path.name for path in temporary.iterdir()} == {kept.name, folder.name}
         assert (kept / "store").exists()
     finally:
-        living.kill()
-        living.wait()
+        live.kill()
+        live.wait()
 
 
-def test_what_is_not_ours_stays(temporary):
+def test_a_folder_that_another_start_removes_before_it_is_locked_is_made_again(
+    temporary, monkeypatch
+):
+    """Ranks that start together: one makes its folder, and another cleans up before the lock."""
+    make_folder = tempfile.mkdtemp
+    removed = []
+
+    def make_folder_while_another_starts(**options):
+        folder = make_folder(**options)
+        if len(removed) < 2:
+            remove_abandoned()
+            removed.append(Path(folder))
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_folder_while_another_starts)
+    with private_folder() as folder:
+        assert not any(path.exists() for path in removed), "the other start took them for abandoned"
+        assert list(temporary.iterdir()) == [folder]
+        remove_abandoned()
+        assert folder.exists(), "the lock protects it"
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_start_leaves_everything_else_alone(temporary):
     (temporary / f"mtrain-{os.getuid()}").mkdir()  # compiled kernels
     (temporary / "mtrain-run-mine").mkdir()
     (temporary / "mtrain-run-afile000").write_text("")

@@ -1,4 +1,6 @@
-"""What workers run in the launch tests, in the place of the trainer. Each leaves its process id in the run's folder."""
+"""What workers run in the launch tests instead of the trainer. Each leaves its process id in the
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
-from mtrain_cli.parallel.transport import naming
+from mtrain_cli.parallel.transport import explain_peer_loss
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.progress import TrainingProgress
 
@@ -36,8 +38,9 @@ def adds_ranks(config: Config, run_dir: RunDir, environment: Environment, resume
     _sign_in(run_dir, environment)
     total = torch.tensor([float(environment.rank + 1)])
     dist.all_reduce(total)
-    facts = f"{total.item():g} {os.environ['OMP_NUM_THREADS']} {environment.launcher} {resume} {config.run.dir}"
-    (run_dir.path / f"result-{environment.rank}").write_text(facts)
+    facts = [f"{total.item():g}", os.environ["OMP_NUM_THREADS"], environment.launcher]
+    text = " ".join([*facts, str(resume), config.run.dir])
+    (run_dir.path / f"result-{environment.rank}").write_text(text)
     print(f"words of rank {environment.rank}")
 
 
@@ -53,7 +56,9 @@ def rank_1_comes_late(
 def libraries_write(
     _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
 ) -> None:
-    """To standard error, as C++ does, in this process and in a child of it; Python writes there between them."""
+    """Write to standard error like C++ code, here and in a child process, with Python output
+    between.
+    """
     os.write(2, f"library of rank {environment.rank}\n".encode())
     print(f"Python of rank {environment.rank}", file=sys.stderr)
     subprocess.run(
@@ -96,7 +101,7 @@ def rank_1_hangs(
 ) -> None:
     dist.barrier()
     if environment.rank == 1:
-        progress_record.begin(2)
+        progress_record.begin_step(2)
         time.sleep(600)
     dist.barrier()
 
@@ -115,14 +120,14 @@ def rank_1_is_stopped_in_a_ring(
 
 def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
     dist.barrier()
-    progress_record.begin(3)
+    progress_record.begin_step(3)
     if environment.rank == 1:
         progress_record.note("ring, layer 1, forward, step 2 of 3")
         os.kill(os.getpid(), signum)
-    with naming(
+    with explain_peer_loss(
         "ring, layer 1, forward, step 3 of 3",
         "waits for kv from rank 1",
-        "kv from rank 1 did not come",
+        "kv from rank 1 did not arrive",
         1,
     ):
         dist.recv(torch.ones(1), 1)
@@ -131,9 +136,9 @@ def _lost_in_a_ring(environment: Environment, signum: signal.Signals) -> None:
 def rank_0_is_aborted_as_by_nccl(
     _config: Config, _run_dir: RunDir, environment: Environment, _resume: bool
 ) -> None:
-    """What is left of a wait in NCCL that was too long: the watchdog ends the process, which can say nothing."""
+    """NCCL's watchdog ends a process after a wait that was too long, without a report."""
     dist.barrier()
-    progress_record.begin(2 + environment.rank)
+    progress_record.begin_step(2 + environment.rank)
     time.sleep(600 if environment.rank else 4)
     os.abort()
 
@@ -156,14 +161,14 @@ def steps_until_stopped(
 def finishes_when_asked(
     config: Config, run_dir: RunDir, environment: Environment, resume: bool
 ) -> bool:
-    """Its last step was under way when the request came."""
+    """The last step is under way when the request comes."""
     return not steps_until_stopped(config, run_dir, environment, resume)
 
 
 def shows_steps_until_stopped(
     config: Config, run_dir: RunDir, environment: Environment, resume: bool
 ) -> bool:
-    """With the display of a training, from its first line to its summary."""
+    """Show the display of a training, from its first line to its summary."""
     with TrainingProgress(1000, 0, environment.rank == 0, log=run_dir.log) as progress:
         progress.message("before the steps")
         steps_until_stopped(config, run_dir, environment, resume)
@@ -213,7 +218,7 @@ def all_find_a_mistake(
 def rank_1_is_killed_while_saving(
     _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
 ) -> None:
-    """Saves step 1, then dies with the files of step 2 half written."""
+    """Save step 1, then die with the files of step 2 half written."""
     _sign_in(run_dir, environment)
     checkpointer = Checkpointer(run_dir.checkpoints, keep=1)
     checkpointer.save(1, _state(1, environment.rank), asynchronous=False)
@@ -247,14 +252,14 @@ def rank_0_waits_and_nothing_ends_it(
 ) -> None:
     """As in a wait of NCCL that its watchdog does not see."""
     dist.barrier()
-    progress_record.begin(2)
+    progress_record.begin_step(2)
     if environment.rank == 0:
         progress_record.note("waits for gradients of all ranks", progress_record.SEVERAL)
     time.sleep(600)
 
 
 def listening(pids: list[int]) -> list[tuple[int, str, int]]:
-    """Process, address and port of every TCP socket that one of the processes listens on (Linux)."""
+    """Return process, address and port of every TCP socket that the processes listen on (Linux)."""
     sockets: dict[str, tuple[str, int]] = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -265,38 +270,43 @@ def listening(pids: list[int]) -> list[tuple[int, str, int]]:
             words = [bytes.fromhex(address[at : at + 8])[::-1] for at in range(0, len(address), 8)]
             family = socket.AF_INET if table == "tcp" else socket.AF_INET6
             sockets[fields[9]] = socket.inet_ntop(family, b"".join(words)), int(port, 16)
-    found = []
+    listeners = []
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
                 inode = os.readlink(descriptor).removeprefix("socket:[").removesuffix("]")
                 if inode in sockets:
-                    found.append((pid, *sockets[inode]))
-    return found
+                    listeners.append((pid, *sockets[inode]))
+    return listeners
 
 
 def _own_ports(device: str) -> list[tuple[int, str, int]]:
-    """Of this worker and of its launcher, while collectives of several groups are set up."""
+    """Return the ports of this worker and its launcher after setting up collectives of several
+    groups.
+    """
     dist.new_group(backend="gloo")
     dist.all_reduce(torch.ones(1))
     if device == "cuda":
         total = torch.ones(1, device="cuda")
         dist.all_reduce(total)
         assert total.item() == dist.get_world_size()
-    found = listening([os.getpid(), os.getppid()])
+    listeners = listening([os.getpid(), os.getppid()])
     dist.barrier()
-    return found
+    return listeners
 
 
 def attacks_its_ports(
     _config: Config, run_dir: RunDir, environment: Environment, _resume: bool
 ) -> None:
-    """Rank 0 writes what sets the state of an elastic rendezvous to every port of the run, then gives the launcher time to read it."""
-    found = _own_ports(environment.device)
+    """Rank 0 sends every port of the run a message that sets the state of an elastic rendezvous.
+
+    Then it gives the launcher time to read it.
+    """
+    listeners = _own_ports(environment.device)
     (run_dir.path / f"listening-{environment.rank}").write_text(
-        "\n".join(f"{pid} {address} {port}" for pid, address, port in found)
+        "\n".join(f"{pid} {address} {port}" for pid, address, port in listeners)
     )
-    ports = {port for _, _, port in found}
+    ports = {port for _, _, port in listeners}
     if environment.rank == 0:
         bomb = (run_dir.path / "bomb").read_bytes() if (run_dir.path / "bomb").exists() else b"bomb"
         for port in ports:
@@ -314,7 +324,7 @@ def attacks_its_ports(
 
 
 def _set_message(key: str, value: bytes) -> bytes:
-    """What a client of a TCPStore sends: VALIDATE with the magic number, then SET."""
+    """Return what a TCPStore client sends: VALIDATE with the magic number, then SET."""
     name = f"/{key}".encode()
     return (
         struct.pack("<BI", 0, 0x3C85F7CE)

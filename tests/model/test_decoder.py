@@ -52,7 +52,7 @@ def test_loss_and_gradients_equal_cross_entropy_of_the_logits(family, tied):
 @pytest.mark.parametrize(
     ("tile_rows", "keep_mlp"), [(0, 0), (1, 0), (20, 0), (48, 0), (0, True), (20, True), (20, 2)]
 )
-def test_neither_checkpointing_nor_tiles_nor_kept_products_change_loss_and_gradients(
+def test_checkpoints_tiles_and_kept_products_do_not_change_loss_and_gradients(
     checkpoint, tile_rows, keep_mlp
 ):
     model = tiny_model("qwen3", rope=YARN)
@@ -75,7 +75,7 @@ def test_neither_checkpointing_nor_tiles_nor_kept_products_change_loss_and_gradi
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_a_layer_is_projected_and_attends_once_more_where_it_is_checkpointed(checkpoint):
+def test_a_checkpointed_layer_projects_and_attends_once_more(checkpoint):
     seen: list[int] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -87,8 +87,11 @@ def test_a_layer_is_projected_and_attends_once_more_where_it_is_checkpointed(che
 
 
 @pytest.mark.parametrize("checkpoint", ["selective", "none"])
-def test_no_product_of_an_mlp_that_keeps_them_runs_twice(checkpoint):
-    """FLOP as PyTorch counts them, of three layers of which two keep theirs; tiles, so that a layer without checkpoint has any to keep."""
+def test_an_mlp_that_keeps_its_products_repeats_none(checkpoint):
+    """Compare FLOP counted by PyTorch for three layers, two of which keep their products.
+
+    Tiles make sure that a layer without checkpoint has products to keep.
+    """
     model = tiny_model(num_layers=3)
     tile_bytes = 20 * 4 * (6 * model.intermediate_size + 4 * model.hidden_size)
     counted = {}
@@ -109,10 +112,10 @@ def test_no_product_of_an_mlp_that_keeps_them_runs_twice(checkpoint):
         False,
         True,
         True,
-    ], "the last ones, as memory is counted"
+    ], "the last layers keep them, as the memory estimate assumes"
 
 
-def test_products_stay_only_for_a_backward_pass():
+def test_products_are_kept_only_for_a_backward_pass():
     model = tiny_model(intermediate_size=4000, num_layers=1)
     tokens, positions, labels = tokens_and_labels(model)
     peaks = []
@@ -125,7 +128,7 @@ def test_products_stay_only_for_a_backward_pass():
     assert peaks[0] == peaks[1]
 
 
-def test_a_checkpointed_layer_keeps_its_input_and_no_more():
+def test_a_checkpointed_layer_keeps_only_its_input():
     model = tiny_model("qwen3", num_layers=6)
     kept = {}
     for layers in (2, 3):
@@ -147,7 +150,7 @@ def test_a_checkpointed_layer_keeps_its_input_and_no_more():
     assert kept[3] - kept[2] == 4 * tokens.numel() * model.hidden_size
 
 
-def test_tiles_hold_their_budget_and_are_equal_where_they_can_be():
+def test_tiles_fit_their_budget_and_are_equal_if_possible():
     row = 2 * (6 * 11008 + 4 * 2048)
     assert tile_rows(65536, 2048, 11008, 2, 0) == 65536
     assert tile_rows(65536, 2048, 11008, 2, 65536 * row) == 65536
@@ -162,7 +165,7 @@ def test_tiles_hold_their_budget_and_are_equal_where_they_can_be():
         assert rows * row <= max(budget, row)
         assert 2 * rows * row > budget or rows == tokens
     assert 65536 % tile_rows(65536, 2048, 11008, 2, 4 << 30) == 0
-    # Nineteen tiles at least, and the next number that divides these tokens is 32.
+    # The budget needs 19 tiles; the next number that divides these tokens is 32.
     uneven = tile_rows(32768, 2048, 11008, 2, 256 << 20)
     assert (-(-32768 // uneven), uneven % 128) == (19, 0)
 
@@ -180,12 +183,12 @@ def test_the_wide_tensors_of_the_mlp_exist_for_one_tile_at_a_time():
             loss_and_gradients(decoder)
         peaks[rows] = live.peak
     wide = 4 * model.intermediate_size
-    # Six tensors a row. Whatever the tiles, the sums of the gradients of the weights are the same.
+    # Six tensors per row. The sums of weight gradients take the same for any tiles.
     assert 5.5 * 6 * wide <= peaks[12] - peaks[6] <= 6.5 * 6 * wide
     assert 5.5 * 12 * wide <= peaks[24] - peaks[12] <= 6.5 * 12 * wide
 
 
-def test_the_z_loss_changes_gradients_and_not_the_loss_that_is_shown():
+def test_the_z_loss_changes_gradients_but_not_the_reported_loss():
     model = tiny_model(tied=True)
     tokens, positions, labels = tokens_and_labels(model)
     decoder, plain = (
@@ -269,8 +272,8 @@ def test_the_decoder_has_no_buffers_and_only_float32_parameters():
     assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
 
 
-def published_count(model: ModelConfig) -> int:
-    """By hand, from the shape."""
+def published_parameters(model: ModelConfig) -> int:
+    """Count parameters by hand from the shape."""
     hidden, query, kv = (
         model.hidden_size,
         model.num_heads * model.head_dim,
@@ -297,12 +300,12 @@ def test_parameter_counts_are_the_published_ones(name, billions):
             model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
         )
     count = sum(parameter.numel() for parameter in decoder.parameters())
-    assert count == published_count(model)
+    assert count == published_parameters(model)
     assert round(count / 1e9, 2) == billions
 
 
 @pytest.mark.slow
-def test_compiled_parts_give_the_same_gradients_and_are_compiled_once_for_all_layers():
+def test_compiled_stages_give_the_same_gradients_and_compile_once_for_all_layers():
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()
@@ -310,7 +313,7 @@ def test_compiled_parts_give_the_same_gradients_and_are_compiled_once_for_all_la
     model = tiny_model("qwen3", num_layers=6)
     loss, gradients = loss_and_gradients(make_decoder(model))
     for checkpoint in CHECKPOINTS:
-        for scale in (1 / 48, 1 / 47):  # a new number of valid tokens must not compile again
+        for scale in (1 / 48, 1 / 47):  # a new number of valid tokens must not recompile
             compiled_loss, compiled = loss_and_gradients(
                 make_decoder(model, checkpoint=checkpoint, compile=True), scale=scale
             )
@@ -319,6 +322,7 @@ def test_compiled_parts_give_the_same_gradients_and_are_compiled_once_for_all_la
             torch.testing.assert_close(
                 compiled[name] * 47, gradients[name] * 48, rtol=1e-4, atol=1e-4
             )
-    # project and finish, the four pieces of a feed-forward part, and the loss of a whole chunk and of the last one.
+    # project and finish, four functions of the feed-forward part, and the loss of a full chunk and
+    # of the last one.
     assert counters["stats"]["unique_graphs"] == 8
     assert not counters["graph_break"]

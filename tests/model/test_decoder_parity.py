@@ -1,4 +1,4 @@
-"""Logits against transformers' own models with the same random weights."""
+"""The decoder's logits equal those of transformers' models with the same random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.verify import causal_attend, compare, verify
 
 transformers = pytest.importorskip("transformers")
-SEQ = 256  # four times the original length of the stretched ones
+SEQ = 256  # four times the original length of the stretched models
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

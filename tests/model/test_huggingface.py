@@ -39,7 +39,7 @@ SEQ = 256
 def export(
     path: Path, model: ModelConfig, dtype: torch.dtype = torch.float32, **options: Any
 ) -> dict[str, Tensor]:
-    """Writes a random model; returns its parameters, rounded to dtype."""
+    """Write a random model; return its parameters, rounded to dtype."""
     weights = {
         name: value.detach().to(dtype) for name, value in make_decoder(model).named_parameters()
     }
@@ -63,7 +63,7 @@ def empty_decoder(model: ModelConfig) -> Decoder:
     return decoder
 
 
-def loaded(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
+def load_decoder(model: ModelConfig, folder: Path) -> dict[str, Tensor]:
     decoder = empty_decoder(model)
     decoder.to_empty(device="cpu")
     load_into(decoder, folder)
@@ -98,21 +98,21 @@ def test_round_trip_keeps_every_bit_and_transformers_opens_it(
     model = tiny_model(family, tied=False, rope=LLAMA3 if family == "llama" else YARN)
     weights = export(tmp_path / "hf", model, dtype, max_file_bytes=max_file_bytes)
     assert (tmp_path / "hf" / INDEX).exists() == (max_file_bytes < 10**9)
-    read = loaded(model, tmp_path / "hf")
+    read = load_decoder(model, tmp_path / "hf")
     assert all(torch.equal(read[name], weights[name].float()) for name in weights)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert theirs.dtype == dtype
     for name, value in theirs.state_dict().items():
         assert torch.equal(value, weights[name.removeprefix("model.")]), name
     theirs.save_pretrained(tmp_path / "theirs")
-    again = loaded(model, tmp_path / "theirs")
+    again = load_decoder(model, tmp_path / "theirs")
     assert all(torch.equal(again[name], weights[name].float()) for name in weights)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("rope", [PLAIN, YARN, LLAMA3], ids=["plain", "yarn", "llama3"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
-def test_config_survives_our_writer_and_that_of_transformers(tmp_path, family, rope, tied):
+def test_a_config_survives_mtrains_writer_and_that_of_transformers(tmp_path, family, rope, tied):
     transformers = pytest.importorskip("transformers")
     model = tiny_model(family, tied=tied, rope=rope)
     export(tmp_path / "hf", model)
@@ -128,18 +128,25 @@ def test_config_survives_our_writer_and_that_of_transformers(tmp_path, family, r
 
 
 QWEN25_3B = {
-    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
-    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008, "max_position_embeddings": 32768, "max_window_layers": 36,
-    "model_type": "qwen2", "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151643, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 32768, "max_window_layers": 36,
+    "model_type": "qwen2", "num_attention_heads": 16, "num_hidden_layers": 36,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 LLAMA31_8B = {
-    "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
-    "mlp_bias": False, "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mlp_bias": False, "max_position_embeddings": 131072, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8,
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
     },
     "rope_theta": 500000.0, "vocab_size": 128256,
 }  # fmt: skip
@@ -150,18 +157,24 @@ LLAMA32 = LLAMA31_8B | {
     "tie_word_embeddings": True,
 }
 QWEN25_14B = QWEN25_3B | {
-    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8,
+    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40,
+    "num_hidden_layers": 48, "num_key_value_heads": 8,
     "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "vocab_size": 152064,
 }  # fmt: skip
 QWEN3_14B = {
-    "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
-    "intermediate_size": 17408, "max_position_embeddings": 32768, "num_attention_heads": 40, "num_hidden_layers": 40,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 17408, "max_position_embeddings": 32768, "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None,
     "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 MISTRAL_7B = {
-    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
     "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768,
 }  # fmt: skip
 PUBLISHED = {
@@ -200,7 +213,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("shape", PUBLISHED)
-def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, shape):
+def test_published_configs_equal_the_shipped_shapes(tmp_path, shape):
     import yaml
 
     raw = PUBLISHED[shape]
@@ -218,7 +231,7 @@ def test_config_of_a_published_release_is_the_shape_that_ships(tmp_path, shape):
     assert shape.startswith("llama") is (read_rope["factor"] == ships_rope["factor"])
 
 
-def test_the_sizes_of_burst_engines_models_are_the_papers():
+def test_burst_engine_models_have_the_papers_sizes():
     for shape, billions in (("llama7b", 6.7), ("llama14b", 13.9)):
         model = compose([f"model={shape}"]).model
         assert sum(
@@ -252,33 +265,36 @@ def test_the_sizes_of_burst_engines_models_are_the_papers():
         ),
     ],
 )
-def test_rotary_settings_are_read_wherever_they_stand(tmp_path, given, rope):
+def test_rotary_settings_are_read_from_every_place(tmp_path, given, rope):
     export(tmp_path / "hf", tiny_model("llama"))
     edit_config(
         tmp_path / "hf",
         **({"rope_theta": ..., "rope_scaling": ..., "rope_parameters": ...} | given),
     )
-    found = read_config(tmp_path / "hf")[0].rope
-    assert {name: getattr(found, name) for name in rope} == rope
+    read_rope = read_config(tmp_path / "hf")[0].rope
+    assert {name: getattr(read_rope, name) for name in rope} == rope
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
         ("qwen2", {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}),
-        ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}),
-        # Not in rope_parameters, where other releases have it; 64 and not 512 is what the frequencies are made from.
+        ("qwen3", {"rope_parameters": {"rope_theta": 1e6, "rope_type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 64}}),
+        # Outside rope_parameters, unlike in other releases; frequencies follow from 64, not 512.
         ("llama", {"original_max_position_embeddings": 64, "rope_parameters": {
-            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}}),
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_theta": 5e5}}),
         ("mistral", {"sliding_window": None, "head_dim": 24}),
     ],
 )  # fmt: skip
-def test_models_that_transformers_made_compute_the_same_here(tmp_path, family, changes):
+def test_models_saved_by_transformers_give_the_same_logits(tmp_path, family, changes):
     transformers = pytest.importorskip("transformers")
     from mtrain_cli.model.verify import verify
 
     shape = {
-        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
     }  # fmt: skip
     torch.manual_seed(0)
@@ -288,7 +304,7 @@ def test_models_that_transformers_made_compute_the_same_here(tmp_path, family, c
     assert agreement.largest_difference < 1e-3 < agreement.largest_logit
 
 
-def test_key_value_heads_that_a_config_leaves_out_are_those_of_transformers(tmp_path):
+def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     shape = {
         "vocab_size": 97,
@@ -300,7 +316,7 @@ def test_key_value_heads_that_a_config_leaves_out_are_those_of_transformers(tmp_
     for family in ("qwen2", "qwen3", "llama", "mistral"):
         for given in (
             ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},)
-        ):  # Mistral's must not be null there
+        ):  # null is not allowed for Mistral
             raw = {"model_type": family, "sliding_window": None, **shape, **given}
             (tmp_path / "config.json").write_text(json.dumps(raw))
             model, max_position = read_config(tmp_path)
@@ -312,7 +328,7 @@ def test_key_value_heads_that_a_config_leaves_out_are_those_of_transformers(tmp_
             assert model.head_dim == getattr(theirs, "head_dim", 64 // 32)
 
 
-def test_dropout_and_code_of_a_folder_are_remarked_on(tmp_path):
+def test_dropout_and_code_in_a_folder_give_remarks(tmp_path):
     export(tmp_path / "hf", tiny_model())
     assert remarks(tmp_path / "hf") == []
     edit_config(
@@ -328,7 +344,8 @@ def test_dropout_and_code_of_a_folder_are_remarked_on(tmp_path):
 def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"model.num_heads=3: transformers has no llama model whose model.hidden_size=40 they do not divide",
+        match=r"model.num_heads=3: transformers has no llama model whose model.hidden_size=40 they "
+        "do not divide",
     ):
         export(tmp_path / "hf", tiny_model("llama", num_heads=3, num_kv_heads=1))
     pytest.importorskip("transformers")
@@ -342,8 +359,11 @@ def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
 
 
 def load_on_workers(
-    rank: int, world: int, folder: str, model: ModelConfig
-) -> tuple[dict[str, Tensor], int]:  # noqa: ARG001
+    rank: int,  # noqa: ARG001
+    world: int,
+    folder: str,
+    model: ModelConfig,
+) -> tuple[dict[str, Tensor], int]:
     read = []
     original = HuggingFaceFolder.read
     HuggingFaceFolder.read = lambda self, *args: read.append(original(self, *args)) or read[-1]
@@ -374,63 +394,86 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
     [
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "config.json").write_text("{"), "config.json: cannot be read as JSON"),
-        (lambda f: edit_config(f, model_type="gpt2"), "model_type=gpt2: must be one of qwen2, qwen3, llama, mistral"),
+        (lambda f: edit_config(f, model_type="gpt2"),
+            "model_type=gpt2: must be one of qwen2, qwen3, llama, mistral"),
         (lambda f: edit_config(f, hidden_size=...), "config.json: hidden_size is missing"),
-        (lambda f: edit_config(f, hidden_size="many"), "hidden_size=many: must be a positive integer"),
-        (lambda f: edit_config(f, hidden_act="gelu"), 'hidden_act="gelu" is not supported; only "silu" is'),
-        (lambda f: edit_config(f, use_sliding_window=True), "use_sliding_window=true is not supported"),
-        (lambda f: edit_config(f, partial_rotary_factor=0.5), "partial_rotary_factor=0.5 is not supported"),
+        (lambda f: edit_config(f, hidden_size="many"),
+            "hidden_size=many: must be a positive integer"),
+        (lambda f: edit_config(f, hidden_act="gelu"),
+            'hidden_act="gelu" is not supported; only "silu" is'),
+        (lambda f: edit_config(f, use_sliding_window=True),
+            "use_sliding_window=true is not supported"),
+        (lambda f: edit_config(f, partial_rotary_factor=0.5),
+            "partial_rotary_factor=0.5 is not supported"),
         (lambda f: edit_config(f, mlp_bias=True), "mlp_bias=true is not supported"),
         (lambda f: edit_config(f, quantization_config={"bits": 4}), "quantization_config="),
-        (lambda f: edit_config(f, tie_word_embeddings=1), "tie_word_embeddings=1: must be true or false"),
+        (lambda f: edit_config(f, tie_word_embeddings=1),
+            "tie_word_embeddings=1: must be true or false"),
         (
-            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}),
+            lambda f: edit_config(f, rope_parameters=None,
+                rope_scaling={"type": "yarn", "factor": 2.0, "truncate": False}),
             "truncate=false is not",
         ),
         (
-            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 2}),
+            lambda f: edit_config(f, rope_parameters=None,
+                rope_scaling={"type": "yarn", "factor": 2.0, "mscale": 1, "mscale_all_dim": 2}),
             "mscale",
         ),
-        (lambda f: edit_config(f, layer_types=["full_attention", "sliding_attention"]), 'layer_types has "sliding_attention", which is'),
-        (lambda f: edit_config(f, model_type="mistral", sliding_window=4096), "sliding_window=4096 is not supported; only null is"),
-        (lambda f: edit_config(f, model_type="mistral"), "sliding_window is missing, which means 4096 to transformers; only null is"),
-        (lambda f: edit_config(f, rope_theta=5e5), "rope_parameters.rope_theta=10000.0 and rope_theta=500000.0 contradict each other"),
+        (lambda f: edit_config(f, layer_types=["full_attention", "sliding_attention"]),
+            'layer_types has "sliding_attention", which is'),
+        (lambda f: edit_config(f, model_type="mistral", sliding_window=4096),
+            "sliding_window=4096 is not supported; only null is"),
+        (lambda f: edit_config(f, model_type="mistral"),
+            "sliding_window is missing, which means 4096 to transformers; only null is"),
+        (lambda f: edit_config(f, rope_theta=5e5),
+            "rope_parameters.rope_theta=10000.0 and rope_theta=500000.0 contradict each other"),
         (
             lambda f: edit_config(f, rope_scaling={"type": "yarn", "factor": 2.0}),
             "rope_scaling.type=yarn and rope_parameters.rope_type=default contradict",
         ),
         (
             lambda f: edit_config(f, rope_parameters={"full_attention": {"rope_theta": 1e6}}),
-            "rope_parameters.full_attention: settings by kind of layer are not supported",
+            "rope_parameters.full_attention: settings per layer type are not supported",
         ),
-        (lambda f: edit_config(f, rope_parameters=None, rope_scaling=[8.0]), "rope_scaling must be a JSON object"),
+        (lambda f: edit_config(f, rope_parameters=None, rope_scaling=[8.0]),
+            "rope_scaling must be a JSON object"),
         (
-            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+            lambda f: edit_config(f, rope_parameters=None,
+                rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
             "rope_type=dynamic is not supported",
         ),
         (
-            lambda f: edit_config(f, rope_parameters=None, rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.0}),
+            lambda f: edit_config(f, rope_parameters=None,
+                rope_scaling={"type": "yarn", "factor": 2.0, "attention_factor": 1.0}),
             "attention_factor=1.0 is not",
         ),
         (lambda f: (f / SINGLE).unlink(), f"has neither {SINGLE} nor {INDEX}"),
-        (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-100]), f"{SINGLE}: truncated or corrupt safetensors file"),
-        (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:100]), f"{SINGLE}: truncated or corrupt safetensors file"),
-        (lambda f: (f / SINGLE).write_bytes(b""), f"{SINGLE}: truncated or corrupt safetensors file"),
-        (lambda f: edit_tensors(f, model__norm__weight=None), "tensor model.norm.weight is missing"),
-        (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)), r"norm.weight has shape \(39,\); .*config.json asks for \(40,\)"),
-        (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)), "unexpected tensor model.norm.bias"),
-        (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)), "unexpected tensor lm_head.weight"),
-        (lambda f: edit_config(f, num_attention_heads=2, head_dim=32), r"has shape \(32, 40\); .*config.json asks for \(64, 40\)"),
+        (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:-100]),
+            f"{SINGLE}: truncated or corrupt safetensors file"),
+        (lambda f: (f / SINGLE).write_bytes((f / SINGLE).read_bytes()[:100]),
+            f"{SINGLE}: truncated or corrupt safetensors file"),
+        (lambda f: (f / SINGLE).write_bytes(b""),
+            f"{SINGLE}: truncated or corrupt safetensors file"),
+        (lambda f: edit_tensors(f, model__norm__weight=None),
+            "tensor model.norm.weight is missing"),
+        (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)),
+            r"norm.weight has shape \(39,\); .*config.json asks for \(40,\)"),
+        (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)),
+            "unexpected tensor model.norm.bias"),
+        (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)),
+            "unexpected tensor lm_head.weight"),
+        (lambda f: edit_config(f, num_attention_heads=2, head_dim=32),
+            r"has shape \(32, 40\); .*config.json asks for \(64, 40\)"),
     ],
 )  # fmt: skip
-def test_damage_ends_in_a_line_that_names_it(tmp_path, damage, message):
+def test_a_damaged_folder_gives_an_error_that_names_the_damage(tmp_path, damage, message):
     export(tmp_path / "hf", tiny_model())
     damage(tmp_path / "hf")
     with pytest.raises(ConfigError, match=message):
         HuggingFaceFolder(tmp_path / "hf")
 
 
-def test_a_lost_file_of_several_is_named(tmp_path):
+def test_a_missing_file_is_named(tmp_path):
     export(tmp_path / "hf", tiny_model(), max_file_bytes=40_000)
     lost = sorted((tmp_path / "hf").glob("model-*"))[1]
     lost.unlink()
@@ -438,7 +481,7 @@ def test_a_lost_file_of_several_is_named(tmp_path):
         HuggingFaceFolder(tmp_path / "hf")
 
 
-def test_a_tensor_that_the_index_misplaces_is_named(tmp_path):
+def test_a_tensor_missing_from_its_indexed_file_is_named(tmp_path):
     export(tmp_path / "hf", tiny_model(), max_file_bytes=40_000)
     index = json.loads((tmp_path / "hf" / INDEX).read_text())
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
@@ -456,7 +499,7 @@ def test_files_outside_the_folder_are_refused(tmp_path, file):
     index["weight_map"]["model.norm.weight"] = file
     (tmp_path / "hf" / INDEX).write_text(json.dumps(index))
     with pytest.raises(
-        ConfigError, match=r"weight_map names the file .* which does not lie in this folder"
+        ConfigError, match=r"weight_map names the file .* which is not in this folder"
     ):
         HuggingFaceFolder(tmp_path / "hf")
 
@@ -470,14 +513,14 @@ def test_many_problems_are_cut_short(tmp_path):
     assert caught.value.problems[-1].startswith("... and ")
 
 
-def test_a_repeated_tied_head_and_stored_frequencies_are_harmless(tmp_path):
+def test_a_stored_tied_head_and_stored_frequencies_are_ignored(tmp_path):
     weights = export(tmp_path / "hf", tiny_model("llama"))
     edit_tensors(
         tmp_path / "hf",
         lm_head__weight=weights["embed_tokens.weight"].clone(),
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
     )
-    read = loaded(tiny_model("llama"), tmp_path / "hf")
+    read = load_decoder(tiny_model("llama"), tmp_path / "hf")
     assert all(torch.equal(read[name], weights[name]) for name in weights)
 
 
@@ -500,7 +543,7 @@ def test_a_decoder_of_another_shape_is_refused_before_anything_is_loaded(tmp_pat
 
 def test_rotary_settings_may_differ_from_the_folder(tmp_path):
     weights = export(tmp_path / "hf", tiny_model())
-    read = loaded(tiny_model(rope=YARN), tmp_path / "hf")
+    read = load_decoder(tiny_model(rope=YARN), tmp_path / "hf")
     assert all(torch.equal(read[name], weights[name]) for name in weights)
 
 
@@ -514,16 +557,17 @@ def test_everything_written_follows_the_umask(tmp_path, max_file_bytes):
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "hf").iterdir()} == {0o640}
 
 
-def test_a_shape_that_no_family_has_is_not_written(tmp_path):
+def test_a_shape_without_a_family_is_not_written(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"model.qkv_bias=False, model.qk_norm=True: a Hugging Face llama model has qkv_bias=False, qk_norm=False",
+        match=r"model.qkv_bias=False, model.qk_norm=True: a Hugging Face llama model has "
+        "qkv_bias=False, qk_norm=False",
     ):
         export(tmp_path / "hf", tiny_model("llama", qk_norm=True))
     assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_is_left_alone(tmp_path):
+def test_an_existing_folder_is_not_touched(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "precious").write_text("x")
     with pytest.raises(ConfigError, match="already exists; give a new or empty folder"):
@@ -539,7 +583,7 @@ def test_an_existing_folder_is_left_alone(tmp_path):
         (PermissionError(13, "Permission denied"), ConfigError),
     ],
 )
-def test_a_failed_write_leaves_nothing_and_only_the_disk_makes_it_a_failure(tmp_path, raised, kind):
+def test_a_failed_write_leaves_nothing_and_disk_errors_are_run_errors(tmp_path, raised, kind):
     model = tiny_model()
 
     def read(names):  # noqa: ARG001

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
 
-# 97 rows of the embedding and 3 workers: shards of unequal length, and an empty one for the smallest norms.
+# 97 embedding rows on 3 workers: unequal shards, and an empty one for the smallest norms.
 MODEL = tiny_model("qwen3", tied=False, qkv_bias=True, head_dim=2, init_std=0.02)
 
 
@@ -40,14 +40,14 @@ def initialized_by_workers(rank: int, world: int) -> dict[str, Tensor]:  # noqa:
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_every_bit_is_the_same_on_one_worker_and_sharded_over_several(world):
+def test_sharded_initialisation_is_bitwise_that_of_one_worker(world):
     alone = initialized(3)
     for together in gloo.run(world, initialized_by_workers):
         assert together.keys() == alone.keys()
         assert all(torch.equal(together[name], alone[name]) for name in alone)
 
 
-def test_standard_deviations_norms_and_biases():
+def test_matrices_norms_and_biases_have_their_distributions():
     residual = 0.02 / math.sqrt(2 * MODEL.num_layers)
     for name, value in initialized(0).items():
         if name.endswith("norm.weight"):
@@ -61,7 +61,7 @@ def test_standard_deviations_norms_and_biases():
             assert value.mean().abs().item() < 5 * expected / math.sqrt(value.numel()), name
 
 
-def test_seed_and_name_decide_the_values():
+def test_values_depend_on_seed_and_name():
     first, again, other = initialized(0), initialized(0), initialized(1)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["embed_tokens.weight"], other["embed_tokens.weight"])
@@ -74,7 +74,7 @@ def test_seed_and_name_decide_the_values():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws them")
-def test_numbers_are_drawn_where_the_caller_says():
+def test_numbers_are_drawn_on_the_given_device():
     decoder = Decoder(
         MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
     )

@@ -32,7 +32,7 @@ def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_r
     loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * chunk_rows, 0.25)
     expected = plain(x, weight, labels, 0.25)
     torch.testing.assert_close(loss, expected)
-    # The 3 stands for whatever the loss is multiplied by later: it must reach both gradients.
+    # The loss may be multiplied later, here by 3: the factor must reach both gradients.
     for ours, theirs in zip(
         torch.autograd.grad(loss * 3, (x, weight)),
         torch.autograd.grad(expected * 3, (x, weight)),
@@ -52,7 +52,7 @@ def test_gradcheck_in_float64(recompute, z_loss):
     assert torch.autograd.gradcheck(total, (x, weight))
 
 
-def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_is_made_apart(
+def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(
     monkeypatch,
 ):
     compiled = []
@@ -64,12 +64,12 @@ def test_a_gradient_in_the_dtype_of_the_logits_takes_their_place_and_any_other_i
         x, weight, labels = problem(dtype)
         fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0, compile=True)
     loss_module._compiled.cache_clear()
-    assert compiled == [loss_module._row_losses, loss_module._row_losses_apart]
+    assert compiled == [loss_module._row_losses, loss_module._row_losses_out_of_place]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("chunk_rows", [1, 5, 1000])
-def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_rows):
+def test_z_loss_is_the_squared_logsumexp_of_counted_rows(recompute, chunk_rows):
     x, weight, labels = problem(torch.float64)
     scale = torch.tensor(0.25, dtype=torch.float64)
     total, loss = with_z_loss(
@@ -88,34 +88,34 @@ def test_z_loss_is_the_squared_logsumexp_of_rows_that_count(recompute, chunk_row
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("z_loss", [0.0, 0.07])
-def test_what_a_compiler_gets_equals_what_overwrites_logits(dtype, z_loss, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
+def test_the_out_of_place_version_equals_the_in_place_one(dtype, z_loss, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_out_of_place)
     x, weight, labels = problem(dtype)
-    found = []
+    results = []
     for compile in (False, True):
         total, loss = with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=compile)
-        found.append((total, loss, *torch.autograd.grad(total, (x, weight))))
+        results.append((total, loss, *torch.autograd.grad(total, (x, weight))))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2**-7
-    for compiled, plain_one in zip(*found, strict=True):
+    for compiled, plain_one in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain_one, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         torch.testing.assert_close(
             with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=True)[0],
-            found[0][0].detach(),
+            results[0][0].detach(),
         )
 
 
-def test_gradients_by_recomputation_are_those_formed_in_forward():
+def test_recomputed_gradients_equal_those_formed_in_forward():
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, labels = problem(dtype)
-        found = [
+        results = [
             torch.autograd.grad(
                 fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
                 (x, weight),
             )
             for again in (False, True)
         ]
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_recomputation_keeps_no_gradient_until_backward():
@@ -132,7 +132,7 @@ def test_recomputation_keeps_no_gradient_until_backward():
     assert kept == {False: x.nbytes + weight.nbytes, True: 0}
 
 
-def test_bfloat16_errs_no_more_than_rounding_its_inputs_and_results_does():
+def test_bfloat16_error_is_that_of_rounding_inputs_and_results():
     x, weight, labels = problem(torch.bfloat16)
     loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0)
     expected = plain(x, weight, labels, 1.0)
@@ -148,7 +148,7 @@ def test_bfloat16_errs_no_more_than_rounding_its_inputs_and_results_does():
 
 
 def test_weight_gradient_is_summed_over_chunks_in_float32():
-    # 512 equal contributions of 2^-9 of the total: a bfloat16 sum stops growing at 2^8 of them.
+    # 512 equal contributions: a bfloat16 sum stops growing after 2^8 of them.
     rows = 512
     x = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -158,8 +158,8 @@ def test_weight_gradient_is_summed_over_chunks_in_float32():
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_nearly_certain_prediction_keeps_its_small_bfloat16_gradient(compile, monkeypatch):
-    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_apart)
+def test_a_nearly_certain_prediction_keeps_its_small_gradient_in_bfloat16(compile, monkeypatch):
+    monkeypatch.setattr(loss_module, "_compiled", lambda _: loss_module._row_losses_out_of_place)
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     (gradient,) = torch.autograd.grad(
@@ -189,7 +189,7 @@ def test_no_grad_gives_the_same_loss_without_gradients():
 
 
 @pytest.mark.parametrize("wanted", [0, 1])
-def test_gradient_of_one_input_alone(wanted):
+def test_only_the_requested_gradients_are_formed(wanted):
     x, weight, labels = problem(torch.float32)
     inputs = [
         tensor if index == wanted else tensor.detach() for index, tensor in enumerate((x, weight))
@@ -217,9 +217,9 @@ def test_scale_may_be_a_tensor_and_labels_int32():
     torch.testing.assert_close(loss, plain(x, weight, labels, 0.25))
 
 
-def test_never_more_logits_than_the_budget():
+def test_logits_never_exceed_the_budget():
     most = 0
-    made: list[weakref.ref[Tensor]] = []
+    logit_tensors: list[weakref.ref[Tensor]] = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -232,10 +232,10 @@ def test_never_more_logits_than_the_budget():
                 and result.shape[1] == VOCAB
             )
             if is_logits and result.shape[0] != HIDDEN:  # not the transposed weight
-                made.append(weakref.ref(result))
+                logit_tensors.append(weakref.ref(result))
                 alive = [
                     tensor.untyped_storage()
-                    for reference in made
+                    for reference in logit_tensors
                     if (tensor := reference()) is not None
                 ]
                 most = max(
@@ -267,13 +267,13 @@ def test_cuda_bfloat16_equals_float32_arithmetic_on_the_same_numbers(compile):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_compiled_code_makes_no_tensor_of_the_logits_size_but_their_gradient():
+def test_compiled_code_allocates_only_the_logits_gradient():
     rows, vocab_size = 512, 50_000
     x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab_size, 64, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(vocab_size, (rows,), device="cuda")
     logits = 4 * rows * vocab_size
-    for measured in (False, True):  # the first one compiles
+    for measured in (False, True):  # the first call compiles
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         fused_linear_cross_entropy(x, weight, labels, logits, 1.0, compile=True)

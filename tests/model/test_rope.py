@@ -64,8 +64,9 @@ def test_stretched_frequencies_equal_transformers(rope, factor, head_dim):
 
 
 def test_yarn_ramp_starts_from_the_original_length():
-    # Qwen2.5 stretched 16 times: dimensions below 23 turn 32 times within 32,768 tokens and keep their speed, from 40 on all are slowed.
-    # Measured from the stretched length the bounds would be 36 and 53.
+    # Qwen2.5 stretched 16 times: dimensions below 23 turn 32 times within 32,768 tokens and keep
+    # their speed; from 40 on all are slowed. From the stretched length the bounds would be 36 and
+    # 53.
     ratio = inverse_frequencies(
         dataclasses.replace(QWEN, scaling="none"), 128, 1.0
     ) / inverse_frequencies(QWEN, 128, 16.0)
@@ -95,14 +96,14 @@ def test_no_scaling_means_factor_one():
 
 
 @pytest.mark.parametrize("factor", ["automatic", 0.5, float("nan"), float("inf")])
-def test_impossible_factor_is_named(factor):
+def test_an_invalid_factor_is_named(factor):
     with pytest.raises(
         ConfigError, match=f"model.rope.factor={factor}: must be auto or a number of at least 1"
     ):
         rope_factor(dataclasses.replace(QWEN, factor=factor), 4096)
 
 
-def test_rotation_follows_the_given_positions_in_any_order():
+def test_rotation_uses_the_given_positions_in_any_order():
     frequencies = inverse_frequencies(PLAIN, 16, 1.0)
     x = torch.randn(1, 6, 2, 16, generator=torch.Generator().manual_seed(0))
     order = torch.tensor([4, 0, 5, 2, 1, 3])
@@ -112,7 +113,7 @@ def test_rotation_follows_the_given_positions_in_any_order():
     assert torch.equal(rotate(x[:, order], shuffled.cos_BN1F, shuffled.sin_BN1F), expected)
 
 
-def test_scores_depend_on_distance_alone_at_four_million_tokens():
+def test_scores_depend_only_on_distance_at_four_million_tokens():
     frequencies = inverse_frequencies(PLAIN, 64, 1.0)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 64, generator=generator) for _ in range(2))
@@ -135,7 +136,7 @@ def test_frequencies_are_real_numbers_under_the_meta_device():
     assert torch.equal(frequencies, inverse_frequencies(YARN, 32, 4.0))
 
 
-def test_bfloat16_heads_are_turned_in_float32_and_come_back_contiguous():
+def test_bfloat16_heads_are_rotated_in_float32_and_returned_contiguous():
     rope = rotation(torch.arange(100, 107)[None], inverse_frequencies(PLAIN, 16, 1.0), 1.0)
     x = torch.randn(1, 7, 2, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     turned = rotate(x, rope.cos_BN1F, rope.sin_BN1F)

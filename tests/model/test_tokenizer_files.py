@@ -1,4 +1,4 @@
-"""The tokenizer that goes with exported weights gives the ids that the run was trained on."""
+"""An exported tokenizer gives the ids that the run was trained on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer, train_bpe
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 
-# Decomposed and composed letters, special tokens of others, spaces that a pre-tokenizer would cut, line ends.
-TEXT = "Hello wo\u0308rld \u00f6!  'tis <s> </s> <|endoftext|> <unk>\n\n\tdef f(x):\n    return x  # \u6f22\u5b57 \U0001f999\r\n , . end  "
+# Decomposed and composed letters, foreign special tokens, spaces that a pre-tokenizer would split,
+# and line ends.
+TEXT = (
+    "Hello wo\u0308rld \u00f6!  'tis <s> </s> <|endoftext|> <unk>\n\n\tdef f(x):\n    return x"
+    "  # \u6f22\u5b57 \U0001f999\r\n , . end  "
+)
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ def bytes_files() -> TokenizerFiles:
     return of_bytes(ours.bos, ours.eos, ours.pad)
 
 
-def test_the_byte_tokenizer_as_a_file_has_our_ids(
+def test_the_exported_byte_tokenizer_has_mtrains_ids(
     tmp_path: Path, bytes_files: TokenizerFiles
 ) -> None:
     library = pytest.importorskip("tokenizers")
@@ -39,7 +43,7 @@ def test_the_byte_tokenizer_as_a_file_has_our_ids(
     ] == [256, 257, 258]
     assert theirs.decode([72, 105, 257, 258]) == "Hi" == ours.decode(np.array([72, 105, 257, 258]))
     assert open_tokenizer(str(tmp_path)).eos == ours.eos, (
-        "a run that starts from the export ends documents with the same id"
+        "a run that starts from the export must end documents with the same id"
     )
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {
         "bos_token_id": 256,
@@ -50,18 +54,18 @@ def test_the_byte_tokenizer_as_a_file_has_our_ids(
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
 @pytest.mark.parametrize("trusted", [False, True])
-def test_transformers_gives_our_ids_beside_every_family(
+def test_transformers_gives_mtrains_ids_for_every_family(
     tmp_path: Path,
     bytes_files: TokenizerFiles,
     family: str,
     trusted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For qwen2 it would normalise text and cut it as Qwen's own tokenizer does."""
+    """For qwen2 it would otherwise normalise and split text like Qwen's own tokenizer."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(
         "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )  # of trusted code
+    )  # for trusted code
     train_bpe([TEXT * 5, "the quick brown fox\n" * 30], 400, tmp_path / "bpe.json")
     bpe = open_tokenizer(str(tmp_path / "bpe.json"))
     for name, files, ours in (
@@ -69,7 +73,7 @@ def test_transformers_gives_our_ids_beside_every_family(
         ("bpe", of_file(tmp_path / "bpe.json", bpe.eos), bpe),
     ):
         (tmp_path / name).mkdir()
-        files.beside(family).write(tmp_path / name)
+        files.for_family(family).write(tmp_path / name)
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": family}))
         theirs = transformers.AutoTokenizer.from_pretrained(
             tmp_path / name, trust_remote_code=trusted
@@ -80,14 +84,14 @@ def test_transformers_gives_our_ids_beside_every_family(
         assert theirs.eos_token_id == ours.eos
 
 
-def test_qwens_own_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
+def test_qwens_own_tokenizer_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     files = of_folder(tmp_path)
-    assert files.beside("qwen2") == files
+    assert files.for_family("qwen2") == files
 
 
-def test_the_end_token_is_what_the_folder_names(tmp_path: Path) -> None:
+def test_the_folder_decides_the_end_token(tmp_path: Path) -> None:
     vocabulary = {"type": "BPE", "vocab": {"a": 0, "</s>": 1}, "merges": []}
     (tmp_path / "tokenizer.json").write_text(
         json.dumps({"model": vocabulary, "added_tokens": [{"id": 2, "content": "<end>"}]})
@@ -105,7 +109,7 @@ def test_the_end_token_is_what_the_folder_names(tmp_path: Path) -> None:
     }
 
 
-def test_what_ended_the_documents_goes_before_ids_that_the_tokenizer_does_not_have(
+def test_the_documents_end_token_takes_precedence_over_unknown_ids(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(

@@ -34,10 +34,15 @@ def tiny_model(
     rope: RopeConfig = PLAIN,
     **changes: Any,
 ) -> ModelConfig:
-    """A model of a family with its biases and norms; the head dim is not hidden / heads, so that mixing them up shows."""
+    """Return a small model of a family, with its biases and norms.
+
+    head_dim differs from hidden / heads, so that mixing them up shows.
+    """
     model = ModelConfig(
-        name="tiny", family=family, vocab_size=97, hidden_size=40, num_layers=3, num_heads=4, num_kv_heads=num_kv_heads, head_dim=16,
-        intermediate_size=56, qkv_bias=family == "qwen2", qk_norm=family == "qwen3", tie_word_embeddings=tied, rms_norm_eps=1e-6,
+        name="tiny", family=family, vocab_size=97, hidden_size=40, num_layers=3, num_heads=4,
+        num_kv_heads=num_kv_heads, head_dim=16,
+        intermediate_size=56, qkv_bias=family == "qwen2", qk_norm=family == "qwen3",
+        tie_word_embeddings=tied, rms_norm_eps=1e-6,
         init_std=0.2, rope=rope,
     )  # fmt: skip
     return dataclasses.replace(model, **changes)
@@ -52,7 +57,7 @@ def make_decoder(
     chunk_rows: int = 7,
     **options: Any,
 ) -> Decoder:
-    """An initialised decoder whose biases and norms are random too, or a mistake in them would not show."""
+    """Return an initialised decoder with random biases and norms, so that mistakes in them show."""
     with torch.device("meta"):
         decoder = Decoder(
             model,
@@ -75,7 +80,7 @@ def make_decoder(
 def tokens_and_labels(
     model: ModelConfig, batch: int = 2, length: int = 24
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens, their positions in order, and labels of which some are ignored; each ``[batch, length]``."""
+    """Return random tokens, ordered positions and labels (some ignored), ``[batch, length]``."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (
         torch.randint(model.vocab_size, (batch, length), generator=generator) for _ in range(2)

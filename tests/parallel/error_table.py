@@ -1,7 +1,9 @@
-"""Prints how far each exchange is from the float64 oracle, as a table: `PYTHONPATH=tests python -m parallel.error_table [WORKERS ...]`.
+"""Print the error of each exchange against the float64 oracle as a table.
 
-One row per exchange and number of workers: the largest difference of output, lse and gradients over layouts, heads 4/4, 4/2 and 4/1,
-indices, and causal and document masks.
+`PYTHONPATH=tests python -m parallel.error_table [WORKERS ...]`.
+
+One row per exchange and number of workers: the largest difference of output, lse and gradients over
+layouts, heads 4/4, 4/2 and 4/1, indices, and causal and document masks.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def main(worlds: list[int]) -> None:
                     counts[way] = counts.get(way, 0) + 1
         for way, row in table.items():
             print(
-                f"| {world} | {way} | {counts[way] // world} | {' | '.join(f'{d:.1e}' for d in row)} |",
+                f"| {world} | {way} | {counts[way] // world} | "
+                f"{' | '.join(f'{d:.1e}' for d in row)} |",
                 flush=True,
             )
 

@@ -1,4 +1,4 @@
-"""Partial gradients of bfloat16 runs are added in float32, on every worker and on the wire."""
+"""Partial gradients of bfloat16 runs are summed in float32, on every worker and on the wire."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
 
 
 class OnePartEach:
-    """Rank 0 adds 1 to every gradient of keys, the others TINY; each call adds 1 or TINY to that of queries."""
+    """A kernel whose gradients reveal rounding.
+
+    Key gradients: 1 on rank 0 and TINY on the others. Query gradients: 1 or TINY per call.
+    """
 
     name = "test"
     needs_out = False
@@ -68,7 +71,7 @@ def test_small_parts_are_not_rounded_away(exchange):
 
 
 def test_partial_outputs_in_bfloat16_are_merged_in_float32():
-    """Seven keys with equal scores, one a step: 1 and six times 0. In bfloat16 every merge would round."""
+    """Seven keys with equal scores, one a step; values 1 and six 0. bfloat16 merges would round."""
     total = RunningAttention(torch.zeros(1, 1, 1, 4, dtype=torch.bfloat16))
     for step in range(7):
         out = torch.full((1, 1, 1, 4), 1.0 if step == 0 else 0.0, dtype=torch.bfloat16)
@@ -81,7 +84,7 @@ def test_partial_outputs_in_bfloat16_are_merged_in_float32():
     torch.testing.assert_close(lse, torch.full((1, 1, 1), 7.0).log())
 
 
-def test_a_part_of_few_heads_holds_at_least_one():
+def test_a_part_of_the_heads_has_at_least_one_head():
     sizes = ShardSizes(tokens=10, heads=8, kv_heads=2, head_dim=16, dtype_bytes=2)
     assert sizes.shard("kv", (0, 4)) == 2 * 10 * 16 * 1 * 2
     assert sizes.shard("dkv", (0, 2)) == 2 * 10 * 16 * 1 * 4

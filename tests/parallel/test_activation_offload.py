@@ -1,4 +1,4 @@
-"""Host memory for activations: what leaves comes back, one layer ahead, in buffers that are used again."""
+"""Offloaded activations return unchanged, one layer ahead of their use, and reuse host buffers."""
 
 import random
 
@@ -25,7 +25,7 @@ def backward(kept: list[list], step: int) -> None:
         assert torch.equal(second, torch.arange(7) + layer)
 
 
-def test_what_left_comes_back_and_buffers_are_used_again():
+def test_offloaded_tensors_return_and_buffers_are_reused():
     store = ActivationOffload(LAYERS, torch.device("cpu"))
     once = (LAYERS - 1) * (3 * 5 * 4 + 7 * 8)  # the last layer stays
     blocks = (LAYERS - 1) * 2 * 64
@@ -38,7 +38,7 @@ def test_what_left_comes_back_and_buffers_are_used_again():
         assert store.moved == 2 * once * (step + 1)
 
 
-def test_a_layer_is_fetched_while_the_one_behind_it_is_in_backward():
+def test_a_layer_is_fetched_while_the_layer_after_it_is_in_backward():
     store = ActivationOffload(LAYERS, torch.device("cpu"))
     kept = forward(store, 0)
     there = [[one.device is not None for one in row] for row in kept]
@@ -63,7 +63,7 @@ def test_a_forward_pass_without_backward_leaves_nothing_behind():
     assert store.waiting == 0
 
 
-def test_only_so_many_layers_leave():
+def test_only_the_given_number_of_layers_is_offloaded():
     for number in range(LAYERS + 1):
         store = ActivationOffload(LAYERS, torch.device("cpu"), number)
         for step in range(2):
@@ -76,7 +76,7 @@ def test_only_so_many_layers_leave():
         assert store.allocated == min(number, LAYERS - 1) * 2 * 64
 
 
-def test_one_is_a_number_and_true_is_all():
+def test_one_means_one_layer_and_true_means_all():
     assert [layers_on_host(word, 36) for word in (False, 0, 1, 16, 36, True)] == [
         0,
         0,
@@ -88,7 +88,7 @@ def test_one_is_a_number_and_true_is_all():
     assert layers_on_host(True, 1) == 0
 
 
-def test_blocks_are_full_and_the_rest_a_power_of_two():
+def test_blocks_are_full_except_a_last_power_of_two():
     mib = 1 << 20
     assert block_sizes(576 * mib) == [16 * mib] * 36
     assert block_sizes(41 * mib) == [16 * mib, 16 * mib, 16 * mib]
@@ -101,12 +101,12 @@ def test_blocks_are_full_and_the_rest_a_power_of_two():
     ]
 
 
-def test_widths_that_change_from_step_to_step_take_no_more_than_the_widest(monkeypatch):
+def test_widths_that_change_between_steps_allocate_no_more_than_the_widest(monkeypatch):
     monkeypatch.setattr(activation_offload, "FULL_BLOCK", 256)
     store, draw = ActivationOffload(LAYERS, torch.device("cpu")), random.Random(0)
     widths = [150, *(draw.randrange(150) for _ in range(60))]
     for width in widths:
-        # Fewer numbers of more bytes, and a tensor whose memory is not in the order of its elements.
+        # Views as fewer, wider elements, and tensors that are not contiguous.
         tensors = [
             [torch.randn(width, 2).t(), torch.randn(width // 2).double()] for _ in range(LAYERS)
         ]

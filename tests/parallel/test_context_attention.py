@@ -1,4 +1,4 @@
-"""Attention over a context group of real processes equals the float64 oracle on one: output and all gradients."""
+"""Attention over real processes equals the float64 oracle on one: output and all gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.context_attention import _Attend
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.index_group import gathered, make_index_group
+from mtrain_cli.parallel.index_group import gather_rows, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.sparsity.pattern import MaskedPositions
@@ -67,7 +67,10 @@ def inputs(heads: int, kv_heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 
 def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
-    """The same on every process. One head of a sequence has nothing chosen at all; `nothing`: no head has."""
+    """The index of a case, the same on every process.
+
+    One head of a sequence has nothing chosen; under `nothing` no head has anything chosen.
+    """
     if kind == "dense":
         return None
     blocks = -(-layout.padded_seq // BLOCK)
@@ -99,7 +102,7 @@ def index_of(kind: str, heads: int, layout: Layout) -> Index | None:
 
 
 def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
-    """bool [batch, heads or 1, SEQ, SEQ], from mask and index alone."""
+    """bool [batch, heads or 1, SEQ, SEQ], computed from mask and index only."""
     first = torch.from_numpy(np.stack([m.first[:SEQ] for m in masks(documents, SEQ)]))
     at = torch.arange(SEQ)
     seen = ((at >= first[..., None]) & (at <= at[:, None]))[:, None]
@@ -114,7 +117,7 @@ def seen_by_definition(documents: bool, index: Index | None) -> torch.Tensor:
 
 
 def oracle(heads: int, kv_heads: int, documents: bool, index: Index | None) -> list[torch.Tensor]:
-    """out, dq, dk, dv by autograd through the definition, and lse [batch, heads, SEQ]: nothing of mtrain but the mask."""
+    """out, dq, dk, dv by autograd from the definition, and lse [batch, heads, SEQ]."""
     q, k, v, dout = inputs(heads, kv_heads, torch.float64)
     for t in (q, k, v):
         t.requires_grad_()
@@ -131,7 +134,7 @@ def oracle(heads: int, kv_heads: int, documents: bool, index: Index | None) -> l
 
 
 class Given:
-    """Attention with a given index, as `ContextAttention` calls an exchange; keeps the lse of its forward pass."""
+    """A stand-in for `ContextAttention` with a given index; keeps the lse of its forward pass."""
 
     def __init__(self, exchange, kernel) -> None:
         self.of, self.kernel = exchange, kernel
@@ -151,14 +154,17 @@ class Given:
     def scale(head_dim: int) -> float:
         return head_dim**-0.5
 
-    def done(self, layer: int) -> None:
+    def release(self, layer: int) -> None:
         pass
 
 
 def lse_difference(
     lse: torch.Tensor, expected: torch.Tensor, layout: Layout, rank: int, heads: int
 ) -> float:
-    """The largest difference on this rank, which holds its own queries or, where heads are shared, those of its group for some heads."""
+    """The largest error of lse on this rank.
+
+    The rank holds its own queries; if heads are shared, its group's queries for some heads.
+    """
     first, place = rank - rank % heads, rank % heads
     positions = np.sort(np.concatenate([layout.positions(r) for r in range(first, first + heads)]))
     real = positions < SEQ
@@ -173,8 +179,9 @@ def lse_difference(
 def cells(
     rank: int, world: int, kernel_name: str, dtype_name: str, kinds: tuple[str, ...], every: bool
 ) -> dict[str, float]:
-    """The largest difference from the oracle on this rank, for every cell; or for one mask of each way, heads, layout and index, in turn,
-    so that each mask still meets every two of these; even numbers of workers begin with the other one.
+    """The largest difference from the oracle on this rank, for every cell; or for one mask of each
+    way, heads, layout and index, in turn, so that each mask still meets every two of these; even
+    numbers of workers begin with the other one.
     """
     dtype = getattr(torch, dtype_name)
     kernel = _KERNELS[kernel_name]()
@@ -193,9 +200,14 @@ def cells(
             for layout_name in LAYOUTS:
                 layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
                 exchange = make_exchange(
-                    way.exchange, layout, group, chunks=way.chunks, prefetch=way.prefetch, circulates=way.circulates,
+                    way.exchange,
+                    layout,
+                    group,
+                    chunks=way.chunks,
+                    prefetch=way.prefetch,
+                    circulates=way.circulates,
                     shared_columns=way.shared_columns,
-                )  # fmt: skip
+                )
                 positions = layout.positions(rank)
                 real = positions < SEQ
                 own = torch.from_numpy(np.minimum(positions, SEQ - 1))
@@ -212,13 +224,15 @@ def cells(
                         name = (heads, kv_heads, documents, kind, layout.padded_seq)
                         if name not in expected:
                             expected[name] = oracle(heads, kv_heads, documents, index)
-                        # What stands in the padding must not matter, so it is a large number.
+                        # Padding must not affect the result: fill it with a large number.
                         q, k, v, dout = (t[:, own] for t in inputs(heads, kv_heads, dtype))
                         for t in (q, k, v):
                             t[:, ~real] = 50.0
                             t.requires_grad_()
                         batch_masks = masks(documents, layout.padded_seq)
-                        work = exchange.work(batch_masks, "cpu", None if index is None else BLOCK)
+                        work = exchange.make_tiles(
+                            batch_masks, "cpu", None if index is None else BLOCK
+                        )
                         if isinstance(index, BlockBitmap):
                             held = np.unique(positions // BLOCK).astype(np.int32)
                             mine = BlockBitmap(
@@ -229,14 +243,15 @@ def cells(
                                 batch_masks, BLOCK, "cpu", shards, make_index_group(group)
                             )
                             work = work.under(
-                                gathered(mine, masked) if exchange.foreign_queries else mine
+                                gather_rows(mine, masked) if exchange.foreign_queries else mine
                             )
                         else:
                             work = work.under(index)
                         given = Given(exchange, kernel)
                         out = _Attend.apply(q, k, v, given, work, 0)
                         gradients = torch.autograd.grad(out, (q, k, v), dout.clone())
-                        key = f"{way}/{layout_name}/{heads}:{kv_heads}/{kind}/{'docs' if documents else 'causal'}"
+                        mask_name = "docs" if documents else "causal"
+                        key = f"{way}/{layout_name}/{heads}:{kv_heads}/{kind}/{mask_name}"
                         worst[key] = max(
                             (got[:, real].double() - want[:, positions[real]]).abs().max().item()
                             if real.any()
@@ -260,7 +275,7 @@ CASES = [
 ]
 
 
-# Kernels in float64 tell the same of the exchanges once more, and more exactly.
+# The float64 cases test the same exchanges more exactly.
 USUAL = [
     pytest.param(case, world, False, id=f"{case[0]}-{world}")
     for case, worlds in zip(CASES, ((2,), (1, 3, 4)), strict=True)

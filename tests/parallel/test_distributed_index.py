@@ -1,4 +1,4 @@
-"""An index that several real processes estimate together is the one that a single process estimates from the whole sequence."""
+"""Processes that estimate an index together find what one process finds from the whole sequence."""
 
 from __future__ import annotations
 
@@ -27,9 +27,19 @@ HEADS = ((4, 4), (4, 2), (4, 1))
 
 def vertical_slash(**changed) -> VerticalSlashPattern:
     default = {
-        "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False, "sink_tokens": 2,
-        "min_columns": 3, "max_columns": 40, "min_slashes": 1, "max_slashes": 0, "per_group": False,
-    }  # fmt: skip
+        "block": BLOCK,
+        "last_q": 20,
+        "windows": 1,
+        "p_v": 0.6,
+        "p_s": 0.7,
+        "joint": False,
+        "sink_tokens": 2,
+        "min_columns": 3,
+        "max_columns": 40,
+        "min_slashes": 1,
+        "max_slashes": 0,
+        "per_group": False,
+    }
     return VerticalSlashPattern(**{**default, **changed})
 
 
@@ -40,7 +50,7 @@ PATTERNS: dict[str, Pattern] = {
     "joint windows of groups": vertical_slash(windows=3, joint=True, per_group=True, p_v=0.8),
     "per group": vertical_slash(per_group=True),
     "any number of columns": vertical_slash(max_columns=0),
-    # More than one worker holds of the largest: every worker's own candidates have to meet.
+    # One worker cannot hold all the largest ones: candidates of all workers must be merged.
     "few columns": vertical_slash(max_columns=7, min_columns=7, max_slashes=3, sink_tokens=0),
     "moba": MobaPattern(BLOCK, 32, 3),
     "moba of blocks": MobaPattern(BLOCK, 32, 3, by_query=False),
@@ -50,7 +60,7 @@ PATTERNS: dict[str, Pattern] = {
 
 
 def layout_of(name: str, world: int) -> Layout:
-    """Whole blocks on every worker; with four workers the last part of a contiguous layout is padding alone."""
+    """Layouts with whole blocks per worker; with 4 workers, the last contiguous part is padding."""
     unit = 2 * world * BLOCK
     return make_layout(name, world, SEQ if name == "striped" else -(-SEQ // unit) * unit, BLOCK)
 
@@ -66,7 +76,7 @@ def masks(documents: bool, padded: int) -> list[SequenceMask]:
 def inputs(
     heads: int, kv_heads: int, dtype: torch.dtype, padded: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k of whole sequences, the same on every process; a few keys stand out."""
+    """q and k of whole sequences, the same on every process; a few keys get high scores."""
     generator = torch.Generator().manual_seed(heads * 10 + kv_heads)
     q, k = (
         torch.randn(BATCH, padded, h, HEAD_DIM, generator=generator, dtype=torch.float64)
@@ -83,7 +93,7 @@ def estimates(
     fused: bool = False,
     names: tuple[str, ...] = tuple(PATTERNS),
 ) -> dict[str, Any]:
-    """Per cell what this worker found and the work that it counts; on rank 0 also both as one worker finds them from everything."""
+    """By cell, this worker's index and counts; rank 0 also returns those of a single process."""
     dtype = getattr(torch, dtype_name)
     if fused:
         import mtrain_cli.sparsity.vertical_slash as module
@@ -91,7 +101,7 @@ def estimates(
         module.fused_probe_usable = lambda *_: True
     group = make_context_group(rank, world, world, torch.device("cpu"))
     found: dict[str, Any] = {}
-    # The interpreter takes seconds a cell.
+    # The Triton interpreter takes seconds a cell.
     for heads, kv_heads in HEADS[1:2] if fused else HEADS:
         for documents in (True,) if fused else (False, True):
             for layout_name in LAYOUTS[1:] if fused else LAYOUTS:
@@ -102,14 +112,15 @@ def estimates(
                 own = torch.from_numpy(layout.positions(rank))
                 my_q, my_k = q[:, own], k[:, own]
                 for b, mask in enumerate(batch_masks):
-                    # What stands in the padding must not matter.
+                    # Padding must not affect the result.
                     my_q[b, own >= mask.length] = float("nan")
                     my_k[b, own >= mask.length] = 70.0
                 for name in names:
                     pattern = PATTERNS[name]
                     dynamic = DynamicIndex.make(pattern, batch_masks, "cpu", layout, group)
                     index = dynamic.of(3, my_q, my_k)
-                    cell = f"{layout_name}/{heads}:{kv_heads}/{'docs' if documents else 'causal'}/{name}"
+                    mask_name = "docs" if documents else "causal"
+                    cell = f"{layout_name}/{heads}:{kv_heads}/{mask_name}/{name}"
                     dynamic.count()
                     found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
                     if rank == 0:
@@ -122,7 +133,7 @@ def estimates(
 
 
 def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
-    """All that an index chooses, as (kind, sequence, head, ...)."""
+    """Return everything that an index chooses, as (kind, sequence, head, ...)."""
     if "slashes" in tensors:
         columns = tensors["columns"]
         lines = {("slash", *at) for at in tensors["slashes"].nonzero().tolist()}
@@ -136,7 +147,7 @@ def chosen_lines(tensors: dict[str, torch.Tensor]) -> set[tuple]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_in_float64_it_is_the_same_bit_for_bit(world):
+def test_in_float64_the_index_is_bitwise_equal(world):
     ranks = gloo.run(world, estimates, "float64")
     assert len(ranks[0]) == len(HEADS) * 2 * len(LAYOUTS) * len(PATTERNS)
     for cell, (_, _, alone, pairs) in ranks[0].items():
@@ -163,7 +174,7 @@ def test_in_float64_it_is_the_same_bit_for_bit(world):
 
 
 def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
-    """bool like bits: query blocks that hold a token; what is chosen for padding concerns nobody."""
+    """bool, like bits: query blocks that hold a token; choices for padding do not matter."""
     assert bits.shape == alone.shape
     real = torch.zeros_like(bits)
     for b, mask in enumerate(masks(False, bits.shape[-1] * BLOCK)):
@@ -171,7 +182,7 @@ def pairs_of_real_rows(bits: torch.Tensor, alone: torch.Tensor) -> torch.Tensor:
     return real
 
 
-# The interpreter runs the fused probe.
+# The Triton interpreter runs the fused probe.
 KINDS = [
     ("float32", False),
     ("bfloat16", False),
@@ -199,7 +210,7 @@ def test_in_lower_precision_only_ties_differ(world, dtype, fused):
         lines += len(got)
         assert len(got ^ chosen_lines(alone)) <= 2, cell
     assert lines > 100
-    # The fused probe adds up in one way wherever the keys are.
+    # The fused probe sums in the same order wherever the keys are.
     assert differing <= (0 if fused else lines / 5000), (differing, lines)
 
 
@@ -232,7 +243,7 @@ class _Pair:
     rank, size = 0, 2
 
 
-def test_an_index_of_local_rows_is_that_part_of_the_whole():
+def test_an_index_of_local_rows_equals_that_part_of_the_whole():
     bits = torch.eye(4, dtype=torch.bool)[None, None]
     rows, everything = torch.tensor([1, 3], dtype=torch.int32), torch.arange(4)
     index = BlockBitmap(BLOCK, 4, bits[:, :, rows.long()], rows)

@@ -1,4 +1,4 @@
-"""The index of a layer is estimated once, serves backward and recomputation, and gives exactly the gradients of the pairs it allows."""
+"""A layer's index is estimated once, serves backward and recomputation; gradients are exact."""
 
 from __future__ import annotations
 
@@ -35,9 +35,19 @@ class Counting(VerticalSlashPattern):
 def attend() -> ContextAttention:
     Counting.calls.clear()
     pattern = Counting(
-        block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2, min_columns=2, max_columns=20,
-        min_slashes=1, max_slashes=0, per_group=False,
-    )  # fmt: skip
+        block=BLOCK,
+        last_q=16,
+        windows=1,
+        p_v=0.4,
+        p_s=0.4,
+        joint=False,
+        sink_tokens=2,
+        min_columns=2,
+        max_columns=20,
+        min_slashes=1,
+        max_slashes=0,
+        per_group=False,
+    )
     masks = [
         SequenceMask.from_documents(np.repeat([0, 1], [40, 50]), SEQ),
         SequenceMask.causal(SEQ, SEQ),
@@ -63,8 +73,8 @@ def tensors() -> list[torch.Tensor]:
 def expected(
     attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
 ) -> list[torch.Tensor]:
-    """Output and gradients by autograd through the definition, with the index that the call keeps."""
-    (tiles,) = attend.work.tiles.values()
+    """Output and gradients by autograd from the definition, with the index that the call keeps."""
+    (tiles,) = attend.tiles.tiles.values()
     seen = tiles.under(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
     out = torch.einsum(
@@ -75,7 +85,7 @@ def expected(
     return [out.detach(), *torch.autograd.grad(out.sum(), (q, k, v))]
 
 
-def test_output_and_gradients_are_those_of_the_allowed_pairs(attend):
+def test_output_and_gradients_equal_those_of_the_allowed_pairs(attend):
     q, k, v = tensors()
     out = attend(q, k, v, 3)
     want = expected(attend, q, k, v, 3)
@@ -87,17 +97,17 @@ def test_output_and_gradients_are_those_of_the_allowed_pairs(attend):
         torch.testing.assert_close(got, exact, atol=1e-10, rtol=0)
 
 
-def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
+def test_an_index_is_estimated_once_a_layer_and_dropped_after_backward(attend):
     q, k, v = tensors()
     for layer in (0, 1):
         out = checkpoint(
             lambda q, k, v, layer=layer: attend(q, k, v, layer), q, k, v, use_reentrant=False
         )
         kept, (work, _) = attend.index.kept[layer], attend.narrowed[layer]
-        (derived,) = (tiles.of_index for tiles in work._narrow.values())
+        (derived,) = (tiles.index_cache for tiles in work._narrow.values())
         derived["by a kernel"] = True
         attend(q, k, v, layer)
-        assert next(iter(attend.narrowed[layer][0]._narrow.values())).of_index is derived, (
+        assert next(iter(attend.narrowed[layer][0]._narrow.values())).index_cache is derived, (
             "recomputation derives nothing"
         )
         out.sum().backward()
@@ -108,20 +118,20 @@ def test_it_is_estimated_once_a_layer_and_dropped_after_backward(attend):
     assert [record.layer for record in attend.index.records] == [0, 1]
 
 
-def test_another_batch_starts_with_nothing(attend):
+def test_the_next_batch_starts_without_indices(attend):
     q, k, v = tensors()
     attend(q, k, v, 0)
-    other = attend.again()
+    other = attend.for_next_batch()
     assert other.index.kept == {}
     assert other.index.records == []
     assert other.narrowed == {}
-    assert other.work is attend.work
+    assert other.tiles is attend.tiles
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, monkeypatch):
+def test_time_and_work_of_several_layers_are_counted_together(attend, at_once, monkeypatch):
     q, k, v = tensors()
     for layer in range(3):
         attend(q * (layer + 1), k, v, layer)
@@ -138,13 +148,13 @@ def test_time_and_work_are_recorded_of_several_layers_at_once(attend, at_once, m
     )
     attend.index.count()
     assert joined == [at_once] * (3 // at_once) + [1] * (at_once == 2)
-    (tiles,) = attend.work.tiles.values()
+    (tiles,) = attend.tiles.tiles.values()
     for layer, record in enumerate(attend.index.records):
         assert record.seconds > 0
         assert record.layer == layer
         assert (
             record.counts.pairs.tolist()
-            == tiles.under(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
+            == tiles.with_index(attend.index.kept[layer]).seen().sum((-1, -2)).tolist()
         )
     attend.index.count()
     assert sum(joined) == 3, "each is counted once"

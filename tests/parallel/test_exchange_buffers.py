@@ -1,4 +1,4 @@
-"""Messages use the same memory again and again, and nothing that is still needed; what is empty is not computed."""
+"""Messages reuse memory, but none that is still needed; empty tiles are not computed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
         made.append(0)
         Counting.calls = 0
         gradients.append(torch.autograd.grad(attend(*tensors, 0).sum(), tensors))
-        free.append(len(exchange.buffers.free()))
+        free.append(len(exchange.buffers.free_tensors()))
     first = [t.clone() for t in gradients[0]]
     return {
         "made": made,
@@ -59,14 +59,14 @@ def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("circulates", ["kv", "queries"])
-def test_later_passes_allocate_next_to_nothing_and_gradients_of_earlier_ones_stay(circulates):
+def test_later_passes_allocate_almost_nothing_and_earlier_gradients_survive(circulates):
     for rank, found in enumerate(gloo.run(3, passes, circulates)):
         assert found["made"][0] > 2
-        # The shard that waits for the backward pass is kept by autograd.
+        # Autograd holds the shard that waits for the backward pass.
         assert max(found["made"][1:]) <= 1, found
         assert found["free"][1] == found["free"][2] == found["free"][3]
         assert found["kept"], "memory of a gradient that was handed out is not used again"
-        # Contiguous shards: a rank sees its own and earlier ones only.
+        # Contiguous shards: a rank sees only its own and earlier ones.
         assert found["calls"] == rank + 1
 
 
@@ -84,7 +84,7 @@ def test_parts_of_a_message_start_at_multiples_of_256_bytes():
         assert got_lse.equal(lse)
 
 
-def test_pairs_of_all_ranks_are_those_of_the_mask():
+def test_pairs_of_all_ranks_sum_to_those_of_the_mask():
     mask = SequenceMask.causal(SEQ, SEQ)
     total = SEQ * (SEQ + 1) // 2
     for exchange, chunks in (("all_gather", 2), ("ring", 1)):
@@ -93,4 +93,4 @@ def test_pairs_of_all_ranks_are_those_of_the_mask():
             make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks)
             for rank in range(4)
         ]
-        assert sum(e.pairs(e.work([mask], "cpu")) for e in made) == total
+        assert sum(e.pairs(e.make_tiles([mask], "cpu")) for e in made) == total

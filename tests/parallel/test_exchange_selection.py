@@ -1,4 +1,4 @@
-"""`auto`: gathered where memory allows, in a ring where not, over nodes in the hierarchical form, and why; what does not fit is refused."""
+"""`auto` gathers if memory allows, uses a ring if not, and hierarchical forms across nodes."""
 
 from __future__ import annotations
 
@@ -41,17 +41,15 @@ def asked(**keys) -> TopologyConfig:
     return replace(AUTO, **keys)
 
 
-def test_gathered_bytes_are_keys_values_their_gradients_and_float32_sums():
+def test_gathered_bytes_count_kv_gradients_and_float32_sums():
     numbers = 2 * 1000 * 2 * 128  # keys and values
     assert gathered_bytes(1000, 2, 128, 2) == numbers * (2 + 2 + 4)
-    # Of a part its own and the next one's keys and values, its gradients and their sums.
+    # For a part: its own and the next part's KV, its gradients and their sums.
     assert gathered_bytes(1000, 2, 128, 2, 2) == numbers // 2 * (2 + 2 + 2 + 4)
 
 
 @pytest.mark.parametrize(("kv_heads", "chunks"), [(1, 1), (2, 2), (3, 3), (8, 8)])
-def test_the_ring_begins_where_what_is_gathered_at_once_passes_the_share_of_memory(
-    kv_heads, chunks
-):
+def test_auto_takes_the_ring_once_a_gather_exceeds_its_share_of_memory(kv_heads, chunks):
     needs = replace(NEEDS, heads=24, kv_heads=kv_heads)
     fits = int(0.1 * (8 << 30)) // gathered_bytes(1, kv_heads, 128, 2, chunks)
     chosen = choose_exchange(AUTO, replace(needs, tokens=fits))
@@ -61,7 +59,7 @@ def test_the_ring_begins_where_what_is_gathered_at_once_passes_the_share_of_memo
     assert "at once, over 10% of 8 GiB" in chosen.reason
 
 
-def test_parts_are_two_where_a_gather_is_large_and_more_where_they_would_be():
+def test_a_large_gather_takes_two_parts_and_more_if_memory_is_short():
     needs = replace(NEEDS, heads=32, kv_heads=8)
     of_two = gathered_bytes(1, 8, 128, 2, 2)
     for tokens, chunks in (
@@ -84,7 +82,7 @@ def test_parts_are_two_where_a_gather_is_large_and_more_where_they_would_be():
     )
 
 
-def test_one_worker_takes_parts_where_the_float32_gradients_of_its_queries_are_large():
+def test_one_worker_takes_parts_if_its_float32_query_gradients_are_large():
     alone = replace(
         NEEDS, workers=1, per_node=1, heads=32, kv_heads=8, head_dim=128, device_memory=80 << 30
     )
@@ -107,21 +105,28 @@ def test_one_worker_takes_parts_where_the_float32_gradients_of_its_queries_are_l
     )
 
 
-def test_parts_that_are_given_are_those_that_are_weighed():
+def test_a_given_number_of_parts_is_used_in_the_choice():
     needs = replace(NEEDS, heads=32, kv_heads=8, device_memory=80 << 30, tokens=1 << 20)
     whole, of_two = gathered_bytes(1 << 20, 8, 128, 2), gathered_bytes(1 << 20, 8, 128, 2, 2)
     assert of_two > 0.1 * (80 << 30)
     assert choose_exchange(AUTO, needs).chunks == 8
     one = choose_exchange(asked(chunks=1), needs)
     assert (one.name, f"would take {whole / 2**30:.1f} GiB at once" in one.reason) == ("ring", True)
-    # Who asks for two parts asks for a gather.
+    # Asking for two parts means asking for a gather.
     two = choose_exchange(asked(chunks=2), needs)
-    assert (two.name, two.chunks, f"each of 2 parts of the heads; gathered KV and dKV take {of_two / 2**30:.1f} GiB" in two.reason) == (
-        "all_gather", 2, True,
-    )  # fmt: skip
+    assert (
+        two.name,
+        two.chunks,
+        f"each of 2 parts of the heads; gathered KV and dKV take {of_two / 2**30:.1f} GiB"
+        in two.reason,
+    ) == (
+        "all_gather",
+        2,
+        True,
+    )
 
 
-def test_parts_are_of_the_heads_that_are_left_to_a_rank():
+def test_parts_divide_the_heads_that_a_rank_has_left():
     needs = replace(NEEDS, heads=32, kv_heads=8, workers=8, per_node=8, device_memory=80 << 30)
     chosen = choose_exchange(asked(ulysses=4), replace(needs, tokens=1 << 21))
     assert (chosen.name, chosen.heads, chosen.chunks) == ("all_gather", 4, 2)
@@ -129,7 +134,7 @@ def test_parts_are_of_the_heads_that_are_left_to_a_rank():
     assert choose_exchange(asked(ulysses=8), needs).chunks == 1, "nothing is gathered"
 
 
-def test_several_nodes_take_the_hierarchical_forms():
+def test_several_nodes_use_hierarchical_exchanges():
     nodes = replace(NEEDS, workers=8, per_node=4)
     assert choose_exchange(AUTO, nodes).name == "hierarchical_all_gather"
     assert choose_exchange(AUTO, replace(nodes, tokens=1 << 24)).name == "hierarchical_ring"
@@ -141,7 +146,7 @@ def test_several_nodes_take_the_hierarchical_forms():
     )
 
 
-def test_one_worker_and_what_is_configured_are_not_weighed():
+def test_auto_skips_the_choice_for_one_worker_and_for_configured_exchanges():
     assert (
         choose_exchange(AUTO, replace(NEEDS, workers=1, per_node=1, tokens=1 << 40)).name
         == "all_gather"
@@ -150,11 +155,18 @@ def test_one_worker_and_what_is_configured_are_not_weighed():
     assert (chosen.name, chosen.reason) == ("ring", "as configured")
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "needs_out", "circulates"), [
-    (16, 2, False, "kv"), (16, 16, False, "queries"), (16, 16, True, "queries"),
-    (20, 16, True, "kv"), (20, 16, False, "queries"), (32, 16, False, "kv"),
-])  # fmt: skip
-def test_what_circulates_is_what_is_fewer_bytes(heads, kv_heads, needs_out, circulates):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "needs_out", "circulates"),
+    [
+        (16, 2, False, "kv"),
+        (16, 16, False, "queries"),
+        (16, 16, True, "queries"),
+        (20, 16, True, "kv"),
+        (20, 16, False, "queries"),
+        (32, 16, False, "kv"),
+    ],
+)
+def test_the_smaller_payload_circulates(heads, kv_heads, needs_out, circulates):
     needs = replace(NEEDS, heads=heads, kv_heads=kv_heads, needs_out=needs_out)
     assert choose_exchange(asked(exchange="ring"), needs).circulates == circulates
     assert (queries_bytes(needs) < keys_bytes(needs)[1]) == (circulates == "queries")
@@ -166,10 +178,10 @@ def test_what_circulates_is_what_is_fewer_bytes(heads, kv_heads, needs_out, circ
 
 
 @pytest.mark.parametrize("kernel", [Flash4Kernel, SdpaKernel, TritonKernel, ReferenceKernel])
-def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_queries_circulate(
+def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backward(
     kernel,
 ):
-    """1M tokens, 32 heads of 128, a ring of 32 (BurstEngine, section 3.1): delta travels, out does not."""
+    """1M tokens, 32 heads of 128, 32 workers (BurstEngine, section 3.1); delta travels, not out."""
     sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2, kernel().needs_out)
     keys, queries = (
         pass_bytes(
@@ -185,7 +197,7 @@ def test_backward_of_a_model_without_grouped_heads_sends_a_third_less_where_quer
     "exchange", ["ring", "all_gather", "hierarchical_ring", "hierarchical_all_gather"]
 )
 @pytest.mark.parametrize("kv_heads", [2, 16])
-def test_bytes_of_formulas_are_those_of_the_schedule(exchange, kv_heads):
+def test_byte_formulas_equal_the_bytes_of_the_schedule(exchange, kv_heads):
     needs = replace(NEEDS, kv_heads=kv_heads)
     sizes = ShardSizes(needs.shard, needs.heads, kv_heads, needs.head_dim, needs.dtype_bytes)
     schedule = make_schedule(exchange, ScheduleOptions(4, 4))
@@ -202,7 +214,7 @@ def test_bytes_of_formulas_are_those_of_the_schedule(exchange, kv_heads):
         assert pass_bytes(trading, 0, sizes, backward=True) == trading_bytes(needs, 4)
 
 
-def test_ulysses_shares_heads_among_all_workers_or_as_many_as_asked():
+def test_ulysses_shares_heads_among_all_workers_or_the_given_number():
     whole = choose_exchange(asked(exchange="ulysses"), NEEDS)
     assert (whole.name, whole.heads, whole.channels) == ("all_gather", 4, ())
     assert "ulysses over 4" in whole.label
@@ -211,7 +223,7 @@ def test_ulysses_shares_heads_among_all_workers_or_as_many_as_asked():
     assert both.label == "ulysses over 2, then ring"
 
 
-def test_columns_are_gathered_once_where_they_are_fewer_than_the_keys():
+def test_columns_are_gathered_once_if_they_are_smaller_than_the_keys():
     assert choose_exchange(AUTO, replace(NEEDS, columns=2048)).shared_columns
     assert not choose_exchange(AUTO, replace(NEEDS, columns=20_000)).shared_columns
     assert not choose_exchange(AUTO, replace(NEEDS, columns=None)).shared_columns
@@ -219,7 +231,7 @@ def test_columns_are_gathered_once_where_they_are_fewer_than_the_keys():
     assert not choose_exchange(asked(columns="in_steps"), replace(NEEDS, columns=1)).shared_columns
 
 
-def test_large_gathers_are_cut_into_parts():
+def test_large_gathers_are_split_into_parts():
     assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 17, device_memory=1 << 40)).chunks == 2
     assert choose_exchange(AUTO, replace(NEEDS, tokens=1 << 12)).chunks == 1
     assert (
@@ -254,7 +266,7 @@ def test_large_gathers_are_cut_into_parts():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_is_allowed(keys, needs, message):
+def test_invalid_settings_are_refused_with_the_allowed_values(keys, needs, message):
     with pytest.raises(ConfigError, match=message):
         choose_exchange(asked(**keys), replace(NEEDS, **needs))
 
@@ -278,7 +290,7 @@ def test_only_rings_post_hops_ahead(exchange, hops):
         ("auto", "not topology.exchange=auto, which takes all_gather here"),
     ],
 )
-def test_what_cannot_circulate_is_refused_under_the_name_that_was_given(exchange, said):
+def test_circulating_queries_is_refused_under_the_exchange_that_the_user_set(exchange, said):
     needs = replace(NEEDS, workers=2, per_node=2)
     with pytest.raises(ConfigError, match=r"^topology\.circulates=queries: ") as found:
         choose_exchange(asked(exchange=exchange, circulates="queries"), needs)

@@ -1,4 +1,4 @@
-"""A layout is a bijection between positions and (rank, slot), ascending on every rank, for any length."""
+"""Layouts are bijections between positions and (rank, slot), ascending on ranks, for any length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_positions_are_a_bijection_and_ascend(layout):
 
 @settings(max_examples=100, deadline=None)
 @given(layouts)
-def test_gathered_shards_in_sequence_order_and_back(layout):
+def test_shards_gather_into_sequence_order_and_back(layout):
     shards = torch.stack(
         [torch.from_numpy(layout.positions(rank)) for rank in range(layout.workers)]
     )
@@ -46,7 +46,7 @@ def test_gathered_shards_in_sequence_order_and_back(layout):
     assert torch.equal(layout.to_shards(sequence), shards)
 
 
-def test_zigzag_and_striped_are_where_the_papers_put_them():
+def test_zigzag_and_striped_match_the_papers():
     assert make_layout("zigzag", 2, 8, 1).positions(0).tolist() == [0, 1, 6, 7]
     assert make_layout("striped", 2, 8, 2).positions(1).tolist() == [2, 3, 6, 7]
 
@@ -61,6 +61,6 @@ def test_causal_work_is_balanced(name):
     assert max(work) / (sum(work) / 8) > 1.8
 
 
-def test_an_unknown_layout_is_named():
+def test_an_unknown_layout_is_named_in_the_error():
     with pytest.raises(ValueError, match=r"layuot.*contiguous, zigzag, striped"):
         make_layout("layuot", 2, 8, 1)

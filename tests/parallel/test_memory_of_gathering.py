@@ -1,4 +1,4 @@
-"""What a gathering exchange holds in its backward pass has the size that the closed form of a step's memory tells."""
+"""Peak memory of a gathering exchange in backward equals the closed form of the estimate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS, DIM, BLOCK = 1024, 64, 16
 
 
 class Held(TorchDispatchMode):
-    """Bytes of all tensors that were made inside and live, and the most of them."""
+    """Track the bytes of tensors made inside that are alive, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Held(TorchDispatchMode):
 
 
 class Stub:
-    """A kernel that makes its results and, meanwhile, a buffer."""
+    """A kernel that allocates its results and a temporary buffer."""
 
     def __init__(self, grad: torch.dtype, buffer: int) -> None:
         self.grad, self.buffer = grad, buffer
 
-    def backward(self, dout, q, k, v, *_):  # noqa: ARG002 - the signature is a kernel's
+    def backward(self, dout, q, k, v, *_):  # noqa: ARG002
         buffer = torch.empty(self.buffer, dtype=torch.uint8)
         found = (
             torch.empty_like(q),
@@ -111,7 +111,7 @@ def alone():
         (1, "striped", 2, 2, 2, 0),
     ],
 )
-def test_the_most_that_is_held_is_what_is_told(
+def test_peak_memory_equals_the_closed_form(
     ranks, layout, chunks, kv_heads, heads, per_node, grad, buffer, monkeypatch
 ):
     if per_node and chunks > 1 and buffer:
@@ -125,7 +125,7 @@ def test_the_most_that_is_held_is_what_is_told(
     exchange = make_exchange(
         name, parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False
     )
-    work = exchange.work(
+    work = exchange.make_tiles(
         [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None
     )
     q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))

@@ -1,4 +1,4 @@
-"""Context groups: consecutive ranks, and separate communicators for what travels at the same time."""
+"""Context groups consist of consecutive ranks, with separate communicators for KV and gradients."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def timeouts(rank: int, world: int, seconds: float | None) -> list[timedelta]:
     return [g._get_backend(torch.device("cpu")).options._timeout for g in group.channels.values()]
 
 
-def test_a_context_group_waits_for_a_peer_as_long_as_it_is_told_to():
+def test_a_context_group_uses_the_given_timeout():
     assert gloo.run(2, timeouts, 45.0) == [[timedelta(seconds=45)] * 5] * 2
 
 
 def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
-    """Which communicator carries messages in forward, and which in backward."""
+    """Return the communicators that carry messages in forward and in backward."""
     group = make_context_group(rank, world, world, torch.device("cpu"))
     seen: set[tuple[str, str]] = set()
     phase = "forward"
@@ -82,7 +82,7 @@ def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["all_gather", "ring"])
-def test_gradients_never_queue_behind_keys_and_values(name):
+def test_gradients_never_queue_behind_kv(name):
     for seen in gloo.run(2, users, name):
         assert seen == {("forward", "kv"), ("backward", "kv"), ("backward", "dkv")}
 

@@ -1,4 +1,4 @@
-"""Pinned host memory: tensors of their own in few mappings, which CUDA knows as long as one of them is there."""
+"""Pinned host memory: many tensors in few mappings, each pinned until its last tensor is gone."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 1)
 
 @pytest.fixture
 def cuda(monkeypatch):
-    """What CUDA has pinned, address -> bytes, and the sizes of all that it was asked to; arenas of 64 MiB."""
+    """A fake CUDA that records what is pinned and all requested sizes. Arenas are 64 MiB."""
     held, asked = {}, []
 
     def register(address, size, device):
@@ -38,7 +38,7 @@ def cuda(monkeypatch):
 
 
 def mapping_of(tensor: torch.Tensor) -> tuple[str, set[str]]:
-    """Permissions and flags of the memory that a tensor begins."""
+    """Return the permissions and flags of the mapping that a tensor lies in."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     at = next(
         number for number, line in enumerate(lines) if line.startswith(f"{tensor.data_ptr():x}-")
@@ -69,7 +69,7 @@ def test_tensors_do_not_share_bytes_and_small_ones_share_mappings(cuda):
     )
 
 
-def test_elements_are_aligned_whatever_was_taken_before(cuda):
+def test_tensors_are_aligned_whatever_was_allocated_before(cuda):
     memory = PinnedMemory(GPU)
     for shape, dtype in (
         ((3,), torch.float64),
@@ -87,7 +87,7 @@ def test_elements_are_aligned_whatever_was_taken_before(cuda):
     assert cuda[1] == [64 * MIB], "nothing takes no arena"
 
 
-def test_a_large_request_takes_what_it_needs(cuda):
+def test_a_large_request_maps_no_more_than_it_needs(cuda):
     _, asked = cuda
     memory = PinnedMemory(GPU)
     gradient = memory.tensor((3000, 4096), torch.float32)
@@ -95,7 +95,7 @@ def test_a_large_request_takes_what_it_needs(cuda):
     assert asked == [48 * MIB], "46.9 MiB in whole huge pages; torch would take 64"
 
 
-def test_memory_is_let_go_with_the_last_tensor_in_it(cuda):
+def test_memory_is_unpinned_with_its_last_tensor(cuda):
     held, _ = cuda
     memory = PinnedMemory(GPU)
     first, second = memory.empty(1000), memory.empty(1000)
@@ -107,7 +107,7 @@ def test_memory_is_let_go_with_the_last_tensor_in_it(cuda):
 
 
 @pytest.mark.parametrize("what", ["a child", "an interpreter that ends"])
-def test_only_the_process_that_pinned_it_lets_go_and_not_at_its_end(cuda, monkeypatch, what):
+def test_only_the_process_that_pinned_unpins_and_not_at_exit(cuda, monkeypatch, what):
     held, _ = cuda
     tensor = PinnedMemory(GPU).empty(100)
     if what == "a child":
@@ -120,7 +120,7 @@ def test_only_the_process_that_pinned_it_lets_go_and_not_at_its_end(cuda, monkey
 
 
 @pytest.mark.usefixtures("cuda")
-def test_memory_is_private_children_find_zeros_and_pages_are_huge():
+def test_memory_is_private_wiped_on_fork_and_in_huge_pages():
     permissions, flags = mapping_of(PinnedMemory(GPU).empty(100))
     assert permissions == "rw-p"
     assert {"wf", "hg"} <= flags, "MADV_WIPEONFORK and MADV_HUGEPAGE"
@@ -141,13 +141,13 @@ def test_pages_are_written_to_by_several_threads_before_they_are_registered(cuda
 @pytest.mark.parametrize(
     ("cores", "gpus", "expected"), [(128, 8, 16), (16, 1, 16), (32, 4, 8), (2, 8, 1), (6, 0, 6)]
 )
-def test_each_gpu_has_its_share_of_the_cores(monkeypatch, cores, gpus, expected):
+def test_gpus_share_the_cores(monkeypatch, cores, gpus, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert pinned_memory.touching_threads() == expected
 
 
-def test_advice_that_a_system_does_not_know_is_left_out(cuda, monkeypatch):
+def test_unsupported_advice_is_ignored(cuda, monkeypatch):
     def unknown(self, advice):  # noqa: ARG001
         raise OSError
 
@@ -159,9 +159,7 @@ def test_advice_that_a_system_does_not_know_is_left_out(cuda, monkeypatch):
 
 
 @pytest.mark.parametrize("refused", ["registration", "memory"])
-def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(
-    monkeypatch, caplog, refused
-):
+def test_torch_pins_with_a_warning_if_cuda_or_the_system_refuses(monkeypatch, caplog, refused):
     asked, by_torch, unregistered = [], [], []
 
     def no_memory(*args, **words):  # noqa: ARG001
@@ -170,7 +168,7 @@ def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(
 
     if refused == "memory":
         monkeypatch.setattr(pinned_memory, "_Mapping", no_memory)
-    monkeypatch.setattr(pinned_memory, "register", lambda address, size, device: asked.append(size))  # noqa: ARG005
+    monkeypatch.setattr(pinned_memory, "register", lambda _a, size, _device: asked.append(size))
     monkeypatch.setattr(
         pinned_memory,
         "pinned_by_torch",
@@ -189,14 +187,14 @@ def test_torch_pins_where_cuda_or_the_system_refuses_and_the_log_says_so(
     assert "torch pins it" in line
 
 
-def test_torch_is_asked_to_pin(monkeypatch):
+def test_torch_pins_the_fallback(monkeypatch):
     asked = {}
     monkeypatch.setattr(torch, "empty", lambda *size, **words: asked.update(size=size, **words))
     pinned_memory.pinned_by_torch(5)
     assert asked == {"size": (5,), "dtype": torch.uint8, "pin_memory": True}
 
 
-def test_a_cpu_takes_plain_memory(cuda):
+def test_a_cpu_uses_plain_memory(cuda):
     memory = PinnedMemory(torch.device("cpu"))
     assert memory.empty(100 * MIB).nbytes == 100 * MIB
     assert memory.mapped == 0

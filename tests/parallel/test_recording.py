@@ -1,4 +1,4 @@
-"""What a recording of attention must hold: every moment of a pass once, every message with its bytes, on any exchange."""
+"""A recording holds every moment of a pass once, and every message with its bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WAYS = [
 def recorded(
     rank: int, world: int, name: str, heads: int, sparse: bool
 ) -> tuple[list[Span], tuple[int, int]]:
-    """Layer 7 twice, the second time recorded; and the bytes that the schedule has this rank send, forward and backward."""
+    """Run layer 7 twice and record the second time. Also return the bytes of the schedule."""
     group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2, heads=heads)
     layout = make_layout("zigzag", world, SEQ, 4, unit=4)
     exchange = make_exchange(name, layout, group)
@@ -51,10 +51,10 @@ def recorded(
         for h in (HEADS, KV_HEADS, KV_HEADS)
     )
     recorder = Recorder(torch.device("cpu"))
-    exchange.record(recorder)
+    exchange.set_recorder(recorder)
     attend(q, k, v, 7).sum().backward()
     recorder.start()
-    again = attend.again()
+    again = attend.for_next_batch()
     with recorder.iteration():
         again(q, k, v, 7).sum().backward()
     found = recorder.read()
@@ -71,7 +71,7 @@ def recorded(
 
 @pytest.mark.parametrize("sparse", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(("name", "heads", "links"), WAYS)
-def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
+def test_every_moment_of_a_pass_is_in_exactly_one_span(name, heads, links, sparse):
     for rank, (spans, sent) in enumerate(gloo.run(4, recorded, name, heads, sparse)):
         assert [s.kind for s in spans].count("iteration") == 1
         inside = [s for s in spans if s.kind != "iteration"]
@@ -79,7 +79,7 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
         for direction, bytes_sent in zip(("forward", "backward"), sent, strict=True):
             mine = [s for s in inside if s.direction == direction]
             if not sparse:
-                # Zigzag: every pair of shards has something to compute.
+                # Zigzag: every pair of shards has work.
                 computed = [s.step for s in mine if s.kind == "attention"]
                 assert computed == list(range(4 // heads if "ring" in name else 1)), (
                     rank,
@@ -95,7 +95,7 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
                 ),
                 key=lambda s: s.start,
             )
-            # One thing after the other, on one thread, from the beginning of the pass to its end.
+            # Spans follow each other on one thread, from the start of the pass to its end.
             assert all(a.start + a.seconds <= b.start + 1e-7 for a, b in itertools.pairwise(parts))
             assert whole.start <= parts[0].start
             assert parts[-1].start + parts[-1].seconds <= whole.start + whole.seconds + 1e-7
@@ -111,7 +111,7 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
                 assert neighbours == {((rank - away) % 4, (rank + away) % 4)}
             scheduled = [s for s in mine if s.kind == "send" and s.message.payload != "columns"]
             assert sum(s.message.sent for s in scheduled) == bytes_sent
-            # Each message is one sent and one received, under way at least until it was waited for.
+            # Each message is sent and received once, and under way at least until it is waited for.
             assert len(scheduled) == sum(
                 s.kind == "receive" and s.message.payload != "columns" for s in mine
             )
@@ -123,7 +123,7 @@ def test_every_moment_of_a_pass_is_in_one_span(name, heads, links, sparse):
         assert {s.step for s in inside if s.kind == "index"} == ({-1} if sparse else set())
 
 
-def test_a_second_forward_pass_is_recomputation():
+def test_a_second_forward_pass_is_recorded_as_recompute():
     group = ContextGroup.alone()
     recorder = Recorder(torch.device("cpu"))
     layout = make_layout("striped", 1, SEQ, 4)
@@ -131,7 +131,7 @@ def test_a_second_forward_pass_is_recomputation():
     attend = ContextAttention.make(
         exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
     )
-    exchange.record(recorder)
+    exchange.set_recorder(recorder)
     q, k, v = (
         torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
     )
@@ -145,7 +145,7 @@ def test_a_second_forward_pass_is_recomputation():
 
 
 def estimated(rank: int, world: int) -> list[Span]:
-    """Rank 1 comes to the index of a layer 0.3 s after rank 0."""
+    """Rank 1 starts to estimate a layer's index 0.3 s after rank 0."""
     group = make_context_group(rank, world, world, torch.device("cpu"))
     layout = make_layout("striped", world, SEQ, 16, unit=16)
     exchange = make_exchange("ring", layout, group)
@@ -159,16 +159,16 @@ def estimated(rank: int, world: int) -> list[Span]:
         torch.randn(1, layout.tokens_per_worker, h, HEAD_DIM) for h in (HEADS, KV_HEADS, KV_HEADS)
     )
     recorder = Recorder(torch.device("cpu"))
-    attend.again()(q, k, v, 0)
-    exchange.record(recorder)
+    attend.for_next_batch()(q, k, v, 0)
+    exchange.set_recorder(recorder)
     dist.barrier()
     recorder.start()
     time.sleep(0.3 * rank)
-    attend.again()(q, k, v, 0)
+    attend.for_next_batch()(q, k, v, 0)
     return with_gaps(recorder.read())
 
 
-def test_waiting_for_others_is_no_part_of_estimating_an_index():
+def test_waiting_for_others_does_not_count_as_estimating_an_index():
     first, second = gloo.run(2, estimated)
     for spans, most, least in ((first, 0.6, 0.25), (second, 0.15, 0.0)):
         waited = sum(s.seconds for s in spans if s.kind == "wait" and s.message.payload == "index")
@@ -180,7 +180,7 @@ def test_waiting_for_others_is_no_part_of_estimating_an_index():
         )
 
 
-def test_waits_are_taken_out_of_the_span_of_an_index():
+def test_index_spans_are_split_around_waits():
     spans = [
         span("pass", 0, 10, -1),
         span("index", 1, 8, -1),
@@ -196,7 +196,7 @@ def span(kind: str, start: float, end: float, step: int = 0) -> Span:
     return Span(kind, 0, 0, "forward", step, NOTHING, start, end - start)
 
 
-def test_what_no_span_covers_is_a_gap_of_the_step_to_come():
+def test_uncovered_time_is_a_gap_of_the_next_step():
     spans = [
         span("pass", 0, 20, -1),
         span("index", 1, 3, -1),
@@ -204,19 +204,19 @@ def test_what_no_span_covers_is_a_gap_of_the_step_to_come():
         span("merge", 7, 8, 0),
         span("wait", 8, 10, 1),
         span("attention", 13, 17, 1),
-        span("receive", 2, 15, 0),  # under way beside it
+        span("receive", 2, 15, 0),  # overlaps with the others
     ]
     gaps = [(s.step, s.start, s.seconds) for s in with_gaps(spans) if s.kind == "gap"]
     assert gaps == [(-1, 0, 1), (0, 3, 1), (0, 6, 1), (1, 10, 3), (1, 17, 3)]
 
 
-def test_a_pass_without_anything_is_a_gap():
+def test_an_empty_pass_is_a_gap():
     (gap,) = (s for s in with_gaps([span("pass", 2, 5, -1)]) if s.kind == "gap")
     assert (gap.step, gap.start, gap.seconds) == (-1, 2, 3)
 
 
 class Domain:
-    """In place of a profiler that listens."""
+    """A fake NVTX domain with a listener."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, int] | None] = []
@@ -236,7 +236,7 @@ class Domain:
 
 
 @pytest.mark.parametrize("recording_too", [False, True])
-def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, recording_too):
+def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recording_too):
     domain = Domain()
     monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
     layout = make_layout("striped", 1, SEQ, 4)
@@ -246,7 +246,7 @@ def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, record
     )
     recorder = Recorder(torch.device("cpu"))
     if recording_too:
-        exchange.record(recorder)
+        exchange.set_recorder(recorder)
         recorder.start()
     q, k, v = (
         torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
@@ -264,13 +264,13 @@ def test_a_listener_hears_few_names_with_the_step_as_payload(monkeypatch, record
     assert domain.made == len(names), "what a range says is made once"
 
 
-def test_names_of_ranges():
+def test_range_names():
     assert nvtx_ranges.name("wait", "forward", "inner") == "wait.inner"
     assert nvtx_ranges.name("index", "forward", "") == "index"
     assert nvtx_ranges.name("attention", "backward", "") == "attention.backward"
 
 
-def test_nobody_listens_by_default():
+def test_there_is_no_listener_by_default():
     assert nvtx_ranges.listener() is None
     with nvtx_ranges.span("attention", "forward", "", 0):
         pass

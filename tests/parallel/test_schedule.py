@@ -1,4 +1,4 @@
-"""Schedules as data, played through without processes: every pair once, sends match receives, gradients come home complete, no deadlock."""
+"""Schedules, played without processes: all pairs once, complete gradients, no deadlock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SIZES = [
 
 
 def cases() -> list[tuple[str, ScheduleOptions]]:
-    """Every exchange with every combination of numbers that fits."""
+    """Every exchange, with every valid combination of options."""
     found = []
     for (workers, per_node), heads, circulates, prefetch in product(
         SIZES, (1, 2, 3, 4, 6), (KV, QUERIES), (1, 2, 3)
@@ -64,7 +64,7 @@ def cases() -> list[tuple[str, ScheduleOptions]]:
 
 
 class Play:
-    """All ranks of one pass, each as far as it gets until all are through: a rank waits for its transfers, a transfer for its partners."""
+    """Play one pass on all ranks; a rank blocks on its waits, a transfer on its partners."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Play:
     ) -> None:
         self.schedule, self.steps, self.moves = schedule, steps, moves
         self.heads = schedule.heads
-        self.held = held  # shards of what moves that each rank has
+        self.held = held  # by rank, the shards that it has of what moves
         self.ready = [schedule.heads == 1 for _ in steps]  # tokens have been traded for heads
         self.back = [schedule.heads == 1 for _ in steps]
         self.posted: list[dict[int, Transfer]] = [{} for _ in steps]
@@ -128,7 +128,7 @@ class Play:
                 while (rank, number) not in self.complete:
                     yield "waits"
                 self.collected.add((rank, number))
-                # What a collective brought was complete on arrival.
+                # Collectives deliver complete sums.
                 arrived = (
                     self.arrived.pop((rank, number))
                     if self.posted[rank][number].kind == "p2p"
@@ -172,7 +172,7 @@ class Play:
             self.take(rank, t)
 
     def take(self, rank: int, t: Transfer) -> None:
-        """What is sent leaves now: nothing may be added to it later."""
+        """Send now: nothing may be added to the sent gradient later."""
         taken = {
             key: self.sums[rank].pop(key)
             for key in list(self.sums[rank])
@@ -187,7 +187,7 @@ class Play:
         return part[0] * n <= i * part[1] < (part[0] + 1) * n or n == 1
 
     def progress(self) -> None:
-        """Completes the transfers whose partners have all begun."""
+        """Complete the transfers whose partners have all posted."""
         changed = True
         while changed:
             changed = False
@@ -218,7 +218,7 @@ class Play:
                         changed = True
 
     def partner(self, line: tuple, mine: tuple, t: Transfer) -> tuple[int, Transfer] | None:
-        """The message at the same place of the partner's line as t has in this rank's."""
+        """Return the partner's transfer that matches ``t`` by its place in posting order."""
         place = [n.number for _, n in self.lines[mine]].index(t.number)
         others = self.lines[line]
         return (
@@ -318,14 +318,14 @@ def check_schedule(schedule: Schedule, options: ScheduleOptions) -> None:
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_pairs_partners_and_gradients(name):
+def test_every_pair_is_computed_once_and_gradients_come_home(name):
     mine = [options for exchange, options in cases() if exchange == name]
     assert len(mine) > 40
     for options in mine:
         check(name, options)
 
 
-def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
+def test_the_player_detects_a_lost_hop_a_wrong_neighbour_and_a_stray_gradient():
     options = ScheduleOptions(4, 2)
     good = make_schedule("hierarchical_ring", options)
 
@@ -355,7 +355,7 @@ def test_the_tests_see_a_lost_hop_a_wrong_neighbour_and_a_gradient_that_stays():
 @pytest.mark.parametrize(
     ("name", "per_node", "each"), [("all_gather", 4, 1), ("hierarchical_all_gather", 2, 2)]
 )
-def test_gradients_of_a_part_have_left_before_the_next_ones_do(name, per_node, each):
+def test_a_part_sends_its_gradients_before_the_next_part_does(name, per_node, each):
     for steps in make_schedule(name, ScheduleOptions(4, per_node, chunks=3)).backward:
         assert [len(step.send) for step in steps] == [each] * 3
         assert [step.collect for step in steps] == [
@@ -365,7 +365,7 @@ def test_gradients_of_a_part_have_left_before_the_next_ones_do(name, per_node, e
 
 
 @pytest.mark.parametrize("workers", [2, 7])
-def test_a_ring_hops_one_time_less_than_it_has_workers(workers):
+def test_a_ring_of_n_workers_hops_n_minus_1_times(workers):
     schedule = make_schedule("ring", ScheduleOptions(workers, workers))
     for steps in (*schedule.forward, *schedule.backward):
         assert sum(t.payload == KV for s in steps for t in s.transfers) == workers - 1
@@ -384,7 +384,7 @@ def test_a_ring_hops_one_time_less_than_it_has_workers(workers):
 
 
 @pytest.mark.parametrize("name", ["hierarchical_ring", "hierarchical_all_gather"])
-def test_between_nodes_a_shard_crosses_once_a_node(name):
+def test_a_shard_enters_each_other_node_once(name):
     schedule = make_schedule(name, ScheduleOptions(12, 4))
     for steps, payload in ((schedule.forward, KV), (schedule.backward, DKV)):
         for rank, mine in enumerate(steps):
@@ -399,7 +399,7 @@ def test_between_nodes_a_shard_crosses_once_a_node(name):
             )
 
 
-def test_a_flat_ring_crosses_nodes_at_their_ends_only():
+def test_a_flat_ring_crosses_nodes_only_at_their_ends():
     schedule = make_schedule("ring", ScheduleOptions(8, 4))
     crossing = [
         any(schedule.crosses_nodes(r, t) for s in schedule.forward[r] for t in s.transfers)
@@ -408,7 +408,7 @@ def test_a_flat_ring_crosses_nodes_at_their_ends_only():
     assert crossing == [True, False, False, True, True, False, False, True]
 
 
-def test_neighbours_of_a_node_are_in_that_node():
+def test_inner_neighbours_are_in_the_same_node():
     schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
     inner = [
         (r, t)
@@ -422,9 +422,10 @@ def test_neighbours_of_a_node_are_in_that_node():
 
 
 @pytest.mark.parametrize(("name", "classes"), [("ring", 1), ("hierarchical_ring", 2)])
-def test_ranks_of_one_step_look_equally_far_back(name, classes):
-    # The balance of striped layouts rests on it: query block - key block is in one residue class on all ranks. Rings that stay in their
-    # node have two classes in a step, since the first ranks of a node look back at its last ones.
+def test_all_ranks_of_a_step_look_equally_far_back(name, classes):
+    # Striped layouts are balanced because of this: query block - key block is in one residue class
+    # on all ranks. Rings inside nodes have two classes in a step, since the first ranks of a node
+    # look back at its last ones.
     schedule = make_schedule(name, ScheduleOptions(8, 4))
     for steps in (schedule.forward, schedule.backward):
         for now in zip(*steps, strict=True):
@@ -433,7 +434,7 @@ def test_ranks_of_one_step_look_equally_far_back(name, classes):
             assert len({d % 4 for d in distances}) == 1
 
 
-def test_how_many_cases():
+def test_number_of_cases():
     assert len(cases()) > 300
 
 
@@ -441,19 +442,19 @@ def test_how_many_cases():
     ("exchange", "options", "message"),
     [
         ("star", ScheduleOptions(2, 2), "topology.exchange=star"),
-        ("ring", ScheduleOptions(6, 4), "do not divide 6 workers"),
-        ("ring", ScheduleOptions(6, 6, heads=4), "do not divide 6 workers"),
-        ("ring", ScheduleOptions(12, 4, heads=3), "do not fit 4 ranks a node"),
+        ("ring", ScheduleOptions(6, 4), "6 workers: not a multiple of 4 ranks a node"),
+        ("ring", ScheduleOptions(6, 6, heads=4), "6 workers: not a multiple of the 4 ranks"),
+        ("ring", ScheduleOptions(12, 4, heads=3), "do not fit nodes of 4 ranks"),
         ("ring", ScheduleOptions(2, 2, prefetch=0), "at least 1"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(exchange, options, message):
+def test_invalid_options_are_refused(exchange, options, message):
     with pytest.raises(ValueError, match=message):
         make_schedule(exchange, options)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 3])
-def test_a_hop_is_posted_as_many_turns_ahead_as_asked(prefetch):
+def test_hops_are_posted_prefetch_turns_ahead(prefetch):
     for steps in make_schedule("ring", ScheduleOptions(5, 5, prefetch=prefetch)).forward:
         posted = {t.number: at for at, step in enumerate(steps) for t in step.post}
         awaited = {number: at for at, step in enumerate(steps) for number in step.wait}
@@ -470,7 +471,7 @@ def test_a_part_of_the_heads_is_gathered_while_the_one_before_is_computed(name):
         assert coming == [{(0, 3), (1, 3)}, {(2, 3)}, set()]
 
 
-def test_what_moves_between_those_who_share_no_heads_waits_for_the_trade():
+def test_inner_transfers_wait_for_the_head_trade():
     for steps in make_schedule("ring", ScheduleOptions(4, 4, heads=2)).forward:
         trade, *others = steps[0].post
         assert trade.kind == "all_to_all"
@@ -493,5 +494,5 @@ def test_what_moves_between_those_who_share_no_heads_waits_for_the_trade():
         ("ring", ScheduleOptions(1, 1), ()),
     ],
 )
-def test_a_schedule_names_its_channels(name, options, channels):
+def test_channels_of_a_schedule(name, options, channels):
     assert make_schedule(name, options).channels == channels

@@ -1,4 +1,4 @@
-"""Columns that are gathered once: every rank finds each among its own keys, and computes its own queries against all of them."""
+"""Gathered columns: each rank finds its own among its keys and computes its queries against all."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SEQ, BLOCK, WORLD, HEADS, WIDTH = 61, 4, 3, 4, 6
 
 
 def index_of(layout: Layout, seed: int) -> VerticalSlash:
-    """Other columns for every head; the last place of each is empty."""
+    """Different columns for every head; the last slot of each is empty."""
     blocks, rng = -(-layout.padded_seq // BLOCK), np.random.default_rng(seed)
     slashes = torch.from_numpy(rng.random((1, HEADS, blocks)) < 0.3)
     columns = np.full((1, HEADS, WIDTH), blocks * BLOCK)
@@ -30,7 +30,7 @@ def index_of(layout: Layout, seed: int) -> VerticalSlash:
 
 @pytest.mark.parametrize("part", [(0, 1), (1, 2)], ids=["all heads", "second half of the heads"])
 @pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped"])
-def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, part):
+def test_every_rank_packs_its_columns_and_receives_their_gradients(name, part):
     layout = make_layout(name, WORLD, SEQ, BLOCK, unit=BLOCK)
     mask = SequenceMask.from_documents(np.repeat([0, 1], [25, SEQ - 25]), layout.padded_seq)
     schedule = make_schedule("ring", ScheduleOptions(WORLD, WORLD))
@@ -39,11 +39,11 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
         RingExchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part)
         for rank in range(WORLD)
     ]
-    works = [exchange.work([mask], "cpu", BLOCK) for exchange in exchanges]
-    # The second layer is under another index, with the same masks.
+    works = [exchange.make_tiles([mask], "cpu", BLOCK) for exchange in exchanges]
+    # The second layer has another index under the same masks.
     for index in (index_of(layout, 1), index_of(layout, 2)):
         columns = index.columns[0, heads.start : heads.stop].long()
-        # Kernels take whole tiles of columns; the places beyond the last are empty.
+        # Kernels take whole tiles of columns; slots beyond the last column are empty.
         columns = torch.nn.functional.pad(
             columns, (0, whole_columns(index).shape[-1] - WIDTH), value=index.blocks * BLOCK
         )
@@ -51,17 +51,20 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
         packed, owners = torch.zeros(2, *columns.shape, 1), torch.zeros(columns.shape)
         for exchange, work in zip(exchanges, works, strict=True):
             narrowed = work.under(index)
-            gathering = _Columns.make(exchange, narrowed, "layer 0")
-            assert gathering is not None
-            shared, own = gathering.shared, torch.from_numpy(layout.positions(exchange.group.rank))
-            # Where the columns stand among the keys of this rank.
+            columns_of_rank = _Columns.make(exchange, narrowed, "layer 0")
+            assert columns_of_rank is not None
+            shared, own = (
+                columns_of_rank.shared,
+                torch.from_numpy(layout.positions(exchange.group.rank)),
+            )
+            # Positions of the columns among this rank's keys.
             at = (own == columns[..., None]).long()
             assert torch.equal(
                 shared.slots[0].long(), torch.where((at.sum(-1) > 0) & real, at.argmax(-1), -1)
             )
             k = own.float()[None, :, None, None]
             packed += shared.pack(k, -k)[:, 0]
-            # What belongs to others is not added to these keys.
+            # Gradients of other ranks' columns are not added to these keys.
             dk, dv = torch.zeros(1, len(own), 1, 1), torch.zeros(1, len(own), 1, 1)
             shared.add_gradients(dk, dv, torch.ones(2, 1, *columns.shape, 1))
             assert torch.equal(
@@ -69,8 +72,8 @@ def test_every_rank_packs_and_gets_back_the_columns_among_its_own_keys(name, par
                 (own[:, None, None] == columns.masked_fill(~real, -1)).sum((1, 2)),
             )
             owners += shared.slots[0] >= 0
-            # Queries of this rank against the whole sequence, under the lines of these heads.
-            assert shared.tiles is narrowed.of(exchange.own, WHOLE_SEQUENCE, part)
+            # This rank's queries against the whole sequence, under the index of these heads.
+            assert shared.tiles is narrowed.for_pair(exchange.own, WHOLE_SEQUENCE, part)
             assert shared.tiles.num_keys == layout.padded_seq
             whole = torch.zeros(len(heads), len(own), layout.padded_seq, dtype=torch.bool)
             for at_head, head in enumerate(heads):

@@ -1,4 +1,4 @@
-"""What a failure inside an exchange is called: a lost peer by its place, anything else as it was."""
+"""A lost peer is reported with its place in the exchange; other errors pass unchanged."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import pytest
 import torch
 
 from mtrain_cli.launch import progress_record
-from mtrain_cli.parallel.transport import ExchangeError, naming
+from mtrain_cli.parallel.transport import ExchangeError, explain_peer_loss
 
 WHERE = "ring, layer 3, forward, step 2 of 4"
 
 
-def test_a_lost_peer_is_named_with_the_place():
+def test_a_lost_peer_is_reported_with_its_place():
     with (
         pytest.raises(
             ExchangeError,
-            match=rf"^{WHERE}: kv from rank 1 did not come \(Timed out waiting 6000ms for recv operation\)$",
+            match=rf"^{WHERE}: kv from rank 1 did not arrive "
+            r"\(Timed out waiting 6000ms for recv operation\)$",
         ),
-        naming(WHERE, "waits for kv from rank 1", "kv from rank 1 did not come", 1),
+        explain_peer_loss(WHERE, "waits for kv from rank 1", "kv from rank 1 did not arrive", 1),
     ):
         raise RuntimeError(
-            "[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv operation"
+            "[/w/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 6000ms for recv "
+            "operation"
         )
 
 
@@ -28,20 +30,23 @@ def test_a_lost_peer_is_named_with_the_place():
     "error",
     [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Tensors must be contiguous")],
 )
-def test_another_error_stays_what_it_is(error):
-    with pytest.raises(type(error)) as caught, naming(WHERE, "posts kv", "kv could not be posted"):
+def test_other_errors_pass_unchanged(error):
+    with (
+        pytest.raises(type(error)) as caught,
+        explain_peer_loss(WHERE, "posts kv", "kv could not be posted"),
+    ):
         raise error
     assert caught.value is error
 
 
-def test_the_record_of_a_worker_that_fails_stays_where_it_waited(tmp_path, monkeypatch):
+def test_the_record_of_a_failed_worker_keeps_where_it_waited(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_record, "_record", None)
-    progress_record.keep(tmp_path / "where")
-    with naming(WHERE, "waits for kv from rank 1", "", 1):
-        found = progress_record.read(tmp_path / "where")
+    progress_record.start_record(tmp_path / "where")
+    with explain_peer_loss(WHERE, "waits for kv from rank 1", "", 1):
+        found = progress_record.read_activity(tmp_path / "where")
         assert (found.doing, found.waits_for) == (f"{WHERE}: waits for kv from rank 1", 1)
-    found = progress_record.read(tmp_path / "where")
+    found = progress_record.read_activity(tmp_path / "where")
     assert (found.doing, found.waits_for) == (WHERE, None)
-    with pytest.raises(ExchangeError), naming(WHERE, "waits for kv from rank 1", "", 1):
+    with pytest.raises(ExchangeError), explain_peer_loss(WHERE, "waits for kv from rank 1", "", 1):
         raise RuntimeError("Connection closed by peer")
-    assert progress_record.read(tmp_path / "where").waits_for == 1
+    assert progress_record.read_activity(tmp_path / "where").waits_for == 1

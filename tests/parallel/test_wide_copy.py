@@ -1,4 +1,4 @@
-"""Copies in wide numbers are the copies that PyTorch makes, of every dtype and of shapes that do not divide."""
+"""Wide copies equal PyTorch's copies, for every dtype and for shapes that do not divide."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         (numbers(3, 4, 32)[..., 4:20], torch.int64),  # begins at 8 bytes
         (numbers(3, 4, 32)[..., 2:18], torch.bfloat16),
         (numbers(3, 4, 20)[..., :16], torch.int64),  # rows of 40 bytes
-        (numbers(3, 16, 4).transpose(1, 2), torch.bfloat16),  # its last dimension lies apart
+        (numbers(3, 16, 4).transpose(1, 2), torch.bfloat16),  # last dimension not contiguous
         (numbers(3, 0, 16), torch.bfloat16),
         (torch.tensor(1.0), torch.float32),
         (numbers(3, 16, dtype=torch.float32).requires_grad_(), torch.float32),
     ],
 )
-def test_numbers_are_as_wide_as_memory_allows(tensor, word):
+def test_elements_are_as_wide_as_the_memory_layout_allows(tensor, word):
     words = as_wide(tensor)
     assert words.dtype == word
     assert words.data_ptr() == tensor.data_ptr()
@@ -80,7 +80,7 @@ def test_layouts_put_tokens_where_their_positions_say(name, dim, dtype, into):
     layout.copy_to_shards(sequence, shards[:, 1])
     assert torch.equal(shards[:, 1], want.to(into))
     assert shards[:, 0].isnan().all()
-    # Without another dimension behind the tokens, these stay apart.
+    # Without a dimension after the tokens, tokens cannot be widened.
     flat = sequence[:, :, 0, 0].contiguous()
     assert torch.equal(layout.to_sequence(layout.to_shards(flat)), flat)
     assert torch.equal(layout.to_shards(flat), want[..., 0, 0])

@@ -1,4 +1,4 @@
-"""Ways of exchanging that the tests try, on CPU processes and on GPUs."""
+"""Combinations of exchange options that the tests try, on CPU processes and on GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Way:
-    """One way of exchanging: what `make_exchange` and `make_context_group` take."""
+    """One combination of options for `make_exchange` and `make_context_group`."""
 
     exchange: str
     per_node: int = 8

@@ -1,4 +1,4 @@
-"""Analyses of records that a schedule was played for: every figure is known beforehand, and so is whose fault a wait is."""
+"""Analyses of records played from a schedule: every figure and every cause of waits is known."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.parallel.recording import KINDS
-from mtrain_cli.profiling.analysis import BINS, Estimate, _Gathered, analyse
+from mtrain_cli.profiling.analysis import BINS, Estimate, _CaseTotals, analyse
 from mtrain_cli.profiling.imbalance import computation, imbalance
 from mtrain_cli.profiling.record_sums import iterations, survey
 from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
@@ -61,7 +61,7 @@ def test_bins_fill_the_passes_for_every_exchange(tmp_path, exchange, options):
     assert found.exposed or exchange == "hierarchical_ring"
 
 
-def test_tables_and_degrees_are_those_of_the_times_played(tmp_path):
+def test_tables_and_degrees_match_the_played_times(tmp_path):
     found = analysed(
         tmp_path,
         Play(ring(4), uneven, pairs=lambda _d, r, _s: 100 * (r + 1)),
@@ -92,7 +92,7 @@ def test_tables_and_degrees_are_those_of_the_times_played(tmp_path):
     assert found.tokens == 4096
 
 
-def test_columns_are_a_step_more_for_workers_and_none_of_a_worker(tmp_path):
+def test_columns_count_as_a_step_across_workers_only(tmp_path):
     found = analysed(tmp_path, Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0)).passes[
         "forward"
     ]
@@ -102,7 +102,7 @@ def test_columns_are_a_step_more_for_workers_and_none_of_a_worker(tmp_path):
     assert found.column_pairs.tolist() == [500, 500]
 
 
-def test_columns_computed_inside_a_step_belong_to_none_all_the_same(tmp_path):
+def test_columns_computed_inside_a_step_belong_to_no_step(tmp_path):
     rows = rows_of(Play(ring(2), lambda _d, r, _s: 1.0 + r, columns=3.0))
     inside = rows.copy()
     inside["step"][rows["phase"] == KINDS.index("columns")] = 1
@@ -113,7 +113,7 @@ def test_columns_computed_inside_a_step_belong_to_none_all_the_same(tmp_path):
     assert json.dumps(both[0].to_json()) == json.dumps(both[1].to_json())
 
 
-def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
+def test_groups_count_as_samples(tmp_path):
     def of(iteration: int, _layer: int, group: int) -> Play:
         return Play(ring(2), lambda _d, r, _s: 1.0 + r * (group + iteration))
 
@@ -124,7 +124,7 @@ def test_spread_is_over_samples_and_groups_are_samples(tmp_path):
     assert found.time.worker == Estimate(
         *(pytest.approx(v, rel=1e-5) for v in (np.mean(degrees), np.std(degrees, ddof=1))), 4
     )
-    # Two iterations are two samples, however many groups and layers each has.
+    # Two iterations count as two values, whatever their groups and layers.
     means = np.mean(degrees[:2]), np.mean(degrees[2:])
     assert found.time.worker.error == pytest.approx(abs(means[0] - means[1]) / 2)
     assert np.isnan(
@@ -145,7 +145,8 @@ def test_a_pass_and_its_layers_last_as_long_as_the_slowest_worker(tmp_path):
     rows = [rows_of(of, iteration=i, layers=tuple(factors), micros=2) for i in range(2)]
     (found,) = analyse(open_records(write(tmp_path, rows, [facts_of(ring(2), layers=3)])))
     forward = found.passes["forward"]
-    # Two steps of 1 ms and of 2 ms, in layers of 1, 4 and 2 times that; everything twice as long in the second iteration.
+    # Steps of 1 ms and 2 ms, in layers that take 1x, 4x and 2x of that; the second iteration takes
+    # twice as long.
     assert forward.duration == Estimate(
         *(pytest.approx(v, rel=1e-5) for v in (14, 28 / 3 / 2**0.5)), 2
     )
@@ -159,13 +160,13 @@ def test_a_pass_and_its_layers_last_as_long_as_the_slowest_worker(tmp_path):
         }
         for layer, f in factors.items()
     ]
-    # Of the slowest worker's time, the other computes in half.
+    # The other worker computes during half of the slowest worker's time.
     assert (forward.computation.step.mean, forward.computation.total.mean) == pytest.approx(
         (1, 0.75)
     )
 
 
-def test_percentiles_are_of_the_time_of_steps(tmp_path):
+def test_percentiles_cover_the_times_of_steps(tmp_path):
     found = analysed(
         tmp_path, Play(ring(4), lambda _d, _r, s: (1.0, 1.0, 1.0, 9.0)[s], merge=0.5), layers=(0, 1)
     ).passes["forward"]
@@ -181,7 +182,7 @@ def test_an_iteration_lasts_as_long_as_its_slowest_rank(tmp_path):
     assert found.iteration_ms == Estimate(pytest.approx(45), pytest.approx(30 / 2**0.5), 2)
 
 
-def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, monkeypatch):
+def test_samples_drawn_from_long_recordings_cover_every_step_and_layer(tmp_path, monkeypatch):
     layers, steps, count = 5, 4, 40
     what = rows_of(
         lambda _i, layer, _g: Play(ring(steps), lambda _d, _r, s: 10.0 * (layer + 1) + s),
@@ -197,19 +198,19 @@ def test_what_is_drawn_from_long_recordings_has_every_step_and_layer(tmp_path, m
         write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count)
     )
     shapes, last = survey(recorded)
-    gathered = _Gathered(shapes[0], WaitAttribution(shapes[0], 0.0))
-    assert (gathered.value_stride, gathered.table_stride) == (steps, layers)
+    totals = _CaseTotals(shapes[0], WaitAttribution(shapes[0], 0.0))
+    assert (totals.value_stride, totals.table_stride) == (steps, layers)
     for _, iteration in iterations(recorded, shapes, last):
-        gathered.add(iteration)
+        totals.add(iteration)
     times = [[10 * (layer + 1) + step for step in range(steps)] for layer in range(layers)]
-    values = np.rint(np.concatenate(gathered.values[0]))
+    values = np.rint(np.concatenate(totals.values[0]))
     assert len(values) == pytest.approx(count * layers * steps, rel=0.2)  # of four times as many
     assert set(values) == {time for layer in times for time in layer}
-    assert len(gathered.tables[0]) == pytest.approx(count, rel=0.4)
-    assert {tuple(np.rint(table[0])) for table in gathered.tables[0]} == {
+    assert len(totals.tables[0]) == pytest.approx(count, rel=0.4)
+    assert {tuple(np.rint(table[0])) for table in totals.tables[0]} == {
         tuple(layer) for layer in times
     }
-    found = gathered.result(count).passes["forward"]
+    found = totals.result(count).passes["forward"]
     assert found.p50 == pytest.approx(np.percentile(times, 50), abs=1)
     assert found.p95 == pytest.approx(np.percentile(times, 95), abs=1)
     assert found.longest == pytest.approx(53)
@@ -231,15 +232,15 @@ def slower(rank: int, times: float):
         ring(4, heads=2),
     ],
 )
-def test_a_slow_rank_is_named_and_not_its_victims(tmp_path, schedule):
+def test_a_straggler_is_named_and_not_its_victims(tmp_path, schedule):
     found = analysed(tmp_path, Play(schedule, slower(1, 2.1), link=LINK), layers=(0, 1))
     blamed = [cause for cause in found.causes if cause.kind != "link"]
     assert [(cause.rank, cause.kind) for cause in blamed] == [(1, "slow")], [
         c.text for c in found.causes
     ]
     assert (
-        "rank 1, which takes 2.1x as long for as much work: a slower device, or one that is disturbed"
-        in blamed[0].text
+        "rank 1, a straggler: 2.1x the time of the others for the same work "
+        "(slow or disturbed device)" in blamed[0].text
     )
     assert found.work.worker.mean == 1
 
@@ -259,7 +260,10 @@ def test_a_rank_with_more_work_in_a_step_is_named_with_that_step(tmp_path):
 
 
 def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """ms of waiting in the forward pass of a ring of 12 that are charged to (rank, step), where some steps take longer."""
+    """Return ms of waits charged to (rank, step) in the forward pass of a ring of 12.
+
+    heavy: extra ms of some (rank, step).
+    """
     schedule = ring(12)
     recorded = open_records(
         recorded_once(
@@ -279,19 +283,19 @@ def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int]
     return {(int(r), int(s) - 1): float(lost[r, s]) for r, s in zip(*np.nonzero(lost), strict=True)}
 
 
-def test_two_delays_are_told_apart(tmp_path):
-    # The second hits a rank that waited for the first: those behind it wait for both.
+def test_two_delays_are_charged_separately(tmp_path):
+    # The second delay hits a rank that waited for the first: the ranks behind it wait for both.
     found = charged(tmp_path / "ranks", {(1, 2): 4.0, (2, 7): 4.0})
     assert set(found) == {(1, 2), (2, 7)}
     assert 8 < found[1, 2] < 14  # 3 ms to rank 2, and on to others before the second comes
-    # The second delay of a rank is no echo of its first, which was longer.
+    # The second delay of a rank is not charged to its first, which was longer.
     found = charged(tmp_path / "steps", {(1, 1): 6.0, (1, 8): 4.0})
     assert set(found) == {(1, 1), (1, 8)}
     assert min(found.values()) > 3
 
 
 def test_a_rank_behind_a_slow_link_is_not_to_blame(tmp_path):
-    # Rank 1 gets its keys late, and is a little slow; rank 0, which shares heads with it, then waits for rank 1.
+    # Rank 1 gets its keys late and is a little slow. Rank 0 shares heads with it and waits for it.
     what = Play(
         ring(4, heads=2),
         slower(1, 1.05),
@@ -321,12 +325,12 @@ def test_a_delay_before_the_first_step_is_named(tmp_path):
     found = analysed(tmp_path, Play(ring(4), starts={2: 0.7}))
     assert [(c.rank, c.kind) for c in found.causes] == [(2, "start")]
     assert (
-        "rank 2, which begins its attention 0.70 ms later than the others" in found.causes[0].text
+        "rank 2, which starts its attention 0.70 ms later than the others" in found.causes[0].text
     )
 
 
 def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
-    # Nobody waits at the end of a pass there; the others go on and wait in the next layer.
+    # In training, no rank waits at the end of a pass; the others wait in the next layer.
     slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), link=LINK, starts={3: 1.1})
     found = analysed(tmp_path / "slow", slow, mode="training")
     assert found.causes[0].ms == pytest.approx(2 * 3 * 1.1, rel=0.01)
@@ -348,7 +352,7 @@ def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
     assert (found.causes[0].rank, found.causes[0].kind) == (3, "start")
 
 
-def test_a_slow_index_that_all_wait_for_is_named(tmp_path):
+def test_a_slow_index_estimate_is_named(tmp_path):
     rows = rows_of(Play(ring(2), index=1.3), directions=("forward",))
     index = rows["phase"] == KINDS.index("index")
     waits = rows[index].copy()
@@ -365,43 +369,44 @@ def test_a_slow_index_that_all_wait_for_is_named(tmp_path):
     )
     assert [(c.rank, c.kind, c.step) for c in found.causes] == [(1, "index", -1)]
     assert (
-        "forward before the first step: rank 0 waits 1.00 ms for rank 1, which takes 1.00 ms longer for the index"
-        in found.causes[0].text
+        "forward before the first step: rank 0 waits 1.00 ms for rank 1, "
+        "which takes 1.00 ms longer than the others to estimate the index" in found.causes[0].text
     )
 
 
 def test_a_busy_host_is_named(tmp_path):
     found = analysed(tmp_path, Play(ring(4), gap=0.1, gaps={1: 0.6}))
     assert [(c.rank, c.kind) for c in found.causes] == [(1, "gap")]
-    assert "rank 1, which stands still" in found.causes[0].text
+    assert "rank 1, which idles" in found.causes[0].text
 
 
-def test_slow_links_are_named_with_their_step(tmp_path):
+def test_exposed_communication_is_named_with_its_step(tmp_path):
     found = analysed(
         tmp_path, Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
     )
     (cause,) = found.causes
     assert cause.kind == "link"
     assert (
-        cause.text
-        == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+        cause.text == "forward: 2.40 ms of exposed communication per layer on the inner link, "
+        "most in step 1 (0.40 ms)"
     )
     assert found.exposed == pytest.approx({"inner": 2.4}, rel=1e-3)
     assert found.bin_ms("late") == pytest.approx(0, abs=1e-3)
 
 
-def test_waits_for_links_are_those_of_one_layer_and_rank(tmp_path):
+def test_exposed_communication_is_per_layer_and_rank(tmp_path):
     what = Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
     (cause,) = analysed(tmp_path, what, layers=(0, 1, 2), iterations=2).causes
     assert (
-        cause.text
-        == "forward: the inner link is exposed for 2.40 ms a layer, most in step 1: 0.40 ms"
+        cause.text == "forward: 2.40 ms of exposed communication per layer on the inner link, "
+        "most in step 1 (0.40 ms)"
     )
     assert cause.ms == pytest.approx(2.4 * 8 * 3, rel=1e-3)  # of an iteration, all ranks together
 
 
 def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
-    # Three of four are done after 1 ms and wait for the last until it is, in two passes of two layers: 9 of 10 ms.
+    # Three of four ranks finish after 1 ms and wait for the last, 9 of 10 ms, in two passes of two
+    # layers.
     found = analysed(
         tmp_path / "alone",
         Play(ring(4, exchange="all_gather"), slower(3, 10.0)),
@@ -411,15 +416,15 @@ def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
     (cause,) = found.causes
     assert cause.ms == pytest.approx(3 * 9 * 4)
     assert "waits 9.00 ms for rank 3" in cause.text
-    assert cause.text.endswith("; 108 ms an iteration over all ranks, 67.5% of their time")
-    # In training nobody waits at the end: 1.1 of 2.1 ms, before the step.
+    assert cause.text.endswith("; 108 ms per iteration over all ranks, 67.5% of their time")
+    # In training, no rank waits at the end: 1.1 of 2.1 ms, before the step.
     slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), starts={3: 1.1})
     (cause,) = analysed(
         tmp_path / "training", slow, layers=(0, 1), iterations=2, mode="training"
     ).causes
     assert "waits 1.10 ms for rank 3" in cause.text
     assert cause.text.endswith(
-        f"; 13 ms an iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time"
+        f"; 13 ms per iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time"
     )
 
 
@@ -433,7 +438,7 @@ def test_one_worker_has_degrees_of_one(tmp_path):
     ) == (1, 1, 1, [])
 
 
-def test_a_pass_in_which_nothing_is_computed_is_balanced(tmp_path):
+def test_a_pass_without_computation_is_balanced(tmp_path):
     found = analysed(tmp_path, Play(ring(2), lambda *_: 0.0, index=1.0))
     assert (found.time.worker.mean, found.computation.step.mean, found.computation.total.mean) == (
         1,
@@ -442,7 +447,7 @@ def test_a_pass_in_which_nothing_is_computed_is_balanced(tmp_path):
     )
 
 
-def test_missing_ranks_are_said_and_left_out(tmp_path):
+def test_missing_ranks_are_listed_and_excluded(tmp_path):
     rows = rows_of(Play(ring(4), uneven))
     rows = rows[rows["rank"] != 3]
     (found,) = analyse(open_records(write(tmp_path, [rows], [facts_of(ring(4))])))
@@ -459,13 +464,13 @@ def test_a_group_without_any_rows_is_missing(tmp_path):
     assert (found.missing, found.time.worker.n) == ((2, 3), 1)
 
 
-def test_a_killed_profile_is_analysed_as_far_as_it_went(tmp_path):
+def test_a_killed_profile_is_analysed_up_to_its_end(tmp_path):
     folder = recorded_once(tmp_path, Play(ring(2)), iterations=3, complete=False, wanted=10)
     (found,) = analyse(open_records(folder))
     assert (found.iterations, found.wanted, found.partial) == (3, 10, True)
 
 
-def test_cases_and_iterations_may_lie_mixed_in_one_file(tmp_path):
+def test_cases_and_iterations_may_interleave_in_a_file(tmp_path):
     first, second = Play(ring(2), uneven), Play(ring(4), slower(0, 3.0))
     rows = np.concatenate(
         [rows_of(p, case=c, iteration=i) for i in range(2) for c, p in enumerate((first, second))]
@@ -478,7 +483,7 @@ def test_cases_and_iterations_may_lie_mixed_in_one_file(tmp_path):
     assert json.dumps(found[1].to_json()["passes"]) == json.dumps(alone.to_json()["passes"])
 
 
-def test_recomputation_is_a_pass_of_its_own(tmp_path):
+def test_recomputation_is_a_separate_pass(tmp_path):
     def again(direction: str, rank: int, step: int) -> float:
         return 1.0 if direction == "recompute" else uneven(direction, rank, step)
 

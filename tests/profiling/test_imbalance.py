@@ -1,4 +1,4 @@
-"""Imbalance degrees and computation ratios of matrices of which the answer is known."""
+"""Imbalance degrees and computation ratios of matrices with known answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_cli.profiling.imbalance import computation, degrees, imbalance
     ("table", "worker", "step", "total", "critical"),
     [
         ([[2, 2], [2, 2]], 1, 1, 1, 1),
-        ([[4, 0], [0, 4]], 2, 2, 1, 2),  # each has as much, never at the same time
+        ([[4, 0], [0, 4]], 2, 2, 1, 2),  # equal sums, never at the same time
         ([[3, 3], [1, 1]], 1.5, 1, 1.5, 1.5),
         ([[1, 3], [1, 3]], 1, 1.5, 1, 1),
         ([[8, 1], [0, 1]], 1.5, (8 / 4.5 + 2) / 2, 9 / 5, 9 / 5),
@@ -22,7 +22,7 @@ from mtrain_cli.profiling.imbalance import computation, degrees, imbalance
             (5 / 3 + 1) / 2,
             1,
             8 / 6,
-        ),  # in step 1 nobody computes
+        ),  # no worker computes in step 1
         ([[0, 0], [0, 0]], 1, 1, 1, 1),
         ([[7]], 1, 1, 1, 1),
     ],
@@ -37,7 +37,7 @@ def test_degrees_of_small_matrices(table, worker, step, total, critical):
 @pytest.mark.parametrize(
     "table", [[], [[]], [1.0], [[-1.0, 2.0]], [[float("nan")]], [[float("inf")]]]
 )
-def test_no_table_of_times_is_refused(table):
+def test_tables_that_are_not_times_are_refused(table):
     with pytest.raises(ValueError, match="finite numbers"):
         imbalance(table)
 
@@ -60,14 +60,14 @@ def test_no_table_of_times_is_refused(table):
             None,
             (1 + 0 + 0 + 1) / 4,
             (4 / 8 + 4 / 8) / 2,
-        ),  # one that only waits counts, with 0
+        ),  # a worker that only waits counts as 0
         (
             [[2, 0], [2, 0]],
             [[2, 6], [2, 6]],
             None,
             1,
             2 / 8,
-        ),  # a step in which nobody computes is in the whole only
+        ),  # a step without computation counts in the total only
         ([[3]], [[4]], None, 0.75, 0.75),
         ([[0, 0]], [[0, 0]], None, 0, 0),
         ([[2, 0]], [[2, 0]], 0.0, 1, 0),
@@ -78,12 +78,12 @@ def test_computation_ratios_of_small_matrices(attention, elapsed, wall, step, to
     assert (found.step, found.total) == pytest.approx((step, total))
 
 
-def test_computation_of_tables_that_do_not_fit_is_refused():
-    with pytest.raises(ValueError, match="no part of time"):
+def test_tables_of_different_shapes_are_refused():
+    with pytest.raises(ValueError, match="both must be"):
         computation([[1.0, 2.0]], [[1.0], [2.0]])
 
 
-def test_many_tables_at_once_are_each_of_them():
+def test_many_tables_at_once_equal_each_alone():
     tables = np.random.default_rng(0).gamma(2, size=(7, 5, 6)) * (
         np.random.default_rng(1).random((7, 5, 6)) > 0.4
     )

@@ -1,4 +1,4 @@
-"""Index files: what was recorded comes back, in little space; what is no such file is one line."""
+"""Index files: indices round-trip in little space; other files are refused in one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling.index_file import IndexWriter, RecordedSetup, load_indices, save_indices
 
 SETUP = RecordedSetup(
-    seq=61, heads=4, kv_heads=2, head_dim=8, dtype_bytes=2, workers=4, per_node=2, layout="striped", exchange="ring", block_size=4,
+    seq=61, heads=4, kv_heads=2, head_dim=8, dtype_bytes=2, workers=4, per_node=2,
+    layout="striped", exchange="ring", block_size=4,
     columns={"vertical_slash": 9}, iteration=7,
 )  # fmt: skip
 MASKS = (
@@ -43,7 +44,7 @@ def bitmap(blocks: int = 16) -> BlockBitmap:
     )
 
 
-def test_what_was_recorded_comes_back(tmp_path):
+def test_indices_round_trip(tmp_path):
     path = tmp_path / "index.npz"
     indices = [
         ("vertical_slash", 3, lines()),
@@ -91,7 +92,7 @@ def test_a_recording_that_fails_leaves_the_file_that_was_there(tmp_path):
 
 
 def test_a_long_sequence_of_many_documents_and_layers_takes_a_few_megabytes(tmp_path):
-    """A twelfth of 36 layers of 16 heads and 4096 blocks, whose columns are as hard to compress as any."""
+    """1/12 of 36 layers of 16 heads and 4096 blocks, with columns that compress badly."""
     rng = np.random.default_rng(0)
     blocks, layers = 4096, 3
     masks = [SequenceMask.from_documents(np.sort(rng.integers(0, 500, blocks * 128)), blocks * 128)]
@@ -143,16 +144,16 @@ def test_other_files_are_refused_in_one_line(tmp_path):
 
     refused("no such file")
     path.write_text("text")
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     path.write_bytes(b"")
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     np.savez(path, a=np.zeros(3))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     with path.open("wb") as file:
         np.save(file, np.zeros(3))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     lines().save(path)
-    refused("holds no indices")
+    refused("not an index file of mtrain")
 
     def about(**other) -> np.ndarray:
         save_indices(
@@ -164,13 +165,13 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     changed(path, about=about(schema=99))
     refused("has schema 99, this version of mtrain reads 1")
     changed(path, about=about(kind="other"))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     changed(path, about=about(setup={"seq": 3}))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     changed(path, about=about(entries=[]))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     changed(path, about=about(setup=vars(SETUP) | {"heads": 5}))
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     for name, values in {
         "lengths": None,
         "mask1": np.array([[0], [70]]),
@@ -180,10 +181,10 @@ def test_other_files_are_refused_in_one_line(tmp_path):
     }.items():
         about()
         changed(path, **{name: values})
-        refused("holds no indices")
+        refused("not an index file of mtrain")
     about()
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refused("holds no indices")
+    refused("not an index file of mtrain")
     path.unlink()
     path.mkdir()
     refused("no such file")

@@ -1,4 +1,4 @@
-"""What a step computes beside attention: what is timed is what is counted, and the simulator takes the times."""
+"""Steps without attention: timed work equals counted work, and the simulator uses the times."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def configs():
 
 
 def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
-    """Products are seen where they run: as many FLOP as the simulator counts for the part, and none of attention."""
+    """The products that run have the FLOP that the simulator counts, without attention."""
     from torch.utils.flop_counter import FlopCounterMode
 
     seen = []
@@ -95,7 +95,7 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
 
 
 def test_times_are_of_one_layer_forward_and_backward(configs, monkeypatch):
-    """By a clock that ticks a second in every forward pass of all layers, and two in their backward pass."""
+    """The clock advances 1 s per forward pass of all layers and 2 s per backward pass."""
 
     class Ticks:
         def __init__(self, _) -> None:
@@ -182,7 +182,8 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     assert found.curves == ()
     assert found.non_attention is not None
     assert found.non_attention.parts == {FORWARD, BACKWARD, LOSS, INDEX}
-    # In between by what was measured, shorter as the shortest, longer by what a token takes; more heads make longer what is no launch.
+    # Interpolates between measured lengths; below them, the shortest; above, time per token. More
+    # heads lengthen all but the launches.
     assert [found.non_attention.index(n, 4, 1000.0) for n in (1, 150, 402)] == pytest.approx(
         [26500.0, 39000.0, 103500.0]
     )
@@ -192,12 +193,12 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     document = json.loads(path.read_text())
     float32 = tmp_path / "float32.json"
     float32.write_text(json.dumps(document | {"dtype": "float16"}))
-    with pytest.raises(ConfigError, match="is of float16, and the other file of float32"):
+    with pytest.raises(ConfigError, match="is of float16, the other file of float32"):
         load_calibration(path, float32)
     early = tmp_path / "early.json"
     early.write_text(json.dumps(document | {"times": document["times"][:2]}))
     with pytest.raises(
-        ConfigError, match="holds no times of backward and loss; it was ended too early"
+        ConfigError, match="no times of backward and loss; the measurement ended early"
     ):
         load_calibration(early)
     # Of the same size in several files the median counts.
@@ -209,7 +210,7 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
 
 
 def test_shares_are_by_what_is_expected():
-    """1, 100 and 10,000 us expected took 4, 1.5 and 1.2 times as long; the first, then, waited for the host."""
+    """1, 100 and 10,000 us expected took 4x, 1.5x and 1.2x; the first waited for the host."""
 
     def measured(*shares: tuple[float, float]) -> NonAttentionTimes:
         return NonAttentionTimes(
@@ -241,12 +242,12 @@ def _step(non_attention: NonAttentionTimes | None, monkeypatch, **more) -> Predi
     return evaluate(H200, Scenario(config, pairs.problem(config)), plan, **more)
 
 
-def test_steps_are_priced_by_what_was_measured(monkeypatch):
-    """Parts that take 1.5 times as long as the constants say make the parts of a step so much longer, and no others."""
+def test_steps_are_priced_by_measured_times(monkeypatch):
+    """A part measured at 1.5x of its constants takes 1.5x in the step; others do not change."""
     flops, bytes_us = H200.gpu.gemm_tflops.value * 1e6, H200.gpu.hbm_gbps.value * 1e3
 
     def measured(forward: float, backward: float, loss: float) -> NonAttentionTimes:
-        """As much longer as that whatever the size, but for the loss, of which so little was not measured."""
+        """1.5x at every size, except the loss, which was not measured for so few tokens."""
         longer = {FORWARD: forward, BACKWARD: backward, LOSS: loss}
         return NonAttentionTimes(
             tuple(
@@ -276,21 +277,21 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
         )
     )
     assert alike.parts == pytest.approx(by_constants.parts)
-    # Of three products of a layer one is of its forward pass; recomputation is in the backward pass.
+    # One of a layer's three products is its forward pass; recomputation is in the backward pass.
     assert both.parts["matrices"] == pytest.approx((1.5 + 2 * 2.0) / 3 * alike.parts["matrices"])
     assert both.parts["recomputed"] == pytest.approx(2.0 * alike.parts["recomputed"])
     for part in ("attention", "index", "optimizer", "links", "loss"):
         assert both.parts[part] == alike.parts[part], part
     for part in set(alike.parts) - {"loss"}:
         assert last.parts[part] == pytest.approx(alike.parts[part]), part
-    # Copies of weights are no part of it.
+    # Copies of weights are not included.
     assert 2.5 * alike.parts["loss"] < last.parts["loss"] < 3 * alike.parts["loss"]
     assert (
         1.5 * alike.parts["element-wise"]
         < both.parts["element-wise"]
         < 2 * alike.parts["element-wise"]
     )
-    # What is as large as what was measured has the bounds of one GPU to another; what is smaller has wider ones.
+    # Measured sizes have the bounds between GPUs of a kind; smaller sizes have wider bounds.
     near = priced(
         replace(
             measured(1.0, 1.0, 1.0),
@@ -316,8 +317,8 @@ def test_steps_are_priced_by_what_was_measured(monkeypatch):
 @pytest.mark.parametrize(
     ("tile_mib", "rows", "size"), [(0, 32768, 32768), (4096, 16384, 16384), (256, 1792, 4096)]
 )
-def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, size):
-    """A layer of few tokens waits for the host, once; the tiles of one do not each."""
+def test_small_tiles_are_not_priced_as_short_layers(tile_mib, rows, size):
+    """A layer of few tokens waits for the host once, not once per tile."""
     config = compose(["model=qwen3b", "seq=128k", f"train.tile_mib={tile_mib}"])
     rest = NonAttentionCost.of(
         plan_on(H200, config, workers=4, layout="striped", exchange="all_gather")
@@ -337,7 +338,7 @@ def test_small_tiles_are_not_taken_for_layers_of_as_few_tokens(tile_mib, rows, s
     assert few.size(FORWARD) == few.tokens == 1024
 
 
-def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
+def test_an_index_costs_the_measured_time_scaled_by_heads(monkeypatch):
     points = tuple(
         NonAttentionPoint(INDEX, n, us, 0.0, 0.0, 8) for n, us in ((16384, 5000.0), (49152, 7000.0))
     )
@@ -346,7 +347,7 @@ def test_an_index_costs_what_was_measured_by_its_heads(monkeypatch):
     assert found.passes[FORWARD].spent["index"] == pytest.approx(5.0 + 2 * 1.0)
 
 
-def test_times_of_another_gpu_are_none():
+def test_times_of_another_gpu_are_not_used():
     from mtrain_cli.simulation import calibration
 
     (h200,) = calibration.shipped()
@@ -354,7 +355,7 @@ def test_times_of_another_gpu_are_none():
     assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", None) is None
     own = replace(h200, device="NVIDIA A100-SXM4-40GB", curves=())
     assert calibration._non_attention_of("NVIDIA A100-SXM4-40GB", own) is h200.non_attention
-    # On another GPU they say nothing: what ships stays, and it is said.
+    # They do not apply to another GPU: the shipped file stays in use, with a remark.
     assert own.non_attention is not None
     foreign = replace(own, non_attention=replace(own.non_attention, dtype="other"))
     assert calibration._non_attention_of("NVIDIA H200", foreign) is h200.non_attention
@@ -362,22 +363,22 @@ def test_times_of_another_gpu_are_none():
         "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign
     ).remarks
     assert any(
-        "measured on NVIDIA A100-SXM4-40GB, which says nothing of NVIDIA H200" in remark
+        "of NVIDIA A100-SXM4-40GB, which says nothing about NVIDIA H200" in remark
         for remark in said
     )
-    assert calibration.used("NVIDIA H200", foreign)["files"] == list(h200.files)
-    # Own kernels without the rest leave the rest that ships.
+    assert calibration.describe_source("NVIDIA H200", foreign)["files"] == list(h200.files)
+    # Own kernels without own non-attention times: the shipped times stay.
     assert (
         calibration._non_attention_of("NVIDIA H200", replace(h200, non_attention=None))
         is h200.non_attention
     )
-    # A file without kernels leaves those that ship.
+    # A file without kernels: the shipped kernels stay.
     assert calibration.kernels_for(
         "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, replace(h200, curves=())
     ).calibrated
 
 
-def test_attention_is_left_out_and_gradients_pass():
+def test_attention_is_skipped_and_gradients_pass():
     q, k, v = (torch.randn(1, 5, 2, 3, requires_grad=True) for _ in range(3))
     out = measuring._no_attention(q, k, v, 0)
     assert torch.equal(out, q)

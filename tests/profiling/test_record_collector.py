@@ -1,4 +1,4 @@
-"""Rows of several ranks: one clock, and for whom and how long each wait was."""
+"""Rows of several ranks: one clock; peer and late time of each wait."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from mtrain_cli.parallel.recording import NOTHING, MessageTag, Span
 from mtrain_cli.profiling import record_collector
-from mtrain_cli.profiling.record_collector import own_rows, together
+from mtrain_cli.profiling.record_collector import merge_ranks, own_rows
 from mtrain_cli.profiling.records import ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
@@ -33,12 +33,12 @@ def hop(to: int, source: int, number: int = 0, shard: int = 0, leaving: int = 0)
 
 
 def waits(*ranks: list[Span], offsets: tuple[float, ...] = ()) -> list[tuple[int, float]]:
-    """(peer, late seconds) of every wait."""
+    """Return (peer, late seconds) of every wait."""
     tables = [
         own_rows(spans, rank, (offsets or (0.0,) * len(ranks))[rank], {}, (1.0, 1.0))
         for rank, spans in enumerate(ranks)
     ]
-    rows = together(tables)
+    rows = merge_ranks(tables)
     mine = rows[rows["phase"] == WORDS["phase"].index("wait")]
     return [(int(row["peer"]), round(float(row["late_us"]) / 1e6, 6)) for row in mine]
 
@@ -47,19 +47,20 @@ def moved(message: MessageTag, posted: float, ended: float) -> list[Span]:
     return [span("send", posted, ended, message), span("receive", posted, ended, message)]
 
 
-def test_late_is_what_passes_before_the_sender_posts():
-    # A ring of three. Rank 1 waits from 2 to 9 for rank 0, which posts at 6 only.
+def test_late_is_the_time_before_the_sender_posts():
+    # A ring of three. Rank 1 waits from 2 to 9 for rank 0, which posts only at 6.
     zero, one, two = hop(1, 2), hop(2, 0), hop(0, 1)
     found = waits(
         [*moved(zero, 6, 9), span("wait", 8, 9, zero, 1)],
         [*moved(one, 1, 9), span("wait", 2, 9, one, 1)],
         [*moved(two, 1, 9), span("wait", 3, 5, two, 1)],
     )
-    # Rank 0 waits for 2, which had posted long before. Rank 2 waits for 1, but what it sends is taken by rank 0, later than that: at 6.
+    # Rank 0 waits for rank 2, which posted long before. Rank 2 waits for rank 1, but rank 0 posts
+    # the receive of its message even later, at 6.
     assert found == [(2, 0.0), (0, 4.0), (0, 2.0)]
 
 
-def test_messages_between_two_ranks_are_matched_in_their_order():
+def test_messages_between_two_ranks_match_in_order():
     a, b = (hop(1, 1, 0), hop(1, 1, 1)), (hop(0, 0, 0), hop(0, 0, 1))
     found = waits(
         [
@@ -79,20 +80,21 @@ def test_messages_between_two_ranks_are_matched_in_their_order():
 
 
 @pytest.mark.parametrize("other", [{"layer": 1}, {"micro": 1}, {"direction": "backward"}])
-def test_messages_of_other_passes_are_other_messages(other):
+def test_messages_of_different_passes_do_not_match(other):
     zero, one = hop(1, 1), hop(0, 0)
 
     def later(spans: list[Span]) -> list[Span]:
         return [replace(s, start=s.start + 100, **other) for s in spans]
 
-    # In the first pass rank 0 comes 3 s after rank 1, in the second both come at once; then the other way round.
+    # In the first pass, rank 0 arrives 3 s after rank 1; in the second, both at once; then vice
+    # versa.
     late = [*moved(zero, 4, 9)], [*moved(one, 0, 9), span("wait", 1, 9, one)]
     prompt = [*moved(zero, 0, 9)], [*moved(one, 0, 9), span("wait", 1, 9, one)]
     assert waits(late[0] + later(prompt[0]), late[1] + later(prompt[1])) == [(0, 3.0), (0, 0.0)]
     assert waits(prompt[0] + later(late[0]), prompt[1] + later(late[1])) == [(0, 0.0), (0, 3.0)]
 
 
-def test_a_collective_waits_for_whoever_comes_last():
+def test_a_collective_waits_for_the_last_rank():
     def gather(peers: tuple[int, ...]) -> MessageTag:
         return MessageTag("inner", "kv", number=0, peers=peers)
 
@@ -103,11 +105,11 @@ def test_a_collective_waits_for_whoever_comes_last():
             for message, posted in ((left, 0), (left, 3), (right, 6), (right, 1))
         )
     )
-    # Two nodes, each by itself. Who came last waits for nobody else.
+    # Two separate nodes. The last to arrive waits for no other rank.
     assert found == [(1, 2.0), (-1, 2.0), (-1, 5.0), (2, 5.0)]
 
 
-def test_clocks_are_set_to_that_of_the_first_rank():
+def test_rows_use_the_clock_of_the_first_rank():
     zero, one = hop(1, 1), hop(0, 0)
     # The second rank's clock is 100 s ahead.
     tables = [
@@ -115,21 +117,21 @@ def test_clocks_are_set_to_that_of_the_first_rank():
         [*moved(one, 102, 109), span("wait", 103, 109, one)],
     ]
     assert waits(*tables, offsets=(0.0, -100.0)) == [(1, 0.0), (0, 1.0)]
-    rows = together(
+    rows = merge_ranks(
         [own_rows(spans, rank, -100.0 * rank, {}, (1.0, 1.0)) for rank, spans in enumerate(tables)]
     )
     assert sorted(set(rows["start_us"])) == pytest.approx(
         [0, 1e6, 2e6, 3e6]
-    )  # from the first of all on
+    )  # from the earliest span
 
 
-def test_late_is_never_more_than_the_wait():
+def test_late_never_exceeds_the_wait():
     zero, one = hop(1, 1), hop(0, 0)
-    # Clocks are not perfect: rank 0 seems to post after rank 1 has its message.
+    # With imperfect clocks, rank 0 seems to post after rank 1 has its message.
     assert waits([*moved(zero, 8, 9)], [*moved(one, 1, 5), span("wait", 2, 5, one)]) == [(0, 3.0)]
 
 
-def test_rows_say_what_was_moved_and_computed():
+def test_rows_hold_messages_and_work():
     message = hop(1, 2, 0, shard=2, leaving=0)
     work = {
         (0, 0): {
@@ -151,14 +153,14 @@ def test_rows_say_what_was_moved_and_computed():
         span("attention", 5, 6, step=1, direction="recompute"),
         span("attention", 6, 7, step=0, direction="backward"),
     ]
-    rows = together([own_rows(spans, 0, 0.0, work, (2.0, 5.0))])
+    rows = merge_ranks([own_rows(spans, 0, 0.0, work, (2.0, 5.0))])
     assert rows.dtype == ROW
     words = {name: [options[code] for code in rows[name]] for name, options in WORDS.items()}
     sent, received = rows[words["phase"].index("send")], rows[words["phase"].index("receive")]
     assert (sent["peer"], sent["shard"], sent["bytes"]) == (1, 0, 100)
     assert (received["peer"], received["shard"], received["bytes"]) == (2, 2, 200)
     computed = [i for i, phase in enumerate(words["phase"]) if phase in ("attention", "columns")]
-    # Single columns are counted with the first of their kernels.
+    # Single columns count with their first kernel.
     assert [int(rows["pairs"][i]) for i in computed] == [11, 66, 0, 22, 22, 44]
     assert [int(rows["blocks"][i]) for i in computed] == [3, 0, 0, 4, 4, 6]
     assert [int(rows["columns"][i]) for i in computed] == [0, 5, 0, 0, 0, 0]
@@ -166,7 +168,10 @@ def test_rows_say_what_was_moved_and_computed():
 
 
 def aligned(rank: int, world: int) -> tuple[float, float, float]:
-    """As if every rank were a machine of its own, whose clock is ahead by 1000 s a rank -> offset, uncertainty, truth."""
+    """Align ranks as if on separate machines, with clocks 1000 s apart.
+
+    Returns offset, uncertainty and the true offset.
+    """
     real = time.perf_counter
     ahead = 1000.0 * rank
     record_collector._boot = lambda: f"machine {rank // 2}"
@@ -181,7 +186,7 @@ def aligned(rank: int, world: int) -> tuple[float, float, float]:
     return found.offset, found.uncertainty, -ahead
 
 
-def test_clocks_of_other_machines_are_asked_for():
+def test_clocks_of_other_machines_are_measured():
     found = gloo.run(3, aligned)
     assert found[0] == (0.0, 0.0, 0.0)
     assert found[1] == (0.0, 0.0, 0.0), "processes of one machine share its clock"

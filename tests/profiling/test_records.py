@@ -1,4 +1,4 @@
-"""Files of a profile: what is written is read, parts become one table, and what is none is refused in a line."""
+"""Files of a profile: rows round-trip, parts join into one table, other files are refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain_cli.profiling import records
 from mtrain_cli.profiling.records import (
     ROW,
     WORDS,
-    forget_parts,
+    delete_parts_after,
     join_parts,
     open_records,
     write_part,
@@ -39,7 +39,7 @@ def same(recorded: records.RecordedFolder, rows: np.ndarray) -> bool:
     )
 
 
-def test_rows_come_back_as_they_were(tmp_path):
+def test_rows_round_trip(tmp_path):
     rows = some_rows(1000)
     write_rows(rows, tmp_path / "records.parquet")
     write_summary(tmp_path, {"complete": True})
@@ -49,7 +49,7 @@ def test_rows_come_back_as_they_were(tmp_path):
     frame = recorded.frame()
     assert list(frame.phase) == [WORDS["phase"][code] for code in rows["phase"]]
     assert len(pandas.concat(list(recorded.frames()))) == 1000
-    # Any tool reads it, with words in place of codes.
+    # Other tools read it, with words instead of codes.
     assert list(pandas.read_parquet(tmp_path / "records.parquet").link) == [
         WORDS["link"][code] for code in rows["link"]
     ]
@@ -68,18 +68,18 @@ def test_parts_are_read_before_and_after_they_are_joined(tmp_path):
     assert same(open_records(tmp_path), np.concatenate(parts))
 
 
-def test_parts_of_steps_that_are_taken_again_are_forgotten(tmp_path):
+def test_parts_of_repeated_steps_are_deleted(tmp_path):
     parts = {step: some_rows(step, seed=step) for step in (2, 4, 6, 8)}
     for step, rows in parts.items():
         write_part(rows, tmp_path, step)
-    assert forget_parts(tmp_path, 5) == 2
+    assert delete_parts_after(tmp_path, 5) == 2
     write_part(parts[6], tmp_path, 6)
     write_summary(tmp_path, {"complete": False})
     assert same(open_records(tmp_path), np.concatenate([parts[2], parts[4], parts[6]]))
-    assert forget_parts(tmp_path / "nowhere", 5) == 0
+    assert delete_parts_after(tmp_path / "nowhere", 5) == 0
 
 
-def test_no_rows_are_no_file(tmp_path):
+def test_without_rows_there_is_no_file(tmp_path):
     join_parts(tmp_path)
     write_summary(tmp_path, {"complete": False})
     assert len(open_records(tmp_path).frame()) == 0
@@ -118,19 +118,19 @@ def damage(folder, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("no summary", "holds no profile (summary.json is missing)"),
-        ("no JSON", "is no summary of a profile"),
-        ("a list", "is no summary of a profile"),
+        ("no summary", "not a profile (summary.json is missing)"),
+        ("no JSON", "not the summary of a profile"),
+        ("a list", "not the summary of a profile"),
         ("cases", "cases must be a list of objects"),
         ("case", "cases must be a list of objects"),
         ("older", "has schema 1, this version of mtrain reads 2"),
-        ("no parquet", "is no parquet file, or a damaged one"),
-        ("cut", "is no parquet file, or a damaged one"),
+        ("no parquet", "not a parquet file, or damaged"),
+        ("cut", "not a parquet file, or damaged"),
         ("columns", "has no column late_us, pairs"),
         ("words", "phase 'dreaming' is unknown"),
     ],
 )
-def test_what_is_no_profile_is_refused_in_a_line(tmp_path, how, said):
+def test_folders_without_a_profile_are_refused_in_one_line(tmp_path, how, said):
     damage(tmp_path, how)
     with pytest.raises(ConfigError) as found:
         list(open_records(tmp_path).batches())

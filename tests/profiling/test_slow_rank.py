@@ -1,4 +1,4 @@
-"""A rank that is slow, for real: it is named as the cause, though it is its neighbours who wait."""
+"""A real straggler is named as the cause, although its neighbours are the ones that wait."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORKERS, SEQ, HEADS, SLOW, DELAY = 4, 256, 4, 2, 0.03
 
 
 class Delayed(SdpaKernel):
-    """As a device that is too hot."""
+    """Slow down like an overheated device."""
 
     def forward(self, *arguments):
         time.sleep(DELAY)
@@ -33,7 +33,7 @@ class Delayed(SdpaKernel):
 
 
 def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.ndarray:
-    """Three recorded iterations of two layers -> rows on the first rank."""
+    """Record three iterations of two layers. Returns rows on the first rank."""
     group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2)
     layout = make_layout("striped", world, SEQ, 16)
     exchange = make_exchange(exchange_name, layout, group)
@@ -103,17 +103,17 @@ def analysed(folder, slow: int | None, exchange: str = "ring") -> CaseAnalysis:
 
 
 @pytest.mark.parametrize("exchange", ["ring", "hierarchical_ring"])
-def test_a_slow_rank_is_the_first_cause(tmp_path, exchange):
+def test_a_straggler_is_the_first_cause(tmp_path, exchange):
     case = analysed(tmp_path, SLOW, exchange)
     first = case.causes[0]
     assert first.rank == SLOW, case.causes
     assert first.direction == "forward"
     assert f"for rank {SLOW}" in first.text
     assert "a slower device, or one that is disturbed" in first.text
-    # Work is spread evenly, time is not.
+    # Work is balanced, time is not.
     assert case.passes["forward"].work.worker.mean < 1.2
     assert case.passes["forward"].time.worker.mean > 2
-    # The delay is in its own attention, and in the waits of the others: as long for each of them.
+    # The delay shows in its own attention, and equally in the waits of the other ranks.
     attention = case.passes["forward"].attention.sum(1)
     assert attention[SLOW] == pytest.approx(1e3 * DELAY * WORKERS, rel=0.5)
     assert case.passes["forward"].late.sum(1)[SLOW] < 0.3 * case.passes["forward"].late.sum(1).max()

@@ -1,4 +1,4 @@
-"""A profile's rows are what index, mask and recall say of each head."""
+"""Rows of a sparsity profile match index, mask and recall of each head."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SEQ, BLOCK, HEADS = 100, 16, 4
 
 
 @pytest.mark.parametrize("pattern", [FixedPattern(BLOCK, 2, 6, 0.0, 0), MobaPattern(BLOCK, 32, 1)])
-def test_rows_are_what_index_mask_and_recall_say(pattern):
+def test_rows_match_index_mask_and_recall(pattern):
     torch.manual_seed(0)
     q, k = torch.randn(1, SEQ, HEADS, 8), torch.randn(1, SEQ, 2, 8)
     mask = SequenceMask.from_documents(
@@ -65,7 +65,8 @@ def test_rows_are_what_index_mask_and_recall_say(pattern):
 
 def probing(last_q: int, windows: int) -> VerticalSlashPattern:
     return VerticalSlashPattern(
-        block=BLOCK, last_q=last_q, windows=windows, p_v=0.9, p_s=0.9, joint=False, sink_tokens=0, min_columns=0, max_columns=8,
+        block=BLOCK, last_q=last_q, windows=windows, p_v=0.9, p_s=0.9, joint=False, sink_tokens=0,
+        min_columns=0, max_columns=8,
         min_slashes=2, max_slashes=0, per_group=False,
     )  # fmt: skip
 
@@ -79,5 +80,5 @@ def test_no_sampled_query_was_probed():
     assert len(few) == len(set(few.tolist())) == 20
     assert set(few.tolist()) <= set(everything.tolist())
     assert few.tolist() != _sampled(probes, 97, 8, 20).tolist(), "another step samples others"
-    with pytest.raises(ConfigError, match="all 97 queries of a sequence are probed"):
+    with pytest.raises(ConfigError, match="the patterns probe all 97 queries of a sequence"):
         _sampled([probing(97, 1)], 97, 7, 20)

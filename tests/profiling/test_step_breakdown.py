@@ -1,4 +1,4 @@
-"""Events of a trace to parts of a step: hand-made traces with sums that were counted by hand, and names of real kernels."""
+"""Step breakdowns of hand-made traces with sums counted by hand, and names of real kernels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAIN, BACKWARD = 100, 101  # threads
 def event(
     category: str, name: str, begin: float, end: float, tid: int = MAIN, **args: Any
 ) -> dict[str, Any]:
-    """Microseconds."""
+    """Make an event; times in microseconds."""
     return {
         "ph": "X",
         "cat": category,
@@ -56,7 +56,7 @@ def kernel(
     tid: int = MAIN,
     call: str = "cudaLaunchKernel",
 ) -> list[dict[str, Any]]:
-    """A kernel and the call at time ``at`` that launched it."""
+    """Make a kernel and its launch at time ``at``."""
     number = next(_number)
     category = (
         "gpu_memcpy"
@@ -73,19 +73,19 @@ def kernel(
 
 
 def ms(found) -> dict[str, float]:
-    """Microseconds of the parts that took any."""
+    """Return microseconds of the nonzero parts."""
     assert sum(found.parts.values()) == found.step
     return {name: ns / 1e3 for name, ns in found.parts.items() if ns}
 
 
-def test_an_instant_belongs_to_what_the_device_does_then():
+def test_each_instant_belongs_to_one_part():
     events = [
         step(0, 100),
         *kernel("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", 10, 30),
         *kernel(
             "triton_poi_fused_mul_silu_0", 20, 40
-        ),  # begins beside the product: 10 of its own are left
-        *kernel("Memcpy HtoD (Pinned -> Device)", 35, 50),  # 10 beside nothing
+        ),  # overlaps the product: 10 of its own remain
+        *kernel("Memcpy HtoD (Pinned -> Device)", 35, 50),  # 10 not overlapped
         *kernel(
             "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 25, 70
         ),  # 20 after all of these
@@ -111,7 +111,7 @@ def test_an_instant_belongs_to_what_the_device_does_then():
     }
 
 
-def test_messages_at_once_are_counted_once():
+def test_concurrent_messages_count_once():
     events = [
         step(0, 50),
         *kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 0, 20),
@@ -136,7 +136,7 @@ def message(
     group: str = "0",
     **others: Any,
 ) -> dict[str, Any]:
-    """A kernel of NCCL as PyTorch's profiler describes it."""
+    """Make an NCCL kernel as PyTorch's profiler describes it."""
     args = {
         **SIZE,
         "Process Group Name": group,
@@ -148,13 +148,13 @@ def message(
 
 
 def split(*ranks: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Parts of every rank that knows of the others."""
+    """Return the parts of every rank, with the messages of the others known."""
     events = [[step(0, 100), *of] for of in ranks]
     least = shortest([messages(of) for of in events])
     return [ms(find_parts(of, gpu=True, least=least)) for of in events]
 
 
-def test_the_rank_that_comes_last_moves_and_the_others_wait():
+def test_the_last_rank_transfers_and_the_others_wait():
     # Their clocks differ by 3.
     early = [*kernel("gemm", 0, 10), message(10, 40), *kernel("gemm", 40, 60), message(60, 65)]
     late = [*kernel("gemm", 3, 37), message(37, 43), *kernel("gemm", 43, 50), message(50, 68)]
@@ -163,8 +163,8 @@ def test_the_rank_that_comes_last_moves_and_the_others_wait():
     assert second == {"products": 41, "waits": 13, "links": 11, "idle": 35}
 
 
-def test_waiting_beside_computation_is_hidden_and_what_moves_comes_before_what_waits():
-    # The second message of another group moves all the while that the first one waits.
+def test_overlapped_waits_are_hidden_and_transfers_precede_waits():
+    # The message of another group transfers while the first one waits.
     early = [message(0, 50), message(20, 40, group="1"), *kernel("gemm", 5, 15)]
     late = [message(40, 50), message(20, 40, group="1")]
     first, second = split(early, late)
@@ -173,7 +173,7 @@ def test_waiting_beside_computation_is_hidden_and_what_moves_comes_before_what_w
     events = [step(0, 100), *early]
     least = shortest([messages(events), messages([step(0, 100), *late])])
     assert find_parts(events, gpu=True, least=least).hidden == 10_000
-    # What is launched there is one kernel, of its whole length.
+    # One kernel is launched, with its whole length.
     assert [
         (k.part, k.calls, k.ns)
         for k in find_parts(events, gpu=True, least=least).kinds
@@ -181,10 +181,11 @@ def test_waiting_beside_computation_is_hidden_and_what_moves_comes_before_what_w
     ] == [("links", 2, 70_000)]
 
 
-def test_messages_that_cannot_be_told_apart_wait_for_none():
+def test_unmatched_messages_count_as_transfer():
     long, short = [message(0, 50)], [message(0, 10)]
     assert [p.get("waits") for p in split(long, short)] == [40, None]
-    # A rank is missing, of three or of two; one has sent more; others than these; traces without descriptions, or with few.
+    # One rank of three or of two is missing; one sent more messages; other messages; traces with
+    # no or few descriptions.
     three = {"Process Group Ranks": "[0, 1, 2]", "Group size": 3}
     assert split([message(0, 50, **three)], [message(0, 10, **three)])[0] == {
         "links": 50,
@@ -215,7 +216,7 @@ def test_messages_that_cannot_be_told_apart_wait_for_none():
     ]
     assert messages([step(0, 100), *without]) == {}
     assert messages([step(0, 100), {**long[0], "name": "gemm"}]) == {}
-    # As lists and numbers, or as text.
+    # Descriptions as lists and numbers, or as text.
     told = [
         message(0, end, **{"Process Group Ranks": [0, 1], "Group size": size})
         for end, size in ((50, "2"), (10, 2))
@@ -229,7 +230,7 @@ def test_messages_are_numbered_within_the_steps_whatever_the_order_of_the_trace(
     assert [p.get("waits") for p in split(first, second)] == [15 + 10, None]
 
 
-def test_two_groups_of_one_name_wait_each_for_its_own():
+def test_groups_of_one_name_are_kept_apart():
     pairs = ({"Process Group Ranks": "[0, 1]"}, {"Process Group Ranks": "[2, 3]"})
     ranks = [
         [message(0, 50, **pairs[0])],
@@ -251,14 +252,16 @@ def test_a_kernel_belongs_to_the_innermost_range_of_its_launch_on_any_thread():
         within("mtrain.optimizer", 60, 70),
         within("another", 61, 69),
         event("cpu_op", "aten::mm", 45, 46, BACKWARD),
-        *kernel("_output", 20, 23, at=11, call="cuLaunchKernelEx"),  # long after: the launch counts
+        *kernel(
+            "_output", 20, 23, at=11, call="cuLaunchKernelEx"
+        ),  # runs much later: the launch counts
         *kernel("triton_poi_fused_0", 23, 25, at=13),
         *kernel("gemm", 25, 26, at=15),
         *kernel("Memcpy DtoD (Device -> Device)", 26, 27, at=16),
         *kernel("ncclDevKernel_SendRecv(x)", 27, 31, at=17),
         *kernel("nvjet_loss", 36, 41, at=31),
         *kernel("_key_gradient", 50, 56, at=41, tid=BACKWARD, call="cuLaunchKernel"),
-        *kernel("unnamed", 56, 57, at=41, tid=MAIN),  # the other thread's range says nothing of it
+        *kernel("unnamed", 56, 57, at=41, tid=MAIN),  # a range of another thread does not apply
         *kernel("chunk_cat", 57, 59, at=53, tid=BACKWARD),
         *kernel("scale", 65, 68, at=62),
         *kernel("unnamed", 68, 69, at=70),  # a range has ended at its end
@@ -279,7 +282,7 @@ def test_a_kernel_belongs_to_the_innermost_range_of_its_launch_on_any_thread():
     }
 
 
-def test_without_the_call_the_operator_around_it_says_where_a_kernel_was_launched():
+def test_without_a_launch_the_operator_around_it_gives_the_range():
     events = [
         step(0, 10),
         within("mtrain.loss", 1, 3),
@@ -287,13 +290,13 @@ def test_without_the_call_the_operator_around_it_says_where_a_kernel_was_launche
         {**event("kernel", "odd", 4, 6, 7, correlation=1, **{"External id": 5}), "pid": 0},
         event(
             "cuda_runtime", "cudaLaunchKernel", 1, 2, 99, correlation=2
-        ),  # by a thread that has no other events
+        ),  # by a thread without other events
         {**event("kernel", "odd", 6, 9, 7, correlation=2, **{"External id": 5}), "pid": 0},
     ]
     assert ms(find_parts(events, gpu=True)) == {"loss": 5, "idle": 5}
 
 
-def test_waits_launches_and_how_far_ahead_the_host_is():
+def test_syncs_launches_and_lead_of_the_host():
     events = [
         step(0, 100),
         *kernel("a", 10, 11, at=1),  # 8.75 after the end of its launch
@@ -303,7 +306,7 @@ def test_waits_launches_and_how_far_ahead_the_host_is():
         event("cuda_runtime", "cudaStreamSynchronize", 40, 45),
         event("cuda_runtime", "cudaEventSynchronize", 46, 48),
         event("cuda_runtime", "cudaDeviceSynchronize", 95, 99),
-        within("mtrain.closing", 94, 100),  # the wait of the measurement itself
+        within("mtrain.closing", 94, 100),  # the wait of the benchmark itself
         event("cuda_runtime", "cudaStreamSynchronize", 101, 105),  # after the step
         *kernel("d", 120, 130, at=110),
     ]
@@ -324,7 +327,7 @@ def test_a_launch_by_the_runtime_through_the_driver_counts_once():
         assert ms(found) == {"loss": 1, "idle": 19}
 
 
-def test_several_steps_add_up_and_what_is_between_counts_for_none():
+def test_steps_add_up_without_the_time_between_them():
     events = [
         step(0, 10),
         step(20, 30),
@@ -339,7 +342,7 @@ def test_several_steps_add_up_and_what_is_between_counts_for_none():
     assert found.launches == 3
 
 
-def test_parts_of_random_kernels_are_those_of_painting_every_nanosecond():
+def test_parts_of_random_kernels_match_a_count_of_every_nanosecond():
     draw = random.Random(3)
     for _ in range(200):
         free = [(0, 40), (60, 100)]
@@ -361,7 +364,7 @@ def test_parts_of_random_kernels_are_those_of_painting_every_nanosecond():
         assert all(begin < end for begin, end in left)
 
 
-def test_on_a_cpu_time_is_that_of_the_innermost_operator():
+def test_on_a_cpu_time_belongs_to_the_innermost_operator():
     events = [
         step(0, 100),
         within("mtrain.attention", 10, 40),
@@ -375,9 +378,9 @@ def test_on_a_cpu_time_is_that_of_the_innermost_operator():
         event("cpu_op", "aten::gather", 64, 65),
         event("cpu_op", "fsdp::chunk_cat", 66, 68),
         event("cpu_op", "c10d::send", 68, 69),
-        within("gloo:send", 55, 75),  # of the same thread, and not inside what is called there
+        within("gloo:send", 55, 75),  # same thread, not inside an operator
         within("gloo:all_gather", 30, 45, tid=7),
-        event("cpu_op", "aten::copy_", 80, 90, tid=7),  # of another thread
+        event("cpu_op", "aten::copy_", 80, 90, tid=7),  # another thread
         within("mtrain.optimizer", 91, 99),
         within("Optimizer.step#AdamW.step", 92, 98),
         event("cpu_op", "aten::_fused_adamw_", 93, 97),
@@ -392,7 +395,7 @@ def test_on_a_cpu_time_is_that_of_the_innermost_operator():
         "weights": 2,
         "optimizer": 4,
     }
-    # gloo: 30 to 45 beside nothing, and of 55 to 75 what no operator has.
+    # gloo: 30 to 45 exposed, and the part of 55 to 75 that no operator overlaps.
     expected["links"] = 15 + 20 - (3 + 3 + 1 + 2)
     assert ms(found) == {**expected, "host": 100 - sum(expected.values())}
     assert found.hidden == 9000
@@ -400,8 +403,8 @@ def test_on_a_cpu_time_is_that_of_the_innermost_operator():
     assert {(k.name, k.part): k.ns for k in found.kinds}["aten::mm", "products"] == 5000
 
 
-def test_times_that_were_rounded_apart_still_add_up():
-    """What is called may end a nanosecond after its caller."""
+def test_rounded_times_still_add_up():
+    """A callee may end a nanosecond after its caller."""
     events = [
         step(0, 10),
         event("cpu_op", "aten::linear", 1.0, 4.0),
@@ -429,16 +432,19 @@ def test_a_trace_without_a_step_is_refused():
             "products",
         ),
         (
-            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass::gemm::kernel::GemmUniversal<int> > >(int)",
+            "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<cutlass:"
+            ":gemm::kernel::GemmUniversal<int> > >(int)",
             "products",
         ),
         (
-            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16, float>(cublasLt::cublasSplitKParams<float>)",
+            "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16,"
+            " float>(cublasLt::cublasSplitKParams<float>)",
             "products",
         ),
         ("triton_tem_fused_mm_1", "products"),
         (
-            "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4, false>(float)",
+            "void gemv2T_kernel_val<int, int, float, float, float, float, 128, 16, 4, 4,"
+            " false>(float)",
             "products",
         ),
         ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "links"),
@@ -446,11 +452,13 @@ def test_a_trace_without_a_step_is_refused():
         ("triton_poi_fused_add_mul_silu_3", "element-wise"),
         ("triton_red_fused__to_copy_mean_mul_pow_rsqrt_0", "element-wise"),
         (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, 3ul>(int)",
+            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>,"
+            " 3ul>(int)",
             "element-wise",
         ),
         (
-            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float> > >(int)",
+            "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float,"
+            " at::native::NormTwoOps<float> > >(int)",
             "element-wise",
         ),
         (
@@ -458,7 +466,8 @@ def test_a_trace_without_a_step_is_refused():
             "attention",
         ),
         (
-            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4, cutlass::bfloat16_t> >(int)",
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 64, 64, 4,"
+            " cutlass::bfloat16_t> >(int)",
             "attention",
         ),
         (
@@ -466,22 +475,24 @@ def test_a_trace_without_a_step_is_refused():
             "attention",
         ),
         (
-            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
-            "FusedOptimizerTensorListMetadata<4>,"
+            "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<"
+            "at::native::(anonymous namespace)::FusedOptimizerTensorListMetadata<4>,"
             " at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4> >(int)",
             "optimizer",
         ),
         (
-            "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned int, 2, 2, -2, true>(int)",
+            "void at::native::(anonymous namespace)::indexSelectLargeIndex<float, long, unsigned"
+            " int, 2, 2, -2, true>(int)",
             "other",
         ),
         (
-            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 1, 64, 64>(float*)",
+            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, unsigned int, 1,"
+            " 64, 64>(float*)",
             "other",
         ),
     ],
 )
-def test_kernels_that_no_range_holds_go_by_their_names(name, part):
+def test_kernels_outside_ranges_are_classified_by_name(name, part):
     assert kernel_part(name) == part
 
 

@@ -1,4 +1,4 @@
-"""The calls of one worker: what they are said to compute is what kernels are given, and a calibration tells them apart."""
+"""Calls of one worker: counted work equals the tiles; a calibration fits each kind of call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0
 
 @pytest.fixture(scope="module")
 def timed() -> list[tuple[KernelTime, int]]:
-    """Times, and the pairs that the tiles of each call show."""
+    """Return the times, and the pairs in the tiles of each call."""
     seen: list[int] = []
     original = worker_calls._timed
 
@@ -59,7 +59,7 @@ def timed() -> list[tuple[KernelTime, int]]:
     return list(zip(found, seen, strict=True))
 
 
-def test_counts_are_those_of_the_tiles(timed):
+def test_counts_match_the_tiles(timed):
     assert {found.workers for found, _ in timed} == {2, 4}, "7 do not divide 128 tokens"
     assert len({(found.workers, found.what, found.form) for found, _ in timed}) == len(timed) > 24
     for found, seen in timed:
@@ -99,13 +99,14 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
         assert len(work) > 3, "of what is hidden, all is counted"
 
 
-def test_a_kernel_that_hides_pairs_is_priced_by_all_of_them(timed, tmp_path):
-    """Whatever the density, sdpa computes what the mask leaves; single columns that were gathered are computed as they are."""
+def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(timed, tmp_path):
+    """sdpa computes all pairs of the mask at any density, but only the gathered columns."""
     path = tmp_path / "mine.json"
     save_calibration([found for found, _ in timed], path, "test", torch.float32, "cpu")
     calibration = load_calibration(path)
     made = RecordedSetup(
-        seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4, layout="striped", exchange="ring", block_size=16,
+        seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4,
+        layout="striped", exchange="ring", block_size=16,
     )  # fmt: skip
     base = load_cluster("h200_1x8")
     cluster = dataclasses.replace(base, gpu=dataclasses.replace(base.gpu, name=calibration.device))

@@ -1,4 +1,4 @@
-"""Figures show the numbers of the worker, rank and direction that they name."""
+"""Figures show the numbers of the worker, rank and direction in their labels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, writ
 
 from mtrain_cli.reporting.figures import Figure, figures
 from mtrain_cli.reporting.report_source import open_source
+
+LATE, EXPOSED = "waiting for late peers, ms", "exposed communication, ms"
 
 
 def uneven(direction: str, rank: int, step: int) -> float:
@@ -19,17 +21,17 @@ def figures_of(folder) -> dict[str, Figure]:
 
 
 def views(figure: Figure) -> dict[tuple[str, ...], list[dict]]:
-    """By their labels, without that of the case."""
+    """Return the traces by the labels after the case."""
     return {view.labels[1:]: view.data for view in figure.views}
 
 
-def test_bars_stand_at_the_ranks_that_spent_the_time(tmp_path):
+def test_rank_bars_belong_to_the_ranks_that_spent_the_time(tmp_path):
     rows = rows_of(Play(ring(4), uneven))
-    found = views(
+    drawn_views = views(
         figures_of(write(tmp_path, [rows[rows["rank"] != 1]], [facts_of(ring(4))]))["ranks"]
     )
     for which, times in (("all passes", 3), ("forward", 1), ("backward", 2)):
-        (bar,) = (trace for trace in found[(which,)] if trace["name"] == "attention")
+        (bar,) = (trace for trace in drawn_views[(which,)] if trace["name"] == "attention")
         known = {
             rank: times * sum(uneven("forward", rank, step) for step in range(4))
             for rank in (0, 2, 3)
@@ -37,54 +39,61 @@ def test_bars_stand_at_the_ranks_that_spent_the_time(tmp_path):
         assert dict(zip(bar["x"], bar["y"], strict=True)) == pytest.approx(known, rel=1e-3)
 
 
-def test_distributions_are_across_what_they_say(tmp_path):
-    found = views(figures_of(recorded_once(tmp_path, Play(ring(3), uneven)))["spread"])
+def test_distributions_cover_the_axis_in_their_label(tmp_path):
+    drawn_views = views(figures_of(recorded_once(tmp_path, Play(ring(3), uneven)))["spread"])
     names = ("lowerfence", "q1", "median", "q3", "upperfence")
     for direction in ("forward", "backward"):
         table = np.array(
             [[uneven(direction, rank, step) for step in range(3)] for rank in range(3)]
         )
-        for what, axis in (
+        for quantity, axis in (
             ("across the workers of a step", 0),
             ("across the steps of a worker", 1),
         ):
-            (box,) = found[direction, what]
+            (box,) = drawn_views[direction, quantity]
             known = np.quantile(table, (0, 0.25, 0.5, 0.75, 1), axis=axis)
             assert box["x"] == [0, 1, 2]
             for name, values in zip(names, known, strict=True):
-                assert box[name] == pytest.approx(values, rel=1e-3), (direction, what, name)
+                assert box[name] == pytest.approx(values, rel=1e-3), (direction, quantity, name)
 
 
-def test_heat_maps_are_of_the_direction_and_quantity_that_they_name(tmp_path):
+def test_heat_maps_show_the_direction_and_quantity_in_their_labels(tmp_path):
     def pairs(direction: str, rank: int, step: int) -> float:
         return uneven(direction, rank, step) * 1000
 
     folder = recorded_once(
         tmp_path, Play(ring(3), uneven, pairs=pairs, link={"context": 2.5}, merge=0.4)
     )
-    found = views(figures_of(folder)["heat"])
+    drawn_views = views(figures_of(folder)["heat"])
     for direction in ("forward", "backward"):
         known = np.array(
             [[uneven(direction, rank, step) for step in range(3)] for rank in range(3)]
         )
         shown = {
-            what: np.array(data[0]["z"], float)
-            for (of, what), data in found.items()
-            if of == direction
+            quantity: np.array(data[0]["z"], float)
+            for (shown_direction, quantity), data in drawn_views.items()
+            if shown_direction == direction
         }
         assert shown["attention, ms"] == pytest.approx(known, rel=1e-3)
         assert shown["work: pairs"] == pytest.approx(known * 1000, rel=1e-3)
         assert shown["work: blocks"] == pytest.approx(known * 10, abs=1)
-        late, exposed = shown["waiting for others, ms"], shown["waiting for links, ms"]
-        assert shown["all of the step, ms"] == pytest.approx(known + 0.4 + late + exposed, rel=1e-3)
-        # No link takes longer than its message; what a worker waits for others has no such end.
+        late, exposed = shown[LATE], shown[EXPOSED]
+        assert shown["whole step, ms"] == pytest.approx(known + 0.4 + late + exposed, rel=1e-3)
+        # A wait for a link ends with its message; a wait for a late peer has no such bound.
         assert 0 < exposed[:, 1:].max() <= 2.5 + 1e-3
-        assert found[direction, "attention, ms"][0]["y"] == [0, 1, 2]
-    # Rank 0 is done with its first step after 1 ms; the message of rank 2 began with the pass, and takes 2.5 ms.
+        assert drawn_views[direction, "attention, ms"][0]["y"] == [0, 1, 2]
+    # Rank 0 finishes its first step after 1 ms (1.4 ms with the merge). The message of rank 2
+    # starts with the pass and takes 2.5 ms.
     waits = {
-        what: np.array(found["forward", what][0]["z"], float)[0, 1]
-        for what in ("waiting for others, ms", "waiting for links, ms")
+        quantity: np.array(drawn_views["forward", quantity][0]["z"], float)[0, 1]
+        for quantity in (LATE, EXPOSED)
     }
-    assert waits == pytest.approx(
-        {"waiting for others, ms": 0, "waiting for links, ms": 2.5 - 1.4}, abs=1e-3
-    )
+    assert waits == pytest.approx({LATE: 0, EXPOSED: 2.5 - 1.4}, abs=1e-3)
+
+
+def test_axis_titles_fit_a_narrow_page(tmp_path):
+    """A page of 500 px has about 280 px below the bars of long case names, or 40 letters."""
+    drawn = figures_of(recorded_once(tmp_path, Play(ring(3), uneven), layers=(0, 1)))
+    assert set(drawn) == {"cases", "heat", "timeline", "ranks", "spread", "layers"}
+    titles = {view.layout["xaxis"]["title"]["text"] for f in drawn.values() for view in f.views}
+    assert max(map(len, titles)) <= 30, titles

@@ -1,4 +1,4 @@
-"""Names that anybody gave, on pages and terminals: shown as they are, and neither markup nor scripts nor control sequences."""
+"""Names from users appear literally on pages and terminals: no markup, scripts or control codes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from mtrain_cli.training.metrics import StepMetrics
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
 MARKUP = "[/red][bold]a :smile: \x1b]0;title\x07\x1b[31mred\r\b\u202ename"
 STEP = StepMetrics(
-    step=1, loss=5.5, grad_norm=1.25, lr=1e-3, tokens=4096, tokens_per_second_per_gpu=1234.5, mfu_model=None, mfu_executed=None,
-    density=1.0, peak_memory_gib=None, seconds=2.0, epoch=0.1, consumed=1,
+    step=1, loss=5.5, grad_norm=1.25, lr=1e-3, tokens=4096, tokens_per_second_per_gpu=1234.5,
+    mfu_model=None, mfu_executed=None, density=1.0, peak_memory_gib=None, seconds=2.0, epoch=0.1,
+    consumed=1,
 )  # fmt: skip
 
 
@@ -46,30 +47,30 @@ def source_named(tmp_path: Path, name: str) -> ReportSource:
     return replace(source, name=name, cases=cases, facts=facts, metrics=metrics)
 
 
-def texts(found: Any) -> list[str]:
-    if isinstance(found, str):
-        return [found]
-    if isinstance(found, dict):
-        return [text for key, value in found.items() for text in (key, *texts(value))]
-    return [text for item in found for text in texts(item)] if isinstance(found, list) else []
+def texts(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for key, item in value.items() for text in (key, *texts(item))]
+    return [text for item in value for text in texts(item)] if isinstance(value, list) else []
 
 
-def test_a_page_shows_names_and_runs_nothing_of_them(tmp_path):
+def test_a_page_shows_names_and_executes_none(tmp_path):
     sources = [source_named(tmp_path / "a", TAG), source_named(tmp_path / "b", "b")]
     text = write_page(tmp_path / "report.html", sources).read_text()
     assert "<img" not in text
     figures = figures_in(text)
-    # Labels become text of selectors; plotly makes tags of a few names in all other strings.
+    # Labels become the text of selectors. In all other strings, plotly interprets some tags.
     labels = {
         label for figure in figures for view in figure["views"] for label in view.pop("labels")
     }
     assert any(TAG in label for label in labels)
-    tags = {tag for found in texts(figures) for tag in re.findall(r"<[^>]*>?", found)}
+    tags = {tag for text in texts(figures) for tag in re.findall(r"<[^>]*>?", text)}
     assert tags <= {"<br>", "<extra>", "</extra>", "<b>", "</b>", "<i>", "</i>"}
-    assert any("&lt;img" in found for found in texts(figures))
+    assert any("&lt;img" in text for text in texts(figures))
 
 
-def test_a_terminal_shows_names_as_they_are(tmp_path):
+def test_a_terminal_shows_names_literally(tmp_path):
     sources = [source_named(tmp_path / "a", MARKUP), source_named(tmp_path / "b", "b")]
     file = io.StringIO()
     show_sources(Console(file=file, width=200), sources)
@@ -78,14 +79,14 @@ def test_a_terminal_shows_names_as_they_are(tmp_path):
     assert not set(text) & set("\x1b\x07\r\b\u202e")
 
 
-@pytest.mark.parametrize("made", [MARKUP, Text(MARKUP), "table"])
-def test_colours_are_ours_alone(made):
-    if made == "table":
-        made = Table(MARKUP, title=MARKUP, caption=MARKUP)
-        made.add_row(MARKUP)
+@pytest.mark.parametrize("renderable", [MARKUP, Text(MARKUP), "table"])
+def test_only_mtrain_sets_colours(renderable):
+    if renderable == "table":
+        renderable = Table(MARKUP, title=MARKUP, caption=MARKUP)
+        renderable.add_row(MARKUP)
     file = io.StringIO()
     Console(file=file, width=200, force_terminal=True, color_system="256", highlight=False).print(
-        made, style="red"
+        renderable, style="red"
     )
     text = file.getvalue()
     assert "\x1b[" in text
@@ -94,7 +95,7 @@ def test_colours_are_ours_alone(made):
     assert not set(text) & set("\x07\r\b\u202e")
 
 
-def test_displays_that_move_the_cursor_still_do():
+def test_progress_bars_still_move_the_cursor():
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
     with Progress(console=console, auto_refresh=False) as progress:
@@ -105,11 +106,11 @@ def test_displays_that_move_the_cursor_still_do():
     assert "\ufffd" not in file.getvalue()
 
 
-def test_lines_without_rich_spell_control_characters_out():
+def test_plain_lines_escape_control_characters():
     assert printable("a\tb\nc\x1b[31m\x9b\u202e") == "a\tb\nc\\x1b[31m\\x9b\\u202e"
 
 
-def test_mistakes_are_told_without_control_characters(tmp_path):
+def test_errors_escape_control_characters(tmp_path):
     result = command.mtrain(tmp_path, "report", "no\x1b]0;title\x07[/red]thing")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""What pages show of training, steps and patterns: curves, settings, differences; names are escaped and a page stays small."""
+"""Pages of trainings, steps and patterns: curves, settings, differences, escaping, size."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from mtrain_cli.training.evaluation import ContextBucket, Evaluation
 from mtrain_cli.training.metrics import StepMetrics
 
 BAD = "</script><b>a & b"
+VARIATION = "iterations without recording vary by up to 18.2%"
 SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
 
 
@@ -82,9 +83,9 @@ def page(folder: Path, *sources: ReportSource) -> tuple[str, dict[str, dict]]:
 
 
 def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
-    _, found = page(tmp_path, trained("one", tmp_path))
-    views = {view["labels"][0]: view["data"] for view in found["held-out"]["views"]}
-    assert found["held-out"]["together"]
+    _, drawn = page(tmp_path, trained("one", tmp_path))
+    views = {view["labels"][0]: view["data"] for view in drawn["held-out"]["views"]}
+    assert drawn["held-out"]["together"]
     (line,) = views["all tokens, over steps"]
     assert (line["x"], line["y"]) == ([0, 40], [4.0, 3.0])
     begin, end = views["by context, last evaluation"]
@@ -98,17 +99,17 @@ def test_restarts_of_run_and_learning_rate_are_marked(tmp_path):
     assert rate_restarts(source.metrics) == [30]
     warm_up = [step(n, lr=n * 1e-4 if n < 5 else 5e-4) for n in range(1, 9)]
     assert rate_restarts(warm_up) == []
-    text, found = page(tmp_path, source)
+    text, drawn = page(tmp_path, source)
     shapes = {
         view["labels"][0]: [(s["x0"], s["line"]["dash"]) for s in view["layout"]["shapes"]]
-        for view in found["training"]["views"]
+        for view in drawn["training"]["views"]
     }
     assert shapes["learning rate"] == [(30, "dot"), (20, "dash")]
-    assert shapes["seconds of a step"] == [(20, "dash")]
+    assert shapes["seconds per step"] == [(20, "dash")]
     assert "from step 20, after step 25: rank 1 was killed" in text
 
 
-def test_curves_are_smoothed_without_a_pull_to_zero_and_raw_values_stay(tmp_path):
+def test_moving_averages_are_unbiased_and_raw_values_stay(tmp_path):
     assert smoothed([2.0] * 20, 5) == pytest.approx([2.0] * 20)
     assert smoothed([1.0, None, float("nan"), 1.0], 5) == [
         pytest.approx(1.0),
@@ -120,10 +121,10 @@ def test_curves_are_smoothed_without_a_pull_to_zero_and_raw_values_stay(tmp_path
     loss = next(data for labels, data, _ in views if labels == ("loss, nats",))
     assert loss[0]["y"] == pytest.approx([4 - n / 40 for n in range(1, 41)], rel=1e-4)
     assert loss[1]["y"] != loss[0]["y"]
-    assert "smoothed" in note
+    assert "moving average" in note
 
 
-def test_ticks_of_log_axes_are_written_out():
+def test_ticks_of_log_axes_have_no_exponent():
     assert log_ticks(0.3, 40.0)["ticktext"] == [
         "0.2",
         "0.5",
@@ -138,7 +139,7 @@ def test_ticks_of_log_axes_are_written_out():
     assert log_ticks(1e-3, 5e6)["ticktext"][-3:] == ["100k", "1M", "10M"]
 
 
-def test_settings_are_a_card_and_differences_a_table(tmp_path):
+def test_settings_are_listed_and_differences_tabulated(tmp_path):
     one = trained("one", tmp_path)
     other = trained(
         "two",
@@ -150,7 +151,7 @@ def test_settings_are_a_card_and_differences_a_table(tmp_path):
     assert "<td class=words>optim.lr</td><td>0.001</td><td>0.002</td>" in text
     assert "<td class=words>run.name</td>" not in text
     warning = (
-        "the runs differ in workers (one: 2; two: 4): their times do not compare settings alone"
+        "the runs differ in workers (one: 2; two: 4): settings alone do not explain their times"
     )
     assert tables.incomparable([one, other]) == [warning]
     assert warning in text
@@ -174,20 +175,18 @@ def test_final_losses_are_compared(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overhead", "plain", "said"),
+    ("overhead", "plain", "message"),
     [
-        (-0.14, [100, 120], "cost within noise (iterations without records differ by up to 18.2%)"),
-        (0.1, [100, 120], "cost within noise (iterations without records differ by up to 18.2%)"),
-        (
-            0.3,
-            [100, 120],
-            "costs 30.0% of an iteration (iterations without records differ by up to 18.2%)",
-        ),
-        (-0.14, [100], "cost unknown: one sample with records and one without"),
+        (-0.14, [100, 120], f"cost within noise ({VARIATION})"),
+        (0.1, [100, 120], f"cost within noise ({VARIATION})"),
+        (0.3, [100, 120], f"costs 30.0% of an iteration ({VARIATION})"),
+        (-0.14, [100], "cost unknown: only one iteration with and one without recording"),
     ],
 )
-def test_noise_is_no_cost_of_records(overhead, plain, said):
-    assert tables.recording_cost({"overhead": overhead, "cases": [{"iteration_ms": plain}]}) == said
+def test_noise_does_not_count_as_a_cost_of_recording(overhead, plain, message):
+    assert (
+        tables.recording_cost({"overhead": overhead, "cases": [{"iteration_ms": plain}]}) == message
+    )
 
 
 def recorded_step() -> dict:
@@ -216,17 +215,17 @@ def recorded_step() -> dict:
 
 
 def test_a_recorded_step_has_a_page(tmp_path):
-    text, found = page(tmp_path, ReportSource(BAD, tmp_path, step=recorded_step()))
+    text, drawn = page(tmp_path, ReportSource(BAD, tmp_path, step=recorded_step()))
     assert "</script><b>" not in text
     assert f"<h1>{SAFE} <small>recorded step" in text
-    (view,) = found["step"]["views"]
+    (view,) = drawn["step"]["views"]
     assert [trace["x"] for trace in view["data"]][:2] == [[6.0, 6.0], [1.0, 1.0]]
-    # plotly reads marks in labels, so names of kernels are escaped there, too.
-    assert found["kernels"]["views"][0]["data"][0]["y"] == ["1. a &amp; b"]
+    # plotly interprets markup in labels, so kernel names are escaped there too.
+    assert drawn["kernels"]["views"][0]["data"][0]["y"] == ["1. a &amp; b"]
     assert "<td class=words>attention</td><td>6</td><td>60.0%</td>" in text
 
 
-def test_a_sparsity_profile_has_a_page_and_a_measurement_without_rows_is_refused(tmp_path):
+def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path):
     import pandas
 
     from mtrain_cli.config.schema import ConfigError
@@ -252,45 +251,43 @@ def test_a_sparsity_profile_has_a_page_and_a_measurement_without_rows_is_refused
     pandas.DataFrame(rows).to_parquet(folder / HEAD_ROWS)
     source = open_source(folder)
     assert (source.kind, source.complete, len(source.sparsity)) == ("sparsity profile", True, 8)
-    text, found = page(tmp_path, source)
+    text, drawn = page(tmp_path, source)
     assert "</script><b>" not in text
     assert SAFE in text
-    recall = found["sparsity"]["views"][0]
+    recall = drawn["sparsity"]["views"][0]
     assert [trace["y"] for trace in recall["data"]] == [pytest.approx([0.85, 0.85])] * 2
-    assert found["heads"]["views"][0]["data"][0]["z"] == [pytest.approx([0.8, 0.9])] * 2
+    assert drawn["heads"]["views"][0]["data"][0]["z"] == [pytest.approx([0.8, 0.9])] * 2
 
 
-def test_a_page_with_as_much_as_it_may_hold_is_under_one_and_a_half_megabytes(
-    tmp_path, monkeypatch
-):
+def test_a_full_page_is_under_one_and_a_half_megabytes(tmp_path, monkeypatch):
     random = np.random.default_rng(0)
 
-    def of(count: int) -> list[float]:
+    def numbers(count: int) -> list[float]:
         return _numbers(random.random(count))
 
-    heat = {"type": "heatmap", "z": of(HEAT_NUMBERS)}
+    heat = {"type": "heatmap", "z": numbers(HEAT_NUMBERS)}
     columns = {
-        "x": of(TIMELINE_BARS),
+        "x": numbers(TIMELINE_BARS),
         "base": _numbers(random.random(TIMELINE_BARS) * 100, 6),
         "y": [3] * TIMELINE_BARS,
     }
     columns["customdata"] = random.integers(0, 64, (TIMELINE_BARS, 2)).tolist()
     runs = POINTS_OF_ALL // POINTS
-    curves = [{"x": list(range(POINTS)), "y": of(POINTS)} for _ in range(runs * 2 * 8)]
+    curves = [{"x": list(range(POINTS)), "y": numbers(POINTS)} for _ in range(runs * 2 * 8)]
     filled = [Figure("all", "All", ("what",), [FigureView(("a",), [heat, columns, *curves], {})])]
     monkeypatch.setattr(html, "figures", lambda _: filled)
     size = len(write_page(tmp_path / "report.html", [trained("one", tmp_path)]).read_bytes())
     assert 1e6 < size < 1.5e6
 
 
-def test_pages_follow_the_colours_that_the_reader_prefers(tmp_path):
+def test_pages_follow_the_color_scheme_of_the_reader(tmp_path):
     text, _ = page(tmp_path, trained("one", tmp_path))
     assert "@media (prefers-color-scheme: dark)" in text
     assert 'matchMedia("(prefers-color-scheme: dark)")' in text
     assert '"#fff"' not in text, "figures take the colours of the page"
 
 
-def test_settings_that_cannot_be_read_are_left_out(tmp_path):
+def test_unreadable_settings_count_as_none(tmp_path):
     for content in (b"a: " + b"[" * 5000, b"\xff\xfe", b"a: [", b"- 1"):
         (tmp_path / "resolved.yaml").write_bytes(content)
         assert read_settings(tmp_path) == {}

@@ -1,4 +1,4 @@
-"""What is found to report, and what is said to be missing of it."""
+"""Reports find runs and profiles, and say what is missing in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtrain_cli.reporting.report_source import (
 )
 from mtrain_cli.training.metrics import StepMetrics
 
-WHAT = Play(ring(4))
+PLAY = Play(ring(4))
 
 
 @pytest.fixture(autouse=True)
@@ -51,39 +51,39 @@ def steps(count: int) -> tuple[StepMetrics, ...]:
     )
 
 
-def test_a_training_is_complete_with_its_last_step(tmp_path):
+def test_a_training_is_complete_after_its_last_step(tmp_path):
     run = ReportSource("a", tmp_path, metrics=steps(3), steps_wanted=3)
     assert (run.complete, run.remarks) == (True, [])
-    assert replace(run, steps_wanted=None).complete  # nobody knows how many were wanted
+    assert replace(run, steps_wanted=None).complete  # the planned number is unknown
     stopped = replace(run, steps_wanted=4)
     assert (stopped.complete, stopped.remarks) == (False, ["step 3 of 4"])
-    # A whole profile does not make up for steps that are missing.
-    profile = open_source(recorded_once(tmp_path / "profile", WHAT))
+    # A complete profile does not make up for missing steps.
+    profile = open_source(recorded_once(tmp_path / "profile", PLAY))
     assert replace(profile, metrics=steps(3), steps_wanted=3).complete
     assert not replace(profile, metrics=steps(3), steps_wanted=4).complete
 
 
 def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
-    assert open_source(recorded_once(tmp_path / "whole", WHAT)).complete
-    partial = open_source(recorded_once(tmp_path / "partial", WHAT, complete=False, wanted=2))
+    assert open_source(recorded_once(tmp_path / "whole", PLAY)).complete
+    partial = open_source(recorded_once(tmp_path / "partial", PLAY, complete=False, wanted=2))
     assert (partial.complete, partial.remarks) == (
         False,
-        ["partial: 1 of 2 samples; the run did not end"],
+        ["partial: 1 of 2 samples; the run did not finish"],
     )
-    rows = rows_of(WHAT)
+    rows = rows_of(PLAY)
     missing = open_source(
         write(tmp_path / "missing", [rows[rows["rank"] != 2]], [facts_of(ring(4))])
     )
     assert (missing.complete, missing.remarks) == (
         False,
-        ["no rows of rank 2 (1 of 4); degrees are over the others"],
+        ["no rows of rank 2 (1 of 4); imbalance degrees cover the other ranks"],
     )
     for profile in (partial, missing):
         assert not replace(profile, metrics=steps(3), steps_wanted=3).complete
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "shared"),
     [
         ({"cpu_cores": 3, "gpus": []}, True),
         ({"cpu_cores": 4, "gpus": []}, False),
@@ -92,15 +92,15 @@ def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
         ({}, False),
     ],
 )
-def test_workers_that_share_cores_are_said_to(tmp_path, environment, said):
-    remarks = open_source(recorded_once(tmp_path, WHAT, environment=environment)).remarks
+def test_a_remark_says_if_workers_share_cores(tmp_path, environment, shared):
+    remarks = open_source(recorded_once(tmp_path, PLAY, environment=environment)).remarks
     expected = [
-        "4 workers share 3 CPU cores: times tell who gets a core, work tells who has more to do"
+        "4 workers share 3 CPU cores: times depend on who gets a core; compare work instead"
     ]
-    assert remarks == (expected if said else [])
+    assert remarks == (expected if shared else [])
 
 
-def test_profiles_that_ship_are_found_by_their_name():
+def test_shipped_profiles_are_found_by_name():
     path = find("layer-4xh200")
     assert path.name == "layer-4xh200.json"
     source = open_source(path)
@@ -108,16 +108,16 @@ def test_profiles_that_ship_are_found_by_their_name():
     assert source.shipped is not None
     assert source.shipped["cases"]
     with pytest.raises(ConfigError, match="kernels-h200: no such folder"):
-        find("kernels-h200")  # is no profile
-    # Nothing is written into what ships.
+        find("kernels-h200")  # a calibration, not a profile
+    # Shipped profiles are read-only.
     assert ships(find("predicted-4xh200"))
     assert not ships(Path())
-    # What was measured here comes first.
-    mine = recorded_once(Path("measurements/layer-4xh200"), WHAT)
+    # Own measurements come first.
+    mine = recorded_once(Path("measurements/layer-4xh200"), PLAY)
     assert find("layer-4xh200") == mine
 
 
-def test_folders_that_have_nothing_to_report_are_passed_over():
+def test_folders_without_anything_to_report_are_skipped():
     assert known() == []
     write(Path("measurements/no-sample"), [], [facts_of(ring(4))], complete=False, wanted=5)
     write(Path("runs/no-step/profile"), [], [facts_of(ring(4))], complete=False, wanted=5)
@@ -127,9 +127,9 @@ def test_folders_that_have_nothing_to_report_are_passed_over():
     assert known() == []
     assert [path.stem for path in default()] == ["real-512k-4xh200"]
     folders = [
-        recorded_once(Path("measurements/whole"), WHAT),
-        recorded_once(Path("measurements/killed"), WHAT, complete=False),
-        recorded_once(Path("runs/profiled/profile"), WHAT).parent,
+        recorded_once(Path("measurements/whole"), PLAY),
+        recorded_once(Path("measurements/killed"), PLAY, complete=False),
+        recorded_once(Path("runs/profiled/profile"), PLAY).parent,
         Path("runs/trained"),
     ]
     folders[-1].mkdir()
@@ -148,20 +148,20 @@ def test_folders_that_have_nothing_to_report_are_passed_over():
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ('{"step": 1, "loss": []}\n{"step": 2, "loss": 3.0}\n', "holds a line that is not a step"),
         ("{\n{}\n", "not a step; each line must be a JSON object"),
-        ('{"step": "a", "loss": []}\n', "holds no step"),
+        ('{"step": "a", "loss": []}\n', "no steps"),
     ],
 )
-def test_a_profile_is_shown_beside_damaged_metrics_and_the_damage_is_said(tmp_path, content, said):
+def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content, message):
     folder = recorded_once(tmp_path / "run", Play(ring(2)), layers=(0,), iterations=2)
     (folder / "metrics.jsonl").write_text(content)
-    found = open_source(folder)
-    assert found.cases
-    assert found.metrics == ()
-    assert any(said in remark for remark in found.remarks)
+    source = open_source(folder)
+    assert source.cases
+    assert source.metrics == ()
+    assert any(message in remark for remark in source.remarks)
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "metrics.jsonl").write_text(content)
     with pytest.raises(ConfigError):

@@ -1,4 +1,4 @@
-"""How sweeps are shown: the fastest of each group, a line a layout and exchange, what is linear, and what does not fit."""
+"""Tables and figures of sweeps: best of each group, lines, linear scaling, what does not fit."""
 
 from __future__ import annotations
 
@@ -16,45 +16,53 @@ def row(
 ) -> dict:
     rate = seq / seconds / workers
     return {
-        "point": {"nodes": str(workers // 8), **point}, "workers": workers, "cp": workers, "dp": 1, "layout": layout,
-        "exchange": "ring (so)", "kernel": "triton", "seq": seq, "density": 0.05, "mfu": 0.1,
-        "hfu": 0.2, "memory_bytes": 30 << 30, "fits": fits,
+        "point": {"nodes": str(workers // 8), **point}, "workers": workers, "cp": workers,
+        "dp": 1, "layout": layout, "exchange": "ring (so)", "kernel": "triton", "seq": seq,
+        "density": 0.05, "mfu": 0.1, "hfu": 0.2, "memory_bytes": 30 << 30, "fits": fits,
         "seconds": {"low": seconds / 2, "value": seconds, "high": 2 * seconds},
         "tokens_per_second_per_gpu": {"low": rate / 2, "value": rate, "high": 2 * rate},
     }  # fmt: skip
 
 
 ROWS = [
-    row(8, "striped", 16, fits=False), row(16, "striped", 9), row(32, "striped", 5), row(8, "zigzag", 18), row(16, "zigzag", 11),
-    row(32, "zigzag", 4), {"point": {"nodes": "64"}, "workers": 512, "layout": "zigzag", "exchange": "ring", "cannot": "so it is"},
-]  # fmt: skip
+    row(8, "striped", 16, fits=False),
+    row(16, "striped", 9),
+    row(32, "striped", 5),
+    row(8, "zigzag", 18),
+    row(16, "zigzag", 11),
+    row(32, "zigzag", 4),
+    {
+        **{"point": {"nodes": "64"}, "workers": 512, "layout": "zigzag", "exchange": "ring"},
+        "cannot": "too many GPUs",
+    },
+]
 
 
 def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
-    heads, found, states = cells(ROWS)
+    heads, lines, states = cells(ROWS)
     assert heads[:3] == ["GPUs", "layout", "exchange"]
     assert states == ["not", "best", "fits", "best", "fits", "best", "not"]
-    assert [line[-1] for line in found[:2]] == ["no", "yes"]
-    assert found[-1][-1] == "so it is"
-    assert all(len(line) == len(heads) for line in found)
+    assert [line[-1] for line in lines[:2]] == ["no", "yes"]
+    assert lines[-1][-1] == "too many GPUs"
+    assert all(len(line) == len(heads) for line in lines)
     table = sheet([("one", ROWS), ("two", [row(8, "striped", 3, seq_="x")])])
     assert all(len(line) == len(table.columns) for line in table.rows)
     assert [line[0] for line in table.rows] == ["one"] * 7 + ["two"]
 
 
-def test_throughput_over_gpus_with_bounds_and_what_is_linear():
+def test_throughput_over_gpus_has_bounds_and_a_linear_line():
     views = {labels[-1]: (data, layout) for labels, data, layout in scaling_views("mine", ROWS)}
     assert set(views) == {
-        "tokens/s of all GPUs",
+        "tokens/s, all GPUs",
         "tokens/s/GPU",
-        "seconds of a step",
-        "GiB of a GPU",
+        "seconds per step",
+        "GiB per GPU",
     }
-    data, layout = views["tokens/s of all GPUs"]
+    data, layout = views["tokens/s, all GPUs"]
     by_name = {trace["name"]: trace for trace in data if "name" in trace}
     assert by_name["striped, ring"]["x"] == [8, 16, 32]
     assert by_name["striped, ring"]["y"] == [32768, 58254, 104860]
-    # From the fastest at the fewest GPUs.
+    # Linear scaling from the fastest configuration with the fewest GPUs.
     assert by_name["linear"]["y"] == [32768, 65536, 131070]
     (band,) = [trace for trace in data if trace.get("fill")]
     assert band["legendgroup"] == "zigzag, ring", "the fastest at the most GPUs"
@@ -65,10 +73,10 @@ def test_throughput_over_gpus_with_bounds_and_what_is_linear():
     (crosses,) = [trace for trace in data if trace.get("mode") == "markers"]
     assert (crosses["x"], crosses["legendgroup"]) == ([8], "striped, ring")
     assert layout["xaxis"]["ticktext"] == ["8", "16", "32"]
-    assert "linear" not in [trace.get("name") for trace in views["seconds of a step"][0]]
+    assert "linear" not in [trace.get("name") for trace in views["seconds per step"][0]]
 
 
-def test_lengths_are_the_axis_where_gpus_do_not_change():
+def test_length_is_the_axis_if_the_number_of_gpus_is_fixed():
     rows = [
         row(8, "striped", 5, seq=1 << 18, seq_="x"),
         row(8, "striped", 15, seq=1 << 19, seq_="x"),
@@ -84,11 +92,11 @@ def test_lengths_are_the_axis_where_gpus_do_not_change():
     assert len({labels[1] for labels, _, _ in several}) == 2
 
 
-def test_units_of_the_table_the_sheet_and_the_figure():
-    """30 GiB are 30 x 2^30 bytes everywhere; throughput is the likely one."""
+def test_units_agree_in_table_sheet_and_figure():
+    """GiB are 2^30 bytes everywhere, and throughput is the likely value."""
     mine = [row(8, "striped", 16), row(16, "striped", 8)]
-    heads, found, _ = cells(mine)
-    shown = dict(zip(heads, found[0], strict=True))
+    heads, lines, _ = cells(mine)
+    shown = dict(zip(heads, lines[0], strict=True))
     assert (shown["GiB"], shown["tokens/s/GPU"], shown["best - worst"], shown["HFU"]) == (
         "30.0",
         "4,096",
@@ -100,5 +108,5 @@ def test_units_of_the_table_the_sheet_and_the_figure():
     assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)
     assert (line["seconds_low"], line["seconds"], line["seconds_high"]) == (8, 16, 32)
     views = {labels[-1]: data for labels, data, _ in scaling_views("mine", mine)}
-    (drawn,) = [trace for trace in views["GiB of a GPU"] if trace.get("mode") == "lines+markers"]
+    (drawn,) = [trace for trace in views["GiB per GPU"] if trace.get("mode") == "lines+markers"]
     assert drawn["y"] == [30, 30]

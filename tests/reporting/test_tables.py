@@ -1,4 +1,4 @@
-"""Tables for the terminal and for CSV say what the analysis found, and fit."""
+"""Tables for the terminal and CSV have the numbers of the analysis, and fit."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def cells(table) -> dict[str, list[str]]:
     }
 
 
-def test_waits_for_others_and_for_links_are_each_in_their_place(tmp_path):
-    # Rank 1 begins 1.5 ms later; messages take 3 ms, of which 1 ms of computation hides some: rank 0 waits 0.5 ms for rank 1 and 3 ms for
-    # the link, rank 1 only 0.5 ms for the link.
+def test_waits_for_late_peers_and_exposed_communication_are_apart(tmp_path):
+    # Rank 1 starts 1.5 ms late. Messages take 3 ms and overlap with 1 ms of computation. So rank 0
+    # waits 0.5 ms for rank 1 and 3 ms for the link; rank 1 waits only 0.5 ms, for the link.
     rows = rows_of(Play(ring(2), link={"context": 3.0}, starts={1: 1.5}), directions=("forward",))
     (case,) = open_source(write(tmp_path, [rows], [facts_of(ring(2))])).cases
-    (waits,) = cells(tables.summary_table([case]))["waits ms for others for links"]
+    (waits,) = cells(tables.summary_table([case]))["waits ms late peers exposed"]
     assert waits == "0.25\ncontext 1.75"
     shares = cells(tables.bins_table([case]))
     assert (shares["ms"], shares["late"], shares["exposed context"]) == (["4"], ["6.2%"], ["43.8%"])
@@ -90,22 +90,22 @@ def test_sentences_for_narrow_terminals_have_the_numbers_of_the_tables(tmp_path)
     lines = printed(tables.summary_lines(source.cases), width=400).splitlines()
     for line, name in ((lines[1], "worker"), (lines[2], "step")):
         time, work = summary[f"imbalance of {name}s time work"][0].split("\n")
-        assert line == f"  {name} imbalance {time} of time, {work} of work"
+        assert line == f"  {name} imbalance: time {time}, work {work}"
         assert time != work
     forward, backward = summary["pass ms forward backward"][0].split("\n")
-    assert lines[3] == f"  ms of a layer's pass: forward {forward}, backward {backward}"
+    assert lines[3] == f"  pass of a layer, ms: forward {forward}, backward {backward}"
     in_steps, in_all = (
-        f"{float(share):.1%}" for share in summary["computed in steps in all"][0].split("\n")
+        f"{float(share):.1%}" for share in summary["computed per step total"][0].split("\n")
     )
     assert in_steps != in_all
-    assert lines[4] == f"  computed {in_steps} in steps, {in_all} in all"
+    assert lines[4] == f"  computed {in_steps} per step, {in_all} total"
     shares = ", ".join(f"{name} {share}" for name, (share,) in bins.items() if share.endswith("%"))
-    assert lines[5] == f"  {bins['ms'][0]} ms an iteration: {shares}"
+    assert lines[5] == f"  {bins['ms'][0]} ms per iteration: {shares}"
     for name in ("index", "attention", "merge", "late", "exposed context"):
         assert name in shares
 
 
-def test_every_table_of_several_runs_says_whose_it_is(tmp_path):
+def test_every_table_of_several_runs_names_the_run(tmp_path):
     sources = [
         open_source(recorded_once(tmp_path / name, Play(ring(2), times)))
         for name, times in (("left", heavy), ("right", rising))
@@ -121,24 +121,24 @@ def test_every_table_of_several_runs_says_whose_it_is(tmp_path):
         show_sources(Console(file=file, width=width), sources)
         lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
         for name in ("left", "right"):
-            assert f"{name}, dense striped ring, forward: attention of worker and step" in lines
+            assert f"{name}, dense striped ring, forward: attention by worker and step" in lines
             assert f"{name}, dense striped ring: why workers wait" in lines
             starts = (
                 f"{name}: dense striped ring, 1 sample" if width == 80 else f"{name} dense striped"
             )
             before = lines[
-                : lines.index("left, dense striped ring, forward: attention of worker and step")
+                : lines.index("left, dense striped ring, forward: attention by worker and step")
             ]
             assert sum(line.startswith(starts) for line in before) == (
                 1 if width == 80 else 2
-            )  # the summary, and where time goes
+            )  # the summary, and the time breakdown
 
 
 def rising(direction: str, rank: int, step: int) -> float:
     return (1.0 + rank + step) * (3 if direction == "backward" else 1)
 
 
-def test_a_heat_map_is_of_the_direction_that_it_names(tmp_path):
+def test_a_heat_map_shows_the_direction_in_its_title(tmp_path):
     (case,) = open_source(recorded_once(tmp_path, Play(ring(2), rising))).cases
     for direction, sums in (("forward", (3, 5)), ("backward", (9, 15))):
         lines = printed(tables.heat_map(case, direction)).splitlines()
@@ -167,7 +167,7 @@ def test_a_heat_map_is_darkest_where_most_is_computed_without_colours(source):
     ("shape", "folded"),
     [((4, 4), (4, 4)), ((33, 5), (17, 5)), ((128, 100), (32, 25)), ((1, 1), (1, 1))],
 )
-def test_folding_keeps_the_largest(shape, folded):
+def test_folding_keeps_the_maximum(shape, folded):
     table = np.random.default_rng(0).random(shape)
     small, was_folded = tables.fold(table, 32)
     assert small.shape == folded
@@ -180,7 +180,7 @@ def test_folding_keeps_the_largest(shape, folded):
 def test_a_folded_heat_map_says_so(tmp_path):
     (case,) = open_source(recorded_once(tmp_path, Play(ring(40)))).cases
     text = printed(tables.heat_map(case, "forward"))
-    assert "each cell is the largest of 2 workers x 2 steps" in text
+    assert "each cell is the maximum of 2 workers x 2 steps" in text
     assert len(text.splitlines()) <= 32 + 3
     assert max(map(len, text.splitlines())) <= 100
 
@@ -223,7 +223,7 @@ def noisy(folder, seed: int, scale: float = 1.0) -> ReportSource:
     return open_source(write(folder, parts, [facts_of(ring(4))]))
 
 
-def test_a_difference_inside_the_noise_is_called_so_and_a_real_one_is_not(tmp_path):
+def test_only_differences_beyond_noise_are_shown(tmp_path):
     first, same, slower = (
         noisy(tmp_path / "a", 1),
         noisy(tmp_path / "b", 2),
@@ -233,7 +233,7 @@ def test_a_difference_inside_the_noise_is_called_so_and_a_real_one_is_not(tmp_pa
     assert found["b", "forward ms"].verdict == "within noise"
     assert found["c", "forward ms"].verdict == "more"
     assert found["c", "forward ms"].ratio == pytest.approx(1.3, rel=0.1)
-    # No number that would read as a gain or a cost.
+    # No number that could be read as a gain or a cost.
     assert found["b", "forward ms"].difference == "within noise"
     assert found["c", "forward ms"].difference.startswith("+")
     assert found["c", "worker imbalance, work"].ratio == 1
@@ -252,7 +252,7 @@ def test_ranks_are_shortened():
     assert shortened(range(0, 60, 2)).endswith(" and more")
 
 
-def test_sparse_trainings_show_hfu_where_dense_ones_show_mfu_too(tmp_path):
+def test_sparse_trainings_show_hfu_without_mfu(tmp_path):
     facts = {
         "loss": 1.0,
         "grad_norm": 1.0,
@@ -286,9 +286,9 @@ def test_sparse_trainings_show_hfu_where_dense_ones_show_mfu_too(tmp_path):
         (0.48, 0.54),
         (None, 0.53),
     ]
-    curves = {view.labels[0]: view.data for view in figures.training(sources).views}
-    assert [line["name"] for line in curves["share of the GPU's peak (MFU)"]] == ["dense"]
-    assert [line["name"] for line in curves["share of the GPU's peak (HFU)"]] == ["dense", "sparse"]
+    curves = {view.labels[0]: view.data for view in figures.training_figure(sources).views}
+    assert [line["name"] for line in curves["MFU, share of peak FLOP/s"]] == ["dense"]
+    assert [line["name"] for line in curves["HFU, share of peak FLOP/s"]] == ["dense", "sparse"]
 
 
 def test_headings_of_the_training_table_break_between_words():

@@ -1,4 +1,4 @@
-"""Tables and sentences keep to the terminal: numbers are never cut, words wrap, and what is left out is told."""
+"""Tables and sentences fit the terminal: words wrap, numbers do not, dropped columns are named."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ EXCHANGES = ("ring", "hierarchical_ring", "all_gather (2 parts of the heads)")
 
 
 def table() -> Table:
-    found = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    result = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("layout", "exchange"):
-        found.add_column(name)
+        result.add_column(name)
     for name in ("best - worst", "tokens/s/GPU", "waits s", "HFU"):
-        found.add_column(name, justify="right")
+        result.add_column(name, justify="right")
     for exchange in EXCHANGES:
-        found.add_row(
+        result.add_row(
             "striped", exchange, "0.0095 - 0.147", "1,284,949", "0.02 + 0.03 + 0.04", "41.9%"
         )
-    return found
+    return result
 
 
 def printed(
-    width: int, monkeypatch, *, told: bool = True, spare: tuple[str, ...] = ("waits s", "HFU")
+    width: int, monkeypatch, *, terminal: bool = True, spare: tuple[str, ...] = ("waits s", "HFU")
 ) -> list[str]:
-    if told:
+    if terminal:
         monkeypatch.setenv("COLUMNS", str(width))
     else:
         monkeypatch.delenv("COLUMNS", raising=False)
@@ -40,14 +40,14 @@ def printed(
     return file.getvalue().splitlines()
 
 
-def test_columns_are_left_out_in_order_and_told(monkeypatch):
+def test_columns_are_dropped_in_order_and_named(monkeypatch):
     for width in range(64, 140):
         lines = printed(width, monkeypatch)
         assert max(map(len, lines)) <= width
         text = "\n".join(lines)
         assert text.count("0.0095 - 0.147") == text.count("1,284,949") == 3
-        # What the table does not show stands below it, and nothing else does.
-        assert ("0.02 + 0.03 + 0.04" in text) != ("without: waits s" in text)
+        # The line below names exactly the dropped columns.
+        assert ("0.02 + 0.03 + 0.04" in text) != ("dropped to fit: waits s" in text)
         assert ("41.9%" in text) != (", HFU;" in text)
         for word in ("ring", "hierarchical_ring", "all_gather", "(2", "heads)"):
             assert word in text.split()
@@ -55,13 +55,13 @@ def test_columns_are_left_out_in_order_and_told(monkeypatch):
     assert "41.9%" in "\n".join(printed(66, monkeypatch))
 
 
-def test_a_pipe_gets_every_column_and_one_line_a_sentence(monkeypatch):
-    lines = printed(40, monkeypatch, told=False)
+def test_a_pipe_gets_every_column_and_one_line_per_sentence(monkeypatch):
+    lines = printed(40, monkeypatch, terminal=False)
     assert (
         sum("all_gather (2 parts of the heads)" in line and "41.9%" in line for line in lines) == 1
     )
     assert len([line for line in lines if "sentence" in line]) == 1
-    # Where nothing may be left out a line is too long rather than cut.
+    # If no column may be dropped, a line is too long rather than cut.
     assert (
         sum(
             "1,284,949" in line and "0.0095 - 0.147" in line
@@ -71,7 +71,7 @@ def test_a_pipe_gets_every_column_and_one_line_a_sentence(monkeypatch):
     )
 
 
-def test_numbers_are_never_powers_of_ten():
+def test_numbers_have_no_exponent():
     assert [number(v) for v in (0.01234, 9.876, 999.4, 999.6, 5130.0)] == [
         "0.0123",
         "9.88",

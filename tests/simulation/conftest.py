@@ -1,4 +1,4 @@
-"""What tests of the simulator share."""
+"""Fixtures shared by the tests of the simulator."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mtrain_cli.simulation import calibration
 
 @pytest.fixture(scope="module")
 def by_constants():
-    """Everything beside attention is priced by the constants of the cluster, as where nothing of it was measured."""
+    """Price everything except attention by the cluster's constants, as if it was not measured."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "_non_attention_of", lambda *_: None)
         yield

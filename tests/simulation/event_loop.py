@@ -1,4 +1,4 @@
-"""The same timeline by another way: every rank with its own schedule, and time that goes on from one event to the next."""
+"""The timeline computed another way: each rank has its own schedule, and time moves by events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Costs = Callable[
 
 @dataclass
 class Op:
-    """A transfer at one rank."""
+    """A transfer, as seen by one rank."""
 
     rank: int
     transfer: Transfer
     posted: float
     ready: float | None = None
-    through: float | None = None  # what arrives has left the link
+    through: float | None = None  # when what arrives has left the link
     arrives: float | None = None
     ended: float | None = None
 

@@ -1,4 +1,4 @@
-"""Small index files as a profile would leave them."""
+"""Small index files like those of a profile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 BLOCK, SEQ, HEADS = 16, 1000, 4
 PADDED = 1024  # of 4 workers in stripes of 16 tokens
 SETUP = RecordedSetup(
-    seq=SEQ, heads=HEADS, kv_heads=2, head_dim=32, dtype_bytes=2, workers=4, per_node=4, layout="striped", exchange="ring",
-    block_size=BLOCK, columns={"vertical_slash": 20}, iteration=3,
-)  # fmt: skip
+    seq=SEQ,
+    heads=HEADS,
+    kv_heads=2,
+    head_dim=32,
+    dtype_bytes=2,
+    workers=4,
+    per_node=4,
+    layout="striped",
+    exchange="ring",
+    block_size=BLOCK,
+    columns={"vertical_slash": 20},
+    iteration=3,
+)
 
 
 def masks() -> list[SequenceMask]:
@@ -25,7 +35,7 @@ def masks() -> list[SequenceMask]:
 
 
 def lines(seed: int, padded: int = PADDED) -> VerticalSlash:
-    """Columns and diagonals that lie in the padding, too."""
+    """Includes columns and diagonals in the padding."""
     rng = np.random.default_rng(seed)
     blocks = padded // BLOCK
     slashes = rng.random((2, HEADS, blocks)) < 0.15

@@ -1,4 +1,4 @@
-"""How well predictions agree with measurements, in figures that were worked out by hand."""
+"""Agreement of predictions with measurements, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from mtrain_cli.simulation.validation import CaseComparison, PassComparison, agreement, key_of
+from mtrain_cli.simulation.validation import CaseComparison, PassComparison, accuracy, key_of
 
 
 def compared(
@@ -44,7 +44,7 @@ def case(label: str, *passes: PassComparison) -> CaseComparison:
 
 
 def test_errors_of_both_signs_do_not_cancel():
-    """Cases of 6, 6 and 4 ms, predicted as 3, 12 and 4: errors of -1/2, +1 and 0; factors of 1/2, 2 and 1."""
+    """Cases of 6, 6 and 4 ms, predicted as 3, 12 and 4 ms: errors -1/2, +1 and 0."""
     cases = [
         case(
             "first", compared(4, 2, 1, 3, (1.0, 1.3)), compared(2, 1, 1, 2)
@@ -54,7 +54,7 @@ def test_errors_of_both_signs_do_not_cancel():
         ),  # below; at the lower one
         case("third", compared(2, 2, 1, 3), compared(2, 2, 1, 3)),
     ]
-    found = agreement(cases).to_json()
+    found = accuracy(cases).to_json()
     assert found["mape"] == pytest.approx(0.5)
     assert found["worst_error"] == pytest.approx(1.0), "with its sign, and not the first"
     assert found["common_factor"] == pytest.approx(1.0), (
@@ -71,20 +71,31 @@ def test_errors_of_both_signs_do_not_cancel():
     assert found["spearman"] == {"run: dense 8192 4": pytest.approx(0.0)}
     assert found["fastest_found"] == {"run: dense 8192 4": False}
     worst = dataclasses.replace(cases[0], passes={"forward": compared(10, 1, 0, 2)})
-    assert agreement([cases[1], cases[2], worst]).worst == pytest.approx(1.0), "-0.9 is smaller"
+    assert accuracy([cases[1], cases[2], worst]).worst == pytest.approx(1.0), "-0.9 is smaller"
 
 
 def test_a_predicted_degree_that_is_too_large_has_a_positive_error():
     assert compared(1, 1, 1, 1, (1.0, 1.3)).to_json()["degrees"]["worker"] == {
-        "measured": 1.0, "predicted": 1.3, "error": pytest.approx(0.3),
-    }  # fmt: skip
+        "measured": 1.0,
+        "predicted": 1.3,
+        "error": pytest.approx(0.3),
+    }
 
 
-def test_cases_that_differ_in_anything_that_counts_are_different_cases():
+def test_cases_that_differ_in_an_identifying_fact_are_different():
     facts = {
-        "pattern": "dense", "layout": "zigzag", "exchange": "ring", "per_node": 8, "seq": 8192, "micro_batch": 1, "cp": 4,
-        "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "kernel": "flash4",
-    }  # fmt: skip
+        "pattern": "dense",
+        "layout": "zigzag",
+        "exchange": "ring",
+        "per_node": 8,
+        "seq": 8192,
+        "micro_batch": 1,
+        "cp": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "kernel": "flash4",
+    }
     others = {"pattern": "moba", "layout": "striped", "exchange": "all_gather", "kernel": "triton"}
     for name, value in facts.items():
         if name != "per_node":

@@ -1,4 +1,4 @@
-"""Curves of kernels: what a fit finds again, its errors on points left out, and GPUs of which nothing was measured."""
+"""Curves of kernels: fits recover constants; leave-one-out errors; GPUs that were not measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mtrain_cli.simulation.calibration import (
     kernels_for,
     load_calibration,
     shipped,
-)  # fmt: skip
+)
 
 PEAKS = {"NVIDIA H200": 989e12}
 
@@ -39,11 +39,11 @@ def made(fixed: float, rate: float, columns: float, noise: float = 0.0) -> list[
     ]
 
 
-def test_a_fit_finds_what_the_points_were_made_of():
+def test_a_fit_recovers_the_constants_of_its_points():
     assert fit(made(0.3, 1.7, 3.4)) == pytest.approx((0.3, 1.7, 3.4))
     assert held_out_errors([made(0.3, 1.7, 3.4)])[0] == pytest.approx(0, abs=1e-9)
     assert 0.02 < held_out_errors([made(0.3, 1.7, 3.4, noise=0.05)])[0] < 0.08
-    # No time is negative, and one point says nothing of a fixed time.
+    # No time is negative, and a single point does not determine a fixed time.
     assert (
         min(
             fit(
@@ -59,8 +59,8 @@ def test_a_fit_finds_what_the_points_were_made_of():
     assert fit([CalibrationPoint(2, 0, 3.0)]) == (0, pytest.approx(1.5), 0)
 
 
-def test_calls_of_the_same_kernels_are_fitted_together():
-    """Columns are a fifth of the work of every call with both, and diagonals alone were timed in small calls, with noise."""
+def test_calls_to_the_same_kernels_are_fitted_together():
+    """Joint calls have a fifth of their work in columns; diagonals have only small, noisy calls."""
     rng = np.random.default_rng(1)
     both = [CalibrationPoint(f, f / 4, 0.2 + 1.7 * f + 3.4 * f / 4) for f in (0.5, 1.0, 2.0, 4.0)]
     diagonals = [
@@ -70,16 +70,16 @@ def test_calls_of_the_same_kernels_are_fitted_together():
     columns = [CalibrationPoint(0, f, 0.1 + 3.4 * f) for f in (0.1, 0.3, 0.5)]
     of_both, of_diagonals, of_columns = fit_together([both, diagonals, columns])
     assert of_both[1:] == of_diagonals[1:] == of_columns[1:] == pytest.approx((1.7, 3.4), rel=0.12)
-    # A large call of other proportions. Those with both by themselves would put it elsewhere.
+    # A large call with other proportions. A fit to the joint calls only would be off.
     expected = 0.2 + 30 * 1.7 + 3.4
     assert of_both[0] + 30 * of_both[1] + of_both[2] == pytest.approx(expected, rel=0.12)
     apart = fit(both)
     assert abs(apart[0] + 30 * apart[1] + apart[2] - expected) > 0.25 * expected
-    # A point that takes twice as long is not among those that predict it; and the other forms are.
+    # A point that takes twice as long is predicted without itself, but with the other forms.
     strange = [*both[:3], CalibrationPoint(4.0, 1.0, 2 * both[3].ms)]
     apart = [fit([p for p in strange if p is not left_out]) for left_out in strange]
     errors = [
-        abs((f + r * p.flop + c * p.of_columns) / p.ms - 1)
+        abs((f + r * p.flop + c * p.column_flop) / p.ms - 1)
         for (f, r, c), p in zip(apart, strange, strict=True)
     ]
     assert errors[-1] == pytest.approx(0.5, abs=1e-6)
@@ -127,8 +127,8 @@ def test_files_have_the_forms_of_one_kernel_fitted_together(tmp_path):
     assert found[DENSE].ms_per_tflop == pytest.approx(1.3)
 
 
-def test_a_kernel_that_skips_nothing_is_fitted_to_what_masks_leave(tmp_path):
-    """2 ms and 3 ms of 1e12 FLOP forward, whatever the index leaves of it."""
+def test_a_kernel_that_skips_nothing_is_fitted_to_the_pairs_of_the_mask(tmp_path):
+    """2 ms and 3 ms per 1e12 FLOP of the mask in forward, whatever the index leaves out."""
     entries = []
     for mask_pairs, share in ((1 << 28, 0.1), (1 << 29, 0.7), (1 << 30, 0.2), (1 << 31, 0.05)):
         ms = {
@@ -158,7 +158,7 @@ def test_a_kernel_that_skips_nothing_is_fitted_to_what_masks_leave(tmp_path):
         assert (curve.fixed_ms, curve.ms_per_tflop) == (pytest.approx(2), pytest.approx(3))
 
 
-def test_held_out_errors_of_what_ships():
+def test_held_out_errors_of_the_shipped_calibration():
     (calibration,) = shipped()
     assert calibration.device == "NVIDIA H200"
     errors = {(c.kernel, c.form, c.direction): c.error for c in calibration.curves if c.points > 2}
@@ -186,7 +186,7 @@ def test_efficiency_grows_with_the_work_of_a_call():
     assert low < value < high
 
 
-def test_a_gpu_that_was_not_measured_is_scaled_and_says_so():
+def test_an_unmeasured_gpu_is_scaled_with_a_remark():
     here = kernels_for("NVIDIA H200", 989e12, "flash4", SPARSE, PEAKS)
     there = kernels_for("NVIDIA A100-SXM4-40GB", 312e12, "triton", SPARSE, PEAKS)
     assert here.calibrated
@@ -196,26 +196,30 @@ def test_a_gpu_that_was_not_measured_is_scaled_and_says_so():
     measured = kernels_for("NVIDIA H200", 989e12, "triton", SPARSE, PEAKS).whole["forward"]
     scaled = there.whole["forward"]
     assert scaled.ms_per_tflop == pytest.approx(measured.ms_per_tflop * 989 / 312)
-    # Launches are no slower there.
+    # Launches do not take longer there.
     assert scaled.fixed_ms == measured.fixed_ms
     assert scaled.high / scaled.low > 2.5 > measured.high / measured.low
 
 
-def test_a_kernel_that_was_not_measured_is_stood_for_and_says_so():
+def test_an_unmeasured_kernel_is_replaced_with_a_remark():
     found = kernels_for("NVIDIA H200", 989e12, "triton", LISTS, PEAKS)
     assert "triton was not measured on lists calls" in found.remarks[0]
     assert found.whole["forward"].high >= 2
 
 
-def test_ones_own_file(tmp_path):
+def test_a_file_of_the_user_replaces_the_shipped_one(tmp_path):
     def times(device: str, scale: float = 1.0) -> str:
         rows = [
             {
-                "kernel": "flash4", "case": {"density": None, "head_dim": 128}, "pairs": n * 10**9, "column_pairs": 0,
-                "forward_ms": n * scale, "backward_ms": 3 * n * scale,
+                "kernel": "flash4",
+                "case": {"density": None, "head_dim": 128},
+                "pairs": n * 10**9,
+                "column_pairs": 0,
+                "forward_ms": n * scale,
+                "backward_ms": 3 * n * scale,
             }
             for n in (1, 2, 4)
-        ]  # fmt: skip
+        ]
         return json.dumps({"schema": 1, "kind": "kernels", "device": device, "times": rows})
 
     mine = tmp_path / "mine.json"
@@ -226,26 +230,27 @@ def test_ones_own_file(tmp_path):
     assert float(found.whole["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
     other = tmp_path / "other.json"
     other.write_text(times("NVIDIA H100"))
-    with pytest.raises(ConfigError, match="is of NVIDIA H100, and the other file of NVIDIA B200"):
+    with pytest.raises(ConfigError, match="is of NVIDIA H100, the other file of NVIDIA B200"):
         load_calibration(mine, other)
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "there is no such file"),
-        ("{", "is no readable JSON"),
+        (None, "no such file"),
+        ("{", "not readable as JSON"),
         ("[]", "holds no times"),
         ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times"),
         ('{"kind": "kernels", "times": [{"kernel": "triton"}], "device": "x"}', "is damaged"),
         (
-            '{"kind": "kernels", "device": "x", "times": [{"kernel": "k", "case": {"density": 0.1, "head_dim": 8}, "pairs": 9, '
+            '{"kind": "kernels", "device": "x", "times": ['
+            '{"kernel": "k", "case": {"density": 0.1, "head_dim": 8}, "pairs": 9, '
             '"column_pairs": 1, "forward_ms": -1, "backward_ms": 1}]}',
             "is damaged",
         ),
     ],
 )
-def test_what_is_no_calibration(tmp_path, content, said):
+def test_invalid_files_are_refused(tmp_path, content, said):
     path = tmp_path / "file.json"
     if content is not None:
         path.write_text(content)

@@ -1,4 +1,4 @@
-"""Cluster files: what ships is complete, and everything wrong with a file is told at once."""
+"""Cluster files: presets are complete; all problems of a file are reported at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain_cli.simulation.prediction import _uncertain
 
 
 @pytest.mark.parametrize("name", shipped())
-def test_what_ships_says_where_every_constant_comes_from(name):
+def test_presets_state_the_source_of_every_constant(name):
     found = load_cluster(name)
     assert found.name == name
     assert f"{found.nodes}x{found.gpus_per_node}" == name.split("_")[1]
@@ -24,7 +24,7 @@ def test_what_ships_says_where_every_constant_comes_from(name):
         assert constant.source != "measured" or name == "h200_1x8", key
 
 
-def test_there_are_the_clusters_of_the_papers():
+def test_the_clusters_of_the_papers_ship():
     assert {"h200_1x8", "h100_4x8", "a100_4x8", "a800_4x8", "b200_4x8"} <= set(shipped())
     a100 = load_cluster("a100_4x8")
     assert (a100.outer.bandwidth_gbps.value, a100.inner.bandwidth_gbps.value, a100.gpus) == (
@@ -54,7 +54,7 @@ def problems(tmp_path, content) -> list[str]:
     return [line.removeprefix(f"{path}: ") for line in error.value.problems]
 
 
-def test_a_file_of_ones_own(tmp_path):
+def test_a_file_of_the_user(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(
         yaml.safe_dump(
@@ -66,13 +66,18 @@ def test_a_file_of_ones_own(tmp_path):
     assert load_cluster(str(path), nodes=128).gpus == 1024
 
 
-def test_what_a_file_leaves_out(tmp_path):
-    """Collectives reach what a link carries, not what one message reaches; matrix products 0.77 of the peak, within a half and 0.95."""
+def test_defaults_of_constants_that_a_file_leaves_out(tmp_path):
+    """Collectives get the capacity of a link; matrix products 0.77 of the peak, in 0.5 to 0.95."""
     content = document()
     content["links"]["inner"] = {
-        key: {"value": value, "source": "guess"} for key, value in (("latency_us", 7), ("bandwidth_gbps", 300), ("capacity_gbps", 500),
-                                                                   ("gpu_share", 0.1))
-    }  # fmt: skip
+        key: {"value": value, "source": "guess"}
+        for key, value in (
+            ("latency_us", 7),
+            ("bandwidth_gbps", 300),
+            ("capacity_gbps", 500),
+            ("gpu_share", 0.1),
+        )
+    }
     content["gpu"].pop("gemm_tflops", None)
     content["gpu"]["peak_tflops"] = {"value": 1000, "source": "datasheet"}
     path = tmp_path / "mine.yaml"
@@ -86,7 +91,7 @@ def test_what_a_file_leaves_out(tmp_path):
     assert (gemm.low, gemm.value, gemm.high, gemm.source) == (500, 770, 950, "guess")
 
 
-def test_all_problems_are_told_together(tmp_path):
+def test_all_problems_are_reported_together(tmp_path):
     wrong = document()
     wrong["nodes"] = 0
     wrong["colour"] = "red"
@@ -98,12 +103,14 @@ def test_all_problems_are_told_together(tmp_path):
     wrong["links"]["outer"]["bandwith_gbps"] = wrong["links"]["outer"].pop("bandwidth_gbps")
     wrong["links"]["outer"]["latency_us"]["source"] = "a friend"
     assert problems(tmp_path, wrong) == [
-        "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, dollars_per_gpu_hour",
-        "nodes=0: is no cluster; expected a whole number of at least 1 and at most 16,384",
+        "colour=red: unknown key; allowed: name, nodes, gpus_per_node, gpu, links, "
+        "dollars_per_gpu_hour",
+        "nodes=0: not allowed; expected a whole number of at least 1 and at most 16,384",
         "gpu.peak_tflops: is missing; expected a number above 0 and at most 1e+12 as "
         "{value: N, source: measured|datasheet|paper|guess, note: ...}",
         "gpu.hbm_gbps.value=-3: expected a number above 0 and at most 1e+12",
-        "links.inner.latency_us=60: expected a number of at least 0 and at most 1e+12 with its source, as "
+        "links.inner.latency_us=60: expected a number of at least 0 and at most 1e+12 with its "
+        "source, as "
         "{value: 60, source: measured|datasheet|paper|guess, note: ...}",
         "links.inner.gpu_share.value=1.5: expected a share, at least 0 and below 1",
         *[line for line in problems(tmp_path, wrong) if line.startswith("links.outer")],
@@ -112,8 +119,8 @@ def test_all_problems_are_told_together(tmp_path):
     assert outer[0].startswith("links.outer.bandwith_gbps=")
     assert "unknown key; did you mean bandwidth_gbps?; allowed: latency_us" in outer[0]
     assert (
-        "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, paper, guess"
-        in outer
+        "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, "
+        "paper, guess" in outer
     )
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer
     assert any(
@@ -124,7 +131,7 @@ def test_all_problems_are_told_together(tmp_path):
     )
 
 
-def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
+def test_one_mistake_is_one_line_under_its_key(tmp_path):
     wrong = document()
     worded = document()
     worded["links"]["inner"]["latency_us"] = "fast"
@@ -153,47 +160,48 @@ def test_one_mistake_is_one_line_under_the_key_that_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "describes no cluster"),
-        ("- 1", "describes no cluster"),
-        ("a: [", "is no readable YAML"),
+        ("", "not a cluster file"),
+        ("- 1", "not a cluster file"),
+        ("a: [", "not readable as YAML"),
         ("nodes: 2", "gpus_per_node: is missing"),
         (
             "nodes: two",
-            "nodes=two: is no cluster; expected a whole number of at least 1 and at most 16,384",
+            "nodes=two: not allowed; expected a whole number of at least 1 and at most 16,384",
         ),
         ("nodes: 2", "links: is missing"),
     ],
 )
-def test_what_is_no_cluster(tmp_path, content, said):
+def test_files_that_describe_no_cluster_are_refused(tmp_path, content, said):
     assert any(said in line for line in problems(tmp_path, content))
 
 
-def test_a_second_node_needs_a_link_to_it():
+def test_several_nodes_need_outer_links():
     with pytest.raises(
         ConfigError,
-        match=r"nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster a100_4x8, ",
+        match=r"nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or "
+        "--cluster a100_4x8, ",
     ):
         load_cluster("h200_1x8", nodes=2)
-    with pytest.raises(ConfigError, match="nodes=0: is no cluster"):
+    with pytest.raises(ConfigError, match="nodes=0: not allowed"):
         load_cluster("h200_1x8", nodes=0)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "there is no such file")],
+    [("a100_4x", "did you mean a100_4x8?"), ("no/such.yaml", "no such file")],
 )
-def test_names_that_are_none(name, said):
+def test_unknown_names_are_refused(name, said):
     with pytest.raises(ConfigError) as error:
         load_cluster(name)
     assert said in str(error.value)
 
 
-def test_bounds_are_of_the_source_or_of_the_file():
+def test_bounds_come_from_the_file_or_the_source():
     assert (Constant.of(10, "measured").low, Constant.of(10, "guess").high) == (9, 20)
     assert (Constant.of(10, "guess", "", 3).low, Constant.of(10, "guess").scaled(2).high) == (3, 40)
 
 
-def test_guesses_are_counted_in_words():
+def test_the_remark_counts_guesses():
     cluster = load_cluster("a100_4x8")
     guesses = [key for key, constant in cluster.constants().items() if constant.source == "guess"]
     assert _uncertain(cluster)[0].startswith(f"a100_4x8: {len(guesses)} constants are guesses (")

@@ -1,4 +1,4 @@
-"""The latency of a collective is that of the ranks which it was measured with, and a longer ring's is longer."""
+"""A collective's latency is that of the ranks it was measured with; longer rings take longer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def costs(cluster, bound: str = VALUE) -> Costs:
 
 
 def measured(ranks: int, tmp_path):
-    """A cluster file of collectives that took 60 us over so many ranks."""
+    """A cluster file whose collectives took 60 us over this many ranks."""
     times = [
         LinkTime(link, what, size, ranks if what != HOP else 2, us, us, us)
         for link in (INNER, OUTER)
@@ -54,7 +54,7 @@ def measured(ranks: int, tmp_path):
     return load_cluster(str(path))
 
 
-def test_the_ranks_that_were_measured_take_what_was_measured(tmp_path):
+def test_the_measured_ranks_take_the_measured_time(tmp_path):
     for ranks, used, expected in ((16, 16, 60), (16, 31, 120), (16, 9, 60), (2, 16, 15 * 60)):
         cluster = measured(ranks, tmp_path)
         assert cluster.outer.collective_ranks.value == cluster.inner.collective_ranks.value == ranks
@@ -68,7 +68,7 @@ def test_the_ranks_that_were_measured_take_what_was_measured(tmp_path):
     )
 
 
-def test_files_that_do_not_say_it_mean_eight():
+def test_files_without_collective_ranks_mean_eight():
     for name in shipped():
         assert load_cluster(name).inner.collective_ranks.value == 8
     a100 = load_cluster("a100_4x8")

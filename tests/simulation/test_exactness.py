@@ -1,4 +1,4 @@
-"""What the simulator says that a worker computes in a step is, as an integer, what the kernels of that worker would be given."""
+"""The work that the simulator counts for a (rank, step) equals what the rank's kernels get."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mtrain_cli.simulation.what_if import InvalidSetup, ReplayCase, ReplaySetup,
 LAYOUTS = ("contiguous", "zigzag", "striped")
 EXCHANGES = ("ring", "hierarchical_ring", "all_gather", "hierarchical_all_gather", "ulysses")
 PATTERNS = ("dense", "vertical_slash", "columns", "bitmap")
-LENGTHS = (61, 64, 100)  # of which one divides evenly
+LENGTHS = (61, 64, 100)  # one divides evenly
 CONFIGURATIONS = [
     (layout, exchange, pattern, workers, per_node, seq, mask)
     for layout, exchange, pattern, (workers, per_node), seq, mask in product(
@@ -72,11 +72,19 @@ def table(rows: np.ndarray, direction: str, name: str, shape: tuple[int, int]) -
 def check(
     layout: str, exchange: str, pattern: str, workers: int, per_node: int, seq: int, mask: str
 ) -> int:
-    """-> compared numbers; 0: there is no such configuration."""
+    """Return how many numbers were compared; 0 if the configuration is impossible."""
     made = RecordedSetup(
-        seq=seq, heads=HEADS, kv_heads=HEADS, head_dim=16, dtype_bytes=2, workers=workers, per_node=per_node, layout=layout,
-        exchange=exchange, block_size=BLOCK,
-    )  # fmt: skip
+        seq=seq,
+        heads=HEADS,
+        kv_heads=HEADS,
+        head_dim=16,
+        dtype_bytes=2,
+        workers=workers,
+        per_node=per_node,
+        layout=layout,
+        exchange=exchange,
+        block_size=BLOCK,
+    )
     padded = make_layout(layout, workers, seq, BLOCK, unit=BLOCK).padded_seq
     masks = tuple(masks_of(mask, padded, seq))
     index = index_of(pattern, make_layout(layout, workers, seq, BLOCK, unit=BLOCK))
@@ -113,14 +121,15 @@ def check(
                 & (rows["direction"] == records.WORDS["direction"].index(direction))
             ]
             assert int(of_columns["pairs"].sum()) == column_pairs
-            # What takes no time is no row, and of a phase that computes nothing the number of columns is not asked for.
+            # Steps without time have no row. Phases that compute nothing need not count their
+            # columns.
             assert int(of_columns["columns"].sum()) == (columns if column_pairs else 0)
             compared += 2 * len(steps) + 2
     return compared
 
 
-def test_what_is_simulated_is_what_kernels_are_given():
-    """A sample in which every layout, exchange, pattern and number of workers occurs; the slow test has all."""
+def test_simulated_work_equals_the_work_of_kernels():
+    """A sample that covers every layout, exchange, pattern and number of workers."""
     order = np.random.default_rng(0).permutation(len(CONFIGURATIONS))
     done = [CONFIGURATIONS[i] for i in order[:70] if check(*CONFIGURATIONS[i])]
     assert len(done) >= 50
@@ -129,7 +138,7 @@ def test_what_is_simulated_is_what_kernels_are_given():
 
 
 @pytest.mark.slow
-def test_all_configurations_that_there_are():
+def test_simulated_work_equals_the_work_of_kernels_in_all_configurations():
     compared = [check(*configuration) for configuration in CONFIGURATIONS]
     assert sum(n > 0 for n in compared) == 1584
     assert sum(compared) == 126_144

@@ -1,4 +1,4 @@
-"""Latency and bandwidth from measured messages, with bounds that hold them, as a cluster that `mtrain simulate` reads."""
+"""Links fitted to measured messages, with bounds, as a cluster that `mtrain simulate` reads."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def everything(link: str, slower: float = 1.0) -> list[LinkTime]:
     ]
 
 
-def test_a_fit_finds_both_constants_whatever_one_disturbed_size_says():
+def test_a_fit_recovers_both_constants_despite_one_disturbed_size():
     measured = times(INNER, HOP, 40.0, 50.0)
     found = fit_link(measured)
     assert (found.latency_us, found.gbps) == (pytest.approx(40.0), pytest.approx(50.0))
@@ -77,7 +77,7 @@ def test_a_fit_finds_both_constants_whatever_one_disturbed_size_says():
     assert disturbed.error > 0.1
 
 
-def test_bounds_hold_every_sample_and_messages_beside_a_computation():
+def test_bounds_hold_all_samples_and_loaded_messages():
     measured = times(INNER, HOP, 40.0, 50.0, loaded=1.5)
     found = fit_link(measured)
     low, high = found.latency
@@ -91,7 +91,7 @@ def test_bounds_hold_every_sample_and_messages_beside_a_computation():
         assert high + t.size / slowest / 1e3 >= t.loaded_us * 0.999
 
 
-def test_senseless_times_still_give_a_link():
+def test_senseless_times_still_yield_a_link():
     falling = [
         LinkTime(INNER, HOP, size, 2, us, us, us)
         for size, us in ((4096, 900.0), (65536, 300.0), (1 << 20, 280.0))
@@ -105,7 +105,7 @@ def test_senseless_times_still_give_a_link():
 
 
 @pytest.mark.parametrize(("slower", "shared"), [(1.0, 1), (1.9, 2), (4.3, 4)])
-def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: int):
+def test_measurements_become_a_cluster(tmp_path: Path, slower: float, shared: int):
     document = cluster_document(
         "mine",
         2,
@@ -159,7 +159,7 @@ def test_a_cluster_of_what_was_measured(tmp_path: Path, slower: float, shared: i
     }
 
 
-def test_computing_that_was_not_slower_has_no_share():
+def test_without_slowdown_messages_take_no_share_of_the_gpu():
     assert slowdowns(times(INNER, HOP, 1.0, 1.0, loaded=1.0, slowdown=0.9), INNER) == (
         0.0,
         0.0,
@@ -168,8 +168,8 @@ def test_computing_that_was_not_slower_has_no_share():
     assert slowdowns(times(INNER, HOP, 1.0, 1.0), INNER) == (0.0, 0.0, 0.0)
 
 
-def test_a_machine_is_what_its_memory_and_products_take(monkeypatch):
-    """Everything takes 1 ms: a copy reads and writes 16 MiB, an addition moves three times as much, a product of 1024 has 2^31 FLOP."""
+def test_a_machine_is_measured_by_copies_additions_and_products(monkeypatch):
+    """All take 1 ms: a copy moves 16 MiB, an addition three times as much, a product 2^31 FLOP."""
     monkeypatch.setattr(kernel_benchmark, "median_ms", lambda *_: 1.0)
     monkeypatch.setattr(measuring, "_launch_us", lambda _: (1.0, 2.0, 3.0))
     found = measuring._machine(torch.device("cpu"))
@@ -181,7 +181,7 @@ def test_a_machine_is_what_its_memory_and_products_take(monkeypatch):
     assert found.launch_us == (1, 2, 3)
 
 
-def test_a_launch_takes_the_median_of_what_was_timed(monkeypatch):
+def test_a_launch_takes_the_median_time(monkeypatch):
     """Two warm-ups, then ten times 200 launches: 1 to 10 us each."""
     now = [0.0]
     took = iter([900.0, 900.0, *map(float, range(1, 11))])
@@ -197,12 +197,20 @@ def test_a_launch_takes_the_median_of_what_was_timed(monkeypatch):
     assert (low, middle, high) == (pytest.approx(1.9), pytest.approx(5.5), pytest.approx(9.1))
 
 
-def test_the_slowest_rank_counts(monkeypatch):
+def test_the_slowest_rank_sets_the_time(monkeypatch):
     """Four ranks need 5, 70, 6 and 7 us."""
     bench = SimpleNamespace(
-        device=torch.device("cpu"), together=lambda: None, clean=lambda: None,
-        everyone=lambda mine: [mine] if isinstance(mine, bool) else [5.0, 70.0, 6.0, 7.0] if isinstance(mine, float) else [mine],
-    )  # fmt: skip
+        device=torch.device("cpu"),
+        together=lambda: None,
+        clean=lambda: None,
+        everyone=lambda mine: (
+            [mine]
+            if isinstance(mine, bool)
+            else [5.0, 70.0, 6.0, 7.0]
+            if isinstance(mine, float)
+            else [mine]
+        ),
+    )
     monkeypatch.setattr(measuring, "_on_cpu", lambda *_: (6.0, None))
     operation = SimpleNamespace(
         link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size)

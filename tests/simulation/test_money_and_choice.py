@@ -1,4 +1,4 @@
-"""What a training costs, which configuration is the best, and the figures of its row, each by hand."""
+"""The cost of a training, the best configuration, and the figures of its row, each by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mtrain_cli.simulation.sweep import row_of
 
 
 def test_days_and_dollars_of_a_row():
-    """86.4 million tokens on 8 GPUs at 2 $: one day at 125 tokens/s/GPU; 2.5 times as long at worst, half as long at best."""
+    """86.4M tokens on 8 GPUs at 2 $: one day at 125 tokens/s/GPU, 2.5 at worst, 0.5 at best."""
     row = {"workers": 8, "tokens_per_second_per_gpu": {"low": 50.0, "value": 125.0, "high": 250.0}}
     found = command._SimulateJob._with_cost(SimpleNamespace(tokens=86.4e6, price=2.0), row)
     assert found["days"] == pytest.approx({"low": 0.5, "value": 1.0, "high": 2.5})
@@ -35,7 +35,7 @@ def test_days_and_dollars_of_a_row():
 
 
 def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
-    """Time, memory and cost are told of zigzag where striped, which is faster, does not fit; and of striped where both fit."""
+    """Figures are of zigzag if striped, which is faster, does not fit; else of striped."""
     monkeypatch.chdir(tmp_path)
     words = [
         "simulate",
@@ -111,7 +111,7 @@ def test_the_figures_of_a_row():
             work=SimpleNamespace(worker=worker + 1, step=step + 1),
         )
 
-    # Recomputation is no third pass of a degree.
+    # Recomputation does not count as a third pass of a degree.
     passes = {
         "forward": of_pass(1.2, 1.4),
         "backward": of_pass(1.6, 2.2),
@@ -129,7 +129,7 @@ def test_the_figures_of_a_row():
     ] == pytest.approx(32768, rel=1e-5)
 
 
-def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
+def test_if_nothing_fits_the_least_memory_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     content = yaml.safe_load(shipped()["h100_4x8"].read_text()) | {"nodes": 1}
     content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
@@ -162,6 +162,6 @@ def test_where_nothing_fits_the_least_is_told_of(tmp_path, monkeypatch):
         in flat
     )
     assert (
-        "best none of these fits; --recommend tries what needs less memory, or says what would fit"
+        "best none of these fits; --recommend tries settings that need less memory, or says what would fit"
         in flat
     )

@@ -1,4 +1,4 @@
-"""Whole steps: what they compute is what training counts, what they hold is what the dry run says, and weights hide as FSDP2's do."""
+"""Whole steps: FLOP as in training, memory as in the dry run, weights hidden as by FSDP2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
-from mtrain_cli.simulation.predicted_step import PredictedStep, WeightTransfer, beside
+from mtrain_cli.simulation.predicted_step import PredictedStep, WeightTransfer, overlapped_us
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
@@ -86,7 +86,7 @@ def step(
         ],
     ],
 )
-def test_memory_is_that_of_the_dry_run(words):
+def test_memory_equals_that_of_the_dry_run(words):
     config = compose(words)
     dry = make_plan(compose([*words, "topology.workers=8", "topology.device=cuda"]))
     mine = plan_on(H200, config, workers=8)
@@ -106,7 +106,8 @@ WAYS = [
     "train.activation_checkpoint=full train.offload_activations=true",
     "train.activation_checkpoint=full train.offload_activations=16 train.shard=gradients",
     "train.activation_checkpoint=sequence_selective train.checkpoint_keep=0.25",
-    "train.activation_checkpoint=sequence_selective topology.layout=contiguous train.reduce_dtype=bfloat16",
+    "train.activation_checkpoint=sequence_selective topology.layout=contiguous "
+    "train.reduce_dtype=bfloat16",
     "train.loss_gradients=recompute train.shard=optimizer",
     "optim.offload=true train.shard=gradients train.reduce_dtype=bfloat16",
     "optim.offload=true train.shard=optimizer train.global_batch=2",
@@ -114,7 +115,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize("pairs", [DENSE, SPARSE], ids=["dense", "sparse"])
-def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pairs):
+def test_flop_equal_training_and_bytes_equal_the_dry_run(pairs):
     play: dict[str, PredictedScenario] = {}
     for way in WAYS:
         words = [
@@ -146,7 +147,7 @@ def test_a_step_computes_what_training_counts_and_moves_what_the_dry_run_says(pa
         assert min(one.parts.values()) >= 0, way
 
 
-def test_mfu_of_recorded_documents_counts_the_pairs_inside_them_as_training_does():
+def test_mfu_of_recorded_documents_counts_pairs_as_training_does():
     config = compose(["model=qwen3b", "seq=8k", "topology.context_parallel=4"])
     found = plan_on(H200, config, workers=4, exchange="all_gather", layout="striped")
     problem = DENSE.problem(config)
@@ -161,8 +162,8 @@ def test_mfu_of_recorded_documents_counts_the_pairs_inside_them_as_training_does
     assert packed.step.hfu == pytest.approx(per_second * flops.executed)
 
 
-def test_what_is_saved_costs_what_it_costs():
-    """Steps of four micro-batches of 128K tokens on 8 GPUs, that share them; against the step with all defaults."""
+def test_saving_memory_costs_time():
+    """Steps of four micro-batches of 128K tokens on 8 GPUs, compared with all defaults."""
     base = ["model=qwen3b", "seq=128k", "train.global_batch=4"]
     config = compose(base)
     scenario = Scenario(config, DENSE.problem(config))
@@ -196,7 +197,7 @@ def test_what_is_saved_costs_what_it_costs():
     )
     assert seconds("train.loss_gradients=recompute") > plain
     assert seconds("train.tile_mib=64") > plain
-    # Copies over PCIe hide where it is fast.
+    # Fast PCIe hides the copies.
     slow = dataclasses.replace(
         H200, gpu=dataclasses.replace(H200.gpu, host_link_gbps=Constant(0.5, "guess", "", 0.5, 0.5))
     )
@@ -219,7 +220,7 @@ def test_what_is_saved_costs_what_it_costs():
     assert 30 * shard / 19e9 < host < 1.3 * 30 * shard / 19e9
     behind = made("optim.offload=true", cluster=slow).parts["optimizer"]
     assert behind > 4 * shard / 0.5e9
-    # Gradients that leave begin a backward pass earlier, and then only weights are in the way of the step.
+    # Gradients that leave begin a backward pass earlier; then only weights delay the step.
     states, leaving = (
         StateMemory(config, 8, 4, 2),
         ("optim.offload=true", "optim.offload_gradients=true"),
@@ -230,7 +231,7 @@ def test_what_is_saved_costs_what_it_costs():
     assert made(*leaving).parts["optimizer"] < host
 
 
-def test_weights_that_stay_are_not_gathered_again():
+def test_weights_that_stay_whole_are_not_gathered_again():
     slow = with_inner(
         collective_bandwidth_gbps=5.0, capacity_gbps=5.0, bandwidth_gbps=5.0, gpu_share=0.0
     )
@@ -241,7 +242,7 @@ def test_weights_that_stay_are_not_gathered_again():
     }
     full, gradients, optimizer = (found[shard].parts["weights"] for shard in found)
     assert full > 1.6 * gradients > 3.2 * optimizer
-    # Links are all that counts here: bytes over bandwidth.
+    # Only links count here: bytes over bandwidth.
     assert gradients == pytest.approx(found["gradients"].sent / 5e9, rel=0.35)
     half = step(
         *words, "train.shard=gradients", "train.reduce_dtype=bfloat16", cluster=slow, bounds=False
@@ -268,7 +269,7 @@ def test_parts_add_up_and_lie_within_bounds(workers):
     )
 
 
-def test_attention_says_for_how_long_it_fills_links():
+def test_attention_reports_how_long_it_fills_links():
     found = step("model=qwen3b", "seq=64k", exchange="ring", bounds=False).attention
     hop = 8192 * 2 * 2 * 128 * 2  # bytes: tokens, key and value, heads, head_dim, bfloat16
     inner, outer = found.passes["forward"].carried
@@ -306,8 +307,8 @@ def _played(
     root: tuple[float, float],
     layers: int,
 ) -> float:
-    """us of all layers, event by event: one queue of collectives, one stream that computes; the next layer's weights are asked for when a
-    layer begins, gradients are sent when it has ended.
+    """us of all layers, event by event: one queue of collectives, one stream that computes; the
+    next layer's weights are asked for when a layer begins, gradients are sent when it has ended.
     """
     queue = root[0] + gather
     now = queue
@@ -325,8 +326,8 @@ def _played(
 
 
 @pytest.mark.parametrize("bandwidth", [400.0, 60.0, 20.0, 2.0])
-def test_weights_hide_behind_computation(bandwidth, monkeypatch):
-    """Against events of a queue, with links from fast to far too slow. Eight replicas: attention sends nothing."""
+def test_weights_hide_behind_computation_like_in_an_event_queue(bandwidth, monkeypatch):
+    """Links from fast to far too slow. Eight replicas, so attention sends nothing."""
     monkeypatch.setattr(
         calibration, "_non_attention_of", lambda *_: None
     )  # not from what was measured, which copies are no part of
@@ -370,25 +371,27 @@ def test_weights_hide_behind_computation(bandwidth, monkeypatch):
     assert (found.step.parts["weights"] > 0.5 * found.step.seconds.value) == (bandwidth < 50)
 
 
-def test_weights_get_what_attention_leaves_of_a_link():
+def test_weights_get_the_bandwidth_that_attention_leaves():
     outer, inner = (
         WeightTransfer(us=30.0, busy=20.0, outer=True),
         WeightTransfer(us=30.0, busy=20.0, outer=False),
     )
-    assert beside([outer], 100.0, (0.0, 0.0), VALUE) == 30
-    assert beside([outer], 100.0, (90.0, 0.0), VALUE) == 30, "another link"
-    assert beside([outer], 100.0, (0.0, 60.0), VALUE) == pytest.approx(50)
-    assert beside([outer], 100.0, (0.0, 60.0), LOW) == 30
-    assert beside([inner], 100.0, (60.0, 0.0), HIGH) == pytest.approx(50)
+    assert overlapped_us([outer], 100.0, (0.0, 0.0), VALUE) == 30
+    assert overlapped_us([outer], 100.0, (90.0, 0.0), VALUE) == 30, "another link"
+    assert overlapped_us([outer], 100.0, (0.0, 60.0), VALUE) == pytest.approx(50)
+    assert overlapped_us([outer], 100.0, (0.0, 60.0), LOW) == 30
+    assert overlapped_us([inner], 100.0, (60.0, 0.0), HIGH) == pytest.approx(50)
     # Half of the link for 40 us does 20 of the 30 us; the others come after it.
-    assert beside(
+    assert overlapped_us(
         [WeightTransfer(30.0, 30.0, outer=False)], 40.0, (20.0, 0.0), VALUE
     ) == pytest.approx(50)
-    assert beside([outer, outer], 10.0, (0.0, 10.0), VALUE) == pytest.approx(70), "nothing is left"
-    assert beside([WeightTransfer(0.0, 0.0, outer=False)], 10.0, (0.0, 0.0), VALUE) == 0
+    assert overlapped_us([outer, outer], 10.0, (0.0, 10.0), VALUE) == pytest.approx(70), (
+        "nothing is left"
+    )
+    assert overlapped_us([WeightTransfer(0.0, 0.0, outer=False)], 10.0, (0.0, 0.0), VALUE) == 0
 
 
-def test_steps_accumulate_and_slow_ranks_hold_everybody():
+def test_steps_accumulate_and_slow_ranks_delay_everybody():
     words = ("model=qwen3b", "seq=32k", "topology.context_parallel=4")
     one, four = (step(*words, f"train.global_batch={n}").step for n in (2, 8))
     once = one.parts["optimizer"] + 0.010
@@ -414,7 +417,8 @@ def test_recomputation_trades_time_for_memory():
     assert none.parts["recomputed"] == 0
 
 
-# Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is in a constant or a calibration.
+# Whole steps measured on one host of H200s (README.md): none of them, nor any other whole step, is
+# in a constant or a calibration.
 MEASURED = [
     (["seq=32k"], 1, "striped", "all_gather", DENSE, 2.18),
     (["seq=128k"], 4, "zigzag", "all_gather", DENSE, 5.12),
@@ -440,9 +444,15 @@ def test_measured_steps_lie_within_the_bounds(words, workers, layout, exchange, 
 @pytest.mark.parametrize(
     ("gpu", "expected"),
     [
-        ("NVIDIA A100-SXM4-40GB", (8, 0)), ("NVIDIA H100 80GB HBM3", (9, 0)), ("NVIDIA GH200 480GB", (9, 0)), ("NVIDIA H20", (9, 0)),
-        ("NVIDIA B200", (10, 0)), ("NVIDIA GB200", (10, 0)), ("NVIDIA A800-SXM4-80GB", (8, 0)), ("unheard of", (8, 0)),
+        ("NVIDIA A100-SXM4-40GB", (8, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("NVIDIA A800-SXM4-80GB", (8, 0)),
+        ("unheard of", (8, 0)),
     ],
-)  # fmt: skip
+)
 def test_capability_by_name(gpu, expected):
     assert capability(gpu) == expected

@@ -1,4 +1,4 @@
-"""Predictions: work as counted, messages by the link that they cross, bounds around every figure, and records that read like a profile."""
+"""Predictions: counted work, messages priced by link, bounds, and records like a profile's."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def shared(cluster: Cluster, gpus: int) -> Cluster:
     )
 
 
-def test_gpus_behind_one_card_share_it_where_they_send_at_once():
+def test_gpus_behind_one_card_share_it_when_they_send_at_once():
     cluster = load_cluster("a100_4x8")
     for exchange, times in (("ring", 1), ("hierarchical_ring", 4)):
         alone, together = costs(cluster, exchange), costs(shared(cluster, 4), exchange)
@@ -122,7 +122,7 @@ def test_collectives_are_rings_over_the_slowest_link():
     cluster = load_cluster("a100_4x8")
     us, busy = costs(cluster).collective(False, 8, 8, 7 << 20)
     assert us == pytest.approx(60 + (7 << 20) / 300e3)
-    # Eight cards carry what crosses to a node; counterparts have one each.
+    # Eight cards carry what enters a node; each set of counterparts has one.
     across, _ = costs(cluster).collective(False, 32, 8, 31 << 20)
     assert across == pytest.approx(70 * 31 / 7 + (31 << 20) / 200e3)
     counterparts, busy = costs(cluster).collective(False, 4, 1, 3 << 20)
@@ -132,8 +132,8 @@ def test_collectives_are_rings_over_the_slowest_link():
     assert trade == pytest.approx(70 + (24 << 20) / 25e3)
 
 
-def test_bounds_that_are_swapped_are_seen(monkeypatch):
-    """Sorting three figures would make bounds of whatever they are."""
+def test_swapped_bounds_are_detected(monkeypatch):
+    """Sorting three figures would make valid bounds of any of them."""
     play = _CasePlayer.play
 
     def swapped(self, work, index, layer, direction, bound, **more):
@@ -158,14 +158,14 @@ def test_every_estimate_has_bounds(name, exchange):
     found = predict(cluster, problem(), ReplaySetup("striped", exchange, 8, 8))
     for of_pass in found.passes.values():
         assert of_pass.duration.low < of_pass.duration.value < of_pass.duration.high
-    # Fixed times, whose bounds are wide, are most of so small a problem.
+    # Fixed times, which have wide bounds, dominate such a small problem.
     assert found.duration.high < (14 if name == "h200_1x8" else 32) * found.duration.low
     assert any("not calibrated" in remark for remark in found.remarks) == (name != "h200_1x8")
     low, high = (costs(cluster, bound=bound) for bound in (LOW, HIGH))
     assert low.copied(1 << 30) < high.copied(1 << 30)
 
 
-def test_work_is_that_of_the_counter():
+def test_work_equals_that_of_the_counter():
     checked = 0
     one = problem(layers=2)
     for layout in ("contiguous", "zigzag", "striped"):
@@ -200,12 +200,12 @@ def test_work_is_that_of_the_counter():
     assert checked == 3 * 4 * 2 * 2
 
 
-def test_kernels_that_need_out_are_those_that_say_so():
+def test_kernels_that_need_out_are_listed():
     kernels = (ReferenceKernel, SdpaKernel, TritonKernel, Flash4Kernel)
     assert all((kernel.name in _NEED_OUT) == kernel.needs_out for kernel in kernels)
 
 
-def test_pairs_of_columns_are_told_apart_wherever_they_are_computed():
+def test_pairs_of_columns_are_counted_separately_in_every_exchange():
     one = problem()
     index = one.index(0)
     expected = int(index.counts(MaskWork.make(one.masks, BLOCK)).column_pairs.sum())
@@ -276,7 +276,7 @@ def exposed(found: Prediction) -> float:
     return sum(sum(of_pass.exposed.values()) for of_pass in found.passes.values())
 
 
-def test_slow_ranks_and_balance_show_as_they_should():
+def test_slow_ranks_and_imbalance_show_in_the_prediction():
     cluster = load_cluster("h200_1x8")
     one = problem("local", seq=1 << 18)
     zigzag, striped = (
@@ -316,7 +316,7 @@ def test_drifting_diagonals_move_with_layers_and_steps_and_stay_together():
     family = IndexFamily("drifting", density=0.05, columns=16)
 
     def kept(later: int) -> float:
-        """Share of the diagonals of layer 0 that are near one of a later layer, by at most what clusters move in one."""
+        """Share of layer 0's diagonals within a layer's drift of a diagonal of a later layer."""
         first, then = (family.index(layer, 1 << 17, 4).slashes.numpy()[0] for layer in (0, later))
         blocks = first.shape[-1]
         reach = blocks // 64 + 1

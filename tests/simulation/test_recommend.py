@@ -1,4 +1,4 @@
-"""Recommendations: the fastest that fits of everything that can be, what was rejected, and what would help where nothing fits."""
+"""Recommendations: the fastest that fits, what was rejected, and what helps if nothing fits."""
 
 from __future__ import annotations
 
@@ -90,11 +90,12 @@ def test_the_best_is_the_fastest_that_fits():
     assert unfit
     assert all("of 28.5 GiB" in r.what for r in unfit)
     assert any(
-        r.why == "train.global_batch=2 cannot be dealt to so many groups" for r in found.rejected
+        r.why == "train.global_batch=2 cannot be divided among so many groups"
+        for r in found.rejected
     )
     said = "; ".join(reasons(found.best, found.ranked[1]))
     assert "memory" in said
-    assert "of 28.5 that can be used" in said
+    assert "of 28.5 usable" in said
 
 
 def test_reasons_name_what_takes_longer():
@@ -117,12 +118,12 @@ def test_reasons_name_what_takes_longer():
         for line in said
     )
     assert any(line.startswith("waiting for keys and values takes") for line in said)
-    assert any(line.startswith("against it: ") for line in said)
+    assert any(line.startswith("but ") for line in said)
     close = reasons(best, best)
-    assert "less than the prediction can tell apart" in close[0]
+    assert "less than the prediction can resolve" in close[0]
 
 
-def test_where_nothing_fits_it_says_what_would():
+def test_if_nothing_fits_the_changes_that_help_are_listed():
     cluster = small_memory(load_cluster("a100_4x8", nodes=1), 11)
     one = scenario("model=qwen3b", "seq=1m", pairs=PairSource("local", 0.01, 256))
     few = ("striped",), ("all_gather", "ring"), ("full",)
@@ -145,8 +146,9 @@ def test_where_nothing_fits_it_says_what_would():
     alone = recommend(
         load_cluster("h200_1x8"), scenario("model=llama8b", "seq=8m"), 8, ("striped",), ("ring",)
     )
-    assert any("does not say how nodes are linked" in line for line in alone.needed)
-    # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one layer less on the host is too much.
+    assert any("does not describe links between nodes" in line for line in alone.needed)
+    # The least, with what the host can take: a twentieth of a GPU's memory stays free, and one
+    # layer less on the host is too much.
     gib = int(alone.needed[0].split()[2])
     (setting,) = re.findall(
         r": striped ring, full recomputation, train.offload_activations=(\d+)$", alone.needed[0]
@@ -159,15 +161,20 @@ def test_where_nothing_fits_it_says_what_would():
     ]
     totals = [
         plan_on(
-            load_cluster("h200_1x8"), compose([*words, f"train.offload_activations={int(setting) - n}"]),
-            workers=8, layout="striped", exchange="ring",
-        ).memory.total / GIB for n in (0, 1)
-    ]  # fmt: skip
+            load_cluster("h200_1x8"),
+            compose([*words, f"train.offload_activations={int(setting) - n}"]),
+            workers=8,
+            layout="striped",
+            exchange="ring",
+        ).memory.total
+        / GIB
+        for n in (0, 1)
+    ]
     assert totals[0] <= 0.95 * gib < totals[1]
     assert totals[0] > 0.95 * (gib - 1)
 
 
-def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():
+def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))
     plans = list(_plans(cluster, one, 8, 8, "striped", "ring", RECOMPUTATIONS))
@@ -200,15 +207,15 @@ def test_where_no_recomputation_fits_the_choice_of_train_memory_auto_is_tried():
     refused = plan_on(cluster, compose(all_away), workers=8, layout="striped", exchange="ring")
     assert refused.memory.total < typed.memory.total
     assert not refused.fits
-    # What was typed stays.
+    # Settings of the user stay.
     assert all(
         p.config.train.activation_checkpoint == "full"
         for p in _plans(cluster, one, 8, 8, "striped", "ring", ("full",))
     )
 
 
-def test_what_cannot_be_whatever_the_memory_is_a_mistake():
-    with pytest.raises(InvalidSetup, match="cannot be dealt"):
+def test_settings_that_are_impossible_with_any_memory_raise():
+    with pytest.raises(InvalidSetup, match="are too few for"):
         recommend(
             load_cluster("h200_1x8"), scenario("model=tiny", "seq=512"), 8, ("striped",), ("ring",)
         )
@@ -222,26 +229,30 @@ def test_what_cannot_be_whatever_the_memory_is_a_mistake():
         )
 
 
-def test_what_does_not_differ_is_tried_once():
+def test_equal_configurations_are_tried_once():
     names = ("all_gather", "hierarchical_all_gather", "ring", "ulysses")
     assert _distinct(LAYOUTS, names, 1, 8) == [("zigzag", "all_gather")]
     assert _distinct(LAYOUTS, names, 8, 8) == [
-        ("zigzag", "all_gather"), ("zigzag", "ring"), ("zigzag", "ulysses"), ("striped", "all_gather"), ("striped", "ring"),
-    ]  # fmt: skip
+        ("zigzag", "all_gather"),
+        ("zigzag", "ring"),
+        ("zigzag", "ulysses"),
+        ("striped", "all_gather"),
+        ("striped", "ring"),
+    ]
     assert len(_distinct(LAYOUTS, names, 16, 8)) == 7
     assert _distinct(("striped",), ("hierarchical_ring",), 8, 8) == [
         ("striped", "hierarchical_ring")
     ]
 
 
-def test_context_groups_lie_well_on_nodes():
+def test_context_groups_fill_nodes_or_divide_them():
     config = compose(["model=tiny"])
     assert contexts(config, 32, 8) == [32, 16, 8, 4, 2, 1]
     assert contexts(config, 48, 8) == [48, 24, 16, 8, 4, 2, 1]
     assert contexts(compose(["model=tiny", "topology.context_parallel=4"]), 32, 8) == [4]
 
 
-def test_the_line_to_type_composes_to_the_same_plan():
+def test_the_printed_command_composes_to_the_same_plan():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=64k", "train.global_batch=2", "topology.layout=contiguous")
     plan = plan_on(
@@ -261,11 +272,12 @@ def test_the_line_to_type_composes_to_the_same_plan():
         many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {}
     )
     assert text.startswith(
-        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m mtrain_cli train model="
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m "
+        "mtrain_cli train model="
     )
 
 
-def test_products_of_mlps_are_kept_where_there_is_room():
+def test_mlp_products_are_kept_if_memory_allows():
     cluster = small_memory(load_cluster("a100_4x8", nodes=1), 30)
     one = scenario("model=qwen3b", "seq=64k")
     few = ("striped",), ("ring",)
@@ -283,9 +295,7 @@ def test_products_of_mlps_are_kept_where_there_is_room():
     best = found.best
     assert best.plan.config.train.keep_mlp == number
     assert f"selective recomputation, train.keep_mlp={number}" in label(best.plan)
-    assert "train.keep_mlp leaves 10% of a GPU free" in reasons(
-        best, found.ranked[1]
-    )
+    assert "train.keep_mlp leaves 10% of a GPU free" in reasons(best, found.ranked[1])
     # As if it had been typed: plan, step, and that one layer more would leave less room.
     typed = [compose([*one.words, f"train.keep_mlp={n}"]) for n in (number, number + 1)]
     same, more = (
@@ -306,14 +316,14 @@ def test_products_of_mlps_are_kept_where_there_is_room():
     )
     assert best.step.parts["recomputed"] < without.step.parts["recomputed"]
     assert best.step.seconds.value < without.step.seconds.value
-    # What was typed stays.
+    # Settings of the user stay.
     for value in ("false", "3"):
         asked = scenario("model=qwen3b", "seq=64k", f"train.keep_mlp={value}")
         kept = {o.plan.config.train.keep_mlp for o in recommend(cluster, asked, 8, *few).ranked}
         assert kept == {asked.config.train.keep_mlp}
 
 
-def test_where_nothing_fits_the_least_is_that_of_the_exchange_that_needs_least():
+def test_if_nothing_fits_the_exchange_with_the_least_memory_is_reported():
     cluster = small_memory(load_cluster("h100_4x8", nodes=1), 20)
     one = scenario("model=qwen3b", "seq=2m", pairs=PairSource("local", 0.01, 256))
     found = recommend(cluster, one, 8, ("striped",), ("all_gather", "ring"))
@@ -328,10 +338,11 @@ def test_where_nothing_fits_the_least_is_that_of_the_exchange_that_needs_least()
     assert nearest.what.startswith("striped ring, full recomputation")
 
 
-def test_what_no_group_can_be_dealt_is_a_mistake():
+def test_a_batch_that_groups_cannot_divide_raises():
     with pytest.raises(
         ConfigError,
-        match=r"train.global_batch=1 cannot be dealt to so many groups; allowed: multiples of 2",
+        match=r"train.global_batch=1 cannot be divided among so many groups; allowed: "
+        "multiples of 2",
     ):
         recommend(
             load_cluster("h200_1x8"),

@@ -1,4 +1,4 @@
-"""Replays: the same work whoever computes it and however it was padded, the bytes of the schedule, and what cannot be."""
+"""Replays: work does not depend on padding or workers; bytes are the schedule's; errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 @pytest.mark.parametrize("make", [lines, bitmap])
 @pytest.mark.parametrize("padded", [1008, PADDED, 1344, 2048])
-def test_another_padding_leaves_the_work(make, padded):
+def test_padding_does_not_change_the_work(make, padded):
     index: Index = make(1)
     fitted = resized(index, padded // BLOCK)
     other = [repadded(mask, padded) for mask in masks()]
@@ -78,7 +78,7 @@ def test_work_is_conserved_and_every_worker_gets_its_share(tmp_path, pattern):
     assert totals == {expected}
 
 
-def test_a_replay_as_recorded_is_the_count_of_what_was_recorded(tmp_path):
+def test_replaying_the_recorded_setup_gives_the_recorded_work(tmp_path):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
     (found,) = replay(
         recorded, "vertical_slash", [ReplaySetup("striped", "ring", 4, 4)], layers=[3]
@@ -92,7 +92,7 @@ def test_a_replay_as_recorded_is_the_count_of_what_was_recorded(tmp_path):
         assert found.passes[name].degrees == degrees(work)
 
 
-def test_gathered_columns_are_a_step_among_workers_and_none_of_a_worker():
+def test_gathered_columns_count_as_a_step_between_workers_only():
     pairs, columns = np.array([[4, 2], [2, 2]]), np.array([3, 9])
     found = degrees(StepWork("forward", pairs, pairs, columns, columns))
     assert found.step == imbalance(pairs).step
@@ -131,7 +131,7 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
         (
             ReplaySetup("striped", "ring", 63, 63),
             "workers",
-            "1000 tokens in blocks of 16 cannot be dealt to so many; allowed: 1 to 62",
+            "1000 tokens in blocks of 16 are too few for so many workers; allowed: 1 to 62",
         ),
         (
             ReplaySetup("striped", "ring", 12, 8),
@@ -141,11 +141,12 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
         (
             ReplaySetup("striped", "ulysses", 8, 8),
             "exchange",
-            "cannot share 4 query heads and 2 key-value heads among 8 workers in nodes of 8; allowed with it: --workers 1,2,4",
+            "cannot share 4 query heads and 2 key-value heads among 8 workers in nodes of 8; "
+            "allowed with it: --workers 1,2,4",
         ),
     ],
 )
-def test_configurations_that_cannot_be_say_why(tmp_path, setup, about, said):
+def test_impossible_configurations_give_the_reason(tmp_path, setup, about, said):
     recorded = load_indices(record(tmp_path, "vertical_slash"))
     with pytest.raises(InvalidSetup) as error:
         replay(recorded, "vertical_slash", [setup])
@@ -173,7 +174,7 @@ def test_stripes_that_cut_blocks_are_refused(tmp_path):
         )
 
 
-def test_a_part_of_a_bitmap_and_foreign_heads_are_refused(tmp_path):
+def test_a_partial_bitmap_and_wrong_heads_are_refused(tmp_path):
     whole, setup = bitmap(0), ReplaySetup("striped", "ring", 2, 8)
     part = BlockBitmap(BLOCK, whole.blocks, whole.bits[:, :, ::2], whole.rows[::2])
     save_indices(tmp_path / "index.npz", SETUP, masks(), [("moba", 0, part)])

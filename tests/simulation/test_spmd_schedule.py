@@ -1,4 +1,4 @@
-"""A schedule for all ranks at once says of every rank what its own schedule says."""
+"""A schedule for all ranks at once agrees with the schedule of every rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 
 
-def test_every_rank_of_every_schedule():
+def test_every_rank_of_every_schedule_agrees():
     compared = 0
     for exchange, options in cases():
         schedule = make_schedule(exchange, options)
@@ -22,7 +22,7 @@ def test_every_rank_of_every_schedule():
     assert compared > 4000
 
 
-def test_another_schedule_is_told_apart():
+def test_a_different_schedule_is_detected():
     schedule = make_schedule("hierarchical_ring", ScheduleOptions(8, 4))
     found = SpmdSchedule.of(schedule)
     for other in (

@@ -1,4 +1,4 @@
-"""Every part of a step of a small model, from constants that are written out here: bytes over bandwidth, FLOP over their rate, messages."""
+"""Every part of a small model's step from constants written out here: bytes, FLOP, messages."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ pytestmark = pytest.mark.usefixtures("by_constants")
 FORMS = (DENSE, SPARSE, LISTS, DIAGONALS, ALONE_COLUMNS)
 H200 = load_cluster("h200_1x8")
 WORDS = ("model=qwen3b", "model.num_layers=2", "seq=32k", "train.activation_checkpoint=selective")
-# Of the cluster file: FLOP/s of matrix products, bytes/s of memory, and latency and bandwidth of collectives.
+# Of the cluster file: FLOP/s of matrix products, bytes/s of memory, and latency and bandwidth of
+# collectives.
 GEMM, MEMORY, LATENCY, RING, SHARE = 768e12, 4200e9, 79e-6, 322e9, 0.23
-# Of qwen3b: hidden, queries, keys, MLP, vocabulary; weights of a layer's products, of a layer, and outside of them (tied embedding, norm).
+# Of qwen3b: hidden, queries, keys, MLP, vocabulary; weights of a layer's products, of a layer, and
+# outside of them (tied embedding, norm).
 C, A, K, INNER, V = 2048, 16 * 128, 2 * 128, 11008, 151936
 PRODUCTS = 2 * C * A + 2 * C * K + 3 * C * INNER
 
@@ -97,7 +99,8 @@ def test_every_part_of_a_step_by_hand(two):
     assert parts["recomputed"] == pytest.approx(2 * 2 * (PRODUCTS - C * INNER) * tokens / GEMM)
     layer, root = two.plan.parameters.layer, V * C + C
     shard = (2 * layer + root) / 2
-    # Gradients are read for their norm, then scaled; AdamW moves seven float32 numbers. One number is summed over the workers.
+    # Gradients are read for their norm, then scaled; AdamW moves seven float32 numbers. One number
+    # is summed over the workers.
     assert parts["optimizer"] == pytest.approx(shard * (4 + 8 + 28) / MEMORY + LATENCY, rel=1e-5)
     rotated = 2 * (A + K)
     # Weights are cast, gathered, copied out, twice; gradients copied in and added to the shard.
@@ -112,7 +115,8 @@ def test_every_part_of_a_step_by_hand(two):
     )
     gather, reduce = (LATENCY + size * layer / 2 / RING for size in (2, 4))
     outside = 2 * LATENCY + (2 + 4) * root / 2 / RING
-    # Alone: outside, the first gather of each pass, the last scatter. Hidden: a gather forward, one backward, one scatter.
+    # Alone: outside, the first gather of each pass, the last scatter. Hidden: a gather forward, one
+    # backward, one scatter.
     assert found.hidden == pytest.approx(2 * gather + reduce)
     assert parts["weights"] == pytest.approx(outside + 2 * gather + reduce + SHARE * found.hidden)
     assert found.sent == pytest.approx(4 * 2 * layer / 2 + 2 * 4 * layer / 2 + (2 + 4) * root / 2)
@@ -148,7 +152,7 @@ def test_what_changes_with_settings_by_hand(two):
 def spent(
     two: PredictedScenario, of: str, *, bounds: bool = False, carried: float = 0.0, **ms: float
 ) -> PredictedStep:
-    """The step with so many ms more in a pass of attention, and links that are full for so long."""
+    """A step with more ms in a pass of attention, and with links that are full for this long."""
     passes = {}
     for name, found in two.attention.passes.items():
         more = ms if name == of else {}
@@ -167,8 +171,8 @@ def spent(
     ).step
 
 
-def test_where_the_time_of_attention_stands(two):
-    """10 ms more in a pass of a layer are 20 ms of a step of two layers, under the name of what they are."""
+def test_time_of_attention_appears_under_its_name(two):
+    """10 ms more in a pass of a layer are 20 ms in a step of two layers, under the right name."""
     plain = spent(two, "").parts
     where = {
         "late": "late",
@@ -187,7 +191,7 @@ def test_where_the_time_of_attention_stands(two):
 
 
 def test_at_worst_weights_wait_for_the_messages_of_attention():
-    """0.1 ms of messages a pass: once forward, and twice backward, for the gather beside one layer and the scatter beside the other."""
+    """0.1 ms of messages a pass count once in forward and twice in backward: gather and scatter."""
     both = step(bounds=True)
     without, found = (spent(both, "", bounds=True, carried=ms).seconds for ms in (0.0, 0.1))
     assert found.high - without.high == pytest.approx(3 * 0.1e-3)
@@ -204,8 +208,8 @@ def constants(part, **values: float):
     )
 
 
-def test_weights_cross_nodes_through_the_cards_of_a_node():
-    """Two nodes of eight GPUs, two behind a card of 1 GB/s: four cards carry what each of the ring's ranks receives."""
+def test_weights_cross_nodes_through_all_cards_of_a_node():
+    """Two nodes of eight GPUs, two GPUs a card of 1 GB/s: four cards share the ring's traffic."""
     a100 = load_cluster("a100_4x8")
     outer = constants(
         a100.outer,
@@ -240,7 +244,7 @@ def costs(
     )
 
 
-def test_the_host_is_waited_for_where_launching_takes_longer():
+def test_the_gpu_waits_for_a_host_that_launches_more_slowly():
     """5.4 us a launch, as the cluster file has it."""
     mine = costs("ring", 8)
     assert priced(ComputeCost(launches=100), mine).us == pytest.approx(540)
@@ -275,7 +279,7 @@ def test_copies_and_sums_by_hand():
 
 
 def test_single_columns_are_summed_over_all_workers():
-    """Keys and values of 128 columns of 16 heads, a ring that sends 7/8 of them twice: bfloat16 forward, float32 backward."""
+    """KV of 128 columns of 16 heads; a ring sends 7/8 of them twice, in bfloat16 then float32."""
     found = {}
     for direction, each in (("forward", 2), ("backward", 4)):
         message = costs("ring", 8, columns=128).sum_of_columns(direction)
@@ -285,7 +289,7 @@ def test_single_columns_are_summed_over_all_workers():
 
 
 def test_an_all_to_all_shares_a_card():
-    """16 GPUs of two nodes: 8/15 of what a rank sends crosses, at 25 GB/s through a card of its own, or of two or four GPUs."""
+    """16 GPUs on two nodes: 8/15 of what a rank sends crosses at 25 GB/s, via shared cards."""
     a100 = load_cluster("a100_4x8")
     size = 150_000_000
     for count in (1, 2, 4):
@@ -316,8 +320,8 @@ def test_every_worker_estimates_its_share_of_an_index():
     assert costs("ring", 8).index_us() == 0
 
 
-def test_an_index_costs_by_heads_and_by_the_memory_of_another_gpu():
-    """0.8 ms of launches stay; 7.5 ns a token were of 16 heads and 4200 GB/s, and what was not measured has wider bounds."""
+def test_an_index_estimate_scales_with_heads_and_memory_bandwidth():
+    """0.8 ms of launches are not scaled; 7.5 ns a token hold for 16 heads and 4200 GB/s."""
 
     def of(heads: int, cluster: Cluster = H200, **more) -> float:
         found = costs("ring", 1, cluster, estimated=1 << 20, **more)
@@ -335,7 +339,7 @@ def test_an_index_costs_by_heads_and_by_the_memory_of_another_gpu():
 
 
 @pytest.mark.parametrize("skips", [True, False])
-def test_a_kernel_that_hides_pairs_computes_all_that_the_mask_leaves(skips):
+def test_a_kernel_that_does_not_skip_computes_all_pairs_of_the_mask(skips):
     """Without fixed times, a tenth of the pairs takes a tenth of the time, or all of it."""
     curves = tuple(
         Curve("sdpa", form, d, 0.0, 1.5, 1.5, 0.0, 3, skips=skips)
@@ -358,8 +362,13 @@ def test_a_kernel_that_hides_pairs_computes_all_that_the_mask_leaves(skips):
     quiet = dataclasses.replace(H200, inner=constants(H200.inner, gpu_share=0))
     for name, of in (("dense", None), ("sparse", family.index(0, 8192, 4))):
         problem = AttentionWorkload(
-            made, masks, (0,), lambda layer, of=of: of, name, estimated=False
-        )  # noqa: ARG005
+            made,
+            masks,
+            (0,),
+            lambda _layer, of=of: of,
+            name,
+            estimated=False,
+        )
         found = predict(
             quiet,
             problem,

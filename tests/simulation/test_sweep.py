@@ -1,4 +1,4 @@
-"""Sweeps: every point once, what cannot be is a row, and a sweep that was ended goes on."""
+"""Sweeps: every point once; impossible points are rows; an interrupted sweep resumes."""
 
 from __future__ import annotations
 
@@ -46,21 +46,26 @@ def test_axes_and_points():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seq", "--sweep seq: expected NAME=VALUE"), ("seq=", "--sweep seq=: expected NAME=VALUE"), ("", "names nothing"),
-        ("nodes=0", "nodes=0: expected a whole number of at least 1"), ("workers=x", "workers=x: expected a whole number"),
-        ("density=2", "density=2: must be above 0 and at most 1"), ("nods=1", "did you mean nodes?"),
-        ("exchange=ring", "is compared by --exchange ring"), ("seq=1k seq=2k", "seq is swept twice"),
+        ("seq", "--sweep seq: expected NAME=VALUE"),
+        ("seq=", "--sweep seq=: expected NAME=VALUE"),
+        ("", "names nothing"),
+        ("nodes=0", "nodes=0: expected a whole number of at least 1"),
+        ("workers=x", "workers=x: expected a whole number"),
+        ("density=2", "density=2: must be above 0 and at most 1"),
+        ("nods=1", "did you mean nodes?"),
+        ("exchange=ring", "use --exchange ring to compare these"),
+        ("seq=1k seq=2k", "seq is swept twice"),
         ("nodes=1 workers=2", "give one of them"),
     ],
-)  # fmt: skip
-def test_words_that_are_no_axes(text, said):
+)
+def test_invalid_axes_are_refused(text, said):
     with pytest.raises(ConfigError) as error:
         axes([text])
     assert said in str(error.value)
     assert len(error.value.problems) == 1
 
 
-def test_there_is_an_end_to_points():
+def test_the_number_of_points_is_limited():
     with pytest.raises(ConfigError, match="makes 6000 configurations"):
         points(
             {"seed": [str(i) for i in range(1000)]},
@@ -69,7 +74,7 @@ def test_there_is_an_end_to_points():
         )
 
 
-def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
+def test_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
     journal, evaluated = tmp_path / "sweep.jsonl", []
     evaluate = sweeping.evaluate
     monkeypatch.setattr(
@@ -80,7 +85,7 @@ def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
     assert told == [0, 1, 2, 3, 4]
     assert [row["workers"] for row in rows] == [8, 16, 8, 16]
     # Eight blocks for sixteen workers.
-    assert "cannot be dealt to so many" in rows[1]["cannot"]
+    assert "are too few for so many workers" in rows[1]["cannot"]
     assert [row["density"] > 0.09 for row in rows if "cannot" not in row] == [True] * 3
     assert len(evaluated) == 3
     lines = journal.read_text().splitlines()
@@ -90,21 +95,26 @@ def test_an_ended_sweep_goes_on(tmp_path, monkeypatch):
     assert len(evaluated) == 5, "the two that were lost"
     assert list(make().rows(None, told.append)) == rows
     assert len(evaluated) == 8
-    # Another cluster or option is another sweep.
+    # Another cluster or option makes another sweep.
     other = Sweep(make().points, make().cluster_of, scenario_of, None, "other")
     list(other.rows(journal, told.append))
     assert len(evaluated) == 11
     assert json.loads(lines[0])["seconds"]["low"] < json.loads(lines[0])["seconds"]["high"]
 
 
-def test_what_holds_for_all_rows_is_told_once():
+def test_remarks_that_hold_for_all_rows_are_given_once():
     rows = [
         {"n": 1, "remarks": ["both", "one"]},
         {"n": 2, "cannot": "so it is"},
         {"n": 3, "remarks": ["three", "both"]},
     ]
     assert shared_remarks(rows) == (
-        ["both"], [{"n": 1, "remarks": ["one"]}, {"n": 2, "cannot": "so it is"}, {"n": 3, "remarks": ["three"]}],
-    )  # fmt: skip
+        ["both"],
+        [
+            {"n": 1, "remarks": ["one"]},
+            {"n": 2, "cannot": "so it is"},
+            {"n": 3, "remarks": ["three"]},
+        ],
+    )
     assert shared_remarks(rows[1:2]) == ([], rows[1:2])
     assert shared_remarks(rows[:1]) == (["both", "one"], [{"n": 1}])

@@ -1,4 +1,4 @@
-"""The timeline: small cases by hand, equality with an event loop over single ranks, and that every moment is in one bin."""
+"""The timeline: small cases by hand, equality with an event loop, and no gaps or overlaps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, togeth
 
 @dataclass
 class Given(Prices):
-    """attention: [workers, steps] us. link: us of a message by channel, all of it in which its link is busy."""
+    """attention: [workers, steps] us. link: us of a message by channel, all on the link."""
 
     lockstep: SpmdSchedule
     attention_us: np.ndarray
@@ -103,9 +103,15 @@ def simulated(
     lockstep = prices.lockstep
     steps = len(lockstep.beats(prices.direction))
     return play(
-        program(lockstep, prices), prices.direction, lockstep.grid.workers, steps,
-        start=start, grid=lockstep.grid, conditions=conditions, rows=rows,
-    )  # fmt: skip
+        program(lockstep, prices),
+        prices.direction,
+        lockstep.grid.workers,
+        steps,
+        start=start,
+        grid=lockstep.grid,
+        conditions=conditions,
+        rows=rows,
+    )
 
 
 def of(exchange: str, workers: int, per_node: int = 8, **options) -> SpmdSchedule:
@@ -116,7 +122,7 @@ def even(lockstep: SpmdSchedule, us: float = 100.0, direction: str = "forward") 
     return np.full((lockstep.grid.workers, len(lockstep.beats(direction))), us)
 
 
-def test_a_ring_that_hides_its_messages_waits_for_nothing():
+def test_a_ring_that_hides_its_messages_never_waits():
     ring = of("ring", 4)
     found = simulated(Given(ring, even(ring), {"context": 100.0}))
     assert found.duration == 400
@@ -151,12 +157,13 @@ def test_two_hops_ahead_the_second_message_follows_the_first_on_its_communicator
     ]
 
 
-def test_a_slow_rank_is_waited_for_by_its_neighbours():
+def test_neighbours_wait_for_a_slow_rank():
     ring = of("ring", 4)
     found = simulated(
         Given(ring, even(ring), {"context": 0.0}), conditions=Disturbances(slow={2: 2.0}), rows=True
     )
-    # A hop is posted when a step begins, and both ends have to post it: rank 2 posts its third at 400, and its neighbours are there at 300.
+    # A hop is posted when a step begins, and both ends have to post it: rank 2 posts its third at
+    # 400, and its neighbours are there at 300.
     assert found.end.tolist() == [400, 500, 800, 500]
     assert found.late.tolist() == [
         [0, 0, 0, 0, 0],
@@ -195,7 +202,7 @@ def test_a_flat_ring_waits_for_the_link_between_nodes_everywhere():
     assert simulated(Given(ring, even(ring), {"context": 150.0})).duration == found.duration
 
 
-def test_a_collective_begins_with_the_last_and_ends_for_all():
+def test_a_collective_begins_with_the_last_rank_and_ends_for_all():
     gather = of("all_gather", 3)
     found = simulated(
         Given(gather, even(gather), {"context": 40.0}), start=np.array([0.0, 30.0, 70.0]), rows=True
@@ -207,14 +214,14 @@ def test_a_collective_begins_with_the_last_and_ends_for_all():
     assert [int(row["peer"]) for row in waits] == [2, 2, -1]
 
 
-def test_the_next_part_of_the_heads_is_gathered_beside_the_computation():
+def test_the_next_part_of_the_heads_is_gathered_during_computation():
     gather = of("all_gather", 4, chunks=2)
     found = simulated(Given(gather, even(gather), {"context": 40.0}))
     assert found.duration == 240
     backward = simulated(
         Given(gather, even(gather, 100, "backward"), {"context": 40.0}, direction="backward")
     )
-    # Gradients of the second part are all that nothing hides.
+    # Only the gradients of the second part are exposed.
     assert backward.duration == 280
 
 
@@ -235,7 +242,8 @@ def test_gradients_of_a_part_leave_once_those_of_the_part_before_have():
 
     # Two kernels, what is cut before and after each, the first gather and the last return.
     assert backward(40.0) == 40 + 2 * (3 + 100 + 5) + 40
-    # The link has the keys of the second part until 260, and then the first gradients, until 390. The second part is computed at 363.
+    # The link has the keys of the second part until 260, and then the first gradients, until 390.
+    # The second part is computed at 363.
     assert backward(130.0) == 390 + 5 + 130
 
 
@@ -246,7 +254,7 @@ def test_parts_of_a_hierarchical_gather_follow_one_another():
     assert found.exposed[INNER][:, 1].tolist() == [80] * 4
 
 
-def test_trades_of_heads_are_waited_for_at_once():
+def test_head_trades_block():
     trading = of("all_gather", 4, heads=4)
     found = simulated(Given(trading, even(trading), {"heads": 25.0}, others={"trade": 5.0}))
     assert found.duration == 100 + 2 * (25 + 2 * 5)
@@ -260,13 +268,14 @@ def test_gradients_come_home_one_hop_behind():
             ring, even(ring, 100, "backward"), {"context": 90.0}, direction="backward", merge_us=5.0
         )
     )
-    # The gradient of the first step is posted at 105 and has the link to 195, the second hop of keys from then to 285; step 2 waits for it
-    # from 210 on. The last gradient arrives at 375, before that step ends.
+    # The gradient of the first step is posted at 105 and has the link to 195, the second hop of
+    # keys from then to 285; step 2 waits for it from 210 on. The last gradient arrives at 375,
+    # before that step ends.
     assert found.end.tolist() == [390] * 3
     assert found.exposed["context"].tolist() == [[0, 0, 0, 75]] * 3
 
 
-def test_columns_are_summed_beside_the_first_step_and_the_backward_pass():
+def test_columns_are_summed_during_the_first_step_and_during_backward():
     ring = of("ring", 4)
     found = simulated(Given(ring, even(ring), {"context": 10.0}, columns_us=30.0, sum_us=150.0))
     assert found.duration == 4 * 100 + 50 + 30
@@ -298,7 +307,7 @@ def test_a_host_that_is_behind_leaves_gaps():
     assert found.duration == 110
 
 
-def test_jitter_is_of_the_seed_and_of_messages_alone():
+def test_jitter_depends_on_the_seed_and_affects_messages_only():
     ring = of("ring", 4)
     plain, again, other = (
         simulated(
@@ -312,7 +321,7 @@ def test_jitter_is_of_the_seed_and_of_messages_alone():
 
 
 class Random(Given):
-    """Everything is drawn from a seed."""
+    """A case with all times drawn from a seed."""
 
     def draw(self, *key) -> np.random.Generator:
         return np.random.default_rng(
@@ -422,7 +431,7 @@ def _bins_fill_the_pass(found: PassTimes) -> None:
     )
 
 
-def test_rows_say_what_the_tables_say():
+def test_rows_agree_with_the_tables():
     lockstep = of("hierarchical_ring", 8, 4)
     us = np.random.default_rng(3).uniform(50, 150, (8, 8))
     prices = Random(
@@ -451,7 +460,7 @@ def test_rows_say_what_the_tables_say():
     ]
     for rank in range(8):
         mine = np.sort(computing[computing["rank"] == rank], order="start_us")
-        # One after the other, without a hole and without overlap.
+        # One after the other, without gaps or overlaps.
         assert mine["start_us"][1:] == pytest.approx(
             (mine["start_us"] + mine["dur_us"])[:-1], abs=1e-2
         )

@@ -1,4 +1,4 @@
-"""Predictions against profiles: a played one is predicted exactly, a changed one is off by that, and bad input is one line."""
+"""Predictions compared with profiles: played profiles agree exactly, changed ones by the change."""
 
 from __future__ import annotations
 
@@ -42,9 +42,18 @@ def recorded(tmp_path_factory) -> Path:
     """A profile that the simulator itself played, with the indices that it played."""
     folder = tmp_path_factory.mktemp("runs") / "played"
     setup = RecordedSetup(
-        seq=SEQ, heads=4, kv_heads=2, head_dim=64, dtype_bytes=2, workers=WORKERS, per_node=WORKERS, layout="striped", exchange="ring",
-        needs_out=True, columns={"vertical_slash": 64},
-    )  # fmt: skip
+        seq=SEQ,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        dtype_bytes=2,
+        workers=WORKERS,
+        per_node=WORKERS,
+        layout="striped",
+        exchange="ring",
+        needs_out=True,
+        columns={"vertical_slash": 64},
+    )
     masks = (SequenceMask.causal(SEQ, SEQ),)
     family = IndexFamily("local", density=0.2, columns=64)
     problem = AttentionWorkload(
@@ -100,7 +109,7 @@ def document(*words: object) -> dict:
     return json.loads(found.stdout)
 
 
-def test_what_was_played_is_predicted_exactly(recorded, tmp_path):
+def test_a_played_profile_is_predicted_exactly(recorded, tmp_path):
     said = document("--validate", recorded, "--out", tmp_path / "v")
     together = said["agreement"]
     assert together["mape"] < 1e-3
@@ -125,8 +134,8 @@ def test_what_was_played_is_predicted_exactly(recorded, tmp_path):
     assert json.loads((tmp_path / "v/validation.json").read_text()) == said
 
 
-def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
-    """All takes four times as long but work that is one pair more."""
+def test_errors_have_the_sign_and_size_of_the_change(recorded, tmp_path):
+    """All times are four times as long; work is one pair more."""
     slow = changed(
         recorded,
         tmp_path / "slow",
@@ -164,7 +173,7 @@ def test_errors_are_signed_and_those_of_what_changed(recorded, tmp_path):
     assert min(range(WORKERS), key=lambda rank: ranks[rank]) == 2
 
 
-def test_predictions_that_were_written_down_are_used_and_cannot_be_changed(recorded):
+def test_written_predictions_are_used_and_protected_against_changes(recorded):
     words = [
         "--index",
         recorded,
@@ -200,7 +209,7 @@ def test_predictions_that_were_written_down_are_used_and_cannot_be_changed(recor
     refused = run("simulate", "--validate", recorded, "--prediction", "written")
     assert refused.exit_code == 2
     assert (
-        "--prediction written: records.parquet is not the file that was written with summary.json"
+        "--prediction written: records.parquet is not the file written with summary.json"
         in refused.stderr
     )
 
@@ -215,10 +224,10 @@ def edited(recorded: Path, to: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _, to: to, "--validate bad: there is no such folder"),
+        (lambda _, to: to, "--validate bad: no such folder"),
         (
             lambda _, to: to.mkdir() or to,
-            "--validate bad: holds no profile (summary.json is missing)",
+            "--validate bad: no profile (summary.json is missing)",
         ),
         (
             lambda r, to: (edited(r, to) / records.INDEX).unlink(),
@@ -226,24 +235,24 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         ),
         (
             lambda r, to: edited(r, to, complete=False, samples=2, samples_wanted=5),
-            "--validate bad: was ended early (2 of 5 samples)",
+            "--validate bad: ended early (2 of 5 samples)",
         ),
         (lambda r, to: edited(r, to, schema=1), "has schema 1, this version of mtrain reads 2"),
         (
             lambda r, to: edited(r, to, kind="simulation"),
-            "--validate bad: is a simulation, nothing measured; give it as --prediction bad",
+            "--validate bad: is a simulation, not a measurement; give it as --prediction bad",
         ),
         (
             lambda r, to: (edited(r, to) / records.INDEX).write_bytes(b"no"),
-            "index.npz: holds no indices of mtrain, or is damaged",
+            "index.npz: not an index file of mtrain, or damaged",
         ),
         (
             lambda r, to: (edited(r, to) / records.RECORDS).unlink(),
-            "--validate bad: holds no records",
+            "--validate bad: no records",
         ),
     ],
 )
-def test_a_folder_that_cannot_be_validated_is_one_line(recorded, tmp_path, make, said):
+def test_an_invalid_folder_is_one_line(recorded, tmp_path, make, said):
     make(recorded, tmp_path / "bad")
     found = run("simulate", "--validate", "bad")
     assert found.exit_code == 2, found.output
@@ -252,20 +261,20 @@ def test_a_folder_that_cannot_be_validated_is_one_line(recorded, tmp_path, make,
     assert not (tmp_path / "measurements").exists()
 
 
-def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
+def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
     (tmp_path / "empty").mkdir()
     for words, said in (
         (
             ["--validate", recorded, "--prediction", "empty"],
-            "--prediction empty: holds no prediction (summary.json is missing)",
+            "--prediction empty: no prediction (summary.json is missing)",
         ),
-        (["--validate", recorded, "--prediction", recorded], "is a profile, no prediction"),
+        (["--validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
         (
             ["--prediction", recorded],
-            "is compared with what was measured; give --validate RUN, too",
+            "needs a measurement to compare with; add --validate RUN",
         ),
-        (["--validate", recorded, "nothing"], "--validate nothing: there is no such folder"),
-        (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, and"),
+        (["--validate", recorded, "nothing"], "--validate nothing: no such folder"),
+        (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, but"),
     ):
         import yaml
 
@@ -279,8 +288,8 @@ def test_options_that_do_not_fit_are_one_line(recorded, tmp_path):
         assert len(found.stderr.strip().splitlines()) == 1
 
 
-def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
-    """The first case took twice as long, the second one half as long; the third one as it was, with one block more in every step."""
+def test_errors_of_both_signs_are_reported_per_case(recorded, tmp_path):
+    """Case 1 takes twice as long, case 2 half as long; case 3 has one block more in every step."""
 
     def times(name: str):
         return lambda rows: (rows[name] * np.choose(rows["case"], [2.0, 0.5, 1.0])).astype(
@@ -288,9 +297,11 @@ def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
         )
 
     mixed = changed(
-        recorded, tmp_path / "mixed", **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
+        recorded,
+        tmp_path / "mixed",
+        **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
         blocks=lambda rows: rows["blocks"] + ((rows["case"] == 2) & (rows["blocks"] > 0)),
-    )  # fmt: skip
+    )
     said = document("--validate", mixed, "--out", tmp_path / "v")
     assert [case["error"] for case in said["cases"]] == pytest.approx([-0.5, 1.0, 0.0], abs=1e-3)
     together = said["agreement"]
@@ -307,7 +318,7 @@ def test_errors_of_both_signs_are_those_of_the_cases(recorded, tmp_path):
     assert together["work_cells_equal"] == 168 - 2 * WORKERS
 
 
-def test_one_layer_is_held_against_the_median_and_several_against_their_mean(recorded, tmp_path):
+def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recorded, tmp_path):
     summary = json.loads((recorded / records.SUMMARY).read_text())
     cases = [facts | {"forward_ms": 1234.0} for facts in summary["cases"]]
     run = open_run(edited(recorded, tmp_path / "one", cases=cases))

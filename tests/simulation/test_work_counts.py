@@ -1,4 +1,4 @@
-"""Work counts equal, as integers, what the executor's kernels get: position by position, for every worker and step."""
+"""Work counts equal what the kernels get, as integers, for every worker and step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS = (
 
 
 def exchange_of(way: Way, layout: Layout, rank: int) -> Exchange:
-    """The executor of one rank, without communicators: none is needed to ask it for its tiles."""
+    """The exchange of one rank. It needs no communicators to make its tiles."""
     ranks, per_node = tuple(range(layout.workers)), min(way.per_node, layout.workers)
     group = ContextGroup(rank, ranks, per_node)
     if way.heads > 1:
@@ -79,7 +79,7 @@ def masks_of(kind: str, padded: int, seq: int = SEQ, batch: int = 3) -> list[Seq
 def index_of(
     kind: str, layout: Layout, block: int = BLOCK, heads: int = HEADS, batch: int = 3
 ) -> Index | None:
-    """One head of a sequence has nothing chosen at all; some columns lie in the padding, some slots of columns are not used."""
+    """One head has nothing chosen; some columns lie in the padding, some slots are unused."""
     blocks = -(-layout.padded_seq // block)
     rng = np.random.default_rng(len(kind))
     slashes = torch.from_numpy(
@@ -104,9 +104,9 @@ def index_of(
 def of_executor(
     exchange: Exchange, masks: list[SequenceMask], index: Index | None, block: int | None
 ) -> dict[str, list]:
-    """Per pass: (pairs, blocks of `block` tokens) of each step, and last (columns, column pairs), from the tiles that kernels are given."""
+    """By pass: (pairs, blocks) of each step, and last (columns, column pairs), from the tiles."""
     inner = exchange.inner if isinstance(exchange, UlyssesExchange) else exchange
-    work = exchange.work(masks, "cpu", None if index is None else index.block).under(index)
+    work = exchange.make_tiles(masks, "cpu", None if index is None else index.block).under(index)
     columns = (0, 0)
     apart = (
         isinstance(inner, RingExchange)
@@ -114,8 +114,8 @@ def of_executor(
         and isinstance(index, VerticalSlash)
     )
     if apart:
-        tiles = work.of(inner.own, WHOLE_SEQUENCE, inner.part)
-        without = work.of(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
+        tiles = work.for_pair(inner.own, WHOLE_SEQUENCE, inner.part)
+        without = work.for_pair(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
         lengths = torch.tensor([mask.length for mask in masks])[:, None, None]
         columns = (
             int((tiles.index.columns < lengths).sum()),
@@ -129,9 +129,9 @@ def of_executor(
                 values.append((0, 0))
                 continue
             part = inner._part(step)
-            seen = work.of(*inner._tile(step), part, columns=not apart).seen()
+            seen = work.for_pair(*inner._tile(step), part, columns=not apart).seen()
             of_blocks = (
-                work.of(*inner._tile(step), part, columns=False).seen()
+                work.for_pair(*inner._tile(step), part, columns=False).seen()
                 if index is not None
                 else seen
             )
@@ -147,7 +147,7 @@ def of_executor(
 
 
 def _touched(seen: torch.Tensor, exchange: Exchange, step: ScheduleStep, block: int) -> int:
-    """Pairs of blocks with anything in them."""
+    """Count the pairs of blocks with at least one pair."""
     queries, keys = (
         torch.from_numpy(exchange._positions(shards) // block) for shards in exchange._tile(step)
     )
@@ -209,7 +209,7 @@ CASES = [
     ("way", "workers"), sorted({(c[0], c[1]) for c in CASES}, key=str), ids=str
 )
 def test_every_step_counts_what_its_kernel_gets(way, workers):
-    """Each way and number of workers under a few of the layouts, masks and indices, all of which occur together somewhere."""
+    """Each way and number of workers with a few layouts, masks and indices; all occur together."""
     mine = [case for case in CASES if case[:2] == (way, workers)]
     rng = np.random.default_rng(workers + WAYS.index(way))
     for case in rng.permutation(len(mine))[:4]:
@@ -250,8 +250,8 @@ def options(way: Way, layout: Layout) -> Schedule:
 @pytest.mark.parametrize(
     "kind", ["vertical_slash", "bitmap", pytest.param("gated", marks=pytest.mark.slow)]
 )
-def test_totals_are_those_of_the_index_whatever_the_layout(kind):
-    """Padded to one length for all, so that the same index serves all of them."""
+def test_totals_equal_those_of_the_index_in_every_layout(kind):
+    """All are padded to one length, so that they share one index."""
     seq, heads, block = 24 * 16 * 4, 4, 16
     for masks_kind in ("causal", "documents"):
         for name, workers, way in product(LAYOUTS, (1, 4, 6), WAYS):
@@ -279,7 +279,7 @@ def test_totals_are_those_of_the_index_whatever_the_layout(kind):
                     assert work.column_pairs.sum() == counts.column_pairs.sum()
 
 
-def test_flop_are_those_of_the_index():
+def test_flop_equal_those_of_the_index():
     layout = make_layout("striped", 4, 512, 16, unit=16)
     masks, index = (
         masks_of("causal", 512, 512, batch=1),
@@ -298,7 +298,7 @@ def test_flop_are_those_of_the_index():
 
 
 def test_dense_causal_degrees_have_their_known_values():
-    """Zigzag gives every worker the same; contiguous gives worker r of n (2 r + 1) / n of the mean, up to the diagonal."""
+    """Zigzag: all workers equal. Contiguous: worker r of n computes (2 r + 1) / n of the mean."""
     seq, workers = 1 << 13, 8
     for name, largest in (("zigzag", 1.0), ("contiguous", (2 * workers - 1) / workers)):
         layout = make_layout(name, workers, seq, 128)
@@ -338,7 +338,7 @@ def test_many_heads_of_a_bitmap_do_not_overflow():
     assert work.pairs.sum() == 5 * 64 * (64 * 65 // 2)
 
 
-def test_what_does_not_fit_together_is_told():
+def test_invalid_combinations_are_refused():
     layout = make_layout("contiguous", 3, SEQ, BLOCK)
     schedule = options(Way("ring"), layout)
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
@@ -370,7 +370,7 @@ def test_what_does_not_fit_together_is_told():
         )
 
 
-def test_a_sequence_of_padding_alone_is_no_work():
+def test_a_sequence_of_padding_has_no_work():
     layout = make_layout("striped", 2, 32, 16, unit=16)
     masks = [SequenceMask.causal(0, 32)]
     for kind in ("vertical_slash", "bitmap", "dense"):
@@ -386,7 +386,7 @@ def test_a_sequence_of_padding_alone_is_no_work():
         ] == [0] * 4
 
 
-def test_counters_of_one_layout_share_what_is_large_and_others_do_not():
+def test_counters_share_large_tables_for_one_layout_only():
     masks = (SequenceMask.causal(2048, 2048),), (SequenceMask.causal(2000, 2048),)
     made = []
     for exchange, layout, mask in (

@@ -13,7 +13,7 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.moba import MobaPattern
-from mtrain_cli.sparsity.pattern import MaskedPositions, shown_name
+from mtrain_cli.sparsity.pattern import MaskedPositions, display_name
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
@@ -24,7 +24,8 @@ def inputs(
     seed: int = 0, documents: bool = False, length: int = SEQ
 ) -> tuple[torch.Tensor, torch.Tensor, MaskedPositions]:
     torch.manual_seed(seed)
-    # Keys of a few positions stand out, as sinks and topics do, so that budgets differ between heads.
+    # Keys at a few positions stand out, like sinks and topics, so that budgets differ between
+    # heads.
     q, k = torch.randn(2, SEQ, HEADS, DIM), torch.randn(2, SEQ, KV_HEADS, DIM)
     k[:, ::37] *= 4
     if documents:
@@ -42,7 +43,7 @@ def inputs(
 def probabilities(
     q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, b: int
 ) -> torch.Tensor:
-    """float64 [heads, seq, seq] of one sequence, from the definition."""
+    """Return float64 [heads, seq, seq] of one sequence, by the definition."""
     first, length = torch.from_numpy(masked.masks[b].first), masked.masks[b].length
     position = torch.arange(SEQ)
     seen = (
@@ -57,13 +58,16 @@ def probabilities(
 
 def pattern(**changed) -> VerticalSlashPattern:
     default = {
-        "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False, "sink_tokens": 2,
+        "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False,
+        "sink_tokens": 2,
         "min_columns": 3, "max_columns": 60, "min_slashes": 1, "max_slashes": 0, "per_group": False,
     }  # fmt: skip
     return VerticalSlashPattern(**{**default, **changed})
 
 
-def fewest(mass: list[float], share: float, forced: set[int], least: int, most: int) -> set[int]:
+def fewest_that_reach(
+    mass: list[float], share: float, forced: set[int], least: int, most: int
+) -> set[int]:
     order = sorted(range(len(mass)), key=lambda line: (line not in forced, -mass[line], line))
     kept: set[int] = set()
     held, total = 0.0, sum(mass)
@@ -74,8 +78,11 @@ def fewest(mass: list[float], share: float, forced: set[int], least: int, most: 
     return kept
 
 
-def spread_rows(p: VerticalSlashPattern, length: int) -> list[int]:
-    """The middles of as many equal parts of each window, which is as wide as whole blocks; the windows of these tests have room."""
+def expected_rows(p: VerticalSlashPattern, length: int) -> list[int]:
+    """Return the middles of equal parts of each window, which spans whole blocks.
+
+    The windows of these tests have room for that.
+    """
     rows = []
     for w in range(p.windows):
         end, span = length * (w + 1) // p.windows, math.ceil(p.last_q / p.block) * p.block
@@ -87,23 +94,26 @@ def spread_rows(p: VerticalSlashPattern, length: int) -> list[int]:
 @pytest.mark.parametrize(
     "changed",
     [
-        {}, {"windows": 3}, {"last_q": 40}, {"min_slashes": 2, "p_s": 0.1}, {"min_slashes": 4, "p_s": 0.1},
-        {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_columns": 0}, {"per_group": True},
-        {"max_columns": 10, "max_slashes": 2}, {"min_columns": 50}, {"max_slashes": 2, "per_group": True},
+        {}, {"windows": 3}, {"last_q": 40}, {"min_slashes": 2, "p_s": 0.1},
+        {"min_slashes": 4, "p_s": 0.1},
+        {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_columns": 0},
+        {"per_group": True},
+        {"max_columns": 10, "max_slashes": 2}, {"min_columns": 50},
+        {"max_slashes": 2, "per_group": True},
     ],
 )  # fmt: skip
-def test_vertical_slash_is_what_its_definition_says(documents, changed):
+def test_vertical_slash_equals_its_definition(documents, changed):
     q, k, masked = inputs(1, documents, length=SEQ - 3)
     p = pattern(**changed)
     index = p.estimate(q, k, masked, 0)
-    assert index.most == p.max_slashes
-    assert not index.most or int(index.slashes.sum(-1).max()) <= index.most, (
-        "the host knows a bound"
+    assert index.max_slashes == p.max_slashes
+    assert not index.max_slashes or int(index.slashes.sum(-1).max()) <= index.max_slashes, (
+        "the host must know a bound"
     )
     blocks = masked.geometry.blocks
     for b in range(2):
         length = masked.masks[b].length
-        rows = spread_rows(p, length)
+        rows = expected_rows(p, length)
         probed = probabilities(q, k, masked, b)[:, rows] / len(rows)
         if p.per_group:
             group = HEADS // KV_HEADS
@@ -113,7 +123,7 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
             for row, position in zip(probed[h].tolist(), rows, strict=True):
                 for key in range(position + 1):
                     diagonals[position // BLOCK - key // BLOCK] += row[key]
-            slashes = fewest(
+            slashes = fewest_that_reach(
                 diagonals,
                 p.p_s,
                 {0, 1} if p.min_slashes > 1 else {0},
@@ -126,15 +136,17 @@ def test_vertical_slash_is_what_its_definition_says(documents, changed):
                     if not (p.joint and position // BLOCK - key // BLOCK in slashes):
                         columns[key] += row[key]
             share = p.p_v if not p.joint else max(0.0, (sum(columns) - (1 - p.p_v)) / sum(columns))
-            kept = fewest(columns, share, set(range(p.sink_tokens)), p.min_columns, p.max_columns)
-            found = index.columns[b, h]
-            assert found[found < blocks * BLOCK].tolist() == sorted(kept)
+            kept = fewest_that_reach(
+                columns, share, set(range(p.sink_tokens)), p.min_columns, p.max_columns
+            )
+            chosen_columns = index.columns[b, h]
+            assert chosen_columns[chosen_columns < blocks * BLOCK].tolist() == sorted(kept)
 
 
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("at", [0, SEQ - 20, None])
-def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
-    """The most and the least mass that a line can have, of forced lines, too."""
+def test_one_key_may_get_all_attention_or_none(at, joint):
+    """The largest and smallest mass that a candidate can have, also a forced one."""
     _, _, masked = inputs()
     q, k = torch.ones(2, SEQ, HEADS, DIM), torch.zeros(2, SEQ, KV_HEADS, DIM)
     if at is None:
@@ -144,9 +156,9 @@ def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
     index = pattern(last_q=5, joint=joint, min_columns=0, min_slashes=0).estimate(q, k, masked, 0)
     slashes, columns = {0}, {0, 1}
     if at is not None:
-        slashes |= {row // BLOCK - at // BLOCK for row in spread_rows(pattern(last_q=5), SEQ)}
-        assert len(slashes) == (3 if at == 0 else 2), "the queries stand in two blocks"
-        # Diagonals that hold everything leave nothing to columns.
+        slashes |= {row // BLOCK - at // BLOCK for row in expected_rows(pattern(last_q=5), SEQ)}
+        assert len(slashes) == (3 if at == 0 else 2), "the queries must lie in two blocks"
+        # If diagonals hold all the mass, nothing is left for columns.
         columns |= set() if joint else {at}
     for b in range(2):
         for h in range(HEADS):
@@ -158,7 +170,7 @@ def test_all_attention_may_lie_on_one_key_or_on_none(at, joint):
     assert all(mass.isfinite().all() for mass in pattern(last_q=5).mass(q, k, masked))
 
 
-def test_heads_of_a_group_share_an_index_if_asked():
+def test_per_group_gives_one_index_to_the_heads_of_a_group():
     q, k, masked = inputs(2)
     index = pattern(per_group=True).estimate(q, k, masked, 0)
     group = HEADS // KV_HEADS
@@ -169,7 +181,7 @@ def test_heads_of_a_group_share_an_index_if_asked():
     assert not pattern().estimate(q, k, masked, 0).same_as(index)
 
 
-def test_scores_in_parts_choose_the_same(monkeypatch):
+def test_chunked_scores_choose_the_same(monkeypatch):
     q, k, masked = inputs(3)
     whole = pattern().estimate(q, k, masked, 0)
     monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
@@ -185,7 +197,7 @@ def test_scores_in_parts_choose_the_same(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("joint", [False, True])
-def test_columns_lie_within_the_tokens_however_many_are_forced(bounds, joint):
+def test_columns_lie_within_the_tokens_however_many_are_required(bounds, joint):
     q, k, masked = inputs(length=140)
     index = pattern(joint=joint, **bounds).estimate(q, k, masked, 0)
     beyond = masked.geometry.blocks * BLOCK
@@ -193,7 +205,7 @@ def test_columns_lie_within_the_tokens_however_many_are_forced(bounds, joint):
     assert (index.columns[..., 140:] == beyond).all()
 
 
-def test_columns_without_a_bound_are_as_wide_as_what_was_found():
+def test_unbounded_columns_are_cut_to_the_width_in_use():
     torch.manual_seed(0)
     seq = 1000
     q, k = torch.randn(1, seq, HEADS, DIM), torch.randn(1, seq, KV_HEADS, DIM)
@@ -201,12 +213,12 @@ def test_columns_without_a_bound_are_as_wide_as_what_was_found():
     unbounded = pattern(p_v=0.3, max_columns=0).estimate(q, k, masked, 0)
     bounded = pattern(p_v=0.3, max_columns=seq).estimate(q, k, masked, 0)
     most = int((bounded.columns < seq).sum(-1).max())
-    assert 128 < most < 256, "more than one step of the width"
+    assert 128 < most < 256, "the width must exceed one step"
     assert unbounded.columns.shape[-1] == 256
     assert unbounded.columns.equal(bounded.columns[..., :256])
 
 
-def test_what_is_not_a_number_leaves_a_sound_index():
+def test_nan_inputs_give_a_valid_index():
     q, k, masked = inputs(4)
     q[0, -1, 0] = float("nan")
     index = pattern().estimate(q, k, masked, 0)
@@ -218,7 +230,7 @@ def test_what_is_not_a_number_leaves_a_sound_index():
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("score_bytes", [1, 1 << 30])
-def test_xattention_is_what_its_definition_says(monkeypatch, documents, score_bytes):
+def test_xattention_equals_its_definition(monkeypatch, documents, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.xattention._SCORE_BYTES", score_bytes)
     q, k, masked = inputs(5, documents)
     stride, threshold = 4, 0.6
@@ -245,11 +257,11 @@ def test_xattention_is_what_its_definition_says(monkeypatch, documents, score_by
                 p = np.nan_to_num(p / p.sum(1, keepdims=True))
             mass = p.reshape(blocks, per_block, blocks, per_block).sum((1, 3)) / per_block
             for i in range(blocks):
-                wanted = fewest(mass[i, : i + 1].tolist(), threshold, {0, i}, 1, blocks)
+                wanted = fewest_that_reach(mass[i, : i + 1].tolist(), threshold, {0, i}, 1, blocks)
                 assert set(index.bits[b, h, i].nonzero().flatten().tolist()) == wanted, (b, h, i)
 
 
-def test_moba_takes_the_best_chunks_and_its_own():
+def test_moba_picks_the_best_chunks_and_its_own():
     q, k, masked = inputs(6)
     chunk, top_k = 32, 2
     index = MobaPattern(BLOCK, chunk, top_k, by_query=False).estimate(q, k, masked, 0)
@@ -270,12 +282,12 @@ def test_moba_takes_the_best_chunks_and_its_own():
 
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("score_bytes", [1, 1 << 28])
-def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, documents, score_bytes):
+def test_every_moba_query_picks_its_best_chunks_and_its_own(monkeypatch, documents, score_bytes):
     monkeypatch.setattr("mtrain_cli.sparsity.moba._SCORE_BYTES", score_bytes)
     length, chunk, top_k = SEQ - 3, BLOCK, 2
     q, k, masked = inputs(6, documents, length)
     q[:, length:], k[:, length:] = float("nan"), 70.0
-    k[1, :chunk] = k[1, chunk : 2 * chunk]  # equal scores: the earlier chunk goes first
+    k[1, :chunk] = k[1, chunk : 2 * chunk]  # ties: the earlier chunk goes first
     index = MobaPattern(BLOCK, chunk, top_k).estimate(q, k, masked, 0)
     everywhere = torch.arange(SEQ)
     allowed = index.allowed(everywhere, everywhere)
@@ -292,15 +304,15 @@ def test_every_query_of_moba_takes_its_best_chunks_and_its_own(monkeypatch, docu
                 wanted = [j for j in range(i + 1) if j // chunk in chunks]
                 assert allowed[b, h, i, : i + 1].nonzero().flatten().tolist() == wanted, (b, h, i)
                 chosen.append(chunks)
-    assert len({frozenset(c) for c in chosen[128:144]}) > 1, "queries of a block differ"
-    assert not bool(index.bits.triu(1).any()), "no kernel is sent to a block of the future"
+    assert len({frozenset(c) for c in chosen[128:144]}) > 1, "queries of a block must differ"
+    assert not bool(index.bits.triu(1).any()), "no future block is set"
     assert not index.same_as(replace(index, chunk=2 * index.chunk))
 
 
-def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
+def test_fixed_has_the_configured_counts_and_depends_only_on_the_seed():
     index = fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     assert index.slashes.sum(-1).tolist() == [[7, 7, 7]]
-    assert index.most == 7
+    assert index.max_slashes == 7
     assert bool(index.slashes[..., :2].all())
     assert (index.columns < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
     assert not torch.equal(index.columns[0, 0], index.columns[0, 1]), "every head draws its own"
@@ -310,12 +322,12 @@ def test_fixed_has_the_numbers_asked_for_and_depends_on_the_seed_alone():
     assert not index.same_as(
         fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     )
-    assert shown_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
-    assert shown_name(pattern()) == "vertical_slash"
+    assert display_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
+    assert display_name(pattern()) == "vertical_slash"
 
 
-def test_fixed_diagonals_crowd_towards_the_recent_past():
-    """Beside 0 and 1, which all heads have, one of the other 14, by the cube root of where it lies."""
+def test_fixed_diagonals_favour_the_recent_past():
+    """Besides 0 and 1, every head has one more diagonal, weighted by the cube root of its place."""
     heads = 4000
     drawn = fixed_index(
         seed=3, batch=1, heads=heads, seq=256, block=16, slashes=3, columns=0
@@ -340,32 +352,35 @@ def test_every_layer_draws_its_own_fixed_index():
 
 
 @pytest.mark.parametrize("density", [0.05, 0.3, 0.6, 0.9])
-def test_fixed_takes_the_fewest_diagonals_that_fill_the_density(density):
+def test_fixed_draws_the_fewest_diagonals_that_fill_the_density(density):
     shape = {"seed": 3, "batch": 1, "heads": 4, "seq": 9 * BLOCK, "block": BLOCK, "columns": 0}
     index = fixed_index(**shape, slashes=None, density=density)
     slashes = index.slashes
-    assert index.most == int(slashes.sum(-1).max())
+    assert index.max_slashes == int(slashes.sum(-1).max())
     area = torch.arange(9, 0, -1)
     for h, count in enumerate(slashes[0].sum(-1).tolist()):
         assert int((slashes[0, h] * area).sum()) >= density * 45
-        # The same draw, one diagonal shorter.
+        # The same draw with one diagonal fewer.
         fewer = fixed_index(**shape, slashes=count - 1).slashes[0, h]
         assert count == 1 or int((fewer * area).sum()) < density * 45
 
 
-def test_the_banner_names_every_bound_of_vertical_slash():
+def test_the_description_names_every_bound_of_vertical_slash():
     assert pattern(max_columns=0).describe() == (
-        "columns that hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over the last 32 tokens"
+        "columns that hold 60% and block diagonals that hold 70% of the attention of 20 queries "
+        "spread over the last 32 tokens"
     )
     assert pattern(
         windows=4, max_columns=256, max_slashes=4, joint=True, per_group=True
     ).describe() == (
-        "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the attention of 20 queries spread over "
-        "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals a head, one index per key-value group"
+        "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the "
+        "attention of 20 queries spread over "
+        "the last 32 tokens of each of 4 windows, at most 256 columns and 4 diagonals per head, "
+        "one index per KV head"
     )
 
 
-def test_shares_are_told_as_they_were_given():
+def test_descriptions_show_shares_as_configured():
     assert (
         "columns that hold 99.5% and block diagonals that hold 87.5% of"
         in pattern(p_v=0.995, p_s=0.875).describe()
@@ -379,13 +394,17 @@ def test_shares_are_told_as_they_were_given():
 @pytest.mark.parametrize(
     "made",
     [
-        MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**20), MobaPattern(BLOCK, BLOCK << 60, 1),
-        XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK, 9, 0, 0.0, 0),
-        FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK, 1, SEQ, 0.0, 0),
-        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_columns=SEQ, max_columns=0), pattern(min_columns=60, max_columns=0),
+        MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**20),
+        MobaPattern(BLOCK, BLOCK << 60, 1),
+        XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK,
+        9, 0, 0.0, 0),
+        FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK,
+        1, SEQ, 0.0, 0),
+        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_columns=SEQ, max_columns=0),
+        pattern(min_columns=60, max_columns=0),
     ],
 )  # fmt: skip
-def test_a_pattern_that_says_it_covers_everything_does(made):
+def test_a_pattern_that_claims_to_cover_everything_does(made):
     q, k, masked = inputs(7)
     everywhere = torch.arange(SEQ)
     dense = masked.visible(0, everywhere, SEQ)
@@ -407,7 +426,7 @@ def test_a_short_sequence_is_covered(name, length):
 
 
 @pytest.mark.parametrize("density", [0.02, 0.1, 0.5, 1.0])
-def test_fixed_fills_the_density_asked_for(density):
+def test_fixed_fills_the_configured_density(density):
     index = fixed_index(
         seed=0, batch=1, heads=4, seq=100_000, block=128, slashes=None, columns=0, density=density
     )
@@ -420,7 +439,7 @@ def test_fixed_fills_the_density_asked_for(density):
     ("windows", "documents"),
     [(1, False), (1, True), *(pytest.param(3, d, marks=pytest.mark.slow) for d in (False, True))],
 )
-def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
+def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, windows):
     torch.manual_seed(0)
     q, k = torch.randn(2, SEQ, HEADS, 16), torch.randn(2, SEQ, KV_HEADS, 16)
     _, _, masked = inputs(0, documents, length=SEQ - 3)
@@ -437,13 +456,13 @@ def test_the_fused_probe_finds_the_same_masses(monkeypatch, documents, windows):
             torch.testing.assert_close(want[b].sum((0, 2)), torch.ones(HEADS))
 
 
-# The interpreter runs the fused probe, slowly.
+# Triton's interpreter runs the fused probe, slowly.
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "changed", [{}, {"joint": True, "p_v": 0.9}, {"per_group": True, "joint": True, "p_v": 0.9}]
 )
-def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, changed, fused):
-    """One probed block, 64 rows, and for the joint budget everything twice."""
+def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fused):
+    """The small budget fits one probed block and 64 rows, and a joint budget computes all twice."""
     monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: fused)
     torch.manual_seed(0)
     dtype = torch.float32 if fused else torch.float64
@@ -453,7 +472,7 @@ def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, chang
     )
     _, _, masked = inputs(0, True, length=SEQ - 3)
     p = pattern(windows=3, last_q=40, p_s=0.4, **changed)
-    assert all(len(probe.away) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
+    assert all(len(probe.diagonals) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
     want, masses = p.estimate(q, k, masked, 0), p.mass(q, k, masked)
     monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
     tables = []
@@ -472,6 +491,8 @@ def test_the_index_is_the_same_however_little_memory_there_is(monkeypatch, chang
     monkeypatch.setattr(VerticalSlashPattern, "_tables", counted)
     assert p.estimate(q, k, masked, 0).same_as(want)
     assert set(tables) == {1}
-    assert len(tables) == sum(len(probe.away) for probe in p.probes(masked)) * (2 if changed else 1)
+    assert len(tables) == sum(len(probe.diagonals) for probe in p.probes(masked)) * (
+        2 if changed else 1
+    )
     for a, b in zip(p.mass(q, k, masked), masses, strict=True):
         assert torch.equal(a, b) if fused else torch.allclose(a, b, atol=1e-12)

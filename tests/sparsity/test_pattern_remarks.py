@@ -1,4 +1,4 @@
-"""What is said of a run that does not do what its line seems to ask for, in banner and dry run."""
+"""Remarks in banner and dry run on runs that do not do what their settings suggest."""
 
 import io
 from pathlib import Path
@@ -12,12 +12,15 @@ from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import render
 from mtrain_cli.training.run_plan import make_plan
 
-MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, as dense does"
-WINDOW = "one window at the end probes only the last document of packed ones; sparsity.windows=4 probes several"
+MOBA = "12 chunks of 4096 keys cover all of seq=4k: computes every pair, like sparsity=dense"
+WINDOW = (
+    "a single window at the end probes only the last packed document; "
+    "set sparsity.windows=4 to probe several"
+)
 
 
 @pytest.mark.parametrize(
-    ("words", "lines"),
+    ("overrides", "expected"),
     [
         ("", []),
         ("sparsity=moba", [MOBA]),
@@ -25,7 +28,7 @@ WINDOW = "one window at the end probes only the last document of packed ones; sp
         ("sparsity=fixed", []),
         (
             "sparsity=fixed sparsity.columns=5000",
-            ["5000 columns cover all of seq=4k: computes every pair, as dense does"],
+            ["5000 columns cover all of seq=4k: computes every pair, like sparsity=dense"],
         ),
         ("sparsity=vertical_slash", [WINDOW]),
         ("sparsity=vertical_slash data.document_mask=false", []),
@@ -33,26 +36,27 @@ WINDOW = "one window at the end probes only the last document of packed ones; sp
         (
             "sparsity=vertical_slash sparsity.min_slashes=32",
             [
-                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every pair, as dense does"
+                "at least 32 block diagonals of 128 tokens cover all of seq=4k: computes every "
+                "pair, like sparsity=dense"
             ],
         ),
         (
             "sparsity=xattention sparsity.dense_steps=60 train.steps=60",
-            ["no step is sparse: sparsity.dense_steps=60 is not below train.steps=60"],
+            ["no step is sparse: sparsity.dense_steps=60 must be below train.steps=60"],
         ),
         ("sparsity=xattention sparsity.dense_steps=59 train.steps=60", []),
     ],
 )
-def test_what_is_remarked(words, lines):
-    assert remarks(compose(words.split())) == lines
+def test_each_surprising_setting_has_a_remark(overrides, expected):
+    assert remarks(compose(overrides.split())) == expected
 
 
-def test_banner_and_dry_run_say_it():
+def test_banner_and_dry_run_show_remarks():
     config = compose(
         ["sparsity=moba", "topology.workers=1", "topology.device=cpu", "sparsity.dense_steps=100"]
     )
-    found = make_plan(config)
-    for page in (render(found), banner(found, Path("runs/x"), "data")):
+    run_plan = make_plan(config)
+    for page in (render(run_plan), banner(run_plan, Path("runs/x"), "data")):
         console = Console(file=io.StringIO(), width=200, color_system=None)
         console.print(page)
         printed = console.file.getvalue()
@@ -61,7 +65,7 @@ def test_banner_and_dry_run_say_it():
         assert "executes less" not in printed
 
 
-def test_synthetic_is_said_wherever_the_name_shows():
+def test_synthetic_patterns_are_marked_wherever_their_name_shows():
     config = compose(["sparsity=fixed", "topology.workers=1", "topology.device=cpu"])
     console = Console(file=io.StringIO(), width=200, color_system=None)
     console.print(render(make_plan(config)))

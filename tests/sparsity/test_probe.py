@@ -1,4 +1,4 @@
-"""What the probe of vertical_slash chooses serves the queries that were not probed, wherever a line lies among blocks."""
+"""The index of vertical_slash also serves unprobed queries, for slashes at any offset."""
 
 from __future__ import annotations
 
@@ -15,28 +15,35 @@ DIM = 64
 
 def pattern(**changed) -> VerticalSlashPattern:
     default = {
-        "block": 128, "last_q": 64, "windows": 1, "p_v": 0.9, "p_s": 0.9, "joint": False, "sink_tokens": 4,
+        "block": 128, "last_q": 64, "windows": 1, "p_v": 0.9, "p_s": 0.9, "joint": False,
+        "sink_tokens": 4,
         "min_columns": 0, "max_columns": 64, "min_slashes": 2, "max_slashes": 0, "per_group": False,
     }  # fmt: skip
     return VerticalSlashPattern(**{**default, **changed})
 
 
-def codes(seq: int, dim: int, seed: int = 0) -> torch.Tensor:
-    """A random vector for every position, [seq, dim], of length sqrt(dim)."""
+def random_vectors(seq: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """Return a random vector of length sqrt(dim) for every position, [seq, dim]."""
     drawn = torch.randn(seq, dim, generator=torch.Generator().manual_seed(seed))
     return drawn / drawn.norm(dim=-1, keepdim=True) * dim**0.5
 
 
 def slashes(seq: int, offsets: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head for each offset: nearly all attention of a query lies on the one key so far behind it, the rest anywhere."""
-    k = codes(seq, DIM)
+    """Make one head per offset.
+
+    Nearly all attention of a query falls on the key at that distance, the rest anywhere.
+    """
+    k = random_vectors(seq, DIM)
     return torch.stack([torch.roll(k, offset, 0) for offset in offsets], 1)[None] * 1.4, k[
         None, :, None
     ]
 
 
 def local(seq: int, widths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head for each width: attention lies on the keys from the query's own to so far behind it, in a bell with noise."""
+    """Make one head per width.
+
+    Attention falls on the latest keys up to that distance, bell-shaped with noise.
+    """
     turn = 2 * torch.pi / (4 * seq)
     angle = torch.arange(seq) * turn
     heads = []
@@ -47,31 +54,31 @@ def local(seq: int, widths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
             / (turn * width / 4) ** 2
             * DIM**0.5
         )
-    mine, theirs = (codes(seq, DIM - 2, seed).double() for seed in (1, 2))
+    mine, theirs = (random_vectors(seq, DIM - 2, seed).double() for seed in (1, 2))
     queries = torch.stack([torch.cat([head, mine], -1) for head in heads], 1)
     return queries[None], torch.cat(
         [torch.stack([angle.cos(), angle.sin()], -1).double(), theirs], -1
     )[None, :, None]
 
 
-def not_probed(p: VerticalSlashPattern, seq: int) -> torch.Tensor:
-    """Rows of the last half, if they are not probed, here or as one run of rows at the end of each window."""
+def unprobed_rows(p: VerticalSlashPattern, seq: int) -> torch.Tensor:
+    """Return rows of the last half that are not probed, neither here nor as one run per window."""
     free = torch.ones(seq, dtype=torch.bool)
     free[: seq // 2] = False
     free[p.probed_rows(seq)] = False
     for window in range(p.windows):
         end = seq * (window + 1) // p.windows
         free[end - p.last_q : end] = False
-    return free.nonzero().flatten()[::3]  # 3 and a block have no common divisor
+    return free.nonzero().flatten()[::3]  # 3 and the block size are coprime
 
 
 def kept(
     p: VerticalSlashPattern, q: torch.Tensor, k: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Share of attention kept, [heads, rows], of rows that were not probed, and their places in a block."""
+    """Return the attention kept by unprobed rows, [heads, rows], and their offsets in a block."""
     seq = q.shape[1]
     masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], p.block)
-    rows = not_probed(p, seq)
+    rows = unprobed_rows(p, seq)
     return recall(p.estimate(q, k, masked, 0), q, k, masked, rows)[0], rows % p.block
 
 
@@ -79,7 +86,7 @@ def kept(
     ("block", "windows", "seq"),
     [(128, 1, 1152), (128, 4, 1152), (128, 1, 1075), (64, 1, 1152), (64, 2, 999)],
 )
-def test_a_slash_is_kept_at_every_offset(block, windows, seq):
+def test_a_slash_at_any_offset_is_kept(block, windows, seq):
     shares, _ = kept(
         pattern(block=block, windows=windows), *slashes(seq, range(2 * block, 3 * block))
     )
@@ -89,8 +96,8 @@ def test_a_slash_is_kept_at_every_offset(block, windows, seq):
 @pytest.mark.parametrize(
     ("block", "last_q"), [(128, 20), (128, 100), (128, 200), (64, 128), (64, 40)]
 )
-def test_any_number_of_queries_will_do(block, last_q):
-    """Fewer than a block, more, and no multiple."""
+def test_any_number_of_probed_queries_works(block, last_q):
+    """Fewer than a block, more, and no multiple of it."""
     shares, _ = kept(
         pattern(block=block, last_q=last_q), *slashes(1152, range(2 * block, 3 * block, 4))
     )
@@ -100,7 +107,7 @@ def test_any_number_of_queries_will_do(block, last_q):
 @pytest.mark.parametrize(
     ("block", "windows", "seq"), [(128, 1, 1152), (128, 4, 1152), (128, 1, 1075), (64, 1, 1152)]
 )
-def test_local_attention_is_kept_by_the_first_rows_of_a_block_too(block, windows, seq):
+def test_the_first_rows_of_a_block_keep_local_attention_too(block, windows, seq):
     widths = [16, 32, 64, 128, 256]
     shares, place = kept(pattern(block=block, windows=windows), *local(seq, widths))
     assert float(shares.mean(-1).min()) > 0.85, shares.mean(-1)
@@ -111,31 +118,31 @@ def test_local_attention_is_kept_by_the_first_rows_of_a_block_too(block, windows
 @pytest.mark.parametrize("block", [16, 64, 128])
 @pytest.mark.parametrize("last_q", [1, 7, 16, 64, 100, 200])
 @pytest.mark.parametrize(("windows", "length"), [(1, 1), (1, 130), (3, 40), (3, 1000), (3, 1024)])
-def test_rows_of_a_block_are_probed_alike(block, last_q, windows, length):
+def test_rows_of_a_block_are_probed_equally(block, last_q, windows, length):
     p = pattern(block=block, last_q=last_q, windows=windows)
     rows = p.probed_rows(length)
     assert rows.dtype == torch.int64
-    assert bool((rows[1:] > rows[:-1]).all()), "ascending, each once"
+    assert bool((rows[1:] > rows[:-1]).all()), "rows must ascend and be distinct"
     assert rows.min() >= 0
     assert rows.max() < length
     assert len(rows) == min(last_q * windows, length)
     span = -(-last_q // block) * block
     if windows * span > length:
         return
-    # Of any first rows of a block their share is probed, within a row for each piece of a window that they make.
+    # The first rows of a block are probed in proportion, within one row per piece of a window.
     pieces = windows * (span // block + 1)
     for first in range(0, block + 1, 4):
         assert abs(int((rows % block < first).sum()) - len(rows) * first / block) <= pieces, first
 
 
-def test_diagonal_1_goes_before_noise():
-    """All attention lies on the query itself, but for a trace on lines far behind."""
+def test_diagonal_1_takes_precedence_over_noise():
+    """All attention falls on the query itself, except for a trace on distant slashes."""
     seq, block = 512, 16
-    k = codes(seq, DIM)
+    k = random_vectors(seq, DIM)
     q = (k + 0.1 * torch.roll(k, 100, 0))[None, :, None] * 3
     masked = MaskedPositions.make([SequenceMask.causal(seq, seq)], block)
 
-    def found(**bounds) -> list[int]:
+    def chosen_diagonals(**bounds) -> list[int]:
         return (
             pattern(block=block, **bounds)
             .estimate(q, k[None, :, None], masked, 0)
@@ -145,9 +152,9 @@ def test_diagonal_1_goes_before_noise():
             .tolist()
         )
 
-    assert found(min_slashes=1) == [0]
-    assert found(min_slashes=2) == [0, 1]
-    assert found(min_slashes=2, max_slashes=2) == [0, 1]
-    assert len(found(min_slashes=3)) == 3
-    assert found(min_slashes=3)[:2] == [0, 1]
-    assert found(min_slashes=1, max_slashes=1) == [0]
+    assert chosen_diagonals(min_slashes=1) == [0]
+    assert chosen_diagonals(min_slashes=2) == [0, 1]
+    assert chosen_diagonals(min_slashes=2, max_slashes=2) == [0, 1]
+    assert len(chosen_diagonals(min_slashes=3)) == 3
+    assert chosen_diagonals(min_slashes=3)[:2] == [0, 1]
+    assert chosen_diagonals(min_slashes=1, max_slashes=1) == [0]

@@ -191,7 +191,8 @@ def step_peak(
         )
         left = [gradient for unit in (host and host._gradients) or () for gradient in unit]
         with LiveBytes(
-            [*decoder.parameters(), *states, *attend.exchange.buffers.free(), *waiting], left
+            [*decoder.parameters(), *states, *attend.exchange.buffers.free_tensors(), *waiting],
+            left,
         ) as live:
             gradients()
             if not states_away:

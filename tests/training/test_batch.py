@@ -33,7 +33,7 @@ def test_batches_share_the_causal_mask_but_not_the_index():
     )
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
     first, second = make(samples).attend, make(samples).attend
-    assert second.work is first.work
+    assert second.tiles is first.tiles
     q, k, v = (torch.randn(2, SEQ, heads, 8) for heads in (4, 2, 2))
     first(q, k, v, 0)
     assert (len(first.index.records), len(first.index.kept)) == (1, 1)

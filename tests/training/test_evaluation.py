@@ -181,7 +181,7 @@ def test_a_resume_removes_later_rows_and_cut_lines(tmp_path: Path) -> None:
 def test_impossible_evaluations_are_refused() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^train.eval_every=5: nothing is held out to evaluate; give data.eval_sequences",
+        match=r"^train.eval_every=5: no held-out sequences to evaluate on; add data.eval_sequences",
     ):
         compose(["train.eval_every=5"])
     with pytest.raises(ConfigError, match=r"^data.eval_sequences=-1: must be 0 or more"):

@@ -56,7 +56,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
     def faulty(self, stop):
         if self.step == 1:
-            project, finish = decoders._parts(False)
+            project, finish = decoders._stages(False)
 
             def failing(layer, x_BNC, out_BNHD):
                 if layer.index != 1:
@@ -69,14 +69,14 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
             if where == "recomputed":
                 patch.setattr(feed_forwards, "_GradientSums", no_sums)
             elif where != "loss":
-                patch.setattr(decoders, "_parts", lambda _compile: (project, failing))
+                patch.setattr(decoders, "_stages", lambda _compile: (project, failing))
         return step(self, stop)
 
     def no_sums(*_):
         raise RuntimeError(CPU_WORDS)
 
     def no_room(*arguments, **options):
-        if where == "loss" and progress_record.here().training_step == 2:
+        if where == "loss" and progress_record.own_activity().training_step == 2:
             logits = torch.zeros(40, config.model.vocab_size)  # noqa: F841, the error must name it
             raise torch.OutOfMemoryError(
                 "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ..."
@@ -84,7 +84,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
         return with_z_loss(*arguments, **options)
 
     Path(folder).mkdir(exist_ok=True)
-    progress_record.keep(Path(folder) / f"where-{rank}")
+    progress_record.start_record(Path(folder) / f"where-{rank}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainers.Trainer, "train_step", faulty)
         patch.setattr(decoders, "with_z_loss", no_room)

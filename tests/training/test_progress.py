@@ -322,7 +322,7 @@ def test_a_long_run_hints_once_at_mtrain_status_which_shows_the_same(tmp_path, s
             progress.step(replace(STEP, step=step, loss=1.0 * step))
         progress.message("a spike", warning=True)
     assert console.file.getvalue().count(f"mtrain status {tmp_path} --watch") == hinted
-    written = run_state.read(run)
+    written = run_state.read_state(run)
     assert (written.phase, written.step, written.loss, written.seconds_left) == (
         "training",
         100,

@@ -546,7 +546,10 @@ def counted(rank: int, world: int) -> tuple[int, list[tuple[str, int]]]:
     def counting(index: DynamicIndex) -> None:
         assert not index.kept, "its backward pass has run"
         seen.append(
-            ("count", sum(isinstance(record.found, VerticalSlash) for record in index.records))
+            (
+                "count",
+                sum(isinstance(record.counts_or_index, VerticalSlash) for record in index.records),
+            )
         )
         count(index)
 

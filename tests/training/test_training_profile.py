@@ -134,7 +134,7 @@ def test_a_profile_that_cannot_be_continued_is_set_aside_and_training_goes_on(tm
     summary.write_text("{")
     metrics = train(tmp_path, "--resume", "runs/one", "train.steps=3")
     assert len(metrics) == 3
-    assert "held no profile that can be gone on with; it is now profile-1" in " ".join(
+    assert "not a profile that can be continued; moved to profile-1" in " ".join(
         (tmp_path / "stdout").read_text().split()
     )
     assert set(open_records(tmp_path / "runs/one/profile").frame().iteration) == {3}

@@ -1,4 +1,6 @@
-"""What kernels share: constants, and which entries of its lists a program that owns a block of queries visits."""
+"""Device code that the kernels share: constants, and the entries that a program for one query block
+visits.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def block_ranges(
-    LINES,
-    UPTO,
+    ENTRIES,
+    COUNTS,
     FIRST_MIN,
     FIRST_MAX,
     bh,
@@ -24,37 +26,63 @@ def block_ranges(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """-> address of the list, masked before, end of unmasked, end: entries [0, a) and [b, c) need a mask, [a, b) none. i: local
-    number of query block qb, which owns the program.
+    """Return (list, full_begin, full_end, end) for query block qb, local number i.
+
+    Entries [0, full_begin) and [full_end, end) need an element mask; [full_begin, full_end) are
+    seen in full.
     """
     if LISTED:
         row = bh * tl.num_programs(0) + i
-        end = tl.load(UPTO + row)
-        return LINES + row * width, end, end, end
-    base = UPTO + bh * (BLOCKS + 1)
+        end = tl.load(COUNTS + row)
+        return ENTRIES + row * width, end, end, end
+    base = COUNTS + bh * (BLOCKS + 1)
     low = tl.load(FIRST_MIN + b * BLOCKS + qb)
     high = tl.load(FIRST_MAX + b * BLOCKS + qb)
     end = tl.load(base + tl.maximum(qb - low // BLOCK + 1, 0))
-    diagonal = tl.minimum(tl.load(base + 1), end)
-    whole = tl.load(base + tl.maximum(qb - (high + BLOCK - 1) // BLOCK + 1, 0))
-    whole = tl.minimum(tl.maximum(whole, diagonal), end)
-    return LINES + bh * width, diagonal, whole, end
+    # Diagonal 0 crosses the causal boundary. If chosen, it is the first entry and needs the mask.
+    full_begin = tl.minimum(tl.load(base + 1), end)
+    full_end = tl.load(base + tl.maximum(qb - (high + BLOCK - 1) // BLOCK + 1, 0))
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    return ENTRIES + bh * width, full_begin, full_end, end
 
 
 @triton.jit
-def ungated(GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BLOCK: tl.constexpr):
-    """bool like inside: rows of query block qb that do not see the chunk of key block kb."""
-    row = bh * held + tl.load(GATE_SLOTS + qb) * BLOCK + inside
-    chunk = kb // CHUNK_BLOCKS
-    return ((tl.load(GATES + row * words + chunk // 32) >> (chunk % 32)) & 1) == 0
-
-
-@triton.jit
-def bar_ranges(
-    BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
+def hidden_by_gates(
+    GATES,
+    GATE_SLOTS,
+    bh,
+    qb,
+    in_block,
+    kb,
+    gate_rows,
+    gate_words,
+    CHUNK_BLOCKS,
+    BLOCK: tl.constexpr,
 ):
-    """Tiles of columns [begin, end) that query block qb may see; [full_begin, full_end) of them need no row-wise mask."""
-    base = BARS_UPTO + bh * (BLOCKS + 1)
+    """bool like in_block: rows of query block qb that do not see the chunk of key block kb."""
+    row = bh * gate_rows + tl.load(GATE_SLOTS + qb) * BLOCK + in_block
+    chunk = kb // CHUNK_BLOCKS
+    return ((tl.load(GATES + row * gate_words + chunk // 32) >> (chunk % 32)) & 1) == 0
+
+
+@triton.jit
+def column_ranges(
+    COLUMNS_BELOW,
+    FIRST_MIN,
+    FIRST_MAX,
+    bh,
+    b,
+    qb,
+    BLOCKS,
+    BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Return (begin, full_begin, full_end, end), the tiles of columns that query block qb visits.
+
+    Tiles [begin, end) hold all columns that the block may see. In tiles [full_begin, full_end)
+    every row sees every column that no chosen diagonal covers.
+    """
+    base = COLUMNS_BELOW + bh * (BLOCKS + 1)
     low = tl.minimum(tl.load(FIRST_MIN + b * BLOCKS + qb) // BLOCK, qb + 1)
     high = tl.minimum((tl.load(FIRST_MAX + b * BLOCKS + qb) + BLOCK - 1) // BLOCK, qb + 1)
     begin = tl.load(base + low) // BLOCK_N

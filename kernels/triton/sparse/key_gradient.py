@@ -1,5 +1,7 @@
-"""The gradient of keys and values: a program owns a block of keys, or a tile of packed columns and a part of the queries, and goes over
-the queries that see them.
+"""The gradients of keys and values: of key blocks, and of packed columns.
+
+A program owns a key block, or a tile of columns and a part of the queries, and loops over the query
+blocks that see it.
 """
 
 from __future__ import annotations
@@ -7,21 +9,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from mtrain_cli.kernels.triton.sparse.device import LOG2E, ungated
-from mtrain_cli.kernels.triton.sparse.launch import Tile, gate_arguments, strides, tile_for
-from mtrain_cli.kernels.triton.sparse.plan import Plan
+from mtrain_cli.kernels.triton.sparse.arguments import Tile, gate_arguments, strides, tile_for
+from mtrain_cli.kernels.triton.sparse.device import LOG2E, hidden_by_gates
+from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
-# By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
+# By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
 _KEYS = {128: Tile(64, 8, 2), 64: Tile(64, 8, 2)}
 _COLUMNS_PER_TILE = 128
-_PROGRAMS_WANTED = (
-    1024  # programs for the gradient of columns: enough to fill any GPU several times
-)
+_PROGRAMS_WANTED = 1024  # for the column gradient: enough to fill any GPU several times
 
 
 @triton.jit
 def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.constexpr):
-    """k, v [keys, D] stay; q, do [queries, D]; hidden_t [keys, queries]."""
+    """Add one tile of queries to dk / scale and dv.
+
+    k, v [keys, D]; q, do [queries, D]; lse in units of log2; hidden_t [keys, queries], read if
+    MASKED.
+    """
     s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
     p = tl.exp2(s - lse[None, :])
     if MASKED:
@@ -35,124 +39,142 @@ def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.c
 @triton.jit
 def _backward_keys(
     Q, K, V, DO, LSE, DELTA, DK, DV,
-    FIRST, LAST, KEY_BLOCKS, QUERY_SLOT, LINES, UPTO,
-    GATES, GATE_SLOTS, held, words, CHUNK_BLOCKS,
+    FIRST, LAST, KEY_BLOCKS, QUERY_SLOT, ENTRIES, COUNTS,
+    GATES, GATE_SLOTS, gate_rows, gate_words, CHUNK_BLOCKS,
     scale, queries, keys, width, BLOCKS, SEQ,
-    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh, stride_db, stride_dn, stride_dh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+    stride_vh, stride_db, stride_dn, stride_dh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    j = tl.program_id(0)  # the first keys are seen most
+    j = tl.program_id(0)  # most queries see the first keys, so the longest programs start first
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
     kv = tl.program_id(1).to(tl.int64) % (HEADS // GROUP)
-    slots = j * BLOCK + tl.arange(0, BLOCK)
-    real = slots < keys
+    key_slots = j * BLOCK + tl.arange(0, BLOCK)
+    valid_keys = key_slots < keys
     d = tl.arange(0, D)
     kb = tl.load(KEY_BLOCKS + j)
-    positions = kb * BLOCK + tl.arange(0, BLOCK)
+    key_positions = kb * BLOCK + tl.arange(0, BLOCK)
     k = tl.load(
-        K + b * stride_kb + slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d,
-        mask=real[:, None],
+        K + b * stride_kb + key_slots[:, None].to(tl.int64) * stride_kn + kv * stride_kh + d,
+        mask=valid_keys[:, None],
         other=0.0,
     )
     v = tl.load(
-        V + b * stride_vb + slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d,
-        mask=real[:, None],
+        V + b * stride_vb + key_slots[:, None].to(tl.int64) * stride_vn + kv * stride_vh + d,
+        mask=valid_keys[:, None],
         other=0.0,
     )
     dk = tl.zeros([BLOCK, D], tl.float32)
     dv = tl.zeros([BLOCK, D], tl.float32)
-    within = tl.arange(0, BLOCK_M)
+    tile_offsets = tl.arange(0, BLOCK_M)
     SUB: tl.constexpr = BLOCK // BLOCK_M
-    # The last query that sees the first key of the block, and the last key: blocks of queries up to the one see all keys, and up to the
-    # other some.
-    everywhere = (tl.load(LAST + b * SEQ + kb * BLOCK) + 1) // BLOCK - 1
-    somewhere = tl.load(LAST + b * SEQ + kb * BLOCK + BLOCK - 1) // BLOCK
+    # LAST never decreases along a sequence. Query blocks up to the last query of the first key see
+    # every key of the block; those up to the last query of the last key see at least one.
+    all_keys_until = (tl.load(LAST + b * SEQ + kb * BLOCK) + 1) // BLOCK - 1
+    some_keys_until = tl.load(LAST + b * SEQ + kb * BLOCK + BLOCK - 1) // BLOCK
     for g in range(GROUP):
         h = kv * GROUP + g
         bh = b * HEADS + h
         if LISTED:
             row = bh * tl.num_programs(0) + j
-            list_at = LINES + row * width
-            end = tl.load(UPTO + row)
-            diagonal = end
-            whole = end
+            list_start = ENTRIES + row * width
+            end = tl.load(COUNTS + row)
+            full_begin = end
+            full_end = end
         else:
-            base = UPTO + bh * (BLOCKS + 1)
-            list_at = LINES + bh * width
-            end = tl.load(base + tl.maximum(somewhere - kb + 1, 0))
-            diagonal = tl.minimum(tl.load(base + 1), end)
-            whole = tl.minimum(
-                tl.maximum(tl.load(base + tl.maximum(everywhere - kb + 1, 0)), diagonal), end
+            base = COUNTS + bh * (BLOCKS + 1)
+            list_start = ENTRIES + bh * width
+            end = tl.load(base + tl.maximum(some_keys_until - kb + 1, 0))
+            full_begin = tl.minimum(tl.load(base + 1), end)
+            full_end = tl.minimum(
+                tl.maximum(tl.load(base + tl.maximum(all_keys_until - kb + 1, 0)), full_begin), end
             )
         q_base = Q + b * stride_qb + h * stride_qh + d
         do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
-        for t in range((diagonal + end - whole) * SUB):
+        # Entries that need an element mask: those outside [full_begin, full_end).
+        for t in range((full_begin + end - full_end) * SUB):
             n = t // SUB
-            n = tl.where(n < diagonal, n, n - diagonal + whole)
-            qb = tl.load(list_at + n).to(tl.int32)
+            n = tl.where(n < full_begin, n, n - full_begin + full_end)
+            qb = tl.load(list_start + n).to(tl.int32)
             if not LISTED:
                 qb = kb + qb
             slot = qb
             if HOLES:
                 slot = tl.load(QUERY_SLOT + qb)
             if slot >= 0:
-                inside = (t % SUB) * BLOCK_M + within
-                at = slot * BLOCK + inside
-                there = at < queries
-                where = qb * BLOCK + inside
-                first = tl.load(FIRST + b * SEQ + where)
+                in_block = (t % SUB) * BLOCK_M + tile_offsets
+                query_slots = slot * BLOCK + in_block
+                valid_queries = query_slots < queries
+                query_positions = qb * BLOCK + in_block
+                first = tl.load(FIRST + b * SEQ + query_positions)
                 q = tl.load(
-                    q_base + at[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0
+                    q_base + query_slots[:, None].to(tl.int64) * stride_qn,
+                    mask=valid_queries[:, None],
+                    other=0.0,
                 )
                 do = tl.load(
-                    do_base + at[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0
+                    do_base + query_slots[:, None].to(tl.int64) * stride_dn,
+                    mask=valid_queries[:, None],
+                    other=0.0,
                 )
-                lse = tl.load(LSE + row_base + at, mask=there, other=float("-inf"))
+                lse = tl.load(LSE + row_base + query_slots, mask=valid_queries, other=float("-inf"))
                 lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                delta = tl.load(DELTA + row_base + at, mask=there, other=0.0)
-                hidden = (positions[:, None] < first[None, :]) | (
-                    positions[:, None] > where[None, :]
+                delta = tl.load(DELTA + row_base + query_slots, mask=valid_queries, other=0.0)
+                hidden = (key_positions[:, None] < first[None, :]) | (
+                    key_positions[:, None] > query_positions[None, :]
                 )
                 if GATED:
-                    hidden |= ungated(
-                        GATES, GATE_SLOTS, bh, qb, inside, kb, held, words, CHUNK_BLOCKS, BLOCK
+                    hidden |= hidden_by_gates(
+                        GATES,
+                        GATE_SLOTS,
+                        bh,
+                        qb,
+                        in_block,
+                        kb,
+                        gate_rows,
+                        gate_words,
+                        CHUNK_BLOCKS,
+                        BLOCK,
                     )[None, :]
                 dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
-            for t in range(diagonal * SUB, whole * SUB):
-                slot = kb + tl.load(list_at + t // SUB)
+            # Entries whose rows all see the whole key block: no element mask and no bounds.
+            for t in range(full_begin * SUB, full_end * SUB):
+                slot = kb + tl.load(list_start + t // SUB)
                 if HOLES:
                     slot = tl.load(QUERY_SLOT + slot)
-                at = slot * BLOCK + (t % SUB) * BLOCK_M + within
+                query_slots = slot * BLOCK + (t % SUB) * BLOCK_M + tile_offsets
                 if HOLES:
                     if slot >= 0:
-                        q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn)
-                        do = tl.load(do_base + at[:, None].to(tl.int64) * stride_dn)
-                        lse = tl.load(LSE + row_base + at)
+                        q = tl.load(q_base + query_slots[:, None].to(tl.int64) * stride_qn)
+                        do = tl.load(do_base + query_slots[:, None].to(tl.int64) * stride_dn)
+                        lse = tl.load(LSE + row_base + query_slots)
                         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                        delta = tl.load(DELTA + row_base + at)
+                        delta = tl.load(DELTA + row_base + query_slots)
                         dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
                 else:
-                    q = tl.load(q_base + at[:, None].to(tl.int64) * stride_qn)
-                    do = tl.load(do_base + at[:, None].to(tl.int64) * stride_dn)
-                    lse = tl.load(LSE + row_base + at)
+                    q = tl.load(q_base + query_slots[:, None].to(tl.int64) * stride_qn)
+                    do = tl.load(do_base + query_slots[:, None].to(tl.int64) * stride_dn)
+                    lse = tl.load(LSE + row_base + query_slots)
                     lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-                    delta = tl.load(DELTA + row_base + at)
+                    delta = tl.load(DELTA + row_base + query_slots)
                     dk, dv = _key_gradient(q, k, v, do, lse, delta, q, dk, dv, scale, False)
-    at = ((b * keys + slots[:, None]) * (HEADS // GROUP) + kv) * D + d
-    tl.store(DK + at, (dk * scale).to(DK.dtype.element_ty), mask=real[:, None])
-    tl.store(DV + at, dv.to(DV.dtype.element_ty), mask=real[:, None])
+    offsets = ((b * keys + key_slots[:, None]) * (HEADS // GROUP) + kv) * D + d
+    tl.store(DK + offsets, (dk * scale).to(DK.dtype.element_ty), mask=valid_keys[:, None])
+    tl.store(DV + offsets, dv.to(DV.dtype.element_ty), mask=valid_keys[:, None])
 
 
 @triton.jit
 def _backward_columns(
-    Q, KB, VB, DO, LSE, DELTA, DK, DV,
-    FIRST, LAST, QUERY_BLOCKS, QUERY_COUNT, SLASH, BARS, COVERED,
+    Q, COLUMN_K, COLUMN_V, DO, LSE, DELTA, DK, DV,
+    FIRST, LAST, QUERY_BLOCKS, QUERY_COUNT, SLASH, COLUMN_POSITIONS, COVERED,
     scale, queries, query_blocks, column_width, BLOCKS, SEQ,
     stride_qb, stride_qn, stride_qh, stride_db, stride_dn, stride_dh,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
@@ -160,86 +182,100 @@ def _backward_columns(
     b = bh // HEADS
     h = bh % HEADS
     d = tl.arange(0, D)
-    at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = bh * column_width
-    where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
-    bar = where < SEQ
-    k = tl.load(KB + (column + at)[:, None] * D + d, mask=bar[:, None], other=0.0)
-    v = tl.load(VB + (column + at)[:, None] * D + d, mask=bar[:, None], other=0.0)
+    columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_base = bh * column_width
+    column_positions = tl.load(
+        COLUMN_POSITIONS + column_base + columns, mask=columns < column_width, other=SEQ
+    )
+    is_column = column_positions < SEQ
+    k = tl.load(
+        COLUMN_K + (column_base + columns)[:, None] * D + d, mask=is_column[:, None], other=0.0
+    )
+    v = tl.load(
+        COLUMN_V + (column_base + columns)[:, None] * D + d, mask=is_column[:, None], other=0.0
+    )
     dk = tl.zeros([BLOCK_N, D], tl.float32)
     dv = tl.zeros([BLOCK_N, D], tl.float32)
-    lowest = tl.min(where, 0)
-    highest = tl.max(tl.where(bar, where, -1), 0)
+    lowest = tl.min(column_positions, 0)
+    highest = tl.max(tl.where(is_column, column_positions, -1), 0)
     if highest >= 0:
-        last = LAST + b * SEQ
-        # Local query blocks [begin, end) see some column of the tile; [full_begin, full_end) see all of them in every row.
+        last_query = LAST + b * SEQ
+        # Local query blocks [begin, end) see some column of the tile; in [full_begin, full_end)
+        # every row sees all of them. Each of PARTS programs takes an equal share of [begin, end).
         begin = tl.load(QUERY_COUNT + lowest // BLOCK)
-        end = tl.load(QUERY_COUNT + tl.load(last + highest) // BLOCK + 1)
+        end = tl.load(QUERY_COUNT + tl.load(last_query + highest) // BLOCK + 1)
         full_begin = tl.load(QUERY_COUNT + highest // BLOCK + 1)
-        full_end = tl.load(QUERY_COUNT + (tl.load(last + lowest) + 1) // BLOCK)
-        each = (end - begin + PARTS - 1) // PARTS
-        begin += part * each
-        end = tl.minimum(begin + each, end)
+        full_end = tl.load(QUERY_COUNT + (tl.load(last_query + lowest) + 1) // BLOCK)
+        share = (end - begin + PARTS - 1) // PARTS
+        begin += part * share
+        end = tl.minimum(begin + share, end)
         full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(end, begin))
         full_end = tl.minimum(tl.maximum(full_end, full_begin), tl.maximum(end, begin))
-        within = tl.arange(0, BLOCK_M)
+        tile_offsets = tl.arange(0, BLOCK_M)
         SUB: tl.constexpr = BLOCK // BLOCK_M
         q_base = Q + b * stride_qb + h * stride_qh + d
         do_base = DO + b * stride_db + h * stride_dh + d
         row_base = bh * queries
         slash = SLASH + bh * BLOCKS
-        words = (
+        covered_words = (
             COVERED
             + bh * query_blocks * (column_width // 32)
             + tile * (BLOCK_N // 32)
             + tl.arange(0, BLOCK_N) // 32
         )
-        word = tl.load(
-            words + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (column_width // 32)
+        covered_bits = tl.load(
+            covered_words
+            + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (column_width // 32)
         )
+        # Mask only what a diagonal covers: 32 columns per word, the next word loaded one tile
+        # ahead.
         for t in range(full_begin * SUB, full_end * SUB):
-            following = tl.load(
-                words + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (column_width // 32)
+            next_bits = tl.load(
+                covered_words
+                + tl.minimum((t + 1) // SUB, full_end - 1).to(tl.int64) * (column_width // 32)
             )
             i = t // SUB
-            rows = i * BLOCK + (t % SUB) * BLOCK_M + within
+            rows = i * BLOCK + (t % SUB) * BLOCK_M + tile_offsets
             qb = tl.load(QUERY_BLOCKS + i)
             q = tl.load(q_base + rows[:, None].to(tl.int64) * stride_qn)
             do = tl.load(do_base + rows[:, None].to(tl.int64) * stride_dn)
             lse = tl.load(LSE + row_base + rows)
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             delta = tl.load(DELTA + row_base + rows)
-            covered = ((word >> (tl.arange(0, BLOCK_N) % 32)) & 1) != 0
+            covered = ((covered_bits >> (tl.arange(0, BLOCK_N) % 32)) & 1) != 0
             dk, dv = _key_gradient(q, k, v, do, lse, delta, covered[:, None], dk, dv, scale, True)
-            word = following
-        for s in range(begin * SUB, (end - full_end + full_begin) * SUB):
-            i = s // SUB
+            covered_bits = next_bits
+        # Query blocks at either end: check every pair against mask, causality and diagonals.
+        for step in range(begin * SUB, (end - full_end + full_begin) * SUB):
+            i = step // SUB
             i = tl.where(i < full_begin, i, i - full_begin + full_end)
-            rows = i * BLOCK + (s % SUB) * BLOCK_M + within
-            there = rows < queries
+            rows = i * BLOCK + (step % SUB) * BLOCK_M + tile_offsets
+            valid = rows < queries
             qb = tl.load(QUERY_BLOCKS + i)
-            position = qb * BLOCK + (s % SUB) * BLOCK_M + within
-            first = tl.load(FIRST + b * SEQ + position)
+            query_positions = qb * BLOCK + (step % SUB) * BLOCK_M + tile_offsets
+            first = tl.load(FIRST + b * SEQ + query_positions)
             q = tl.load(
-                q_base + rows[:, None].to(tl.int64) * stride_qn, mask=there[:, None], other=0.0
+                q_base + rows[:, None].to(tl.int64) * stride_qn, mask=valid[:, None], other=0.0
             )
             do = tl.load(
-                do_base + rows[:, None].to(tl.int64) * stride_dn, mask=there[:, None], other=0.0
+                do_base + rows[:, None].to(tl.int64) * stride_dn, mask=valid[:, None], other=0.0
             )
-            lse = tl.load(LSE + row_base + rows, mask=there, other=float("-inf"))
+            lse = tl.load(LSE + row_base + rows, mask=valid, other=float("-inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
-            delta = tl.load(DELTA + row_base + rows, mask=there, other=0.0)
-            away = qb - where // BLOCK
-            covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
+            delta = tl.load(DELTA + row_base + rows, mask=valid, other=0.0)
+            diagonal = qb - column_positions // BLOCK
+            covered = tl.load(slash + diagonal, mask=diagonal >= 0, other=1) != 0
             hidden = (
                 covered[:, None]
-                | (where[:, None] < first[None, :])
-                | (where[:, None] > position[None, :])
+                | (column_positions[:, None] < first[None, :])
+                | (column_positions[:, None] > query_positions[None, :])
             )
             dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
-    to = ((part.to(tl.int64) * tl.num_programs(1) + bh) * column_width + at[:, None]) * D + d
-    tl.store(DK + to, dk * scale, mask=(at < column_width)[:, None])
-    tl.store(DV + to, dv, mask=(at < column_width)[:, None])
+    offsets = (
+        (part.to(tl.int64) * tl.num_programs(1) + bh) * column_width + columns[:, None]
+    ) * D + d
+    tl.store(DK + offsets, dk * scale, mask=(columns < column_width)[:, None])
+    tl.store(DV + offsets, dv, mask=(columns < column_width)[:, None])
 
 
 def backward_keys(
@@ -249,20 +285,22 @@ def backward_keys(
     v: torch.Tensor,
     lse: torch.Tensor,
     delta: torch.Tensor,
-    plan: Plan,
+    plan: TilePlan,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> dk, dv over the blocks (not the columns), float32 like the keys."""
-    assert plan.lines_t is not None
+    """Return dk and dv of the blocks, without the columns: float32, shaped like k."""
+    assert plan.entries_t is not None
     batch, queries, heads, dim = q.shape
     dk, dv = (torch.empty(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     tile = tile_for(_KEYS, plan.block)
     _backward_keys[(plan.key_blocks.numel(), batch * k.shape[2])](
         q, k, v, dout, lse, delta, dk, dv,
-        plan.first, plan.last, plan.key_blocks, plan.query_slot, plan.lines_t, plan.upto_t, *gate_arguments(plan, q),
-        scale, queries, k.shape[1], plan.lines_t.shape[-1], plan.blocks, plan.blocks * plan.block,
+        plan.first, plan.last, plan.key_blocks, plan.query_slot, plan.entries_t, plan.counts_t,
+        *gate_arguments(plan, q),
+        scale, queries, k.shape[1], plan.entries_t.shape[-1], plan.blocks, plan.blocks * plan.block,
         *strides(q, k, v, dout),
-        HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving, LISTED=plan.listed, HOLES=plan.holes,
+        HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_M=tile.moving,
+        LISTED=plan.listed, HOLES=plan.holes,
         GATED=plan.gates is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return dk, dv
@@ -274,10 +312,14 @@ def backward_columns(
     columns: tuple[torch.Tensor, torch.Tensor],
     lse: torch.Tensor,
     delta: torch.Tensor,
-    plan: Plan,
+    plan: TilePlan,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> dk, dv of the packed columns in parts to be added, float32 [parts, batch, heads, width, head_dim]."""
+    """Return dk and dv of the packed columns, float32 [parts, batch, heads, width, head_dim].
+
+    The caller adds the parts: each covers a share of the queries, so that few columns still fill a
+    GPU.
+    """
     assert plan.column_positions is not None
     batch, queries, heads, dim = q.shape
     width = plan.column_positions.shape[-1]
@@ -290,10 +332,12 @@ def backward_columns(
     moving = min(64, plan.block)
     _backward_columns[(tiles * parts, batch * heads)](
         q, *columns, dout, lse, delta, dk, dv,
-        plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash, plan.column_positions, plan.covered,
+        plan.first, plan.last, plan.query_blocks, plan.query_count, plan.slash,
+        plan.column_positions, plan.covered,
         scale, queries, plan.query_blocks.numel(), width, plan.blocks, plan.blocks * plan.block,
         *strides(q, dout),
-        HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=_COLUMNS_PER_TILE, PARTS=parts,
+        HEADS=heads, D=dim, BLOCK=plan.block, BLOCK_M=moving, BLOCK_N=_COLUMNS_PER_TILE,
+        PARTS=parts,
         num_warps=8, num_stages=2,
     )  # fmt: skip
     return dk, dv

@@ -1,12 +1,11 @@
-"""The forward pass: a program owns a block of queries and goes over the blocks of keys and the packed columns that it sees."""
+"""The forward pass: a program owns a query block and loops over key blocks or packed columns."""
 
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
-from mtrain_cli.kernels.triton.sparse.device import LN2, LOG2E, bar_ranges, block_ranges, ungated
-from mtrain_cli.kernels.triton.sparse.launch import (
+from mtrain_cli.kernels.triton.sparse.arguments import (
     Tile,
     column_arguments,
     gate_arguments,
@@ -14,168 +13,199 @@ from mtrain_cli.kernels.triton.sparse.launch import (
     strides,
     tile_for,
 )
-from mtrain_cli.kernels.triton.sparse.plan import Plan
+from mtrain_cli.kernels.triton.sparse.device import (
+    LN2,
+    LOG2E,
+    block_ranges,
+    column_ranges,
+    hidden_by_gates,
+)
+from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 
-# By block size; the fastest of those tried on an H200 with head_dim 128 (profiles/notes.md).
+# By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
 _FORWARD = {128: Tile(64, 4, 3), 64: Tile(64, 4, 2)}
 _FORWARD_COLUMNS = {128: Tile(32, 4, 3), 64: Tile(32, 4, 3)}
 
 
 @triton.jit
 def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
-    """One tile of keys joins the online softmax; hidden marks pairs that are not seen."""
+    """Add one tile of keys to the online softmax. hidden: pairs to mask out, read if MASKED.
+
+    m: running maximum of the scaled scores, in units of log2. total: running sum of exponentials.
+    """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         s = tl.where(hidden, float("-inf"), s)
-    # Scores are scaled where the maximum is subtracted, one multiply-add; the scale is above 0, so the maximum may be scaled alone.
-    top = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-    base = tl.maximum(top, -1e30)  # a row that has seen nothing yet: exp2(-inf + 1e30) = 0
+    # Scale and subtract the maximum in one multiply-add. The scale is positive, so scaling the
+    # maximum of the raw scores gives the maximum of the scaled ones.
+    new_max = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
+    # A row without keys so far has new_max = -inf; the bound avoids -inf - -inf = NaN below.
+    base = tl.maximum(new_max, -1e30)
     p = tl.exp2(s * (scale * LOG2E) - base[:, None])
-    kept = tl.exp2(m - base)
-    acc = tl.dot(p.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
-    return top, total * kept + tl.sum(p, 1), acc
+    decay = tl.exp2(m - base)
+    acc = tl.dot(p.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return new_max, total * decay + tl.sum(p, 1), acc
 
 
 @triton.jit
 def _forward(
-    Q, K, V, KB, VB, OUT, LSE, OUT_IN, LSE_IN,
-    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, LINES, UPTO, SLASH, BARS, BARS_UPTO, COVERED,
-    GATES, GATE_SLOTS, held, words, CHUNK_BLOCKS,
+    Q, K, V, COLUMN_K, COLUMN_V, OUT, LSE, OUT_IN, LSE_IN,
+    FIRST, QUERY_BLOCKS, KEY_SLOT, FIRST_MIN, FIRST_MAX, ENTRIES, COUNTS, SLASH, COLUMN_POSITIONS,
+    COLUMNS_BELOW, COVERED,
+    GATES, GATE_SLOTS, gate_rows, gate_words, CHUNK_BLOCKS,
     scale, queries, keys, width, column_width, BLOCKS, SEQ,
-    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn, stride_vh,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr,
-    SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr, CONTINUE: tl.constexpr, GATED: tl.constexpr,
+    stride_qb, stride_qn, stride_qh, stride_kb, stride_kn, stride_kh, stride_vb, stride_vn,
+    stride_vh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SLASHES: tl.constexpr, COLUMNS: tl.constexpr, LISTED: tl.constexpr, HOLES: tl.constexpr,
+    CONTINUE: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    i = tl.num_programs(0) - 1 - tl.program_id(0)  # the last queries see most
+    # The last queries see most keys: start the longest programs first.
+    i = tl.num_programs(0) - 1 - tl.program_id(0)
     bh = tl.program_id(1).to(tl.int64)
     b = bh // HEADS
     h = bh % HEADS
     rows = i * BLOCK + tl.arange(0, BLOCK)
-    real = rows < queries
+    valid = rows < queries
     d = tl.arange(0, D)
     qb = tl.load(QUERY_BLOCKS + i)
-    positions = qb * BLOCK + tl.arange(0, BLOCK)
-    first = tl.load(FIRST + b * SEQ + positions)
-    seeing = real & (first <= positions)
+    query_positions = qb * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(FIRST + b * SEQ + query_positions)
+    may_see = valid & (first <= query_positions)
     q = tl.load(
         Q + b * stride_qb + rows[:, None].to(tl.int64) * stride_qn + h * stride_qh + d,
-        mask=real[:, None],
+        mask=valid[:, None],
         other=0.0,
     )
-    out_at = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
-    lse_at = bh * queries + rows
+    out_offsets = (b * queries + rows[:, None]) * (HEADS * D) + h * D + d
+    lse_offsets = bh * queries + rows
     if CONTINUE:
-        lse_in = tl.load(LSE_IN + lse_at, mask=real, other=float("-inf"))
+        lse_in = tl.load(LSE_IN + lse_offsets, mask=valid, other=float("-inf"))
         m = lse_in * LOG2E
         total = tl.where(lse_in == float("-inf"), 0.0, 1.0)
-        acc = tl.load(OUT_IN + out_at, mask=real[:, None], other=0.0).to(tl.float32)
+        acc = tl.load(OUT_IN + out_offsets, mask=valid[:, None], other=0.0).to(tl.float32)
     else:
         m = tl.full([BLOCK], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         acc = tl.zeros([BLOCK, D], tl.float32)
-    within = tl.arange(0, BLOCK_N)
+    tile_offsets = tl.arange(0, BLOCK_N)
     SUB: tl.constexpr = BLOCK // BLOCK_N
     if SLASHES:
         k_base = K + b * stride_kb + (h // GROUP) * stride_kh + d
         v_base = V + b * stride_vb + (h // GROUP) * stride_vh + d
-        list_at, diagonal, whole, end = block_ranges(
-            LINES, UPTO, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
+        list_start, full_begin, full_end, end = block_ranges(
+            ENTRIES, COUNTS, FIRST_MIN, FIRST_MAX, bh, b, i, qb, width, BLOCKS, BLOCK, LISTED
         )
-        for t in range((diagonal + end - whole) * SUB):
+        # Entries that need an element mask: those outside [full_begin, full_end).
+        for t in range((full_begin + end - full_end) * SUB):
             n = t // SUB
-            n = tl.where(n < diagonal, n, n - diagonal + whole)
-            kb = tl.load(list_at + n).to(tl.int32)
+            n = tl.where(n < full_begin, n, n - full_begin + full_end)
+            kb = tl.load(list_start + n).to(tl.int32)
             if not LISTED:
                 kb = qb - kb
             slot = kb
             if HOLES:
                 slot = tl.load(KEY_SLOT + kb)
             if slot >= 0:
-                inside = (t % SUB) * BLOCK_N + within
-                at = slot * BLOCK + inside
+                in_block = (t % SUB) * BLOCK_N + tile_offsets
+                key_slots = slot * BLOCK + in_block
                 k = tl.load(
-                    k_base + at[:, None].to(tl.int64) * stride_kn,
-                    mask=(at < keys)[:, None],
+                    k_base + key_slots[:, None].to(tl.int64) * stride_kn,
+                    mask=(key_slots < keys)[:, None],
                     other=0.0,
                 )
                 v = tl.load(
-                    v_base + at[:, None].to(tl.int64) * stride_vn,
-                    mask=(at < keys)[:, None],
+                    v_base + key_slots[:, None].to(tl.int64) * stride_vn,
+                    mask=(key_slots < keys)[:, None],
                     other=0.0,
                 )
-                where = kb * BLOCK + inside
-                hidden = (where[None, :] < first[:, None]) | (where[None, :] > positions[:, None])
+                key_positions = kb * BLOCK + in_block
+                hidden = (key_positions[None, :] < first[:, None]) | (
+                    key_positions[None, :] > query_positions[:, None]
+                )
                 if GATED:
-                    hidden |= ungated(
+                    hidden |= hidden_by_gates(
                         GATES,
                         GATE_SLOTS,
                         bh,
                         qb,
                         tl.arange(0, BLOCK),
                         kb,
-                        held,
-                        words,
+                        gate_rows,
+                        gate_words,
                         CHUNK_BLOCKS,
                         BLOCK,
                     )[:, None]
                 m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
         if not LISTED:
-            for t in range(diagonal * SUB, whole * SUB):
-                slot = qb - tl.load(list_at + t // SUB)
+            # Entries that every row sees in full: no element mask and no bounds.
+            for t in range(full_begin * SUB, full_end * SUB):
+                slot = qb - tl.load(list_start + t // SUB)
                 if HOLES:
                     slot = tl.load(KEY_SLOT + slot)
-                at = slot * BLOCK + (t % SUB) * BLOCK_N + within
+                key_slots = slot * BLOCK + (t % SUB) * BLOCK_N + tile_offsets
                 if HOLES:
                     if slot >= 0:
-                        k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn)
-                        v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
+                        k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
+                        v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
                         m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
                 else:
-                    k = tl.load(k_base + at[:, None].to(tl.int64) * stride_kn)
-                    v = tl.load(v_base + at[:, None].to(tl.int64) * stride_vn)
+                    k = tl.load(k_base + key_slots[:, None].to(tl.int64) * stride_kn)
+                    v = tl.load(v_base + key_slots[:, None].to(tl.int64) * stride_vn)
                     m, total, acc = _attend(q, k, v, q, m, total, acc, scale, False)
     if COLUMNS:
-        column = bh * column_width
-        begin, full_begin, full_end, end = bar_ranges(
-            BARS_UPTO, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N
+        column_base = bh * column_width
+        begin, full_begin, full_end, end = column_ranges(
+            COLUMNS_BELOW, FIRST_MIN, FIRST_MAX, bh, b, qb, BLOCKS, BLOCK, BLOCK_N
         )
         slash = SLASH + bh * BLOCKS
-        words = COVERED + (bh * tl.num_programs(0) + i) * (column_width // 32)
-        # The next tile's bits are asked for before this tile's products, which hide the wait.
-        word = tl.load(words + tl.minimum(full_begin * BLOCK_N + within, column_width - 1) // 32)
+        covered_words = COVERED + (bh * tl.num_programs(0) + i) * (column_width // 32)
+        # Load the next tile's bits before this tile's products, which hide the load's latency.
+        covered_bits = tl.load(
+            covered_words + tl.minimum(full_begin * BLOCK_N + tile_offsets, column_width - 1) // 32
+        )
         for t in range(full_begin, full_end):
-            following = tl.load(words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + within) // 32)
-            at = t * BLOCK_N + within
-            k = tl.load(KB + (column + at)[:, None] * D + d)
-            v = tl.load(VB + (column + at)[:, None] * D + d)
-            covered = ((word >> (at % 32)) & 1) != 0
+            next_bits = tl.load(
+                covered_words + (tl.minimum(t + 1, full_end - 1) * BLOCK_N + tile_offsets) // 32
+            )
+            columns = t * BLOCK_N + tile_offsets
+            k = tl.load(COLUMN_K + (column_base + columns)[:, None] * D + d)
+            v = tl.load(COLUMN_V + (column_base + columns)[:, None] * D + d)
+            covered = ((covered_bits >> (columns % 32)) & 1) != 0
             m, total, acc = _attend(q, k, v, covered[None, :], m, total, acc, scale, True)
-            word = following
+            covered_bits = next_bits
+        # Tiles at either end: check every pair against mask, causality and diagonals.
         for s in range(begin, end - full_end + full_begin):
             t = tl.where(s < full_begin, s, s - full_begin + full_end)
-            at = t * BLOCK_N + within
-            where = tl.load(BARS + column + at, mask=at < column_width, other=SEQ)
+            columns = t * BLOCK_N + tile_offsets
+            column_positions = tl.load(
+                COLUMN_POSITIONS + column_base + columns, mask=columns < column_width, other=SEQ
+            )
             k = tl.load(
-                KB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0
+                COLUMN_K + (column_base + columns)[:, None] * D + d,
+                mask=(columns < column_width)[:, None],
+                other=0.0,
             )
             v = tl.load(
-                VB + (column + at)[:, None] * D + d, mask=(at < column_width)[:, None], other=0.0
+                COLUMN_V + (column_base + columns)[:, None] * D + d,
+                mask=(columns < column_width)[:, None],
+                other=0.0,
             )
-            away = qb - where // BLOCK
-            covered = tl.load(slash + away, mask=away >= 0, other=1) != 0
+            diagonal = qb - column_positions // BLOCK
+            covered = tl.load(slash + diagonal, mask=diagonal >= 0, other=1) != 0
             hidden = (
                 covered[None, :]
-                | (where[None, :] < first[:, None])
-                | (where[None, :] > positions[:, None])
+                | (column_positions[None, :] < first[:, None])
+                | (column_positions[None, :] > query_positions[:, None])
             )
             m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
-    some = seeing & (
-        total != 0.0
-    )  # NaN is something: it must not look like a row that sees nothing
-    out = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
-    lse = tl.where(some, m * LN2 + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    tl.store(OUT + out_at, out.to(OUT.dtype.element_ty), mask=real[:, None])
-    tl.store(LSE + lse_at, lse, mask=real)
+    # Compare with != so that a NaN row stays NaN and does not pass for a row without keys.
+    sees_keys = may_see & (total != 0.0)
+    out = tl.where(sees_keys[:, None], acc / tl.where(sees_keys, total, 1.0)[:, None], 0.0)
+    lse = tl.where(sees_keys, m * LN2 + tl.log(tl.where(sees_keys, total, 1.0)), float("-inf"))
+    tl.store(OUT + out_offsets, out.to(OUT.dtype.element_ty), mask=valid[:, None])
+    tl.store(LSE + lse_offsets, lse, mask=valid)
 
 
 def forward(
@@ -183,19 +213,22 @@ def forward(
     k: torch.Tensor,
     v: torch.Tensor,
     columns: tuple[torch.Tensor, torch.Tensor] | None,
-    plan: Plan,
+    plan: TilePlan,
     scale: float,
     slashes: bool = True,
     partial: tuple[torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out of the given dtype (q's if None), lse.
+    """Return out and lse over the plan's blocks and columns.
 
-    columns: packed keys and values of plan.column_positions. slashes: whether blocks are computed, or columns alone. partial: out and
-    lse over other keys, which these continue.
-
-    Blocks and columns take a launch each: in one kernel both loops share registers, and each runs slower than alone (profiles/notes.md).
+    Args:
+        columns: packed keys and values of ``plan.column_positions``; None for blocks only.
+        slashes: compute the blocks; False for columns only.
+        partial: out and lse over other keys, to continue from.
+        dtype: of out; None for q's.
     """
+    # One launch each for blocks and columns: in a single kernel both loops share registers, and
+    # each runs slower than alone (profiles/notes.md).
     if slashes and columns is not None:
         partial = _forward_pass(q, k, v, None, plan, scale, partial, torch.float32)
         return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype)
@@ -207,32 +240,34 @@ def _forward_pass(
     k: torch.Tensor,
     v: torch.Tensor,
     columns: tuple[torch.Tensor, torch.Tensor] | None,
-    plan: Plan,
+    plan: TilePlan,
     scale: float,
     partial: tuple[torch.Tensor, torch.Tensor] | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The blocks, or, if there are columns, these alone."""
+    """Compute the columns if there are any, otherwise the blocks."""
     slashes = columns is None
     batch, queries, heads, dim = q.shape
     assert partial is None or all(t.is_contiguous() for t in partial), (
-        "partial results are read as they would be written"
+        "partial results are read with the strides of new ones"
     )
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     tile = tile_for(_FORWARD if slashes else _FORWARD_COLUMNS, plan.block)
-    lines, upto, width = list_arguments(slashes, plan, q)
-    packed, column_positions, columns_upto, covered, column_width = column_arguments(
+    entries, counts, width = list_arguments(slashes, plan, q)
+    packed, column_positions, columns_below, covered, column_width = column_arguments(
         columns, plan, q
     )
     _forward[(plan.query_blocks.numel(), batch * heads)](
         q, k, v, *packed, out, lse, *(partial or (out, lse)),
-        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, lines, upto, plan.slash,
-        column_positions, columns_upto, covered, *gate_arguments(plan, q),
+        plan.first, plan.query_blocks, plan.key_slot, plan.first_min, plan.first_max, entries,
+        counts, plan.slash,
+        column_positions, columns_below, covered, *gate_arguments(plan, q),
         scale, queries, k.shape[1], width, column_width, plan.blocks, plan.blocks * plan.block,
         *strides(q, k, v),
         HEADS=heads, GROUP=heads // k.shape[2], D=dim, BLOCK=plan.block, BLOCK_N=tile.moving,
-        SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes, CONTINUE=partial is not None,
+        SLASHES=slashes, COLUMNS=columns is not None, LISTED=plan.listed, HOLES=plan.holes,
+        CONTINUE=partial is not None,
         GATED=slashes and plan.gates is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

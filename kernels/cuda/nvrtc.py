@@ -1,4 +1,4 @@
-"""Compiles the .cu files beside this one with CuPy's NVRTC at first use and launches their kernels on torch's current stream."""
+"""Compile the .cu files of this folder with CuPy's NVRTC and launch their kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @cache
 def _module(name: str, device: int) -> Any:
-    """One compilation per file and device; CuPy keeps the result on disk for later processes."""
+    """Compile one file for one device, once. CuPy caches the binary on disk for later processes."""
     with cupy.cuda.Device(device):
         return cupy.RawModule(
             code=Path(__file__).with_name(f"{name}.cu").read_text(),
@@ -23,14 +23,17 @@ def _module(name: str, device: int) -> Any:
 
 
 def check() -> None:
-    """Compiles the smallest file for the current device; raises what CuPy raises where that fails."""
+    """Compile the smallest file for the current device, and let CuPy's error pass if that fails."""
     _module("merge", torch.cuda.current_device()).compile()
 
 
 def launch(
     file: str, kernel: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int
 ) -> None:
-    """Queues one kernel. Tensors are passed by address; integers as 32 bits unless they are `np.int64`."""
+    """Queue one kernel on torch's current stream.
+
+    Tensors are passed by address, integers as 32 bits (`np.int64`: 64 bits).
+    """
     tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
     device = tensor.device.index
     values = tuple(

@@ -1,0 +1,307 @@
+"""Draw the figures of the documents: `python docs/figures.py [FOLDER]`, by default docs/figures.
+
+The layouts and schedules are those that training follows; times come from a profile that ships.
+Every figure brings its own background and switches with the reader's light or dark mode.
+Text is at least 12 units high in a figure 480 units wide, so that it stays legible at 400 pixels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import numpy as np
+import pandas as pd
+
+from mtrain_cli import resource_dir
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.schedule import OUTER, ScheduleOptions, make_schedule
+
+WIDTH = 480
+WORKERS = 4
+BLOCKS = 16
+PROFILE = "real-512k-4xh200"
+STRIPED, ZIGZAG = 0, 2  # cases of the profile, both of a ring
+LAYER = 1  # the first layer also waits for the start of the others
+
+STYLE = """
+svg { font-family: system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif }
+text { fill: #1f2328; font-size: 13px } .small { font-size: 12px } .title { font-weight: 600 }
+text.on { fill: #ffffff; font-weight: 600 } .card { fill: #ffffff; stroke: #d1d9e0 }
+.grid { fill: #eef1f4 } .line { stroke: #57606a; fill: none; stroke-width: 1.6 }
+.outer { stroke: #c0392b; stroke-width: 2; stroke-dasharray: 5 3 } .head { fill: #57606a }
+.outer-head { fill: #c0392b } .frame { stroke: #57606a; fill: none; stroke-dasharray: 3 3 }
+.w0 { fill: #2f6fc4 } .w1 { fill: #c26a10 } .w2 { fill: #1f8563 } .w3 { fill: #9a4bb0 }
+.attention { fill: #2f6fc4 } .columns { fill: #6f9fe0 } .merge { fill: #1f8563 }
+.index { fill: #9a4bb0 } .arrange { fill: #a58a1a } .wait { fill: #d9483b } .gap { fill: #c5cbd2 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } .card { fill: #0d1117; stroke: #3d444d } .grid { fill: #21262d }
+  .line { stroke: #9ba5b0 } .head { fill: #9ba5b0 } .frame { stroke: #9ba5b0 }
+  .outer { stroke: #ff7b72 } .outer-head { fill: #ff7b72 } .gap { fill: #565e68 }
+  .wait { fill: #f0655a }
+}
+"""
+
+
+class Drawing:
+    """An SVG that grows downwards."""
+
+    def __init__(self, title: str, description: str) -> None:
+        self._head = f"<title>{escape(title)}</title><desc>{escape(description)}</desc>"
+        self._parts: list[str] = []
+
+    def add(self, part: str) -> None:
+        self._parts.append(part)
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
+        self.add(
+            f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>'
+        )
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        kind: str,
+        radius: float = 0,
+        opacity: float = 1,
+    ) -> None:
+        self.add(
+            f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}"'
+            f' rx="{radius:g}" class="{kind}"'
+            + (f' fill-opacity="{opacity:.2f}"/>' if opacity < 1 else "/>")
+        )
+
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], outer: bool) -> None:
+        line, head = ("line outer", "outer-head") if outer else ("line", "head")
+        direction = np.subtract(end, start) / np.hypot(*np.subtract(end, start))
+        side = np.array([-direction[1], direction[0]])
+        tip = np.array(end)
+        base = tip - 7 * direction
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (tip, base + 4 * side, base - 4 * side))
+        (x1, y1), (x2, y2) = start, base
+        self.add(f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" class="{line}"/>')
+        self.add(f'<polygon points="{points}" class="{head}"/>')
+
+    def finish(self, height: float) -> str:
+        size = f'width="640" height="{round(640 * height / WIDTH)}"'
+        card = (
+            f'<rect x="1" y="1" width="{WIDTH - 2}" height="{height - 2:g}" rx="8" class="card"/>'
+        )
+        lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" {size} '
+            f'viewBox="0 0 {WIDTH} {height:g}">',
+            self._head,
+            f"<style>{STYLE}</style>",
+            card,
+            *self._parts,
+            "</svg>",
+            "",
+        ]
+        return "\n".join(lines)
+
+
+def _pairs(layout: str, blocks: int, block: int = 128) -> np.ndarray:
+    """Causal query-key pairs that each worker computes."""
+    made = make_layout(layout, WORKERS, blocks * block, block)
+    mask = SequenceMask.causal(blocks * block, made.padded_seq)
+    everything = np.arange(made.padded_seq)
+    held = [made.positions(rank) for rank in range(WORKERS)]
+    return np.array([mask.spans(positions, everything).pairs for positions in held])
+
+
+def layouts() -> str:
+    """The causal mask coloured by the worker that computes it, and the work of each worker."""
+    d = Drawing(
+        "Layouts under a causal mask",
+        "For contiguous, zigzag and striped layouts: which worker computes which blocks of the"
+        " causal mask, and how many query-key pairs each of the four workers computes.",
+    )
+    cell, top = 8.0, 34.0
+    d.text(20, 22, "16 blocks, coloured by worker", "small")
+    d.text(230, 22, "pairs of each worker / mean", "small")
+    for name in ("contiguous", "zigzag", "striped"):
+        made = make_layout(name, WORKERS, BLOCKS * 128, 128)
+        owner = np.empty(BLOCKS, int)
+        for rank in range(WORKERS):
+            owner[np.unique(made.positions(rank) // 128)] = rank
+        d.box(20, top, BLOCKS * cell, BLOCKS * cell, "grid")
+        for row in range(BLOCKS):
+            for column in range(row + 1):
+                x, y = 20 + column * cell, top + row * cell
+                d.box(x + 0.4, y + 0.4, cell - 0.8, cell - 0.8, f"w{owner[row]}")
+        work, long = _pairs(name, BLOCKS), _pairs(name, 1024)
+        for rank, pairs in enumerate(work):
+            y = top + 24 + 18 * rank
+            length = 150 * pairs / work.mean() / 2
+            d.text(170, y + 11, f"worker {rank}", "small")
+            d.box(230, y, length, 14, f"w{rank}", 2)
+            d.text(236 + length, y + 11, f"{pairs / work.mean():.2f}", "small")
+        d.text(170, top + 12, name, "title")
+        d.text(
+            170,
+            top + 116,
+            f"max / mean {work.max() / work.mean():.2f} here, "
+            f"{long.max() / long.mean():.3f} at 128K tokens",
+            "small",
+        )
+        top += BLOCKS * cell + 18
+    return d.finish(top)
+
+
+def _grid(
+    d: Drawing, top: float, exchange: str, per_node: int, steps: Sequence[str], title: str
+) -> float:
+    """Workers down, steps across: the shard that each computes, and an arrow for each message."""
+    schedule = make_schedule(exchange, ScheduleOptions(WORKERS, per_node))
+    d.text(20, top, title, "title")
+    left, wide, high, row, column = 92.0, 64.0, 26.0, 46.0, 96.0
+    for at, name in enumerate(steps):
+        d.text(left + at * column + wide / 2, top + 22, name, "small", "middle")
+    first = top + 32
+
+    def place(rank: int, step: int) -> tuple[float, float]:
+        return left + step * column, first + rank * row
+
+    due: dict[tuple[int, int], int] = {}
+    for rank in range(WORKERS):
+        for at, step in enumerate(schedule.forward[rank]):
+            due.update({(rank, number): at for number in step.wait})
+    for rank in range(WORKERS):
+        for at, step in enumerate(schedule.forward[rank]):
+            for transfer in step.post:
+                assert transfer.to is not None
+                arrives = due[transfer.to, transfer.number]
+                (x1, y1), (x2, y2) = place(rank, at), place(transfer.to, arrives)
+                d.arrow((x1 + wide, y1 + high / 2), (x2, y2 + high / 2), transfer.channel == OUTER)
+    for rank in range(WORKERS):
+        d.text(20, place(rank, 0)[1] + 18, f"worker {rank}", "small")
+        for at, step in enumerate(schedule.forward[rank]):
+            x, y = place(rank, at)
+            (shard,) = step.keys
+            d.box(x, y, wide, high, f"w{shard}", 4)
+            d.text(x + wide / 2, y + 18, f"KV {shard}", "on", "middle")
+    return first + WORKERS * row
+
+
+def ring() -> str:
+    """A ring and a hierarchical ring over four workers, from their schedules."""
+    d = Drawing(
+        "Ring schedules",
+        "Which key-value shard each of four workers computes in each step, and which message is"
+        " on its way meanwhile, for a flat ring and for rings inside two nodes.",
+    )
+    steps = [f"step {n}" for n in range(WORKERS)]
+    bottom = _grid(d, 24, "ring", WORKERS, steps, "ring: each shard moves on while it is computed")
+    bottom = _grid(
+        d, bottom + 20, "hierarchical_ring", 2, steps, "hierarchical_ring: nodes {0, 1} and {2, 3}"
+    )
+    d.arrow((20, bottom + 6), (56, bottom + 6), False)
+    d.text(64, bottom + 10, "inside a node", "small")
+    d.arrow((190, bottom + 6), (226, bottom + 6), True)
+    d.text(234, bottom + 10, "between nodes, posted a round ahead", "small")
+    return d.finish(bottom + 26)
+
+
+def _spans(case: int) -> pd.DataFrame:
+    """Forward spans of one layer, in ms from the begin of its first one."""
+    records = pd.read_parquet(resource_dir("profiles") / PROFILE / "records.parquet")
+    one = records[
+        (records.case == case) & (records.layer == LAYER) & (records.direction == "forward")
+    ]
+    spans = one[one.phase.isin(PHASES)].copy()
+    spans["start"] = (spans.start_us - spans.start_us.min()) / 1e3
+    spans["ms"] = spans.dur_us / 1e3
+    return spans
+
+
+PHASES = ("attention", "columns", "index", "merge", "arrange", "wait", "gap")
+
+
+def timeline() -> str:
+    """What the four workers of a recorded run do, moment by moment."""
+    d = Drawing(
+        "Timeline of one layer",
+        "Forward attention of one layer at 512K tokens on four H200s under a ring: attention,"
+        " single columns, index, merging, waits and gaps of every worker, striped and zigzag.",
+    )
+    both = {"striped, ring": _spans(STRIPED), "zigzag, ring": _spans(ZIGZAG)}
+    longest = max((s.start + s.ms).max() for s in both.values())
+    left, wide, top = 74.0, 386.0, 24.0
+    for title, spans in both.items():
+        last = (spans.start + spans.ms).max()
+        d.text(20, top, f"{title}: {last:.0f} ms", "title")
+        for rank in range(WORKERS):
+            y = top + 10 + 24 * rank
+            d.text(20, y + 14, f"worker {rank}", "small")
+            d.box(left, y, wide * last / longest, 18, "grid")
+            for span in spans[spans["rank"] == rank].sort_values("start").itertuples():
+                d.box(
+                    left + wide * span.start / longest, y, wide * span.ms / longest, 18, span.phase
+                )
+        top += 10 + 24 * WORKERS + 26
+    x = 20.0
+    for phase, width in zip(PHASES, (78, 72, 56, 60, 70, 46, 40), strict=True):
+        d.box(x, top - 8, 10, 10, phase, 2)
+        d.text(x + 14, top + 2, phase, "small")
+        x += width
+    return d.finish(top + 18)
+
+
+def waits() -> str:
+    """How long each worker of the same profile waits for which other one."""
+    d = Drawing(
+        "Who waits for whom",
+        "Milliseconds that each of four workers waits for each other one before the other began"
+        " to send, forward and backward of four layers, for striped and zigzag rings.",
+    )
+    records = pd.read_parquet(resource_dir("profiles") / PROFILE / "records.parquet")
+    late = records[(records.phase == "wait") & (records.peer >= 0)]
+    tables = {
+        name: late[late.case == case]
+        .pivot_table("late_us", "rank", "peer", "sum", fill_value=0)
+        .reindex(index=range(WORKERS), columns=range(WORKERS), fill_value=0)
+        / 1e3
+        for name, case in (("striped, ring", STRIPED), ("zigzag, ring", ZIGZAG))
+    }
+    most = max(table.to_numpy().max() for table in tables.values())
+    size, top = 38.0, 66.0
+    for x, (name, table) in zip((70.0, 300.0), tables.items(), strict=True):
+        d.text(x, 24, f"{name}: {table.to_numpy().sum():.0f} ms", "title")
+        d.text(x, 44, "waits for worker", "small")
+        for peer in range(WORKERS):
+            d.text(x + (peer + 0.5) * size, top - 6, str(peer), "small", "middle")
+        for rank in range(WORKERS):
+            d.text(x - 8, top + (rank + 0.62) * size, str(rank), "small", "end")
+            for peer in range(WORKERS):
+                at, y = x + peer * size, top + rank * size
+                ms = float(table.loc[rank, peer])
+                d.box(at + 1, y + 1, size - 2, size - 2, "grid", 3)
+                if ms >= 0.05:
+                    strength = float(np.sqrt(ms / most))
+                    d.box(at + 1, y + 1, size - 2, size - 2, "wait", 3, strength)
+                    inside = "on small" if strength > 0.6 else "small"
+                    d.text(at + size / 2, y + 0.62 * size, f"{ms:.1f}", inside, "middle")
+    d.text(12, top - 6, "worker", "small")
+    bottom = top + WORKERS * size + 20
+    d.text(
+        20, bottom, "ms before the other had begun to send, forward and backward, 4 layers", "small"
+    )
+    return d.finish(bottom + 16)
+
+
+FIGURES = {"layouts": layouts, "ring": ring, "timeline": timeline, "waits": waits}
+
+
+def write(folder: Path) -> None:
+    for name, draw in FIGURES.items():
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "figures")

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Train a small decoder on a CPU (or the GPUs there are) and draw the run.
+#   examples/first_run.sh [key=value ...]
+set -euo pipefail
+
+small=()
+if [[ -n ${MTRAIN_EXAMPLE_SMALL:-} ]]; then small=(seq=512 train.steps=2); fi
+
+mtrain train run.name=first "${small[@]}" "$@"
+mtrain report first    # a summary here, and runs/first/report.html

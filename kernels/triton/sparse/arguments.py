@@ -1,0 +1,70 @@
+"""Launch arguments that the kernels share: tile shapes, strides, and placeholders for unused
+tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Launch shape of a kernel.
+
+    moving: rows or keys per loop iteration; the program owns one whole block of the other side.
+    warps, stages: Triton's num_warps and num_stages.
+    """
+
+    moving: int
+    warps: int
+    stages: int
+
+
+def tile_for(table: dict[int, Tile], block: int) -> Tile:
+    return table.get(block, Tile(min(block, 64), 4, 2))
+
+
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return the first three strides of each tensor; the last stride must be 1."""
+    assert all(t.stride(-1) == 1 for t in tensors)
+    return tuple(s for t in tensors for s in t.stride()[:3])
+
+
+def list_arguments(slashes: bool, plan: TilePlan, unused: torch.Tensor):
+    """Return entries, counts and width; without slashes, ``unused`` stands in for both tensors."""
+    if not slashes:
+        return unused, unused, 0
+    assert plan.entries is not None
+    return plan.entries, plan.counts, plan.entries.shape[-1]
+
+
+def gate_arguments(plan: TilePlan, unused: torch.Tensor):
+    """Return gates, gate_slots, gate rows per head, words per row, and blocks per chunk.
+
+    Without gates, ``unused`` stands in for both tensors.
+    """
+    if plan.gates is None:
+        return unused, unused, 0, 0, 1
+    return plan.gates, plan.gate_slots, *plan.gates.shape[1:], plan.chunk // plan.block
+
+
+def column_arguments(
+    columns: tuple[torch.Tensor, torch.Tensor] | None, plan: TilePlan, unused: torch.Tensor
+):
+    """Return (packed k, packed v), positions, columns_below, covered and width.
+
+    Without columns, ``unused`` stands in for every tensor.
+    """
+    if columns is None:
+        return (unused, unused), unused, unused, unused, 0
+    assert plan.column_positions is not None
+    return (
+        columns,
+        plan.column_positions,
+        plan.columns_below,
+        plan.covered,
+        plan.column_positions.shape[-1],
+    )

@@ -1,0 +1,205 @@
+"""Which pairs a launch computes, and kernels that make its block lists and covered columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    """Which query-key pairs a launch computes. Tensors are int32 on the device unless noted.
+
+    block: tokens per block.
+    blocks: blocks in the whole sequence.
+    first: [batch, blocks * block], first position that the query at each position sees; a larger
+        position if it sees none.
+    last: [batch, blocks * block], last query position that sees the key at each position.
+    query_blocks, key_blocks: global number of each local block, ascending.
+    query_slot, key_slot: [blocks], local number of each global block, -1 if absent.
+    query_count: [blocks + 1], number of local query blocks below each global block.
+    first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A query
+        that sees nothing raises first_max above every position; a block of such queries raises
+        first_min too.
+    entries, counts: what a query block visits; None if the launch computes columns only.
+        Diagonals: the chosen ones [batch * heads, width], ascending, and how many are chosen below
+            each diagonal [batch * heads, blocks + 1].
+        Lists: key blocks of each local query block [batch * heads, query blocks, width] and their
+            number [batch * heads, query blocks], from `list_blocks`. Entries are int16 if that
+            holds every block number.
+    entries_t, counts_t: the transpose, for the gradient of keys; None in the forward pass.
+    slash: uint8 [batch * heads, blocks], 1 for each chosen diagonal; all zero if listed.
+    column_positions: [batch * heads, width], ascending positions of single columns. Unused places
+        hold ``blocks * block``; width is a multiple of 128.
+    columns_below: [batch * heads, blocks + 1], number of columns below the start of each block.
+    covered: [batch * heads, local query blocks, width / 32], one bit per column, from
+        `covered_columns`.
+    listed: entries are block lists rather than diagonals.
+    holes: some query or key block of the sequence is absent, so the kernel may have to skip a block
+        that it visits.
+    gates: [batch * heads, held query blocks * block, words], for lists only. Bit c % 32 of word
+        c // 32 says whether the query sees the keys of chunk c. None: every query sees all listed
+        blocks.
+    gate_slots: [blocks], row of blocks in gates that holds each query block.
+    chunk: keys per chunk, a multiple of block.
+    """
+
+    block: int
+    blocks: int
+    first: torch.Tensor
+    last: torch.Tensor
+    query_blocks: torch.Tensor
+    key_blocks: torch.Tensor
+    query_slot: torch.Tensor
+    key_slot: torch.Tensor
+    query_count: torch.Tensor
+    first_min: torch.Tensor
+    first_max: torch.Tensor
+    entries: torch.Tensor | None
+    counts: torch.Tensor | None
+    entries_t: torch.Tensor | None
+    counts_t: torch.Tensor | None
+    slash: torch.Tensor
+    column_positions: torch.Tensor | None
+    columns_below: torch.Tensor | None
+    covered: torch.Tensor | None
+    listed: bool
+    holes: bool
+    gates: torch.Tensor | None = None
+    gate_slots: torch.Tensor | None = None
+    chunk: int = 0
+
+
+@triton.jit
+def _covered_columns(
+    SLASH,
+    COLUMN_POSITIONS,
+    QUERY_BLOCKS,
+    COVERED,
+    width,
+    BLOCKS,
+    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    i = tl.program_id(0)
+    bh = tl.program_id(1).to(tl.int64)
+    qb = tl.load(QUERY_BLOCKS + i)
+    bit = tl.arange(0, 32)
+    for begin in range(0, width // 32, WORDS):
+        word = begin + tl.arange(0, WORDS)
+        valid = word < width // 32
+        positions = tl.load(
+            COLUMN_POSITIONS + bh * width + word[:, None] * 32 + bit[None, :],
+            mask=valid[:, None],
+            other=0,
+        )
+        diagonal = qb - positions // BLOCK
+        covered = tl.load(
+            SLASH + bh * BLOCKS + diagonal, mask=(diagonal >= 0) & valid[:, None], other=1
+        ).to(tl.int32)
+        tl.store(
+            COVERED + (bh * tl.num_programs(0) + i) * (width // 32) + word,
+            tl.sum(covered << bit[None, :], 1),
+            mask=valid,
+        )
+
+
+def covered_columns(
+    slash: torch.Tensor, column_positions: torch.Tensor, query_blocks: torch.Tensor, block: int
+) -> torch.Tensor:
+    """Return int32 [batch * heads, query blocks, width / 32], one bit per column.
+
+    A set bit means that the query block must skip the column: a chosen diagonal already computes
+    it, or it lies in a later block.
+    """
+    flat, width = column_positions.shape
+    covered = torch.empty(
+        flat, query_blocks.numel(), width // 32, dtype=torch.int32, device=column_positions.device
+    )
+    _covered_columns[(query_blocks.numel(), flat)](
+        slash,
+        column_positions,
+        query_blocks,
+        covered,
+        width,
+        slash.shape[-1],
+        BLOCK=block,
+        WORDS=16,
+    )
+    return covered
+
+
+@triton.jit
+def _list_blocks(
+    BITS, SLOTS, OWN, OTHERS, FIRST_MIN, ENTRIES, COUNTS, held, rows, others, width, BLOCKS,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    bh = tl.program_id(1).to(tl.int64)
+    own = tl.load(OWN + row, mask=row < rows, other=0)[:, None]
+    row_start = ENTRIES + (bh * rows + row[:, None]) * width
+    count = tl.zeros([ROWS], tl.int32)
+    for begin in range(0, others, WIDE):
+        n = begin + tl.arange(0, WIDE)
+        other = tl.load(OTHERS + n, mask=n < others, other=0)[None, :]
+        q = other if TRANSPOSED else own
+        k = own if TRANSPOSED else other
+        valid = (row < rows)[:, None] & (n < others)[None, :] & (k <= q)
+        slot = tl.load(SLOTS + q)
+        first = tl.load(FIRST_MIN + bh // HEADS * BLOCKS + q)
+        valid = valid & (slot >= 0) & ((k + 1) * BLOCK > first)
+        chosen = tl.load(BITS + (bh * held + slot) * BLOCKS + k, mask=valid, other=0).to(tl.int32)
+        # A prefix sum gives each chosen block its place, so the list is ascending without atomics.
+        target = count[:, None] + tl.cumsum(chosen, 1) - 1
+        tl.store(
+            row_start + target,
+            (other + tl.zeros_like(chosen)).to(ENTRIES.dtype.element_ty),
+            mask=chosen != 0,
+        )
+        count += tl.sum(chosen, 1)
+    tl.store(COUNTS + bh * rows + row, count, mask=row < rows)
+
+
+def list_blocks(
+    bits: torch.Tensor,
+    slots: torch.Tensor,
+    query_blocks: torch.Tensor,
+    key_blocks: torch.Tensor,
+    first_min: torch.Tensor,
+    block: int,
+    transposed: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the key blocks of each query block or, transposed, the query blocks of each key block.
+
+    A pair of blocks is listed if its bit is set and the mask leaves any of its pairs.
+
+    Args:
+        bits: bool [batch, heads, held, blocks].
+        slots: int32 [blocks], row of bits that holds each query block, -1 if none does.
+        query_blocks, key_blocks, first_min: as in `TilePlan`.
+
+    Returns:
+        entries: [batch * heads, rows, blocks of the other side], ascending global block numbers;
+            places beyond a row's count are undefined. int16 if that holds every number, so both
+            lists together take 4 bytes per pair of blocks.
+        counts: int32 [batch * heads, rows].
+    """
+    batch, heads, held, blocks = bits.shape
+    own, others = (key_blocks, query_blocks) if transposed else (query_blocks, key_blocks)
+    dtype = torch.int16 if blocks <= torch.iinfo(torch.int16).max else torch.int32
+    entries = torch.empty(
+        batch * heads, own.numel(), others.numel(), dtype=dtype, device=bits.device
+    )
+    counts = torch.empty(batch * heads, own.numel(), dtype=torch.int32, device=bits.device)
+    # Bits are contiguous along keys, and transposed tiles have keys as rows: take many rows there.
+    rows, wide = (32, 64) if transposed else (4, 512)
+    _list_blocks[(triton.cdiv(own.numel(), rows), batch * heads)](
+        bits.contiguous().view(torch.uint8), slots, own, others, first_min, entries, counts,
+        held, own.numel(), others.numel(), others.numel(), blocks,
+        HEADS=heads, BLOCK=block, TRANSPOSED=transposed, ROWS=rows, WIDE=wide,
+    )  # fmt: skip
+    return entries, counts

@@ -1,0 +1,161 @@
+"""The scripts in examples/ run, small, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import python_path
+from docs.blocks import ROOT
+
+EXAMPLES = ROOT / "examples"
+# As SLURM starts tasks on one node; the last one to be started is rank 0.
+SRUN = """#!/usr/bin/env bash
+set -euo pipefail
+export SLURM_NTASKS=2 SLURM_TASKS_PER_NODE=2 SLURM_STEP_ID=0 SLURM_JOB_NODELIST=localhost
+export SLURM_NNODES=1 SLURM_NODEID=0
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" &
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@"
+wait $!
+"""
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """With some text, and programs that a machine of the example has."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    shutil.copy(json.__file__, texts / "json.py")
+    shutil.copy(json.decoder.__file__, texts / "decoder.py")
+    shutil.copy(socket.__file__, texts / "socket.py")
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    write(programs / "mtrain", f'#!/bin/sh\nexec {sys.executable} -m mtrain_cli "$@"\n')
+    write(
+        programs / "torchrun", f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n'
+    )
+    write(programs / "srun", SRUN)
+    return tmp_path
+
+
+def write(program: Path, text: str) -> None:
+    program.write_text(text)
+    program.chmod(0o755)
+
+
+def run(folder: Path, name: str, *words: str, **variables: str) -> str:
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
+        "PYTHONPATH": python_path(),
+        "OMP_NUM_THREADS": "1",
+        "MTRAIN_EXAMPLE_SMALL": "1",
+        **variables,
+    }
+    environment.pop("TRITON_INTERPRET", None)
+    result = subprocess.run(
+        ["bash", EXAMPLES / name, *words],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
+    return result.stdout
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_scripts_are_short_and_say_how_to_start_them(path):
+    text = path.read_text()
+    assert subprocess.run(["bash", "-n", path], check=False).returncode == 0
+    assert f"examples/{path.name}" in text
+    assert "set -euo pipefail" in text
+    assert len(text.splitlines()) <= 45
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_every_script_has_a_test():
+    here = Path(__file__).read_text()
+    for path in EXAMPLES.iterdir():
+        assert f'"{path.name}"' in here
+
+
+def test_a_first_run_leaves_a_report(folder):
+    run(folder, "first_run.sh", "topology.workers=1")
+    assert len(losses(folder, "first")) == 2
+    assert (folder / "runs/first/report.html").is_file()
+
+
+def test_simulating_a_cluster_leaves_a_sweep(folder):
+    text = run(folder, "simulate_a_cluster.sh", "a100_4x8")
+    assert "a100_4x8" in text
+    assert (folder / "scaling/sweep.csv").is_file()
+
+
+@pytest.mark.slow
+def test_training_on_own_data_exports_a_model(folder):
+    run(folder, "own_data.sh", "texts")
+    assert len(losses(folder, "own")) == 2
+    assert (folder / "own-hf/model.safetensors").is_file()
+    assert (folder / "own-hf/tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_recipe_of_512k_trains_small(folder):
+    subprocess.run(
+        [folder / "bin/mtrain", "data", "prepare", "texts", "prepared"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": python_path()},
+        check=True,
+    )
+    run(folder, "qwen3b_512k.sh", "texts", "prepared")
+    assert len(losses(folder, "qwen3b-512k")) == 2
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_trains_as_one_run(folder):
+    run(
+        folder,
+        "slurm.sbatch",
+        SLURM_JOB_ID="17",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=free_port(),
+    )
+    assert len(losses(folder, "slurm-17")) == 2
+
+
+@pytest.mark.slow
+def test_torchrun_trains_as_one_run(folder):
+    run(
+        folder,
+        "torchrun_two_nodes.sh",
+        NODE_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=free_port(),
+    )
+    assert len(losses(folder, "two-nodes")) == 2
+
+
+@pytest.mark.slow
+def test_two_layouts_are_compared(folder):
+    text = run(folder, "profile_and_compare.sh", "topology.workers=2")
+    assert (folder / "compared/report.html").is_file()
+    assert "striped" in text

@@ -1,0 +1,93 @@
+"""The site: generated pages are complete, every page is in the menu, and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from types import ModuleType
+
+import pytest
+import yaml
+from docs.blocks import PAGES, ROOT
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.schema import PATTERNS
+
+LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_pages", ROOT / "docs/generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_configuration_reference_has_every_key_with_its_meaning(generate):
+    text = generate.configuration()
+    described = dict(
+        re.findall(r"^`([a-z_.0-9]+)`(?:, default `.*`)?\n:   (.+)", text, re.MULTILINE)
+    )
+    assert described.keys() == keys.all_keys().keys()
+    assert "`train.steps`, default `60`" in text
+    assert all(f"| `{pattern}` |" in text for pattern in PATTERNS)
+
+
+def test_the_command_reference_has_every_command_and_option(generate):
+    text = generate.commands()
+    headings = re.findall(r"^#+ (mtrain.*)$", text, re.MULTILINE)
+    for command in ("mtrain train", "mtrain profile step", "mtrain data prepare", "mtrain doctor"):
+        assert command in headings
+    assert "mtrain profile-balance" not in headings, "hidden"
+    for option in ("--dry-run", "--recommend", "--fail-above", "--vocab-size"):
+        assert f"`{option}`" in text
+    assert not re.search(r"\[/?(bold|cyan)\]|^:   $", text, re.MULTILINE)
+
+
+def test_every_page_is_in_the_menu_once(generate):
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    def paths(entry) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        below = entry.values() if isinstance(entry, dict) else entry
+        return [path for part in below for path in paths(part)]
+
+    written = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(paths(site["nav"])) == sorted(written | generate.PAGES.keys())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings(page, generate):
+    text = page.read_text()
+    for path, anchor in LINK.findall(text):
+        if path.startswith("http"):
+            continue
+        if path in generate.PAGES and page.parent.name == "docs":
+            continue
+        target = page.parent / path
+        assert target.exists(), f"{page.name}: {path}"
+        if anchor and target.suffix == ".md":
+            found = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+            if "--8<--" in target.read_text():
+                found += re.findall(
+                    r"^#+ (.+)$", (ROOT / "profiles/definitions.md").read_text(), re.MULTILINE
+                )
+            assert anchor[1:] in {slug(heading) for heading in found}, f"{page.name}: {anchor}"
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_have_at_most_100_columns(page):
+    long = [line for line in page.read_text().splitlines() if len(line) > 100]
+    assert not long
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
