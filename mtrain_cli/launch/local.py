@@ -32,7 +32,7 @@ from mtrain_cli.printable import printable
 if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
-TRAIN = "mtrain_cli.training.loop:train"
+TRAIN = "mtrain_cli.commands.train_worker:train"
 MEASURING_TARGETS = "mtrain_cli.profiling."  # targets that write no checkpoints
 KILLED_CODE = 130
 DISPLAY_LINES = 2  # height of the live display of `training.progress`

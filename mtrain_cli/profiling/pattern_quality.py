@@ -16,9 +16,11 @@ from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
+from mtrain_cli.model.decoder import Attend
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import causal_pairs
 from mtrain_cli.training.trainer import Trainer
 
@@ -68,48 +70,54 @@ def profile_sparsity(
         config, topology=dataclasses.replace(config.topology, workers=1, context_parallel=1)
     )
     environment = resolve_environment(config)
-    records: list[HeadRecord] = []
     with _alone(environment):
         trainer = Trainer(config, environment)
         # Close the loader: if it still runs when Python exits, compiled modules stay alive and
         # print long warnings about leaks.
         with closing(trainer):
+            measurement = _Measurement(patterns, rows, config.seq)
+            trainer.callbacks.append(measurement)
             for step in range(1, max(steps) + 1):
-                if step in steps:
-                    seen: set[tuple[str, int]] = set()
-                    trainer.observe = lambda batch, step=step, seen=seen: _measuring_attention(
-                        batch, patterns, step, seen, rows, records, config.seq
-                    )
+                measurement.start(step if step in steps else None)
                 result = trainer.train_step(False)
-                trainer.observe = None
                 progress(step, result.loss)
-    return records
+    return measurement.records
 
 
-def _measuring_attention(
-    batch: Batch,
-    patterns: Sequence[Pattern],
-    step: int,
-    seen: set[tuple[str, int]],
-    rows: int,
-    records: list[HeadRecord],
-    seq: int,
-):
-    """Return the batch's attention call, which also measures each layer at its first call."""
+class _Measurement(Callback):
+    """Measures the patterns on each layer of a step, at the first call of its attention."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:
-        for pattern in patterns:
-            if (pattern.name, layer) not in seen:
-                seen.add((pattern.name, layer))
-                sampled = _sampled(patterns, batch.masks[0].length, step, rows)
-                records.extend(
-                    _heads(
-                        pattern, q.detach()[:1], k.detach()[:1], batch, layer, step, sampled, seq
-                    )
-                )
-        return batch.attend(q, k, v, layer)
+    def __init__(self, patterns: Sequence[Pattern], rows: int, seq: int) -> None:
+        self.records: list[HeadRecord] = []
+        self._patterns, self._rows, self._seq = patterns, rows, seq
+        self._step: int | None = None
+        self._measured: set[tuple[str, int]] = set()
 
-    return attend
+    def start(self, step: int | None) -> None:
+        """Begin a step; None: it is not measured."""
+        self._step = step
+        self._measured.clear()
+
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
+        if self._step is None:
+            return attend
+
+        def measure_and_attend(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
+        ) -> torch.Tensor:
+            self._measure(q.detach()[:1], k.detach()[:1], batch, layer)
+            return attend(q, k, v, layer)
+
+        return measure_and_attend
+
+    def _measure(self, q: torch.Tensor, k: torch.Tensor, batch: Batch, layer: int) -> None:
+        assert self._step is not None
+        for pattern in self._patterns:
+            if (pattern.name, layer) in self._measured:
+                continue
+            self._measured.add((pattern.name, layer))
+            sampled = _sampled(self._patterns, batch.masks[0].length, self._step, self._rows)
+            self.records.extend(_heads(pattern, q, k, batch, layer, self._step, sampled, self._seq))
 
 
 def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> IntArray:

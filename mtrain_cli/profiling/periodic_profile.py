@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch
+from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.trainer import Trainer
 
 FOLDER = "profile"
@@ -36,19 +39,20 @@ _SAME = (
 )
 
 
-class TrainingProfile:
-    """Record steps of a training run. All workers call the same methods in the same order.
+class TrainingProfile(Callback):
+    """Record every `profile.every`-th step of a training run.
 
     Files go to ``profile/`` of the run, one part per recorded step, after those of an earlier
     attempt. Dense first steps of a sparse run are a case of their own; so are the steps of an
     attempt with other workers, layout or exchange.
 
-    A file that cannot be written stops the profile, not the training: `take_problem` reports it.
+    A file that cannot be written stops the profile, not the training; a warning says so.
     """
 
-    def __init__(self, trainer: Trainer, run_dir: RunDir) -> None:
+    def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
+        """message: shows a line to the user; takes ``warning=True``."""
         config, e = trainer.config, trainer.environment
-        self._trainer = trainer
+        self._trainer, self._message = trainer, message
         self._bench = Bench(e, timedelta(seconds=config.topology.timeout_s))
         self._folder = run_dir.path / FOLDER
         self.problem: str | None = None
@@ -139,22 +143,28 @@ class TrainingProfile:
     def before_step(self) -> None:
         if self.due:
             self._seen.clear()
-            self._trainer.observe = self._record_batch
             self._trainer.record(self._bench.collector.recorder)
             self._bench.collector.start()
 
-    def _record_batch(self, batch: Batch) -> ContextAttention:
-        kept = batch.attend.with_kept_indices()
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
+        """Keep the indices of a recorded step beyond its backward pass."""
+        if self._trainer.recorder is None:
+            return attend
+        assert isinstance(attend, ContextAttention)
+        kept = attend.with_kept_indices()
         self._seen.append((batch.masks, kept))
         return kept
 
-    def after_step(self, seconds: float) -> None:
+    def after_step(self, step: FinishedStep) -> None:
+        self._collect(step.metrics.seconds)
+        self._warn()
+
+    def _collect(self, seconds: float) -> None:
         """Collect and write the step if it was recorded; ``seconds`` is the whole step's time."""
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
         began = time.perf_counter()
-        self._trainer.observe = None
         self._trainer.record(None)
         estimated = [
             (masks, attend.index.estimated if attend.index is not None else None)
@@ -177,7 +187,13 @@ class TrainingProfile:
         self._recorded.append(seconds)
         self._after.append(time.perf_counter() - began)
 
-    def finish(self) -> str:
+    def close(self) -> None:
+        summary = self._complete()
+        if summary:
+            self._message(summary)
+        self._warn()
+
+    def _complete(self) -> str:
         """Return a sentence on what was recorded; empty if nothing was."""
         if self._writer is None:
             return ""
@@ -205,10 +221,11 @@ class TrainingProfile:
             f"{statistics.median(self._after):.2f} s to collect and write"
         )
 
-    def take_problem(self) -> str | None:
-        """Return and clear what went wrong since the last call, or None."""
+    def _warn(self) -> None:
+        """Show what went wrong since the last call."""
         problem, self.problem = self.problem, None
-        return problem
+        if problem:
+            self._message(problem, warning=True)
 
 
 def _numbered(

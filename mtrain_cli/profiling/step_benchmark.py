@@ -17,6 +17,7 @@ from mtrain_cli.profiling.measurement import (
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
 from mtrain_cli.training.batch import Batch, BatchMaker, PackedSample
+from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.trainer import Trainer
 
@@ -40,15 +41,15 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     ) as progress:
         progress.now("preparing")
         trainer = Trainer(plan.cases[0][1], environment)
-        trainer.keeps_samples = True
         bench.adopt(trainer.choices, trainer.exchange.group)
         cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
         writer = ProfileWriter(run_dir, plan, bench, cases)
         rehearsal = _Rehearsal(bench, trainer, cases, writer, progress)
+        trainer.callbacks.append(rehearsal)
         while writer.samples < plan.samples:
             sampled = trainer.step >= plan.warmup and (trainer.step - plan.warmup) % plan.every == 0
             progress.now(f"training step {trainer.step + 1}")
-            trainer.rehearse = rehearsal if sampled else None
+            rehearsal.due = sampled
             if trainer.train_step(stop.requested()).stop:
                 break
     writer.finish()
@@ -57,8 +58,13 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
     return writer.samples < plan.samples
 
 
-class _Rehearsal:
-    """Forward and backward of every case on the samples of one step, plain and recorded."""
+class _Rehearsal(Callback):
+    """Forward and backward of every case on the samples of one step, plain and recorded.
+
+    due: whether the next step is sampled.
+    """
+
+    needs_samples = True
 
     def __init__(
         self,
@@ -85,8 +91,13 @@ class _Rehearsal:
             for c in cases
         ]
         self._warm = False
+        self.due = False
 
-    def __call__(self, micro_batches: MicroBatches) -> None:
+    def on_samples(self, samples: MicroBatches) -> None:
+        if self.due:
+            self._sample(samples)
+
+    def _sample(self, micro_batches: MicroBatches) -> None:
         if not self._warm:
             # Compile kernels, create connections and events.
             for case in self.cases:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,18 +17,26 @@ from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.training.banner import banner
+from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.metrics import MetricsWriter, read_metrics
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
 from mtrain_cli.training.trainer import NonFiniteError, Trainer
+from mtrain_cli.training.watch import StragglerWatches
 
-if TYPE_CHECKING:
-    from mtrain_cli.profiling.periodic_profile import TrainingProfile
+MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
+"""Makes a callback of a run: (trainer, run folder, `TrainingProgress.message`) -> callback."""
 
 
-def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+def train(
+    config: Config,
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,
+    more_callbacks: Sequence[MakeCallback] = (),
+) -> bool:
     """Train to `config.train.steps`, from the newest checkpoint of `run_dir` if `resume`.
 
     Every worker calls this, inside a process group. Returns whether training stopped early, on
@@ -42,7 +50,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
         )
         if resume:
             trainer.resume(checkpointer)
-        return _train(trainer, checkpointer, run_dir, resume, reports)
+        return _train(trainer, checkpointer, run_dir, resume, reports, more_callbacks)
 
 
 def _train(
@@ -51,6 +59,7 @@ def _train(
     run_dir: RunDir,
     resume: bool,
     reports: Sequence[str],
+    more_callbacks: Sequence[MakeCallback],
 ) -> bool:
     config, environment = trainer.config, trainer.environment
     first = environment.rank == 0
@@ -63,37 +72,20 @@ def _train(
         log_every=config.run.log_every,
         reporter=reporter,
     )
-    writer = (
-        MetricsWriter(run_dir.path, tensorboard=config.run.tensorboard, start_step=trainer.step)
-        if first
-        else None
-    )
+    metrics = MetricsLog(trainer, run_dir, progress)
     with progress:
-        if not environment.restarts:
-            step = trainer.step if resume else None
-            progress.show(
-                banner(trainer.plan, run_dir.path, trainer.dataset.describe(), resumed=step)
-            )
-        for report in reports:
-            progress.message(report, warning=True)
-        if resume:
-            restart_note = (
-                f", restart {environment.restarts}, on {environment.workers} workers"
-                if environment.restarts
-                else ""
-            )
-            progress.message(f"resumed from the checkpoint of step {trainer.step}{restart_note}")
-        if first and environment.restarts:
-            progress.add_earlier_steps(read_metrics(run_dir.path))
+        _announce(trainer, run_dir, progress, resume, reports)
         nothing_left = trainer.step >= config.train.steps
+        trainer.callbacks += [metrics, *_watches(trainer, progress)]
         try:
-            ended = _loop(
-                trainer, checkpointer, progress, writer, StopFlag(run_dir, environment), run_dir
-            )
+            trainer.callbacks += [
+                make(trainer, run_dir, progress.message) for make in more_callbacks
+            ]
+            trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
+            ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir, environment))
         finally:
             trainer.close()
-            if writer is not None:
-                writer.close()
+            metrics.release()
         if nothing_left:
             ended = (
                 f"nothing left to train: step {trainer.step} has reached "
@@ -103,6 +95,40 @@ def _train(
             reporter.end("finished" if trainer.step >= config.train.steps else "stopped")
         progress.summary(ended, files=[str(run_dir.path)], commands=_next_commands(run_dir, config))
     return trainer.step < config.train.steps
+
+
+def _announce(
+    trainer: Trainer,
+    run_dir: RunDir,
+    progress: TrainingProgress,
+    resume: bool,
+    reports: Sequence[str],
+) -> None:
+    """Show the banner, what loading a checkpoint reported, and where training resumes."""
+    environment = trainer.environment
+    if not environment.restarts:
+        step = trainer.step if resume else None
+        progress.show(banner(trainer.plan, run_dir.path, trainer.dataset.describe(), resumed=step))
+    for report in reports:
+        progress.message(report, warning=True)
+    if resume:
+        restart_note = (
+            f", restart {environment.restarts}, on {environment.workers} workers"
+            if environment.restarts
+            else ""
+        )
+        progress.message(f"resumed from the checkpoint of step {trainer.step}{restart_note}")
+    if environment.rank == 0 and environment.restarts:
+        progress.add_earlier_steps(read_metrics(run_dir.path))
+
+
+def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
+    """Return the straggler watches, which only the first worker needs."""
+    if trainer.environment.rank:
+        return []
+    warn = partial(progress.message, warning=True)
+    share = trainer.config.run.straggler
+    return [StragglerWatches(share, trainer.environment.device, trainer.places, warn)]
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
@@ -129,65 +155,41 @@ def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 
 
 def _loop(
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    progress: TrainingProgress,
-    writer: MetricsWriter | None,
-    stop_flag: StopFlag,
-    run_dir: RunDir,
+    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, stop_flag: StopFlag
 ) -> str:
     """Run steps until the end or a stop request; return how it ended, for the user."""
-    config = trainer.config
+    config, callbacks = trainer.config, trainer.callbacks
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = False
-    profile = _profile(trainer, run_dir)
-    evaluations = Evaluations(trainer, run_dir, progress)
-    evaluations.after_step(trainer.step == 0)
+    for callback in callbacks:
+        callback.before_training()
     while trainer.step < config.train.steps and not stop:
-        if profile is not None:
-            profile.before_step()
+        for callback in callbacks:
+            callback.before_step()
         started = time.perf_counter()
         try:
             result = trainer.train_step(stop_flag.requested())
-        except NonFiniteError as non_finite:
-            # All workers raise this together, so the save in progress may finish.
-            _wait(checkpointer, progress)
-            remedy = "Try a lower optim.lr or more optim.warmup_steps."
-            fallback = checkpointer.describe_fallback()
-            raise NonFiniteError(f"{non_finite}; {fallback}. {remedy}") from non_finite
-        except Exception:
-            if trainer.lacks_data:
-                # All workers raise together here, too.
-                _wait(checkpointer, progress)
+        except Exception as error:
+            for callback in callbacks:
+                callback.on_error(error)
+            _let_save_finish(trainer, checkpointer, progress, error)
             raise
-        seconds = time.perf_counter() - started
         stop = result.stop
-        metrics = trainer.metrics(result, seconds)
-        if writer is not None:
-            problem = writer.write(metrics)
-            if problem:
-                progress.message(problem, warning=True)
-        progress.step(metrics)
-        for warning in result.warnings:
-            progress.message(warning, warning=True)
-        if profile is not None:
-            profile.after_step(seconds)
-            _show_profile_warning(profile, progress)
-        evaluations.after_step(trainer.step >= config.train.steps, skip=stop)
+        metrics = trainer.metrics(result, time.perf_counter() - started)
+        finished = FinishedStep(result, metrics, trainer.step >= config.train.steps)
+        for callback in callbacks:
+            callback.after_step(finished)
         every = config.train.checkpoint_every
-        if every and trainer.step % every == 0 and trainer.step < config.train.steps and not stop:
+        if every and trainer.step % every == 0 and not finished.last and not stop:
             saved = _save(trainer, checkpointer, progress)
     finish = stop or config.train.checkpoint_at_end
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
-    error = _wait(checkpointer, progress)
-    # Finish the profile after the state is saved: it can take a while.
-    if profile is not None:
-        recorded = profile.finish()
-        if recorded:
-            progress.message(recorded)
-        _show_profile_warning(profile, progress)
-    if finish and error:
+    save_failed = _wait(checkpointer, progress)
+    # After the state is safe, since completing a profile can take a while.
+    for callback in callbacks:
+        callback.close()
+    if finish and save_failed:
         raise CheckpointError(
             f"could not save the state of step {trainer.step}; {checkpointer.describe_fallback()}"
         )
@@ -198,7 +200,50 @@ def _loop(
     )
 
 
-class Evaluations:
+def _let_save_finish(
+    trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, error: Exception
+) -> None:
+    """Wait for the save in progress where all workers fail together; others may be gone.
+
+    Raises:
+        NonFiniteError: instead of `error`, with the checkpoint to fall back to and a remedy.
+    """
+    if isinstance(error, NonFiniteError):
+        _wait(checkpointer, progress)
+        remedy = "Try a lower optim.lr or more optim.warmup_steps."
+        fallback = checkpointer.describe_fallback()
+        raise NonFiniteError(f"{error}; {fallback}. {remedy}") from error
+    if trainer.lacks_data:
+        _wait(checkpointer, progress)
+
+
+class MetricsLog(Callback):
+    """Write every step to metrics.jsonl on the first worker, and show it with its warnings."""
+
+    def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
+        tensorboard, start = trainer.config.run.tensorboard, trainer.step
+        self._progress = progress
+        self._writer = (
+            MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=start)
+            if trainer.environment.rank == 0
+            else None
+        )
+
+    def after_step(self, step: FinishedStep) -> None:
+        problem = self._writer.write(step.metrics) if self._writer is not None else None
+        if problem:
+            self._progress.message(problem, warning=True)
+        self._progress.step(step.metrics)
+        for warning in step.result.warnings:
+            self._progress.message(warning, warning=True)
+
+    def release(self) -> None:
+        """Close the file, however training ended."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Evaluations(Callback):
     """Measure the held-out loss at the start and end of training and every `train.eval_every`."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
@@ -215,20 +260,19 @@ class Evaluations:
         dist.all_reduce(done, group=trainer.host_group)
         self._done = trainer.step if done else -1
 
-    def after_step(self, at_end: bool, *, skip: bool = False) -> None:
-        """Evaluate if due.
+    def before_training(self) -> None:
+        self._evaluate(at_end=self._trainer.step == 0)
 
-        Args:
-            at_end: training starts or ends here.
-            skip: a stop was requested, and the user waits for the checkpoint.
-        """
+    def after_step(self, step: FinishedStep) -> None:
+        # Whoever asked for a stop waits for the checkpoint.
+        if not step.result.stop:
+            self._evaluate(at_end=step.last)
+
+    def _evaluate(self, *, at_end: bool) -> None:
+        """Evaluate if due. at_end: training starts or ends here."""
         trainer, every = self._trainer, self._trainer.config.train.eval_every
-        if (
-            skip
-            or not trainer.held_out
-            or trainer.step == self._done
-            or not (at_end or (every and trainer.step % every == 0))
-        ):
+        due = at_end or (every and trainer.step % every == 0)
+        if not trainer.held_out or trainer.step == self._done or not due:
             return
         progress_record.note("evaluation", progress_record.SEVERAL)
         evaluation = evaluate(trainer)
@@ -236,21 +280,6 @@ class Evaluations:
         problem = self._writer.write(evaluation) if self._writer is not None else None
         if problem:
             self._progress.message(problem, warning=True)
-
-
-def _profile(trainer: Trainer, run_dir: RunDir) -> TrainingProfile | None:
-    """Return the periodic profile, or None if no step is recorded."""
-    if not trainer.config.profile.every:
-        return None
-    from mtrain_cli.profiling.periodic_profile import TrainingProfile
-
-    return TrainingProfile(trainer, run_dir)
-
-
-def _show_profile_warning(profile: TrainingProfile, progress: TrainingProgress) -> None:
-    problem = profile.take_problem()
-    if problem:
-        progress.message(problem, warning=True)
 
 
 def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress) -> int:
@@ -263,6 +292,8 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
     except CheckpointError as error:
         progress.message(str(error), warning=True)
     progress.message(f"saving the checkpoint of step {trainer.step} in the background")
+    for callback in trainer.callbacks:
+        callback.on_checkpoint(trainer.step)
     return trainer.step
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,12 +34,14 @@ from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import all_gather, share
+from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.training import garbage_collection
-from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch, PackedSample
+from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch
+from mtrain_cli.training.callback import Callback
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.compute_time import ComputeTimer
 from mtrain_cli.training.flops import attention_kept, causal_pairs, peak_flops, training_flops
@@ -60,7 +62,7 @@ from mtrain_cli.training.optimizer import (
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 from mtrain_cli.training.run_plan import RunPlan, plan_resolved, require_fit, with_auto_memory
-from mtrain_cli.training.watch import SpikeWatch, StragglerWatch
+from mtrain_cli.training.watch import SpikeWatch
 
 
 class NonFiniteError(RunError):
@@ -68,16 +70,44 @@ class NonFiniteError(RunError):
 
 
 @dataclass(frozen=True)
+class StepReport:
+    """What every rank tells all others at the end of a step, in one all-gather of float64.
+
+    loss: this rank's part of the mean loss, in nats.
+    squared_norm: of its gradient shards, before clipping.
+    stop: 1 if it was asked to stop.
+    compute_seconds: see `compute_time`; 0 if not measured.
+    data_seconds: time that it waited for data.
+    index_sums: of a sparse step, see `index_metrics.local_index_sums`.
+    """
+
+    loss: float
+    squared_norm: float
+    stop: float
+    compute_seconds: float
+    data_seconds: float
+    index_sums: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(row: Sequence[float]) -> StepReport:
+        """Read the row of one rank, in the order of the fields."""
+        loss, squared_norm, stop, compute_seconds, data_seconds, *index_sums = row
+        return StepReport(
+            loss, squared_norm, stop, compute_seconds, data_seconds, tuple(index_sums)
+        )
+
+
+@dataclass(frozen=True)
 class StepResult:
-    """One optimizer step, equal on all workers except `warnings`.
+    """One optimizer step, equal on all workers.
 
     loss: mean over valid tokens, in nats; None without any.
     pairs: computed query-key pairs, mean over heads and layers, sum over all sequences.
     stop: whether any worker requested a stop.
+    reports: of every rank.
     index: None for a dense step.
-    data_seconds: time that the longest-waiting worker waited for data.
     skipped: whether the update was skipped.
-    warnings: lines for the user, on the first worker.
+    warnings: lines for the user.
     """
 
     loss: float | None
@@ -86,10 +116,15 @@ class StepResult:
     tokens: int
     pairs: float
     stop: bool
+    reports: tuple[StepReport, ...] = ()
     index: IndexMetrics | None = None
-    data_seconds: float = 0.0
     skipped: bool = False
     warnings: tuple[str, ...] = ()
+
+    @property
+    def data_seconds(self) -> float:
+        """Time that the longest-waiting worker waited for data."""
+        return max((report.data_seconds for report in self.reports), default=0.0)
 
 
 def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
@@ -133,9 +168,7 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
 class Trainer:
     """One worker of a training: its shards of model and optimizer, its data, its current step.
 
-    observe: replaces the attention of a batch, for measurements.
-    rehearse: receives the samples of a step by micro-batch before training on them. It must leave
-        no gradients, and needs `keeps_samples` set before the first step.
+    callbacks: hooks of this training, called in this order.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -220,20 +253,13 @@ class Trainer:
         self._schedule = LearningRateSchedule.of(config)
         self.step = 0
         self.tokens = 0
-        self.observe: Callable[[Batch], Attend] | None = None
-        self.rehearse: Callable[[Sequence[Sequence[PackedSample]]], None] | None = None
-        self.keeps_samples = False
+        self.callbacks: list[Callback] = []
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self.lacks_data = False  # a worker could not read this step's data; all know, and end
         self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
         self._frozen_after: set[bool] = set()  # step kinds already seen: with an index, without
-        share = config.run.straggler
-        share = (0.1 if environment.device == "cuda" else 0.5) if isinstance(share, str) else share
-        self._slow_devices = StragglerWatch(share, self.places, "the same part of a layer")
-        self._slow_loaders = StragglerWatch(share, self.places, "the data of a step")
-        self._step_began = 0.0
         self._peak_flops = (
             peak_flops(torch.cuda.get_device_name(self.device))
             if self.device.type == "cuda"
@@ -310,99 +336,124 @@ class Trainer:
             PeerLostError: another worker cannot read its data; raised before the step.
         """
         progress_record.begin_step(self.step + 1)
-        began, compute_seconds = time.perf_counter(), self._compute_timer.start_step()
-        last_seconds, self._step_began = began - self._step_began, began
-        if self._batches is None:
-            self._batches = iter(self.loader)
+        compute_seconds = self._compute_timer.start_step()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         lr = self._schedule.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        on_host, waited = self._next_on_host()
-        make = self.next_batch_maker()
-        if self.rehearse is not None:
-            self.rehearse([host.samples for host in on_host])
-        wait_started = time.perf_counter()
-        batches = [make.to_device(host) for host in on_host]
-        waited += time.perf_counter() - wait_started
+        batches, data_seconds = self._next_batches()
         valid, pairs = self.totals(batches)
-        attends: list[Attend] = [
-            batch.attend if self.observe is None else self.observe(batch) for batch in batches
-        ]
+        attends = [self._attention_of(batch) for batch in batches]
         loss = self.forward_backward(
             batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
         )
         with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self._squared_norm().double()])
-        timing = torch.tensor(
-            [float(stop), compute_seconds, waited], dtype=torch.float64, device=self.device
-        )
-        local = torch.cat([finite_check, timing])
         records = index_records(batch.attend for batch in batches)
-        if records:
-            local = torch.cat(
-                [local, local_index_sums(records, self.config.model.num_layers, self.device)]
-            )
-        progress_record.note(
-            "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
-        )
-        rows = all_gather(local, self.environment.workers).tolist()
-        progress_record.note("optimizer")
-        self._check_finite(rows)
-        grad_norm = math.sqrt(sum(row[1] for row in rows))
-        mean_loss = sum(row[0] for row in rows) if valid else None
+        reports = self._exchange_reports(finite_check, stop, compute_seconds, data_seconds, records)
+        self._check_finite(reports)
+        grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
+        mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
         skipped, warning = self._skips_update(mean_loss, grad_norm)
         if not skipped:
-            clip = self.config.optim.clip_norm
-            scale = clip / grad_norm if clip and grad_norm > clip else 1.0
-            with profiler_labels.label(profiler_labels.OPTIMIZER):
-                if self.host_states:
-                    self.host_states.step(scale)
-                else:
-                    if scale != 1.0:
-                        torch._foreach_mul_(self.gradients(), scale)
-                    self.optimizer.step()
+            self._update(grad_norm)
         self.drop_gradients()
         progress_record.note("done")
         self.step += 1
         tokens = self.config.train.global_batch * self.config.seq
         self.tokens += tokens
-        index = None
-        if records:
-            index = index_metrics(
-                [sum(column) for column in zip(*(row[5:] for row in rows), strict=True)],
-                records,
-                self.config.seq,
-            )
+        self._freeze_garbage(sparse=bool(records))
+        index = self._index_metrics(reports, records)
         computed = (
             index.density * causal_pairs(self.config.seq) * self.config.train.global_batch
             if index
             else float(pairs)
         )
-        waits = [row[4] for row in rows]
-        warnings = [warning] if warning else []
-        if self.environment.rank == 0:
-            warnings += self._slow_devices.check([row[3] for row in rows])
-            warnings += self._slow_loaders.check(waits, last_seconds)
-        stopping = any(row[2] for row in rows)
-        if bool(records) not in self._frozen_after:
-            # Objects created by the first dense or sparse step, above all compiled code, stay.
-            self._frozen_after.add(bool(records))
-            garbage_collection.freeze_garbage()
         return StepResult(
-            mean_loss,
-            grad_norm,
-            lr,
-            tokens,
-            computed,
-            stopping,
-            index,
-            max(waits),
-            skipped,
-            tuple(warnings),
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens=tokens,
+            pairs=computed,
+            stop=any(report.stop for report in reports),
+            reports=tuple(reports),
+            index=index,
+            skipped=skipped,
+            warnings=(warning,) if warning else (),
         )
+
+    def _next_batches(self) -> tuple[list[Batch], float]:
+        """Return the micro-batches of this step, and the seconds that this worker waited."""
+        if self._batches is None:
+            self._batches = iter(self.loader)
+        on_host, seconds = self._next_on_host()
+        make = self.next_batch_maker()
+        for callback in self.callbacks:
+            callback.on_samples([host.samples for host in on_host])
+        started = time.perf_counter()
+        batches = [make.to_device(host) for host in on_host]
+        return batches, seconds + time.perf_counter() - started
+
+    def _attention_of(self, batch: Batch) -> Attend:
+        attend: Attend = batch.attend
+        for callback in self.callbacks:
+            attend = callback.wrap_attention(batch, attend)
+        return attend
+
+    def _exchange_reports(
+        self,
+        finite_check: torch.Tensor,
+        stop: bool,
+        compute_seconds: float,
+        data_seconds: float,
+        records: list[IndexRecord],
+    ) -> list[StepReport]:
+        """Return the report of every rank.
+
+        finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
+        """
+        timing = torch.tensor(
+            [float(stop), compute_seconds, data_seconds], dtype=torch.float64, device=self.device
+        )
+        local = torch.cat([finite_check, timing])
+        if records:
+            sums = local_index_sums(records, self.config.model.num_layers, self.device)
+            local = torch.cat([local, sums])
+        progress_record.note(
+            "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
+        )
+        rows = all_gather(local, self.environment.workers).tolist()
+        progress_record.note("optimizer")
+        return [StepReport.of(row) for row in rows]
+
+    def _update(self, grad_norm: float) -> None:
+        """Clip the gradients and take the optimizer step."""
+        clip = self.config.optim.clip_norm
+        scale = clip / grad_norm if clip and grad_norm > clip else 1.0
+        with profiler_labels.label(profiler_labels.OPTIMIZER):
+            if self.host_states:
+                self.host_states.step(scale)
+                return
+            if scale != 1.0:
+                torch._foreach_mul_(self.gradients(), scale)
+            self.optimizer.step()
+
+    def _index_metrics(
+        self, reports: Sequence[StepReport], records: list[IndexRecord]
+    ) -> IndexMetrics | None:
+        """Combine the index sums of all ranks; None for a dense step."""
+        if not records:
+            return None
+        sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
+        return index_metrics(sums, records, self.config.seq)
+
+    def _freeze_garbage(self, *, sparse: bool) -> None:
+        """Freeze what the first dense or sparse step created, above all compiled code: it stays."""
+        if sparse not in self._frozen_after:
+            self._frozen_after.add(sparse)
+            garbage_collection.freeze_garbage()
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
         """Return whether to skip the update, and a warning.
@@ -447,10 +498,11 @@ class Trainer:
     def _on_host(self, samples: list[Sample]) -> HostBatch:
         """Prepare a micro-batch on the loader's thread.
 
-        Drops whole sequences, which may take gigabytes, unless `keeps_samples`.
+        Drops whole sequences, which may take gigabytes, unless a callback needs them.
         """
         host = self.batch_maker.on_host(samples)
-        return host if self.keeps_samples else replace(host, samples=())
+        keep = any(callback.needs_samples for callback in self.callbacks)
+        return host if keep else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
         """Return the batch maker of the next step; the first steps of a sparse run may be dense."""
@@ -533,13 +585,17 @@ class Trainer:
         dist.all_reduce(totals, group=self.host_group)
         return [int(n) // self.environment.cp for n in totals]
 
-    def _check_finite(self, rows: list[list[float]]) -> None:
-        for column, quantity in ((0, "loss"), (1, "gradient")):
-            ranks = [rank for rank, row in enumerate(rows) if not math.isfinite(row[column])]
+    def _check_finite(self, reports: Sequence[StepReport]) -> None:
+        """Raise NonFiniteError, which names the ranks, unless every loss and gradient is finite."""
+        for name, values in (
+            ("loss", [report.loss for report in reports]),
+            ("gradient", [report.squared_norm for report in reports]),
+        ):
+            ranks = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
             if ranks:
-                several, names = "s" * (len(ranks) > 1), ", ".join(map(str, ranks))
                 raise NonFiniteError(
-                    f"step {self.step + 1}: the {quantity} is not finite on rank{several} {names}; "
+                    f"step {self.step + 1}: the {name} is not finite on "
+                    f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
                     "the step was not applied"
                 )
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from mtrain_cli.training.callback import Callback, FinishedStep
 
 WINDOW = 64  # number of latest steps to compare with
 MIN_STEPS = 16  # number of steps before the first comparison
@@ -159,6 +162,40 @@ class StragglerWatch:
         if base is None:
             return f"it takes {ratio:.2f}x as long as the others for {self._work}"
         return f"it takes {ratio - 1:.0%} of a step longer than the others for {self._work}"
+
+
+class StragglerWatches(Callback):
+    """Warn of workers whose device or data loading has become slow; runs on the first worker.
+
+    Devices are compared by their own computation, which waits for no other worker. Data waits are
+    compared with the duration of the step before.
+    """
+
+    def __init__(
+        self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
+    ) -> None:
+        """Args:
+        share: `run.straggler`; ``auto`` is 0.1 on GPUs and 0.5 on CPU processes, which share cores.
+        places: host and device of each rank.
+        warn: shows a line to the user.
+        """
+        share = (0.1 if device == "cuda" else 0.5) if isinstance(share, str) else share
+        self._devices = StragglerWatch(share, places, "the same part of a layer")
+        self._loaders = StragglerWatch(share, places, "the data of a step")
+        self._warn = warn
+        self._began = 0.0
+        self._last_seconds = 0.0
+
+    def before_step(self) -> None:
+        now = time.perf_counter()
+        self._last_seconds, self._began = now - self._began, now
+
+    def after_step(self, step: FinishedStep) -> None:
+        reports = step.result.reports
+        lines = self._devices.check([report.compute_seconds for report in reports])
+        lines += self._loaders.check([r.data_seconds for r in reports], self._last_seconds)
+        for line in lines:
+            self._warn(line)
 
 
 _LASTING = f"in most of the last {STRAGGLER_STEPS} steps"

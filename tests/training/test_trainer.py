@@ -25,7 +25,7 @@ from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
-from mtrain_cli.training.trainer import NonFiniteError, StepResult, Trainer
+from mtrain_cli.training.trainer import NonFiniteError, StepReport, StepResult, Trainer
 
 SMALL = [
     "seq=160",
@@ -313,7 +313,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
 
     def poisoned_step(self: Trainer, stop: bool) -> StepResult:
         if self.step == 2:
-            self._check_finite([[float("nan"), 1.0]])
+            self._check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)])
         return healthy(self, stop)
 
     def refuse(*_: object) -> None:

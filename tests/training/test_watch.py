@@ -13,6 +13,7 @@ from training.test_train_loop import SMALL, place
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.model import decoder as decoders
+from mtrain_cli.training.callback import FinishedStep
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import (
     MIN_STEPS,
@@ -20,6 +21,7 @@ from mtrain_cli.training.watch import (
     STRAGGLER_WARM_UP,
     SpikeWatch,
     StragglerWatch,
+    StragglerWatches,
 )
 
 
@@ -148,11 +150,14 @@ def stepped(
     if rank == slow:
         decoders.feed_forward = dawdling
     lines, skipped, weights = [], [], []
+    watches = StragglerWatches(trainer.config.run.straggler, "cpu", trainer.places, lines.append)
     for step in range(1, STRAGGLER_STEPS + STRAGGLER_WARM_UP + 5):
         trainer.decoder.forward = (lambda *a: 100 * whole(*a)) if step == spike else whole
         before = trainer.decoder.norm.weight.to_local().clone()
+        watches.before_step()
         result = trainer.train_step(False)
         lines += result.warnings
+        watches.after_step(FinishedStep(result, trainer.metrics(result, 1.0), last=False))
         skipped.append(result.skipped)
         weights.append(float((trainer.decoder.norm.weight.to_local() - before).abs().sum()))
     return lines, skipped, weights, float(trainer.decoder.norm.weight.full_tensor().sum())

@@ -1,0 +1,19 @@
+"""What every worker of `mtrain train` runs: the training loop with the callbacks that are set."""
+
+from __future__ import annotations
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.training import loop
+
+
+def train(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:
+    """Train as `training.loop.train` does; with `profile.every`, also record every N-th step."""
+    callbacks: list[loop.MakeCallback] = []
+    if config.profile.every:
+        # Imports pandas and pyarrow, which other trainings do without.
+        from mtrain_cli.profiling.periodic_profile import TrainingProfile
+
+        callbacks.append(TrainingProfile)
+    return loop.train(config, run_dir, environment, resume, callbacks)

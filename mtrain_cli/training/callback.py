@@ -1,0 +1,68 @@
+"""Hooks of a training, for everything that watches, records or logs it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtrain_cli.model.decoder import Attend
+    from mtrain_cli.training.batch import Batch, PackedSample
+    from mtrain_cli.training.metrics import StepMetrics
+    from mtrain_cli.training.trainer import StepResult
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """One optimizer step, as callbacks see it.
+
+    result: what the step computed, the same on all workers.
+    metrics: its line of metrics.jsonl.
+    last: no step of `train.steps` is left.
+    """
+
+    result: StepResult
+    metrics: StepMetrics
+    last: bool
+
+
+class Callback:
+    """Follows a training. Override the hooks you need.
+
+    Every worker calls every hook at the same point, in the order of the trainer's list, so hooks
+    may communicate.
+
+    needs_samples: `on_samples` reads whole sequences. They take gigabytes at long lengths, so the
+        trainer drops them unless a callback needs them. Set before the first step.
+    """
+
+    needs_samples = False
+
+    def before_training(self) -> None:
+        """Run before the first step, after a checkpoint has been loaded."""
+
+    def before_step(self) -> None:
+        """Run before a step reads its data."""
+
+    def on_samples(self, samples: Sequence[Sequence[PackedSample]]) -> None:
+        """Receive the samples of a step by micro-batch, before training on them.
+
+        Must leave no gradients behind.
+        """
+
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
+        """Return the attention that a micro-batch uses; by default the one given."""
+        return attend
+
+    def after_step(self, step: FinishedStep) -> None:
+        """Run after the update of a step."""
+
+    def on_checkpoint(self, step: int) -> None:
+        """Run when the checkpoint of a step starts to be written."""
+
+    def on_error(self, error: BaseException) -> None:
+        """Run when training ends with an error, before it is raised. Must not communicate."""
+
+    def close(self) -> None:
+        """Run once after the last step, when the last checkpoint is on disk."""
