@@ -27,7 +27,14 @@ from mtrain_cli.parallel.recording import (
     WAIT,
 )
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, Steps, Transfer, make_schedule
-from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW, join_parts, write_part, write_summary
+from mtrain_cli.records.record_files import (
+    LINKS,
+    PAYLOADS,
+    ROW,
+    join_parts,
+    write_part,
+    write_summary,
+)
 
 Table = Callable[[str, int, int], float]  # (direction, rank, step) -> ms or pairs
 

@@ -158,7 +158,7 @@ def _save_measurement(
     """Save the records as a folder in measurements/ and return it."""
     from mtrain_cli.commands.profile_imbalance import with_measurement_folder
     from mtrain_cli.launch import run_dir
-    from mtrain_cli.profiling.records import HEAD_ROWS, SPARSITY, write_summary
+    from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 
     run = run_dir.create(with_measurement_folder(config, SPARSITY), words)
     facts = json.loads(run.environment.read_text()) if run.environment.exists() else {}

@@ -173,18 +173,18 @@ def imbalance(
             "bfloat16; leave it out"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling import records
     from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
+    from mtrain_cli.records import record_files
 
     run = run_dir.create(config, words)
     mode = ATTENTION_ONLY if attention_only else TRAINING
     MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
-    summary = run.path / records.SUMMARY
+    summary = run.path / record_files.SUMMARY
     if as_json and summary.is_file():
         typer.echo(summary.read_text().rstrip())
     if code == 0 and limits:
-        _check(records.open_records(run.path).summary, limits)
+        _check(record_files.open_records(run.path).summary, limits)
     raise typer.Exit(code)
 
 

@@ -100,13 +100,13 @@ def step(
     environment = resolve_environment(config)
     warn_of_unused_settings(words, config, device=environment.device)
     # Imported late: it takes seconds, and mistakes are reported above.
-    from mtrain_cli.profiling import records
     from mtrain_cli.profiling.step_profile import TARGET, StepProfilePlan
+    from mtrain_cli.records import record_files
 
     run = run_dir.create(config, words)
     StepProfilePlan(warmup, min(warmup, dense + 2), steps, trace, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGET, config=config)
-    summary = run.path / records.SUMMARY
+    summary = run.path / record_files.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():
         typer.echo("stopped before the recorded step ended: nothing was saved", err=True)
     if as_json and summary.is_file():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from mtrain_cli.profiling.index_file import RecordedIndices
+    from mtrain_cli.records.index_file import RecordedIndices
     from mtrain_cli.simulation.what_if import ReplayedSetup, ReplaySetup
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
@@ -90,7 +90,7 @@ def what_if(
     """
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling.index_file import load_indices
+    from mtrain_cli.records.index_file import load_indices
     from mtrain_cli.reporting.terminal_width import print_table, say
     from mtrain_cli.simulation.what_if import setups_of
 
@@ -156,7 +156,7 @@ def _parse_whole_numbers(option: str, text: str) -> list[int]:
 
 
 def _index_file(run: Path) -> Path:
-    from mtrain_cli.profiling.records import INDEX
+    from mtrain_cli.records.record_files import INDEX
     from mtrain_cli.reporting.report_source import PROFILE, find, known
 
     if run.is_file():

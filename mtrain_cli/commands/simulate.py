@@ -746,7 +746,7 @@ class _SimulateJob:
     ) -> None:
         from mtrain_cli.commands import simulate_output as output
         from mtrain_cli.launch.failures import RunError
-        from mtrain_cli.profiling.records import SWEEP
+        from mtrain_cli.records.record_files import SWEEP
         from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sheet, sweep_table, why_not
         from mtrain_cli.reporting.terminal_width import print_table, say
         from mtrain_cli.simulation.calibration import load_user_calibration

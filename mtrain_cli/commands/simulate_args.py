@@ -279,7 +279,7 @@ class SimulateRequest:
         Raises:
             ConfigError: the file's shape or layers do not match the settings and options.
         """
-        from mtrain_cli.profiling.index_file import load_indices
+        from mtrain_cli.records.index_file import load_indices
         from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
 

@@ -503,10 +503,10 @@ def new_folder(out: Path | None) -> Path:
     Raises:
         ConfigError: it holds a profile or simulation already, or cannot be written.
     """
-    from mtrain_cli.profiling import records
+    from mtrain_cli.records import record_files
 
     folder = out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
-    if (folder / records.SUMMARY).exists():
+    if (folder / record_files.SUMMARY).exists():
         raise ConfigError(
             f"--out {folder}: already holds a profile or simulation; give a new folder"
         )
@@ -530,8 +530,8 @@ def write_files(
 ) -> None:
     """Write summary.json and the records, in the format of a profile."""
     from mtrain_cli.launch.failures import RunError
-    from mtrain_cli.profiling import records
-    from mtrain_cli.profiling.analysis import analyse
+    from mtrain_cli.records import record_files
+    from mtrain_cli.records.analysis import analyse
     from mtrain_cli.simulation.validation import digest
 
     with_rows = [p for p in predictions if p.rows is not None]
@@ -539,16 +539,16 @@ def write_files(
         folder.mkdir(parents=True, exist_ok=True)
         for number, prediction in enumerate(with_rows):
             assert prediction.rows is not None
-            records.write_part(prediction.rows, folder, number)
-        records.join_parts(folder)
-        records.write_summary(folder, content)
+            record_files.write_part(prediction.rows, folder, number)
+        record_files.join_parts(folder)
+        record_files.write_summary(folder, content)
         if with_rows:
             # The summary's digest then covers the records too.
-            content["records_sha256"] = digest(folder / records.RECORDS)
-            records.write_summary(folder, content)
+            content["records_sha256"] = digest(folder / record_files.RECORDS)
+            record_files.write_summary(folder, content)
             content["results"] = [
-                result.to_json() for result in analyse(records.open_records(folder))
+                result.to_json() for result in analyse(record_files.open_records(folder))
             ]
-            records.write_summary(folder, content)
+            record_files.write_summary(folder, content)
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error

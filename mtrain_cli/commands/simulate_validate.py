@@ -78,7 +78,7 @@ def _validate(
 ) -> None:
     from mtrain_cli.commands.simulate_output import new_folder
     from mtrain_cli.console import Console
-    from mtrain_cli.profiling import records
+    from mtrain_cli.records import record_files
     from mtrain_cli.simulation.validation import (
         MismatchedPrediction,
         accuracy,
@@ -87,7 +87,7 @@ def _validate(
         open_run,
     )
 
-    if (folder / FILE).exists() or (folder / records.SUMMARY).exists():
+    if (folder / FILE).exists() or (folder / record_files.SUMMARY).exists():
         raise ConfigError(
             f"--out {folder}: already holds a validation, profile or simulation; give a new folder"
         )
@@ -183,12 +183,12 @@ def _document(
     missing: Sequence[str],
 ) -> dict[str, Any]:
     from mtrain_cli import __version__
-    from mtrain_cli.profiling import records
+    from mtrain_cli.records import record_files
     from mtrain_cli.simulation.calibration import describe_source
     from mtrain_cli.simulation.validation import digest, sources
 
     if predictions:
-        first = records.open_records(predictions[0].expanduser()).summary
+        first = record_files.open_records(predictions[0].expanduser()).summary
         described = first.get("cluster") or {}
         by_source = sources((described.get("constants") or {}).items())
         named, files = described.get("name"), first.get("calibration")
@@ -205,7 +205,7 @@ def _document(
             for run in runs
         ],
         "predictions": [
-            {"folder": str(path), "sha256": digest(path.expanduser() / records.SUMMARY)}
+            {"folder": str(path), "sha256": digest(path.expanduser() / record_files.SUMMARY)}
             for path in predictions
         ],
         "cluster": named,

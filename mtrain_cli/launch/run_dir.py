@@ -25,7 +25,7 @@ from mtrain_cli.config import compose, documents
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
-from mtrain_cli.training.manifest import committed_steps, manifest_file
+from mtrain_cli.launch.manifest import committed_steps, manifest_file
 
 RUNS = Path("runs")
 LOCK = ".lock"

@@ -11,10 +11,10 @@ from pathlib import Path
 from mtrain_cli.config import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart, run_state
+from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RUNS, RunDir
 from mtrain_cli.launch.run_state import RunState
-from mtrain_cli.training.manifest import committed_steps, manifest_file
 
 # A step that takes longer than this, and this many times a usual step, may never end.
 STALLED_S = 60.0

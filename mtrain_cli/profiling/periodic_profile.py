@@ -14,9 +14,9 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
+from mtrain_cli.records import record_files
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback, FinishedStep
 from mtrain_cli.training.trainer import Trainer
@@ -113,11 +113,11 @@ class TrainingProfile(Callback):
         if not self._folder.exists():
             return [], 0
         try:
-            summary = json.loads((self._folder / records.SUMMARY).read_text())
-            if summary["schema"] == records.SCHEMA and all(
+            summary = json.loads((self._folder / record_files.SUMMARY).read_text())
+            if summary["schema"] == record_files.SCHEMA and all(
                 name in case for case in summary["cases"] for name in _SAME
             ):
-                return list(summary["cases"]), records.delete_parts_after(
+                return list(summary["cases"]), record_files.delete_parts_after(
                     self._folder, self._trainer.step
                 )
         except (OSError, ValueError, KeyError, TypeError):

@@ -17,9 +17,6 @@ from mtrain_cli.attention.index import BlockBitmap, Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.analysis import analyse
-from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
 from mtrain_cli.profiling.measurement import (
     ATTENTION_ONLY,
     Bench,
@@ -28,6 +25,9 @@ from mtrain_cli.profiling.measurement import (
     slowest,
 )
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
+from mtrain_cli.records import record_files
+from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.tables import recording_cost
 from mtrain_cli.reporting.terminal import make_console, show_sources
@@ -80,7 +80,7 @@ class ProfileWriter:
         }
         self._document["command"] = self._document["environment"].get("command", [])
         if self.first:
-            records.write_summary(self.folder, self._document)
+            record_files.write_summary(self.folder, self._document)
 
     def recorded(
         self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]
@@ -124,8 +124,8 @@ class ProfileWriter:
         rows = np.concatenate(self._waiting)
         self._waiting.clear()
         self._note_density(rows)
-        records.write_part(rows, self.folder, number)
-        records.write_summary(self.folder, self._document)
+        record_files.write_part(rows, self.folder, number)
+        record_files.write_summary(self.folder, self._document)
 
     def measured(self, case: MeasurementCase, **values: float) -> None:
         """Add values to the case's entry in the summary."""
@@ -144,7 +144,7 @@ class ProfileWriter:
 
         Both are sums over heads, layers and sequences.
         """
-        forward = rows[rows["direction"] == records.WORDS["direction"].index("forward")]
+        forward = rows[rows["direction"] == record_files.WORDS["direction"].index("forward")]
         for case in self.cases:
             config = case.config
             sequences = (
@@ -191,18 +191,20 @@ class ProfileWriter:
         }
         self._document["complete"] = self.samples >= self.plan.samples
         if analysed:
-            records.join_parts(self.folder)
-        records.write_summary(self.folder, self._document)
+            record_files.join_parts(self.folder)
+        record_files.write_summary(self.folder, self._document)
         if not self._latest:
             return
         if analysed:
             self._document["results"] = [
                 case_analysis.to_json()
-                for case_analysis in analyse(records.open_records(self.folder))
+                for case_analysis in analyse(record_files.open_records(self.folder))
             ]
-            records.write_summary(self.folder, self._document)
+            record_files.write_summary(self.folder, self._document)
         write_trace(
-            np.concatenate(list(self._latest.values())), self._document, self.folder / records.TRACE
+            np.concatenate(list(self._latest.values())),
+            self._document,
+            self.folder / record_files.TRACE,
         )
 
     def show(self) -> None:
@@ -269,11 +271,9 @@ class ProfileWriter:
         parts: Iterator[tuple[str, int, Index | None]],
     ) -> None:
         try:
-            save_indices(self.folder / records.INDEX, setup, masks, parts)
+            save_indices(self.folder / record_files.INDEX, setup, masks, parts)
         except OSError as error:
-            self.problem = (
-                f"{self.folder / records.INDEX}: could not be written ({error.strerror or error})"
-            )
+            self.problem = f"{self.folder / record_files.INDEX}: could not be written ({error.strerror or error})"
 
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]

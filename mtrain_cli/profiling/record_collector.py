@@ -27,7 +27,7 @@ from mtrain_cli.parallel.recording import (
     Span,
     with_gaps,
 )
-from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
+from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
 from mtrain_cli.simulation.work_counts import StepWork
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.profiling import records
 from mtrain_cli.profiling.measurement import Bench, MeasurementProgress
-from mtrain_cli.profiling.step_breakdown import StepBreakdown, find_parts, messages, shortest
+from mtrain_cli.records import record_files
+from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.banner import banner
-from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.trainer import StepResult, Trainer
 
@@ -221,7 +221,7 @@ def _document(
     gpu = trainer.device.type == "cuda"
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
     return {
-        "kind": records.STEP,
+        "kind": record_files.STEP,
         "complete": True,
         "command": facts.get("command", []),
         "environment": facts,
@@ -319,7 +319,7 @@ def _write_results(
         RunError: the folder cannot be written.
     """
     try:
-        with (folder / records.KERNELS).open("w", newline="", encoding="utf-8") as file:
+        with (folder / record_files.KERNELS).open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file)
             rows.writerow(("rank", "name", "part", "calls", "ms"))
             for rank, summary in enumerate(everyone):
@@ -328,7 +328,7 @@ def _write_results(
                     (rank, k.name, k.part, k.calls / steps, k.ns / 1e6 / steps)
                     for k in summary.breakdown.kinds
                 )
-        records.write_summary(folder, document)
+        record_files.write_summary(folder, document)
     except OSError as error:
         raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
 

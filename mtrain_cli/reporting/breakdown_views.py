@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.profiling.step_breakdown import WAITS
+from mtrain_cli.records.step_breakdown import WAITS
 from mtrain_cli.reporting.step_tables import short_name
 
 View = tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import Evaluation
-from mtrain_cli.training.metrics import StepMetrics
 
 View = tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]  # labels, traces, layout
 POINTS, POINTS_OF_ALL = 1500, 6000  # per curve, and per quantity over all runs

@@ -23,9 +23,9 @@ from mtrain_cli.parallel.recording import (
     RECEIVE,
     WAIT,
 )
-from mtrain_cli.profiling.analysis import BINS, CaseAnalysis
-from mtrain_cli.profiling.record_sums import EXPOSED, LATE
-from mtrain_cli.profiling.records import LINKS
+from mtrain_cli.records.analysis import BINS, CaseAnalysis
+from mtrain_cli.records.record_files import LINKS
+from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting.breakdown_views import (
     head_views,
     kernel_views,

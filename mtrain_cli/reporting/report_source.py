@@ -15,8 +15,9 @@ from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.profiling.analysis import CaseAnalysis, analyse
-from mtrain_cli.profiling.records import (
+from mtrain_cli.records.analysis import CaseAnalysis, analyse
+from mtrain_cli.records.metrics import METRICS_FILE, StepMetrics, read_metrics
+from mtrain_cli.records.record_files import (
     HEAD_ROWS,
     KERNELS,
     PARTS,
@@ -32,7 +33,6 @@ from mtrain_cli.profiling.records import (
 from mtrain_cli.reporting.run_settings import read_settings
 from mtrain_cli.reporting.step_tables import damage_of_step
 from mtrain_cli.training.evaluation import Evaluation, read_evaluations
-from mtrain_cli.training.metrics import METRICS_FILE, StepMetrics, read_metrics
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"

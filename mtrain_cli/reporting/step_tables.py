@@ -12,9 +12,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.console import Console
-from mtrain_cli.profiling.step_breakdown import HOST, IDLE, LINKS, WAITS
+from mtrain_cli.records.metrics import sound_mfu
+from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
 from mtrain_cli.reporting.terminal_width import number, print_table, say
-from mtrain_cli.training.metrics import sound_mfu
 
 NAME = 44  # characters of a kernel's name
 _GPU = (

@@ -17,10 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.profiling.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.records.analysis import BINS, CaseAnalysis, Estimate, PassAnalysis
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import losses_by_bucket
-from mtrain_cli.training.metrics import StepMetrics
 
 NOISE = (
     "Noise: twice the standard error of the difference, from the spread over iterations; "

@@ -17,7 +17,7 @@ import numpy as np
 import pandas
 
 from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
-from mtrain_cli.profiling.records import ROW, as_frame
+from mtrain_cli.records.record_files import ROW, as_frame
 
 MOST_ROWS = 400_000  # a browser opens this many; beyond, only some layers are drawn
 FOLDER = "trace"

@@ -17,8 +17,8 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
-from mtrain_cli.profiling.imbalance import Imbalance, degrees
-from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.records.imbalance import Imbalance, degrees
+from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     DENSE,
     HIGH,
@@ -398,7 +398,7 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
     """Return imbalance degrees. Columns count as one more step when comparing workers only.
 
-    (As in `profiling.analysis`.)
+    (As in `records.analysis`.)
     """
     values = degrees(table[None])[:, 0]
     if columns.any():

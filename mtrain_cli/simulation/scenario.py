@@ -12,7 +12,7 @@ import torch
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
-from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily

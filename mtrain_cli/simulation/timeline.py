@@ -40,7 +40,7 @@ from mtrain_cli.parallel.recording import (
     SEND,
     WAIT,
 )
-from mtrain_cli.profiling.records import LINKS, PAYLOADS, ROW
+from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
 from mtrain_cli.simulation.program import (
     Action,
     Dispatch,

@@ -21,10 +21,10 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.schedule import QUERIES
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.analysis import CaseAnalysis, PassAnalysis, analyse
-from mtrain_cli.profiling.index_file import RecordedIndices, load_indices
-from mtrain_cli.profiling.records import RecordedFolder
+from mtrain_cli.records import record_files
+from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
+from mtrain_cli.records.index_file import RecordedIndices, load_indices
+from mtrain_cli.records.record_files import RecordedFolder
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -64,18 +64,18 @@ def open_run(folder: Path) -> MeasuredRun:
         ConfigError: it is not a complete profile with indices.
     """
     inside = next(
-        (f for f in (folder, folder / "profile") if (f / records.SUMMARY).is_file()), folder
+        (f for f in (folder, folder / "profile") if (f / record_files.SUMMARY).is_file()), folder
     )
     if not folder.is_dir():
         raise ConfigError(
             f"--validate {folder}: no such folder; give one that `mtrain profile imbalance` wrote"
         )
-    if inside is folder and not (folder / records.SUMMARY).is_file():
+    if inside is folder and not (folder / record_files.SUMMARY).is_file():
         raise ConfigError(
-            f"--validate {folder}: no profile ({records.SUMMARY} is missing); `mtrain profile "
+            f"--validate {folder}: no profile ({record_files.SUMMARY} is missing); `mtrain profile "
             "imbalance` writes one"
         )
-    recorded = records.open_records(inside)
+    recorded = record_files.open_records(inside)
     if recorded.summary.get("kind") != "profile":
         raise ConfigError(
             f"--validate {folder}: is a {recorded.summary.get('kind')}, not a measurement; give it "
@@ -86,12 +86,12 @@ def open_run(folder: Path) -> MeasuredRun:
         raise ConfigError(
             f"--validate {folder}: ended early ({done} of {wanted} samples); measure again"
         )
-    if not (inside / records.INDEX).is_file():
+    if not (inside / record_files.INDEX).is_file():
         raise ConfigError(
-            f"--validate {folder}: {records.INDEX} is missing, so nothing can be replayed; measure "
+            f"--validate {folder}: {record_files.INDEX} is missing, so nothing can be replayed; measure "
             "again"
         )
-    indices = load_indices(inside / records.INDEX)
+    indices = load_indices(inside / record_files.INDEX)
     cases = tuple(analyse(recorded))
     if not cases:
         raise ConfigError(f"--validate {folder}: no records; measure again")
@@ -194,7 +194,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         layers = tuple(layer for layer in run.indices.layers(pattern) if layer in case.layers)
         if not layers:
             raise ConfigError(
-                f"--validate {run.folder}: {records.INDEX} has no index of the layers of "
+                f"--validate {run.folder}: {record_files.INDEX} has no index of the layers of "
                 f"{case.label}"
             )
         indices = run.indices
@@ -212,7 +212,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: {records.INDEX} has indices of {made.seq} "
+            f"--validate {run.folder}: {case.label}: {record_files.INDEX} has indices of {made.seq} "
             "tokens and of "
             f"{', '.join(run.indices.patterns)} only; measure one length a run"
         )
@@ -266,8 +266,8 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
     """Write predictions for `open_prediction`."""
     for number, prediction in enumerate(predictions):
         assert prediction.rows is not None
-        records.write_part(prediction.rows, folder, number)
-    records.join_parts(folder)
+        record_files.write_part(prediction.rows, folder, number)
+    record_files.join_parts(folder)
     predicted = [
         {
             "label": p.facts["label"],
@@ -292,7 +292,7 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
         "workers": max(p.setup.workers for p in predictions),
         "samples_wanted": 1,
     }
-    records.write_summary(
+    record_files.write_summary(
         folder,
         document | {"samples": 1, "cases": [p.facts for p in predictions], "predicted": predicted},
     )
@@ -319,12 +319,12 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     Raises:
         ConfigError: the folder holds no simulation with records, or its records were replaced.
     """
-    if not (folder / records.SUMMARY).is_file():
+    if not (folder / record_files.SUMMARY).is_file():
         raise ConfigError(
-            f"{option} {folder}: no prediction ({records.SUMMARY} is missing); `mtrain simulate "
+            f"{option} {folder}: no prediction ({record_files.SUMMARY} is missing); `mtrain simulate "
             "--out FOLDER` writes one"
         )
-    recorded = records.open_records(folder)
+    recorded = record_files.open_records(folder)
     summary = recorded.summary
     if summary.get("kind") != "simulation":
         raise ConfigError(
@@ -334,7 +334,7 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     expected = summary.get("records_sha256")
     if expected is not None and (not recorded.parts or digest(recorded.parts[0]) != expected):
         raise ConfigError(
-            f"{option} {folder}: {records.RECORDS} is not the file written with {records.SUMMARY}; "
+            f"{option} {folder}: {record_files.RECORDS} is not the file written with {record_files.SUMMARY}; "
             "predict again"
         )
     written = str((summary.get("environment") or {}).get("started") or "")

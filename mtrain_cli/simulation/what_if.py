@@ -19,8 +19,8 @@ from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
-from mtrain_cli.profiling.imbalance import Imbalance, imbalance
-from mtrain_cli.profiling.index_file import RecordedIndices, RecordedSetup
+from mtrain_cli.records.imbalance import Imbalance, imbalance
+from mtrain_cli.records.index_file import RecordedIndices, RecordedSetup
 from mtrain_cli.simulation.work_counts import (
     BACKWARD,
     FLOP_PER_PAIR,

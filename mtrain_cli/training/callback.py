@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mtrain_cli.model.decoder import Attend
+    from mtrain_cli.records.metrics import StepMetrics
     from mtrain_cli.training.batch import Batch, PackedSample
-    from mtrain_cli.training.metrics import StepMetrics
     from mtrain_cli.training.trainer import StepResult
 
 

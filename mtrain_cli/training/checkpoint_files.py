@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mtrain_cli.launch import safe_pickle
-from mtrain_cli.training.manifest import plain_name
+from mtrain_cli.launch.manifest import plain_name
 
 METADATA = ".metadata"
 

@@ -36,19 +36,19 @@ from torch.futures import Future
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
+from mtrain_cli.launch.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    checksum,
+    committed_steps,
+)
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.checkpoint_files import (
     CheckpointPlanner,
     CheckpointReader,
     ForeignFileError,
     tensors_of,
-)
-from mtrain_cli.training.manifest import (
-    FileEntry,
-    Manifest,
-    ManifestError,
-    checksum,
-    committed_steps,
 )
 
 T = TypeVar("T")

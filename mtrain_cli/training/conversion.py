@@ -18,6 +18,7 @@ from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch import run_dir
+from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.model.huggingface import (
     HuggingFaceFolder,
     parameter_problems,
@@ -34,7 +35,6 @@ from mtrain_cli.training.checkpointer import (
     load_model_state,
     write_model_state,
 )
-from mtrain_cli.training.manifest import Manifest, ManifestError, committed_steps
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"

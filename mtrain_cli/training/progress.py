@@ -20,7 +20,7 @@ from rich.text import Text
 
 from mtrain_cli.console import Console
 from mtrain_cli.launch.run_state import StateReporter
-from mtrain_cli.training.metrics import StepMetrics
+from mtrain_cli.records.metrics import StepMetrics
 
 WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: excluded from rates
 PACE_STEPS = 20

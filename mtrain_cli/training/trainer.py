@@ -39,6 +39,7 @@ from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training import garbage_collection
 from mtrain_cli.training.batch import Batch, BatchMaker, HostBatch
 from mtrain_cli.training.callback import Callback
@@ -51,7 +52,6 @@ from mtrain_cli.training.index_metrics import (
     index_records,
     local_index_sums,
 )
-from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.optimizer import (
     LearningRateSchedule,
     local_gradients,

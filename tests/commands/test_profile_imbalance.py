@@ -15,9 +15,9 @@ from command import mtrain
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.profiling.imbalance import imbalance
-from mtrain_cli.profiling.index_file import load_indices
-from mtrain_cli.profiling.records import open_records
+from mtrain_cli.records.imbalance import imbalance
+from mtrain_cli.records.index_file import load_indices
+from mtrain_cli.records.record_files import open_records
 
 SMALL = ["seq=512", "topology.device=cpu", "topology.block_size=32", "model.num_layers=2"]
 SPARSE = [

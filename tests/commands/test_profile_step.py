@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.profiling import step_profile
-from mtrain_cli.profiling.step_breakdown import OF_GPU, StepBreakdown
+from mtrain_cli.records.step_breakdown import OF_GPU, StepBreakdown
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.step_tables import NAME, lines, short_name
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from mtrain_cli import resource_dir
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.completion import complete_measured
-from mtrain_cli.training.metrics import StepMetrics
+from mtrain_cli.records.metrics import StepMetrics
 
 SLOW = Play(ring(4), lambda _d, r, _s: 2.0 if r == 2 else 1.0, link={"context": 0.2})
 

@@ -20,8 +20,8 @@ from mtrain_cli import resource_dir
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands.simulate_validate import _kernel_source
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.records import record_files
+from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation.calibration import kernels_for, load_calibration, same_device
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
@@ -167,10 +167,10 @@ def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
         result = predict(
             load_cluster("h200_1x8"), problem, one, kernel="flash4", rows=True, number=number
         )
-        records.write_part(result.rows, tmp_path / "run", number)
+        record_files.write_part(result.rows, tmp_path / "run", number)
         facts.append(result.facts)
-    records.join_parts(tmp_path / "run")
-    save_indices(tmp_path / "run" / records.INDEX, setup, masks, [("dense", 0, None)])
+    record_files.join_parts(tmp_path / "run")
+    save_indices(tmp_path / "run" / record_files.INDEX, setup, masks, [("dense", 0, None)])
     about = {
         "kind": "profile",
         "mode": "attention",
@@ -180,7 +180,7 @@ def test_a_replay_uses_the_exchange_options_of_the_profile(tmp_path):
         "samples": 1,
         "cases": facts,
     }
-    records.write_summary(
+    record_files.write_summary(
         tmp_path / "run", about | {"environment": {"started": "2026-01-02T00:00:00+0000"}}
     )
     labels = [fact["exchange"] for fact in facts]

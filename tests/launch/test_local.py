@@ -28,8 +28,8 @@ from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.local import launch
 from mtrain_cli.launch.restart import Restart, RestartDecision
 from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training.checkpointer import Checkpointer
-from mtrain_cli.training.metrics import StepMetrics
 from mtrain_cli.training.progress import TrainingProgress
 
 STEP = StepMetrics(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mtrain_cli.parallel.recording import NOTHING, MessageTag, Span
 from mtrain_cli.profiling import record_collector
 from mtrain_cli.profiling.record_collector import merge_ranks, own_rows
-from mtrain_cli.profiling.records import ROW, WORDS
+from mtrain_cli.records.record_files import ROW, WORDS
 from mtrain_cli.simulation.work_counts import StepWork
 
 

@@ -10,10 +10,11 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.profiling import records, worker_calls
-from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.profiling import worker_calls
 from mtrain_cli.profiling.kernel_benchmark import KernelCase, KernelTime, save_calibration
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
+from mtrain_cli.records import record_files
+from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
     DENSE,
@@ -125,7 +126,7 @@ def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(timed, tmp_path):
             cluster, problem, setup, kernel="sdpa", calibration=calibration, rows=True, bounds=False
         ).rows
         assert rows is not None
-        mine = rows[rows["phase"] == records.WORDS["phase"].index("attention")]
+        mine = rows[rows["phase"] == record_files.WORDS["phase"].index("attention")]
         assert 0 < mine["pairs"].sum() < 0.6 * 2 * 4 * 4096 * 4097 / 2
         return np.sort(mine["dur_us"])
 

@@ -18,10 +18,10 @@ from synthetic_records import Play, recorded_once, ring
 
 from mtrain_cli.console import Console
 from mtrain_cli.printable import printable
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.terminal import show_sources
-from mtrain_cli.training.metrics import StepMetrics
 
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
 MARKUP = "[/red][bold]a :smile: \x1b]0;title\x07\x1b[31mred\r\b\u202ename"

@@ -9,6 +9,7 @@ import pytest
 from reporting.test_html import figures_in
 
 from mtrain_cli.launch.restart import Restart
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting import html, tables
 from mtrain_cli.reporting.curves import (
     POINTS,
@@ -23,7 +24,6 @@ from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.run_settings import read_settings
 from mtrain_cli.training.evaluation import ContextBucket, Evaluation
-from mtrain_cli.training.metrics import StepMetrics
 
 BAD = "</script><b>a & b"
 VARIATION = "iterations without recording vary by up to 18.2%"
@@ -229,7 +229,7 @@ def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path)
     import pandas
 
     from mtrain_cli.config.schema import ConfigError
-    from mtrain_cli.profiling.records import HEAD_ROWS, SPARSITY, write_summary
+    from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 
     numbers = {"density": 0.2, "of_mask": 0.2, "worst": 0.5, "slashes": 3, "columns": 9}
     places = [(at, layer, head) for at in (1, 5) for layer in (0, 1) for head in (0, 1)]

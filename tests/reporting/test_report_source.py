@@ -10,6 +10,7 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.report_source import (
     ReportSource,
     default,
@@ -18,7 +19,6 @@ from mtrain_cli.reporting.report_source import (
     open_source,
     ships,
 )
-from mtrain_cli.training.metrics import StepMetrics
 
 PLAY = Play(ring(4))
 

@@ -9,7 +9,7 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.records.index_file import RecordedSetup, save_indices
 
 BLOCK, SEQ, HEADS = 16, 1000, 4
 PADDED = 1024  # of 4 workers in stripes of 16 tokens

@@ -14,8 +14,8 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.records import record_files
+from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplayCase, ReplaySetup, make_case, resized
@@ -62,9 +62,9 @@ def executors(case: ReplayCase) -> list[Exchange]:
 
 
 def table(rows: np.ndarray, direction: str, name: str, shape: tuple[int, int]) -> np.ndarray:
-    mine = rows[rows["direction"] == records.WORDS["direction"].index(direction)]
+    mine = rows[rows["direction"] == record_files.WORDS["direction"].index(direction)]
     found = np.zeros(shape, np.int64)
-    attention = mine[mine["phase"] == records.WORDS["phase"].index("attention")]
+    attention = mine[mine["phase"] == record_files.WORDS["phase"].index("attention")]
     np.add.at(found, (attention["rank"], attention["step"]), attention[name])
     return found
 
@@ -116,9 +116,9 @@ def check(
                 blocks = table(rows, direction, "blocks", shape)[rank].tolist()
                 assert blocks == [count if pairs else 0 for pairs, count in steps]
             of_columns = rows[
-                (rows["phase"] == records.WORDS["phase"].index("columns"))
+                (rows["phase"] == record_files.WORDS["phase"].index("columns"))
                 & (rows["rank"] == rank)
-                & (rows["direction"] == records.WORDS["direction"].index(direction))
+                & (rows["direction"] == record_files.WORDS["direction"].index(direction))
             ]
             assert int(of_columns["pairs"].sum()) == column_pairs
             # Steps without time have no row. Phases that compute nothing need not count their

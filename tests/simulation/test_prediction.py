@@ -16,9 +16,9 @@ from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.parallel.exchange_bytes import ShardSizes, sent_bytes
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.analysis import analyse
-from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.records import record_files
+from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW, SPARSE, kernels_for
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
@@ -186,15 +186,20 @@ def test_work_equals_that_of_the_counter():
                 ).items():
                     mine = found.rows[
                         (found.rows["layer"] == layer)
-                        & (found.rows["direction"] == records.WORDS["direction"].index(direction))
+                        & (
+                            found.rows["direction"]
+                            == record_files.WORDS["direction"].index(direction)
+                        )
                     ]
-                    attention = mine[mine["phase"] == records.WORDS["phase"].index("attention")]
+                    attention = mine[
+                        mine["phase"] == record_files.WORDS["phase"].index("attention")
+                    ]
                     pairs, blocks = np.zeros_like(work.pairs), np.zeros_like(work.blocks)
                     pairs[attention["rank"], attention["step"]] = attention["pairs"]
                     blocks[attention["rank"], attention["step"]] = attention["blocks"]
                     assert (pairs == work.pairs).all()
                     assert (blocks[work.pairs > 0] == work.blocks[work.pairs > 0]).all()
-                    columns = mine[mine["phase"] == records.WORDS["phase"].index("columns")]
+                    columns = mine[mine["phase"] == record_files.WORDS["phase"].index("columns")]
                     assert columns["pairs"].sum() == work.column_pairs.sum()
                     checked += 1
     assert checked == 3 * 4 * 2 * 2
@@ -237,8 +242,8 @@ def test_a_simulation_reads_like_a_profile(tmp_path):
         for i, s in enumerate(setups)
     ]
     for i, prediction in enumerate(found):
-        records.write_part(prediction.rows, tmp_path, i)
-    records.join_parts(tmp_path)
+        record_files.write_part(prediction.rows, tmp_path, i)
+    record_files.join_parts(tmp_path)
     document = {
         "kind": "simulation",
         "mode": "attention",
@@ -246,10 +251,10 @@ def test_a_simulation_reads_like_a_profile(tmp_path):
         "workers": 16,
         "samples_wanted": 1,
     }
-    records.write_summary(
+    record_files.write_summary(
         tmp_path, document | {"cases": [prediction.facts for prediction in found]}
     )
-    for case, prediction in zip(analyse(records.open_records(tmp_path)), found, strict=True):
+    for case, prediction in zip(analyse(record_files.open_records(tmp_path)), found, strict=True):
         assert set(case.passes) == {"forward", "recompute", "backward"}
         assert case.bins.sum(-1) == pytest.approx(case.passes_ms, rel=1e-4), "bins fill the passes"
         for direction, of_pass in prediction.passes.items():

@@ -14,8 +14,8 @@ from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.profiling.imbalance import imbalance
-from mtrain_cli.profiling.index_file import load_indices, save_indices
+from mtrain_cli.records.imbalance import imbalance
+from mtrain_cli.records.index_file import load_indices, save_indices
 from mtrain_cli.simulation.what_if import (
     InvalidSetup,
     ReplaySetup,

@@ -10,7 +10,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.compose import compose
 from mtrain_cli.parallel.exchange_bytes import ShardSizes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.profiling.index_file import RecordedSetup
+from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
     DENSE,

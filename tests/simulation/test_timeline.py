@@ -11,7 +11,7 @@ from simulation.event_loop import EventLoop
 
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import INNER, OUTER, Schedule, ScheduleOptions, make_schedule
-from mtrain_cli.profiling.records import LINKS
+from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.simulation.program import PricedMessage, Prices, collective_of_all, program
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together

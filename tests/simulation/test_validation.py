@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.index_file import RecordedSetup, save_indices
+from mtrain_cli.records import record_files
+from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.families import IndexFamily
@@ -69,11 +69,11 @@ def recorded(tmp_path_factory) -> Path:
             rows=True,
             number=number,
         )
-        records.write_part(found.rows, folder, number)
+        record_files.write_part(found.rows, folder, number)
         facts.append(found.facts)
-    records.join_parts(folder)
+    record_files.join_parts(folder)
     save_indices(
-        folder / records.INDEX, setup, masks, [("vertical_slash", 0, family.index(0, SEQ, 4))]
+        folder / record_files.INDEX, setup, masks, [("vertical_slash", 0, family.index(0, SEQ, 4))]
     )
     document = {
         "kind": "profile",
@@ -83,7 +83,7 @@ def recorded(tmp_path_factory) -> Path:
         "samples_wanted": 1,
         "samples": 1,
     }
-    records.write_summary(
+    record_files.write_summary(
         folder, document | {"cases": facts, "environment": {"started": "2026-01-02T00:00:00+0000"}}
     )
     return folder
@@ -93,13 +93,15 @@ def changed(recorded: Path, to: Path, **columns) -> Path:
     """The same profile with other rows: each function gets all rows and gives a column."""
     shutil.copytree(recorded, to)
     rows = np.zeros(
-        sum(len(b["case"]) for b in records.open_records(recorded).batches()), records.ROW
+        sum(len(b["case"]) for b in record_files.open_records(recorded).batches()), record_files.ROW
     )
-    for name in records.ROW.names:
-        rows[name] = np.concatenate([b[name] for b in records.open_records(recorded).batches()])
+    for name in record_files.ROW.names:
+        rows[name] = np.concatenate(
+            [b[name] for b in record_files.open_records(recorded).batches()]
+        )
     for name, function in columns.items():
         rows[name] = function(rows)
-    records.write_rows(rows, to / records.RECORDS)
+    record_files.write_rows(rows, to / record_files.RECORDS)
     return to
 
 
@@ -205,7 +207,7 @@ def test_written_predictions_are_used_and_protected_against_changes(recorded):
         "what is written counts, and its digest is another"
     )
     assert other["predictions"][0]["sha256"] != said
-    shutil.copy(recorded / records.RECORDS, "written")
+    shutil.copy(recorded / record_files.RECORDS, "written")
     refused = run("simulate", "--validate", recorded, "--prediction", "written")
     assert refused.exit_code == 2
     assert (
@@ -216,8 +218,8 @@ def test_written_predictions_are_used_and_protected_against_changes(recorded):
 
 def edited(recorded: Path, to: Path, **values) -> Path:
     shutil.copytree(recorded, to)
-    summary = json.loads((to / records.SUMMARY).read_text())
-    (to / records.SUMMARY).write_text(json.dumps(summary | values))
+    summary = json.loads((to / record_files.SUMMARY).read_text())
+    (to / record_files.SUMMARY).write_text(json.dumps(summary | values))
     return to
 
 
@@ -230,7 +232,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
             "--validate bad: no profile (summary.json is missing)",
         ),
         (
-            lambda r, to: (edited(r, to) / records.INDEX).unlink(),
+            lambda r, to: (edited(r, to) / record_files.INDEX).unlink(),
             "--validate bad: index.npz is missing",
         ),
         (
@@ -243,11 +245,11 @@ def edited(recorded: Path, to: Path, **values) -> Path:
             "--validate bad: is a simulation, not a measurement; give it as --prediction bad",
         ),
         (
-            lambda r, to: (edited(r, to) / records.INDEX).write_bytes(b"no"),
+            lambda r, to: (edited(r, to) / record_files.INDEX).write_bytes(b"no"),
             "index.npz: not an index file of mtrain, or damaged",
         ),
         (
-            lambda r, to: (edited(r, to) / records.RECORDS).unlink(),
+            lambda r, to: (edited(r, to) / record_files.RECORDS).unlink(),
             "--validate bad: no records",
         ),
     ],
@@ -319,7 +321,7 @@ def test_errors_of_both_signs_are_reported_per_case(recorded, tmp_path):
 
 
 def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recorded, tmp_path):
-    summary = json.loads((recorded / records.SUMMARY).read_text())
+    summary = json.loads((recorded / record_files.SUMMARY).read_text())
     cases = [facts | {"forward_ms": 1234.0} for facts in summary["cases"]]
     run = open_run(edited(recorded, tmp_path / "one", cases=cases))
     case = run.cases[0]

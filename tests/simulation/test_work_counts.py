@@ -20,7 +20,7 @@ from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.ring_exchange import RingExchange
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, ScheduleStep, make_schedule
 from mtrain_cli.parallel.ulysses_exchange import UlyssesExchange
-from mtrain_cli.profiling.imbalance import imbalance
+from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.simulation.work_counts import StepWork, WorkCounter, count_work
 
 SEQ, HEADS, BLOCK = 61, 4, 4

@@ -23,13 +23,13 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 from mtrain_cli.config import compose
+from mtrain_cli.launch.manifest import Manifest, checksum
 from mtrain_cli.training.checkpointer import (
     Checkpointer,
     NoCheckpointError,
     load_model_state,
     write_model_state,
 )
-from mtrain_cli.training.manifest import Manifest, checksum
 
 MODEL = [
     "model.hidden_size=32",

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from mtrain_cli.launch import run_state
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.training.metrics import StepMetrics
+from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.training.progress import TrainingProgress, format_duration, sparkline
 
 STEP = StepMetrics(

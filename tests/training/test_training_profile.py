@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from command import mtrain
 
-from mtrain_cli.profiling.analysis import analyse
-from mtrain_cli.profiling.index_file import load_indices
-from mtrain_cli.profiling.records import open_records
+from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.index_file import load_indices
+from mtrain_cli.records.record_files import open_records
 
 WORDS = [
     "seq=512", "topology.device=cpu", "topology.workers=2", "topology.exchange=ring",

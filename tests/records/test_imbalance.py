@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mtrain_cli.profiling.imbalance import computation, degrees, imbalance
+from mtrain_cli.records.imbalance import computation, degrees, imbalance
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.profiling.step_breakdown import (
+from mtrain_cli.records.step_breakdown import (
     OperationTotals,
     _claim,
     find_parts,

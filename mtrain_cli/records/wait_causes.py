@@ -13,8 +13,8 @@ import numpy as np
 
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
 from mtrain_cli.parallel.schedule import HEADS, INNER, OUTER
-from mtrain_cli.profiling.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
-from mtrain_cli.profiling.records import LINKS
+from mtrain_cli.records.record_files import LINKS
+from mtrain_cli.records.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
 
 SLOWER = 1.25  # time over what the work explains: a straggler beyond it, below it has more work
 MORE = 1.1  # work over that of the others: the same work below it

@@ -23,7 +23,7 @@ from mtrain_cli.parallel.recording import (
     WAIT,
 )
 from mtrain_cli.parallel.schedule import GRADIENTS
-from mtrain_cli.profiling.records import LINKS, PAYLOADS, SUMMARY, RecordedFolder
+from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 
 # Categories of the time of a pass. A wait is `late` until the peer has started sending, then
 # `exposed` on its link.

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.training import metrics as module
-from mtrain_cli.training.metrics import MetricsWriter, StepMetrics, read_metrics
+from mtrain_cli.records import metrics as module
+from mtrain_cli.records.metrics import MetricsWriter, StepMetrics, read_metrics
 
 STEP = StepMetrics(
     step=1,

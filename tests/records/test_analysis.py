@@ -11,11 +11,11 @@ import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
 from mtrain_cli.parallel.recording import KINDS
-from mtrain_cli.profiling.analysis import BINS, Estimate, _CaseTotals, analyse
-from mtrain_cli.profiling.imbalance import computation, imbalance
-from mtrain_cli.profiling.record_sums import iterations, survey
-from mtrain_cli.profiling.records import LINKS, PAYLOADS, open_records
-from mtrain_cli.profiling.wait_causes import WaitAttribution
+from mtrain_cli.records.analysis import BINS, Estimate, _CaseTotals, analyse
+from mtrain_cli.records.imbalance import computation, imbalance
+from mtrain_cli.records.record_files import LINKS, PAYLOADS, open_records
+from mtrain_cli.records.record_sums import iterations, survey
+from mtrain_cli.records.wait_causes import WaitAttribution
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 
@@ -192,8 +192,8 @@ def test_samples_drawn_from_long_recordings_cover_every_step_and_layer(tmp_path,
     rows = np.tile(what, count)
     rows["iteration"] = np.repeat(np.arange(count), len(what))
     # One value of as many as there are steps is kept, one table of as many as there are layers.
-    monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_VALUES", count * layers * (steps + 1))
-    monkeypatch.setattr("mtrain_cli.profiling.analysis.MOST_TABLES", count)
+    monkeypatch.setattr("mtrain_cli.records.analysis.MOST_VALUES", count * layers * (steps + 1))
+    monkeypatch.setattr("mtrain_cli.records.analysis.MOST_TABLES", count)
     recorded = open_records(
         write(tmp_path, [rows], [facts_of(ring(steps), layers=layers)], wanted=count)
     )

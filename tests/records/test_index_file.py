@@ -13,7 +13,7 @@ import torch
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling.index_file import IndexWriter, RecordedSetup, load_indices, save_indices
+from mtrain_cli.records.index_file import IndexWriter, RecordedSetup, load_indices, save_indices
 
 SETUP = RecordedSetup(
     seq=61, heads=4, kv_heads=2, head_dim=8, dtype_bytes=2, workers=4, per_node=2,

@@ -9,8 +9,8 @@ import pandas
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling import records
-from mtrain_cli.profiling.records import (
+from mtrain_cli.records import record_files
+from mtrain_cli.records.record_files import (
     ROW,
     WORDS,
     delete_parts_after,
@@ -32,7 +32,7 @@ def some_rows(count: int, seed: int = 0) -> np.ndarray:
     return rows
 
 
-def same(recorded: records.RecordedFolder, rows: np.ndarray) -> bool:
+def same(recorded: record_files.RecordedFolder, rows: np.ndarray) -> bool:
     found = {name: np.concatenate([b[name] for b in recorded.batches()]) for name in ROW.names}
     return all(
         (found[name] == rows[name]).all() and found[name].dtype == ROW[name] for name in ROW.names

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.parallel.recording import ATTENTION, COLUMNS
-from mtrain_cli.profiling.imbalance import degrees, ratios
-from mtrain_cli.profiling.record_sums import (
+from mtrain_cli.records.imbalance import degrees, ratios
+from mtrain_cli.records.record_files import LINKS, RecordedFolder
+from mtrain_cli.records.record_sums import (
     BUSY,
     EXPOSED,
     LATE,
@@ -22,8 +23,7 @@ from mtrain_cli.profiling.record_sums import (
     iterations,
     survey,
 )
-from mtrain_cli.profiling.records import LINKS, RecordedFolder
-from mtrain_cli.profiling.wait_causes import WaitAttribution, WaitCause
+from mtrain_cli.records.wait_causes import WaitAttribution, WaitCause
 
 DEGREES = ("worker", "step", "total", "critical")
 # Where the time of a pass goes. `exposed LINK` splits exposed communication by link.
