@@ -11,7 +11,7 @@ import torch
 
 from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
 from mtrain_cli.attention.index import Index, VerticalSlash
-from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 
 COLUMN_TILE = 128  # packed columns are padded to a multiple of this

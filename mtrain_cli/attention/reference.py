@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, accumulation_dtype
+from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest, accumulation_dtype
+from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
 from mtrain_cli.attention.mask import KeySlice
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 # The largest additive mask of one CPU call. All masks of a batch are cached for the other layers if

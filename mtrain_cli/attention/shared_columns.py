@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.attention.kernel import accumulation_dtype
 from mtrain_cli.attention.packed_columns import add_rows, key_slots, pack_rows, whole_columns
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 

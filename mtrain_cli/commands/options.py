@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,3 +110,15 @@ def warn_of_unused_settings(
         lines += unused_keys(words, config, config_dir, exchange=exchange, device=device)
     for line in lines:
         print(f"mtrain: warning: {line}", file=sys.stderr)
+
+
+def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
+    """Point ``run.dir`` to measurements/, apart from runs that can be resumed."""
+    name = (
+        f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
+    )
+    if config.run.dir != "auto":
+        return config
+    return dataclasses.replace(
+        config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute()))
+    )

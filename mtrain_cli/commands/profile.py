@@ -156,7 +156,7 @@ def _save_measurement(
     config: Config, words: list[str], records: list[HeadRecord], about: dict[str, Any]
 ) -> Path:
     """Save the records as a folder in measurements/ and return it."""
-    from mtrain_cli.commands.profile_imbalance import with_measurement_folder
+    from mtrain_cli.commands.options import with_measurement_folder
     from mtrain_cli.launch import run_dir
     from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +14,7 @@ from mtrain_cli.commands.options import (
     MOST_STEPS,
     parse_names,
     warn_of_unused_settings,
+    with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
@@ -237,18 +235,6 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
     ]
     if problems:
         raise RunError("\n".join(problems))
-
-
-def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
-    """Point ``run.dir`` to measurements/, apart from runs that can be resumed."""
-    name = (
-        f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
-    )
-    if config.run.dir != "auto":
-        return config
-    return dataclasses.replace(
-        config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute()))
-    )
 
 
 # Keys that conflict with an option that compares them.

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_STEPS, warn_of_unused_settings
+from mtrain_cli.commands.options import MOST_STEPS, warn_of_unused_settings, with_measurement_folder
 from mtrain_cli.commands.profile import app
-from mtrain_cli.commands.profile_imbalance import with_measurement_folder
 from mtrain_cli.config.schema import ConfigError
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrain_cli.config.schema import ConfigError, DataConfig
+from mtrain_cli.config.schema import ConfigError
 
 PIECE = 1 << 16  # characters; small enough that a batch of pieces occupies many cores
 # Folders of the standard library that slim images omit, or that hold tests or machine-specific
@@ -76,25 +76,6 @@ class Corpus:
     def size(self) -> int:
         """Bytes on disk."""
         return sum(unit.size for unit in self.units)
-
-
-def open_corpus(data: DataConfig) -> Corpus:
-    """Open the corpus of ``data=stdlib`` or ``data=text``.
-
-    Raises:
-        ConfigError: there is no such corpus.
-    """
-    from mtrain_cli.data.text_files import text_corpus
-
-    if data.kind == "stdlib":
-        return stdlib_corpus()
-    assert data.kind == "text"
-    if not data.path:
-        raise ConfigError(
-            "data.path=null: data=text needs a corpus. Give a .txt, .md, .py, .jsonl or .parquet "
-            "file, or a folder of them."
-        )
-    return text_corpus(data.path, data.text_key)
 
 
 def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Corpus:

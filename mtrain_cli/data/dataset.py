@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from mtrain_cli.config.schema import Config, ConfigError, DataConfig
-from mtrain_cli.data.arrays import SUFFIXES, open_array
-from mtrain_cli.data.corpora import open_corpus
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
-from mtrain_cli.data.token_cache import cached_store
-from mtrain_cli.data.tokenizers import open_tokenizer
 
 # The end of the stream becomes a padded sequence if at least this share of it is real. Otherwise it
 # is left out.
@@ -239,106 +235,6 @@ class PackedDataset:
                 f"larger vocabulary, or convert them with `mtrain data prepare --from-tokenizer`."
             )
         raise ConfigError(f"{self._store.folder}: {problem}")
-
-
-def open_dataset(config: Config) -> Dataset:
-    """Open the dataset of a configuration.
-
-    It uses the group ``data``, ``seq``, ``seed`` and ``model.vocab_size``. A corpus that is still
-    text is tokenised first, once for all workers and runs (see `token_cache`).
-
-    Raises:
-        ConfigError: the corpus, tokenizer or store is missing or broken, the vocabulary exceeds the
-            model's, or the corpus is shorter than one sequence.
-    """
-    from mtrain_cli.data.mixture import MixedDataset, parse_mix
-
-    data = config.data
-    if data.mix is None:
-        return _open_part(
-            config,
-            data,
-            f"data.path={data.path}" if data.path else f"data={data.kind}",
-            data.eval_sequences,
-        )
-    weights = parse_mix(data.mix)
-    parts = {}
-    for name, weight in weights.items():
-        path = str(Path(data.path, name) if data.path else Path(name).expanduser())
-        held_out = max(1, round(data.eval_sequences * weight)) if data.eval_sequences else 0
-        parts[name] = _open_part(
-            config, replace(data, path=path), f"data.mix: {name}: {path}", held_out
-        )
-    return MixedDataset(parts, weights)
-
-
-def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
-    """Open one corpus as sequences."""
-    store, location = _open_source(config, data, origin)
-    if store.meta.num_tokens < config.seq:
-        raise ConfigError(
-            f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than "
-            f"one sequence of {config.seq:,}. "
-            f"Give a longer corpus or a smaller seq."
-        )
-    dataset = PackedDataset(
-        store,
-        config.seq,
-        seed=config.seed,
-        shuffle=data.shuffle,
-        document_mask=data.document_mask,
-        location=location,
-        vocab_size=config.model.vocab_size,
-        held_out=held_out,
-    )
-    if dataset.sequences <= held_out:
-        raise ConfigError(
-            f"data.eval_sequences={config.data.eval_sequences}: {origin} has only "
-            f"{dataset.sequences} sequences of {config.seq:,}, "
-            "so none would be left to train on. Use fewer, a smaller seq or a longer corpus."
-        )
-    if not store.meta.vocab_size:
-        dataset[0]  # fail before anything starts if the tokens are from another tokenizer
-    return dataset
-
-
-def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
-    """Open where the tokens of a corpus are, and describe that place."""
-    if data.kind == "mds":
-        from mtrain_cli.data.mds_source import MdsSource
-
-        if not data.path:
-            raise ConfigError(
-                "data.path=null: data=mds needs a folder of MDS shards, or data.mix with several "
-                "folders"
-            )
-        return MdsSource(data.path, origin), f"mapped from {data.path}"
-    if data.kind == "tokens":
-        if not data.path:
-            raise ConfigError(
-                "data.path=null: data=tokens needs a folder written by `mtrain data prepare`"
-            )
-        path, location = Path(data.path).expanduser(), f"mapped from {data.path}"
-        if path.suffix in SUFFIXES and not path.is_dir():
-            return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
-        store = TokenStore.open(data.path, origin)
-        _check_vocabulary(
-            config,
-            store.meta.vocab_size,
-            f"the token store {data.path} (tokenizer {store.meta.tokenizer})",
-        )
-        return store, location
-    tokenizer = open_tokenizer(data.tokenizer)
-    _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")
-    return cached_store(open_corpus(data), tokenizer)
-
-
-def _check_vocabulary(config: Config, needed: int, owner: str) -> None:
-    if config.model.vocab_size < needed:
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size}: {owner} has {needed:,} ids. Set "
-            f"model.vocab_size={needed} or more, or auto."
-        )
 
 
 def _with_count(count: int, noun: str) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from mtrain_cli import install_command
-from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text
+from mtrain_cli.config.schema import ConfigError, DataConfig
+from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
 from mtrain_cli.data.parquet_pages import rows_per_read
 from mtrain_cli.launch.failures import read_failure
 
@@ -44,6 +44,23 @@ class TextKey:
         return ConfigError(
             f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
         )
+
+
+def open_corpus(data: DataConfig) -> Corpus:
+    """Open the corpus of ``data=stdlib`` or ``data=text``.
+
+    Raises:
+        ConfigError: there is no such corpus.
+    """
+    if data.kind == "stdlib":
+        return stdlib_corpus()
+    assert data.kind == "text"
+    if not data.path:
+        raise ConfigError(
+            "data.path=null: data=text needs a corpus. Give a .txt, .md, .py, .jsonl or .parquet "
+            "file, or a folder of them."
+        )
+    return text_corpus(data.path, data.text_key)
 
 
 def text_corpus(

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.model.loss import add_matmul
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel import profiler_labels
 

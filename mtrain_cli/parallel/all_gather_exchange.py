@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange, Shards
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import ScheduleStep, Steps, Transfer

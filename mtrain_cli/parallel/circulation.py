@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mtrain_cli.attention.kernel import accumulation_dtype, merge
+from mtrain_cli.attention.partials import accumulation_dtype, merge
 from mtrain_cli.parallel.exchange import Shards
 from mtrain_cli.parallel.schedule import QUERIES, ScheduleStep, Steps
 from mtrain_cli.parallel.transport import Buffers, Transport

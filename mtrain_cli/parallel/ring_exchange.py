@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.kernel import accumulation_dtype, row_delta
+from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.launch import progress_record
 from mtrain_cli.parallel.circulation import (

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.device_copy import to_device
-from mtrain_cli.attention.kernel import accumulation_dtype
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.parallel.exchange import Exchange, Shards, ShardTiles
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup

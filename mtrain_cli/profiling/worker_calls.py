@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest, Kernel, accumulation_dtype, row_delta
+from mtrain_cli.attention.kernel import IndexRequest, Kernel
 from mtrain_cli.attention.kernel_registry import choose
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import BlockGeometry, Tiles
 from mtrain_cli.parallel.layout import Layout, make_layout

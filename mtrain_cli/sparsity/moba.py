@@ -10,7 +10,8 @@ import torch
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
-from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 _SCORE_BYTES = 1 << 28  # most bytes of scores at a time

@@ -19,7 +19,8 @@ import torch
 
 from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.attention.kernel import IndexRequest, accumulation_dtype
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
     MOST_UNITS,

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.data.dataset import Dataset, Sample, open_dataset
+from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
+from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, describe_host_memory, describe_place
 from mtrain_cli.launch.failures import PeerLostError, RunError

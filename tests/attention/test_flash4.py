@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.kernel import row_delta
 from mtrain_cli.attention.mask import KeySpans, SequenceMask
+from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 

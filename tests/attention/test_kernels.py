@@ -10,8 +10,8 @@ import torch
 
 import mtrain_cli.attention.sdpa as sdpa
 from mtrain_cli.attention.flash4 import block_lists
-from mtrain_cli.attention.kernel import merge, row_delta
 from mtrain_cli.attention.mask import KeySpans, SequenceMask
+from mtrain_cli.attention.partials import merge, row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles

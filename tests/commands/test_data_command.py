@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from mtrain_cli.commands.app import app
 from mtrain_cli.commands.data import _length_table
 from mtrain_cli.config.compose import compose
-from mtrain_cli.data.dataset import open_dataset
+from mtrain_cli.data.open_dataset import open_dataset
 
 
 def _run(*arguments: str | Path) -> Result:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import IGNORED, open_dataset
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.open_dataset import open_dataset
 
 IDS = (np.arange(200) * 7 + 3) % 250
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.corpora import Corpus, open_corpus, split_text, stdlib_corpus
+from mtrain_cli.data.corpora import Corpus, split_text, stdlib_corpus
+from mtrain_cli.data.text_files import open_corpus
 
 
 def _texts(corpus: Corpus) -> dict[str, str]:

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.data.dataset import IGNORED, PackedDataset, open_dataset
+from mtrain_cli.data.dataset import PackedDataset
+from mtrain_cli.data.labels import IGNORED
+from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.store import StoreMeta, StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 

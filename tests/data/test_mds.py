@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import IGNORED, PackedDataset, open_dataset
+from mtrain_cli.data.dataset import PackedDataset
+from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.mds_source import MdsSource
+from mtrain_cli.data.open_dataset import open_dataset
 
 REAL = Path(__file__).parent / "mds"
 CODES = {"uint8": 8, "uint16": 16, "int32": 33, "uint32": 32, "int64": 65}

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import open_dataset
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.mixture import MixedDataset, MixtureSampler, parse_mix
+from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.permutation import Permutation, mix64
 
 _SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=5)

@@ -14,7 +14,7 @@ import pytest
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data import token_cache
 from mtrain_cli.data.corpora import Corpus
-from mtrain_cli.data.dataset import open_dataset
+from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.data.text_files import text_corpus
 from mtrain_cli.data.tokenizers import ByteTokenizer
 

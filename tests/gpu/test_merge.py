@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mtrain_cli.attention import kernel as module
-from mtrain_cli.attention.kernel import merge
+from mtrain_cli.attention import partials as module
+from mtrain_cli.attention.partials import merge
 
 pytestmark = [
     pytest.mark.gpu,

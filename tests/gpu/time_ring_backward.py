@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.kernel import Kernel, row_delta
+from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.parallel.context_attention import ContextAttention

@@ -75,7 +75,7 @@ def expected(
 ) -> list[torch.Tensor]:
     """Output and gradients by autograd from the definition, with the index that the call keeps."""
     (tiles,) = attend.tiles.tiles.values()
-    seen = tiles.under(attend.index.kept[layer]).seen()
+    seen = tiles.with_index(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
     out = torch.einsum(
         "bhqk,bkhd->bqhd",
