@@ -273,7 +273,8 @@ class ProfileWriter:
         try:
             save_indices(self.folder / record_files.INDEX, setup, masks, parts)
         except OSError as error:
-            self.problem = f"{self.folder / record_files.INDEX}: could not be written ({error.strerror or error})"
+            path = self.folder / record_files.INDEX
+            self.problem = f"{path}: could not be written ({error.strerror or error})"
 
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]

@@ -88,8 +88,8 @@ def open_run(folder: Path) -> MeasuredRun:
         )
     if not (inside / record_files.INDEX).is_file():
         raise ConfigError(
-            f"--validate {folder}: {record_files.INDEX} is missing, so nothing can be replayed; measure "
-            "again"
+            f"--validate {folder}: {record_files.INDEX} is missing, so nothing can be "
+            "replayed; measure again"
         )
     indices = load_indices(inside / record_files.INDEX)
     cases = tuple(analyse(recorded))
@@ -212,8 +212,8 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: {record_files.INDEX} has indices of {made.seq} "
-            "tokens and of "
+            f"--validate {run.folder}: {case.label}: {record_files.INDEX} has indices of "
+            f"{made.seq} tokens and of "
             f"{', '.join(run.indices.patterns)} only; measure one length a run"
         )
     setup = replace(made, seq=seq, columns={}, iteration=0)
@@ -321,8 +321,8 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     """
     if not (folder / record_files.SUMMARY).is_file():
         raise ConfigError(
-            f"{option} {folder}: no prediction ({record_files.SUMMARY} is missing); `mtrain simulate "
-            "--out FOLDER` writes one"
+            f"{option} {folder}: no prediction ({record_files.SUMMARY} is missing); "
+            "`mtrain simulate --out FOLDER` writes one"
         )
     recorded = record_files.open_records(folder)
     summary = recorded.summary
@@ -334,8 +334,8 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     expected = summary.get("records_sha256")
     if expected is not None and (not recorded.parts or digest(recorded.parts[0]) != expected):
         raise ConfigError(
-            f"{option} {folder}: {record_files.RECORDS} is not the file written with {record_files.SUMMARY}; "
-            "predict again"
+            f"{option} {folder}: {record_files.RECORDS} is not the file written with "
+            f"{record_files.SUMMARY}; predict again"
         )
     written = str((summary.get("environment") or {}).get("started") or "")
     predictions = {}

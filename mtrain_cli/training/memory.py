@@ -647,8 +647,8 @@ class IndexShape:
     def derived(self, kernel: str) -> int:
         """Bytes that a kernel derives from slashes and columns and keeps until backward.
 
-        See `Tiles.index_cache`: key slots of the columns, their counts below each block, and the list
-        of slashes. If columns are gathered once, also their slots among the rank's own keys.
+        See `Tiles.index_cache`: key slots of the columns, their counts below each block, and the
+        list of slashes. If columns are gathered once, also their slots among the rank's own keys.
         """
         if self.bitmap or kernel not in ("flash4", "triton") or (self.rings and not self.gathered):
             return 0

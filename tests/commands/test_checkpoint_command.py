@@ -214,8 +214,8 @@ def test_a_skipped_checkpoint_is_reported_with_the_step_used_instead(tmp_path):
     next((run / "checkpoints/step-10").glob("*.distcp")).unlink()
     message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert (
-        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; using the previous checkpoint instead"
-        in message
+        f"warning: {run / 'checkpoints/step-10'}: __0_0.distcp is missing; "
+        "using the previous checkpoint instead" in message
     )
     assert f"Wrote {tmp_path / 'out'}: step 5, qwen2, bfloat16, " in message
     pytest.importorskip("transformers")
@@ -337,7 +337,8 @@ def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
     run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
     message = mtrain("checkpoint", "export", run, tmp_path / "out")
     assert message.endswith(
-        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; copy one with --tokenizer FOLDER"
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; "
+        "copy one with --tokenizer FOLDER"
     )
     assert ids_in(tmp_path / "out") == (None, None, None), (
         "transformers would take 1 and 2 for some families"

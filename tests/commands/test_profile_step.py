@@ -296,8 +296,8 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
         "flash4; steps 3 to 5" in flat
     )
     assert (
-        "step slowest rank 150,002 ms; without recording 100,000 ms (the step before): +50.0%, recording"
-        in flat
+        "step slowest rank 150,002 ms; without recording 100,000 ms (the step before): "
+        "+50.0%, recording" in flat
     )
     assert (
         "NCCL 34,926 ms: 10,234 ms overlapped with computation or copies, 24,691 ms exposed "

@@ -81,8 +81,8 @@ def test_a_report_is_shown_and_written_into_the_measurement():
     path = measured("one", layers=(0, 1), iterations=2)
     message = report("one")
     assert (
-        "rank 2, a straggler: 2.0x the time of the others for the same work (slow or disturbed device)"
-        in " ".join(message.split())
+        "rank 2, a straggler: 2.0x the time of the others for the same work "
+        "(slow or disturbed device)" in " ".join(message.split())
     )
     assert "1.60 ±0.00" in message
     assert str(path / "report.html") in message
@@ -235,7 +235,8 @@ def test_other_schemas_are_refused_in_one_line():
     part = path / "records/000001.parquet"
     pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
     assert refused("mixed").startswith(
-        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, but its summary.json has 2"
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, but its "
+        "summary.json has 2"
     )
     path = measured("narrow")
     table = pq.read_table(path / "records.parquet")

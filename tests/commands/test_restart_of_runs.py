@@ -123,7 +123,8 @@ def test_a_repeated_failure_without_a_new_checkpoint_ends_the_run():
     assert ended.returncode == 1
     assert restarts() == [(1, 4, 3)]
     assert ended.stderr.splitlines()[-2] == (
-        "no restart: no checkpoint was written since the previous restart, so the run would make no progress"
+        "no restart: no checkpoint was written since the previous restart, "
+        "so the run would make no progress"
     )
     assert ended.stderr.splitlines()[-1].startswith(
         "resume from the checkpoint of step 3: mtrain train --resume "

@@ -68,7 +68,8 @@ def test_a_worker_lost_in_nccl_is_named_and_the_run_restarts_from_its_checkpoint
         assert lines[0] == "error: rank 1 was killed by SIGKILL (host out of memory? see dmesg)"
     else:
         assert lines[0].startswith(
-            f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others waiting longer than this"
+            f"error: topology.timeout_s={TIMEOUT_S}: rank 1 kept the others "
+            "waiting longer than this"
         ), stderr
     assert any(line.startswith("  rank 0: training step 7") for line in lines), (
         "the report says where the other worker was"

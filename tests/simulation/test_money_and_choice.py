@@ -162,6 +162,6 @@ def test_if_nothing_fits_the_least_memory_is_reported(tmp_path, monkeypatch):
         in flat
     )
     assert (
-        "best none of these fits; --recommend tries settings that need less memory, or says what would fit"
-        in flat
+        "best none of these fits; --recommend tries settings that need less memory, "
+        "or says what would fit" in flat
     )

@@ -222,7 +222,8 @@ def outcomes(
         )
         for sparse in (False, True):
             exchange = make_exchange(
-                exchange_case.exchange, layout, group, chunks=exchange_case.chunks, prefetch=exchange_case.prefetch,
+                exchange_case.exchange, layout, group, chunks=exchange_case.chunks,
+                prefetch=exchange_case.prefetch,
                 circulates=exchange_case.circulates,
                 shared_columns=exchange_case.shared_columns,
             )  # fmt: skip
