@@ -58,7 +58,7 @@ def start_all_gather(
 def start_reduce_scatter(
     shards: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Start to sum contiguous ``shards`` [workers, ...] over ranks. Returns the sum of shards[rank].
+    """Start to sum contiguous ``shards`` [workers, ...] over ranks; this rank gets shards[rank].
 
     The result is complete once the returned work has been waited for.
     """
