@@ -8,13 +8,10 @@ however many slashes and columns contain it, and the mask always applies on top.
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,82 +75,16 @@ class Index(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that `save` writes."""
+        """Return the tensors by name."""
 
     def to(self, device: torch.device | str) -> Index:
         """Return the index with its tensors on a device."""
         moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
         return replace(self, **moved)
 
-    def save(self, path: Path) -> None:
-        """Write the index to exactly this file, in NumPy's .npz format."""
-        values: dict[str, Any] = {name: t.cpu().numpy() for name, t in self.tensors().items()}
-        if isinstance(self, GatedBitmap):
-            values["chunk"] = self.chunk
-        with Path(path).open("wb") as file:  # given a path, NumPy would append .npz
-            np.savez_compressed(
-                file, kind=type(self).__name__, block=self.block, blocks=self.blocks, **values
-            )
-
-    def same_as(self, other: Index) -> bool:
-        """Return whether both choose the same blocks and columns."""
-        if type(self) is not type(other) or (self.block, self.blocks, self.heads) != (
-            other.block,
-            other.blocks,
-            other.heads,
-        ):
-            return False
-        own_tensors, other_tensors = self.tensors(), other.tensors()
-        return all(
-            _equal_but_for_padding(
-                own_tensors[name].cpu(), other_tensors[name].cpu(), self.blocks * self.block
-            )
-            for name in own_tensors
-        )
-
 
 def _head_part(tensor: torch.Tensor, i: int, n: int) -> torch.Tensor:
     return tensor.unflatten(1, (n, -1))[:, i].contiguous()
-
-
-def _equal_but_for_padding(a: torch.Tensor, b: torch.Tensor, unused: int) -> bool:
-    """Return whether the tensors are equal, ignoring the width that columns were padded to."""
-    width = max(a.shape[-1], b.shape[-1])
-    a, b = (
-        torch.nn.functional.pad(t.long(), (0, width - t.shape[-1]), value=unused) for t in (a, b)
-    )
-    return torch.equal(a, b)
-
-
-def load_index(path: Path, device: torch.device | str = "cpu") -> Index:
-    """Read a file that `Index.save` wrote.
-
-    Raises:
-        ValueError: the file holds no index.
-    """
-    kinds = {cls.__name__: cls for cls in (VerticalSlash, BlockBitmap, GatedBitmap)}
-    # NumPy, zipfile or a constructor raises these for an array, a pickle or a damaged archive.
-    unreadable = (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        EOFError,
-        zipfile.BadZipFile,
-        zlib.error,
-    )
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            values: dict[str, Any] = {
-                name: torch.from_numpy(file[name]).to(device)
-                for name in file.files
-                if name not in ("kind", "block", "blocks", "chunk")
-            }
-            if "chunk" in file.files:
-                values["chunk"] = int(file["chunk"])
-            return kinds[str(file["kind"])](int(file["block"]), int(file["blocks"]), **values)
-    except unreadable as error:
-        raise ValueError(f"{path}: holds no index of mtrain.") from error
 
 
 @dataclass(frozen=True)
@@ -461,11 +392,6 @@ class GatedBitmap(BlockBitmap):
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {**super().tensors(), "gates": self.gates}
-
-    def same_as(self, other: Index) -> bool:
-        return (
-            isinstance(other, GatedBitmap) and self.chunk == other.chunk and super().same_as(other)
-        )
 
     def gated(self, held: slice) -> torch.Tensor:
         """Return the gates of some held rows, bool [batch, heads, rows, chunks]."""

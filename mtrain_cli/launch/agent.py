@@ -136,13 +136,11 @@ class WorkerAgent(LocalElasticAgent):
             self._determine_failures()
         return super()._monitor_workers(worker_group)
 
-    def _failures_so_far(self, before_shutdown: bool = True) -> list[Failure]:
+    def _failures_so_far(self) -> list[Failure]:
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         found = (
-            failures.read_record(
-                rank, handler.proc.poll(), self._files.failure_file(rank), before_shutdown
-            )
+            failures.read_record(rank, handler.proc.poll(), self._files.failure_file(rank))
             for rank, handler in handlers.items()
         )
         return [failure for failure in found if failure is not None]

@@ -51,11 +51,6 @@ class Environment:
         """Index of this worker's context group."""
         return self.rank // self.cp
 
-    @property
-    def cp_rank(self) -> int:
-        """Rank of this worker in its context group."""
-        return self.rank % self.cp
-
 
 def resolve_environment(config: Config, *, planning: bool = False) -> Environment:
     """Resolve every ``auto`` of ``config.topology``.

@@ -76,8 +76,6 @@ class Failure:
     message: one or more lines for the user.
     trace: traceback, or empty.
     time: seconds since the epoch.
-    before_shutdown: whether the worker ended or left its record before the launcher began to stop
-        the others.
     """
 
     rank: int
@@ -86,7 +84,6 @@ class Failure:
     message: str
     trace: str
     time: float
-    before_shutdown: bool = True
 
     @property
     def is_consequence(self) -> bool:
@@ -99,11 +96,9 @@ class Failure:
 
         0: a user's mistake. 1: death by a signal or an unexplained exit. 2: an exception. 3: a
         worker that keeps the others waiting. 4: an abort, the way NCCL's watchdog ends a process
-        when a peer is gone. 5: a lost connection. 6: stopped by the launcher.
+        when a peer is gone. 5: a lost connection.
         """
         if self.kind == "died":
-            if not self.before_shutdown:
-                return 6
             return 4 if self.is_abort else 1
         return {"config": 0, "error": 2, "silent": 3}.get(self.kind, 5)
 
@@ -221,9 +216,7 @@ def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
         os.replace(partial, path)
 
 
-def read_record(
-    rank: int, exit_code: int | None, path: Path, before_shutdown: bool
-) -> Failure | None:
+def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
     """Return the failure of a worker from its record, or from its exit code without one.
 
     ``exit_code`` is None while the worker runs. Returns None if it did not fail.
@@ -233,13 +226,10 @@ def read_record(
             rank,
             exit_code,
             **json.loads(path.read_text())["mtrain"],
-            before_shutdown=before_shutdown,
         )
     if not exit_code:
         return None
-    return Failure(
-        rank, exit_code, "died", _describe_exit(exit_code), "", time.time(), before_shutdown
-    )
+    return Failure(rank, exit_code, "died", _describe_exit(exit_code), "", time.time())
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:

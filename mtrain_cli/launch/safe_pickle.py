@@ -169,8 +169,3 @@ def guard_collectives() -> None:
 
     assert hasattr(c10d, "_unpickler"), "this torch unpickles messages elsewhere"
     c10d._unpickler = MessageUnpickler
-
-
-def loads_message(content: bytes) -> Any:
-    """Unpickle one message the way `guard_collectives` does."""
-    return MessageUnpickler(io.BytesIO(content)).load()

@@ -24,41 +24,6 @@ from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel import profiler_labels
 
 
-def fused_linear_cross_entropy(
-    x_NC: Tensor,
-    weight_VC: Tensor,
-    labels_N: Tensor,
-    chunk_bytes: int,
-    scale: float | Tensor,
-    *,
-    recompute: bool = False,
-    compile: bool = False,
-) -> Tensor:
-    """Return ``scale`` times the sum over rows of -log softmax(x W^T)[label].
-
-    A float32 scalar (float64 for float64 input), differentiable in x and W. Rows with label -100 do
-    not count; if no row counts, the result and both gradients are exactly 0. dW is summed over
-    chunks in float32 and returned in the weight's dtype. No gradient is computed under
-    ``torch.no_grad``.
-
-    Never synchronises with a GPU. On CUDA a label outside [0, V) therefore makes the loss and its
-    row's gradient NaN, which the trainer's check for non-finite steps reports.
-
-    Args:
-        chunk_bytes: the logits of ``max(1, chunk_bytes // (4 V))`` rows exist at a time in float32,
-            and for bfloat16 input their gradient in bfloat16.
-        scale: a number, or a 0-dim tensor without gradient.
-        recompute: form the gradients in backward, from recomputed logits.
-        compile: fuse what happens between the matrix products.
-
-    Raises:
-        ValueError: a label is outside [0, V) (CPU only).
-    """
-    return with_z_loss(
-        x_NC, weight_VC, labels_N, chunk_bytes, scale, 0.0, recompute=recompute, compile=compile
-    )[0]
-
-
 def with_z_loss(
     x_NC: Tensor,
     weight_VC: Tensor,
@@ -72,9 +37,29 @@ def with_z_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return the loss with z-loss, and the loss alone without gradient.
 
-    The first is `fused_linear_cross_entropy` plus ``scale`` times the sum of z_loss * logsumexp(x
-    W^T)^2 over the rows that count. This term keeps logits from drifting (PaLM, arXiv:2204.02311,
-    section 5, with 1e-4; ST-MoE, arXiv:2202.08906, equation 5).
+    The loss is ``scale`` times the sum over rows of -log softmax(x W^T)[label]. z-loss adds
+    ``scale`` times the sum of z_loss * logsumexp(x W^T)^2 over the rows that count. This term keeps
+    logits from drifting (PaLM, arXiv:2204.02311, section 5, with 1e-4; ST-MoE, arXiv:2202.08906,
+    equation 5).
+
+    Both are float32 scalars (float64 for float64 input). The first is differentiable in x and W.
+    Rows with label -100 do not count; if no row counts, both results and both gradients are exactly
+    0. dW is summed over chunks in float32 and returned in the weight's dtype. No gradient is
+    computed under ``torch.no_grad``.
+
+    Never synchronises with a GPU. On CUDA a label outside [0, V) therefore makes the loss and its
+    row's gradient NaN, which the trainer's check for non-finite steps reports.
+
+    Args:
+        chunk_bytes: the logits of ``max(1, chunk_bytes // (4 V))`` rows exist at a time in float32,
+            and for bfloat16 input their gradient in bfloat16.
+        scale: a number, or a 0-dim tensor without gradient.
+        z_loss: coefficient; 0 for the loss alone.
+        recompute: form the gradients in backward, from recomputed logits.
+        compile: fuse what happens between the matrix products.
+
+    Raises:
+        ValueError: a label is outside [0, V) (CPU only).
     """
     num_rows, hidden = x_NC.shape
     vocab_size = weight_VC.shape[0]

@@ -26,13 +26,6 @@ def all_gather(
     return gathered
 
 
-def reduce_scatter(shards: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Sum contiguous ``shards`` [workers, ...] over ranks. Returns the sum of shards[rank]."""
-    own = torch.empty_like(shards[0])
-    _scatter(own.view(-1), shards.view(-1), group=group)
-    return own
-
-
 def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather ``own`` from all ranks, in rank order, as JSON. Tuples arrive as lists.
 
@@ -65,6 +58,9 @@ def start_all_gather(
 def start_reduce_scatter(
     shards: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Start `reduce_scatter`. The result is complete once the returned work has been waited for."""
+    """Start to sum contiguous ``shards`` [workers, ...] over ranks; this rank gets shards[rank].
+
+    The result is complete once the returned work has been waited for.
+    """
     own = torch.empty_like(shards[0])
     return own, _scatter(own.view(-1), shards.view(-1), group=group, async_op=True)

@@ -142,12 +142,6 @@ def queries_bytes(needs: ExchangeNeeds) -> int:
     return (needs.workers - 1) * needs.shard * (travels + row * _ACCUMULATION_BYTES)
 
 
-def trading_bytes(needs: ExchangeNeeds, heads: int) -> int:
-    """Return the bytes that a worker sends in one pass to trade heads among ``heads`` workers."""
-    width = 2 * needs.heads + 2 * max(needs.kv_heads, heads)
-    return needs.shard * needs.head_dim * needs.dtype_bytes * width * (heads - 1) // heads
-
-
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
     """Choose the exchange of a run.
 

@@ -147,14 +147,6 @@ class Schedule:
         named = {t.channel for step in steps for t in (*step.post, *step.send)}
         return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
 
-    def crosses_nodes(self, rank: int, transfer: Transfer) -> bool:
-        """Return whether a transfer of this rank leaves or enters its node."""
-        others = transfer.peers if transfer.kind != "p2p" else (transfer.to, transfer.source)
-        return any(
-            other is not None and other // self.per_node != rank // self.per_node
-            for other in others
-        )
-
 
 @dataclass(frozen=True)
 class ScheduleOptions:

@@ -86,10 +86,6 @@ class Buffers:
     def take_like(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
-    def free_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that are free now."""
-        return [tensor for tensors in self._free.values() for tensor in tensors]
-
     def release(self, tensor: torch.Tensor) -> None:
         """Take a tensor back. The next `take` of its shape may overwrite it.
 

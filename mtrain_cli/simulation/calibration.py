@@ -101,10 +101,6 @@ class Curve:
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(np.asarray(flop) + column_flop > 0, ms * 1e3 * factor, 0.0)
 
-    def efficiency(self, flop: float, peak: float) -> float:
-        """Return the share of the peak FLOP/s that a call with this much work reaches."""
-        return flop / (float(self.us(np.array(flop))) / 1e6) / peak
-
 
 def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
     """Fit fixed ms, ms per 1e12 FLOP, and ms per 1e12 FLOP of columns.
@@ -451,10 +447,6 @@ class KernelCurves:
     remarks: tuple[str, ...]
     alone: dict[tuple[str, str], Curve] = field(default_factory=dict)
     non_attention: NonAttentionTimes | None = None
-
-    @property
-    def calibrated(self) -> bool:
-        return all(curve.scaled is None for curve in self.whole.values())
 
     def part(self, direction: str, form: str) -> Curve:
         """Return the curve of calls with diagonals or columns only (`DIAGONALS`, `ALONE_COLUMNS`).

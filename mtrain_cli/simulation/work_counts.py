@@ -59,35 +59,10 @@ class StepWork:
     column_pairs: IntArray
     of_columns: IntArray | None = None
 
-    def flop(self, head_dim: int) -> IntArray:
-        """[workers, steps]."""
-        return FLOP_PER_PAIR[self.direction] * head_dim * self.pairs
-
-    def column_flop(self, head_dim: int) -> IntArray:
-        """[workers]."""
-        return FLOP_PER_PAIR[self.direction] * head_dim * self.column_pairs
-
     @property
     def total_pairs(self) -> IntArray:
         """[workers]: pairs of all steps and of gathered columns."""
         return self.pairs.sum(1) + self.column_pairs
-
-
-def count_work(
-    schedule: Schedule,
-    layout: Layout,
-    masks: Sequence[SequenceMask],
-    index: Index | None,
-    *,
-    heads: int,
-    shared_columns: bool = True,
-    rank: int | None = None,
-) -> dict[str, StepWork]:
-    """Count the work under a single index; see `WorkCounter.count`."""
-    block = None if index is None else index.block
-    return WorkCounter.make(
-        schedule, layout, masks, heads, block, shared_columns=shared_columns
-    ).count(index, rank)
 
 
 @dataclass(frozen=True)

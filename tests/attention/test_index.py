@@ -1,17 +1,17 @@
-"""An index counts its work exactly, survives saving and loading, and allows the right pairs."""
+"""An index counts its work exactly and allows the right pairs."""
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from attention.equal_indices import same_index
 from attention.sparse_problems import make_index, make_problem
 
 from mtrain_cli.attention import index as index_module
-from mtrain_cli.attention.index import BlockBitmap, MaskWork, VerticalSlash, block_pairs, load_index
+from mtrain_cli.attention.index import BlockBitmap, MaskWork, VerticalSlash, block_pairs
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import NOTHING, BlockGeometry
 
@@ -74,7 +74,7 @@ def test_joined_layers_have_the_counts_of_each_layer():
     assert len({index.columns.shape[-1] for index in layers}) > 2
     work, joined = MaskWork.make(p.masks, 16), VerticalSlash.joined(layers)
     for i, (index, counts) in enumerate(zip(layers, joined.counts(work).parts(4), strict=True)):
-        assert joined.part(i, 4).same_as(index)
+        assert same_index(joined.part(i, 4), index)
         assert all(
             torch.equal(getattr(counts, name), value)
             for name, value in vars(index.counts(work)).items()
@@ -120,15 +120,6 @@ def test_bitmap_counts_are_exact_for_any_number_of_rows_per_pass(monkeypatch):
         assert counts.blocks.tolist() == [[512 * 513 // 2, 512 * 513 // 2 - 1]]
 
 
-@pytest.mark.parametrize("kind", ["both", "bitmap", "gated"])
-def test_saving_and_loading_restores_an_index(tmp_path, kind):
-    index = make_index(kind, np.random.default_rng(0), 2, 3, 100, 16)
-    index.save(tmp_path / "index.npz")
-    again = load_index(tmp_path / "index.npz")
-    assert again.same_as(index)
-    assert index.same_as(again)
-
-
 def test_comparison_ignores_the_padding_of_columns():
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
     wider = VerticalSlash(
@@ -137,59 +128,20 @@ def test_comparison_ignores_the_padding_of_columns():
         index.slashes,
         torch.nn.functional.pad(index.columns, (0, 5), value=index.blocks * 16),
     )
-    assert index.same_as(wider)
+    assert same_index(index, wider)
     other = index.slashes.clone()
     other[0, 0, 3] ^= True
-    assert not index.same_as(VerticalSlash(16, index.blocks, other, index.columns))
+    assert not same_index(index, VerticalSlash(16, index.blocks, other, index.columns))
     moved = index.columns.clone()
     moved[0, 1, 0] += 1
-    assert not index.same_as(VerticalSlash(16, index.blocks, index.slashes, moved))
-    assert not index.same_as(make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
+    assert not same_index(index, VerticalSlash(16, index.blocks, index.slashes, moved))
+    assert not same_index(index, make_index("bitmap", np.random.default_rng(0), 1, 2, 100, 16))
 
 
 def test_indices_with_different_block_sizes_differ():
     index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
-    assert not index.same_as(replace(index, block=32))
-    assert not index.same_as(replace(index, blocks=index.blocks + 1))
-
-
-def test_save_writes_to_exactly_the_given_path(tmp_path):
-    index = make_index("both", np.random.default_rng(0), 1, 2, 100, 16)
-    index.save(tmp_path / "index.layer-3")
-    assert [file.name for file in tmp_path.iterdir()] == ["index.layer-3"]
-    assert load_index(tmp_path / "index.layer-3").same_as(index)
-
-
-FOREIGN = {
-    "another kind": lambda file: np.savez(file, kind="Other"),
-    "no kind": lambda file: np.savez(file, slashes=np.ones(3)),
-    "no sizes": lambda file: np.savez(
-        file, kind="VerticalSlash", slashes=np.ones(3), columns=np.ones(3)
-    ),
-    "no tensors": lambda file: np.savez(file, kind="VerticalSlash", block=16, blocks=4),
-    "other tensors": lambda file: np.savez(
-        file, kind="BlockBitmap", block=16, blocks=4, bits=np.ones(3), more=np.ones(3)
-    ),
-    "words": lambda file: np.savez(file, kind="BlockBitmap", block="x", blocks=4, bits=np.ones(3)),
-    "objects": lambda file: np.savez(
-        file, kind="BlockBitmap", block=16, blocks=4, bits=np.array([None])
-    ),
-    "an array": lambda file: np.save(file, np.ones(3)),
-    "a pickle": lambda file: pickle.dump([1, 2], file),
-    "text": lambda file: file.write(b"no index at all"),
-    "nothing": lambda file: file.write(b""),
-    "half an archive": lambda file: file.write(b"PK\x03\x04" + b"0" * 40),
-}
-
-
-@pytest.mark.parametrize("content", FOREIGN)
-def test_loading_refuses_a_file_without_an_index(tmp_path, content):
-    path = tmp_path / "other.npz"
-    with path.open("wb") as file:
-        FOREIGN[content](file)
-    with pytest.raises(ValueError, match="holds no index") as caught:
-        load_index(path)
-    assert str(caught.value) == f"{path}: holds no index of mtrain."
+    assert not same_index(index, replace(index, block=32))
+    assert not same_index(index, replace(index, blocks=index.blocks + 1))
 
 
 def test_geometry_refuses_shards_that_are_not_whole_blocks():

@@ -13,10 +13,8 @@ from mtrain_cli.launch import failures
 from mtrain_cli.launch.failures import Failure
 
 
-def failed(
-    rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1, before_shutdown: bool = True
-) -> Failure:
-    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time, before_shutdown)
+def failed(rank: int, kind: str, time: float = 0.0, exit_code: int | None = 1) -> Failure:
+    return Failure(rank, exit_code, kind, "what happened", "Traceback ...", time)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +33,6 @@ def failed(
             ],
         ),
         (failed(1, "died", 5.0, -signal.SIGABRT), [failed(0, "peer lost", 1.0)]),
-        (
-            failed(1, "error", 5.0),
-            [
-                failed(0, "died", 1.0, -signal.SIGKILL, before_shutdown=False),
-                failed(2, "died", 1.0, -signal.SIGTERM, before_shutdown=False),
-            ],
-        ),
         (failed(1, "died", 9.0, -signal.SIGTERM), [failed(0, "peer lost", 1.0)]),
         (failed(1, "config", 9.0), [failed(0, "peer lost", 1.0), failed(2, "error", 2.0)]),
         (failed(1, "peer lost", 1.0), [failed(0, "peer lost", 2.0)]),
@@ -50,7 +41,6 @@ def failed(
         "killed",
         "exception",
         "abort",
-        "not what the launcher killed",
         "terminated from outside",
         "mistake",
         "earliest",
@@ -85,7 +75,7 @@ def test_a_record_is_read_back_unchanged(tmp_path, error, kind):
     left = failures.failure_from(error)
     assert left.kind == kind
     failures.write_record(left, tmp_path / "record")
-    back = failures.read_record(3, 1, tmp_path / "record", before_shutdown=True)
+    back = failures.read_record(3, 1, tmp_path / "record")
     assert (back.rank, back.kind, back.message, back.trace, back.time) == (
         3,
         left.kind,
@@ -107,7 +97,7 @@ def test_a_record_is_read_back_unchanged(tmp_path, error, kind):
 def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exit_code, reason):
     log = tmp_path / "rank-2.log"
     log.write_text("".join(f"line {n}\n" for n in range(100)))
-    failure = failures.read_record(2, exit_code, tmp_path / "no record", before_shutdown=True)
+    failure = failures.read_record(2, exit_code, tmp_path / "no record")
     lines = failures.format_report(failure, log).splitlines()
     assert lines[0] == f"error: {reason}"
     assert lines[2:22] == [f"  line {n}" for n in range(80, 100)]
@@ -121,8 +111,8 @@ def test_a_death_without_a_record_is_reported_with_the_last_output(tmp_path, exi
 
 
 def test_no_record_and_no_exit_code_is_no_failure(tmp_path):
-    assert failures.read_record(0, 0, tmp_path / "no record", before_shutdown=True) is None
-    assert failures.read_record(0, None, tmp_path / "no record", before_shutdown=True) is None
+    assert failures.read_record(0, 0, tmp_path / "no record") is None
+    assert failures.read_record(0, None, tmp_path / "no record") is None
 
 
 def test_an_exception_is_reported_in_one_line_and_then_its_traceback():

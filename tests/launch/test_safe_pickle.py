@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from datetime import timedelta
@@ -17,9 +18,14 @@ import torch.distributed as dist
 from mtrain_cli.config import compose
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.rendezvous import open_store
-from mtrain_cli.launch.safe_pickle import RefusedError, loads_message
+from mtrain_cli.launch.safe_pickle import MessageUnpickler, RefusedError
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.checkpointer import Checkpointer
+
+
+def loads_message(content: bytes) -> Any:
+    """Unpickle one message the way `guard_collectives` does."""
+    return MessageUnpickler(io.BytesIO(content)).load()
 
 
 class Bomb:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.model import loss as loss_module
-from mtrain_cli.model.loss import fused_linear_cross_entropy, with_z_loss
+from mtrain_cli.model.loss import with_z_loss
 
 VOCAB, HIDDEN, ROWS = 50, 16, 37
 
@@ -22,6 +22,18 @@ def problem(dtype: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor, Te
     return x, weight, labels.to(device)
 
 
+def loss_of(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_bytes: int,
+    scale: float | Tensor,
+    **options: bool,
+) -> Tensor:
+    """Return the loss without z-loss."""
+    return with_z_loss(x, weight, labels, chunk_bytes, scale, 0.0, **options)[0]
+
+
 def plain(x: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
     return functional.cross_entropy(x.float() @ weight.float().t(), labels, reduction="sum") * scale
 
@@ -29,7 +41,7 @@ def plain(x: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
 @pytest.mark.parametrize("chunk_rows", [1, 5, 36, 37, 1000])
 def test_loss_and_both_gradients_equal_plain_cross_entropy_for_any_chunk(chunk_rows):
     x, weight, labels = problem(torch.float32)
-    loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * chunk_rows, 0.25)
+    loss = loss_of(x, weight, labels, 4 * VOCAB * chunk_rows, 0.25)
     expected = plain(x, weight, labels, 0.25)
     torch.testing.assert_close(loss, expected)
     # The loss may be multiplied later, here by 3: the factor must reach both gradients.
@@ -62,7 +74,7 @@ def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(
     loss_module._compiled.cache_clear()
     for dtype in (torch.float32, torch.bfloat16):
         x, weight, labels = problem(dtype)
-        fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0, compile=True)
+        loss_of(x, weight, labels, 4 * VOCAB * 5, 1.0, compile=True)
     loss_module._compiled.cache_clear()
     assert compiled == [loss_module._row_losses, loss_module._row_losses_out_of_place]
 
@@ -110,7 +122,7 @@ def test_recomputed_gradients_equal_those_formed_in_forward():
         x, weight, labels = problem(dtype)
         results = [
             torch.autograd.grad(
-                fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
+                loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again),
                 (x, weight),
             )
             for again in (False, True)
@@ -126,7 +138,7 @@ def test_recomputation_keeps_no_gradient_until_backward():
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t, seen=seen: seen.append(t) or t, lambda t: t
         ):
-            fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again)
+            loss_of(x, weight, labels, 4 * VOCAB * 5, 0.25, recompute=again)
         mine = {x.data_ptr(), weight.data_ptr(), labels.data_ptr()}
         kept[again] = sum(t.nbytes for t in seen if t.ndim and t.data_ptr() not in mine)
     assert kept == {False: x.nbytes + weight.nbytes, True: 0}
@@ -134,7 +146,7 @@ def test_recomputation_keeps_no_gradient_until_backward():
 
 def test_bfloat16_error_is_that_of_rounding_inputs_and_results():
     x, weight, labels = problem(torch.bfloat16)
-    loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0)
+    loss = loss_of(x, weight, labels, 4 * VOCAB * 5, 1.0)
     expected = plain(x, weight, labels, 1.0)
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -152,7 +164,7 @@ def test_weight_gradient_is_summed_over_chunks_in_float32():
     rows = 512
     x = torch.ones(rows, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    loss = fused_linear_cross_entropy(x, weight, torch.zeros(rows, dtype=torch.long), 4 * 2, 1.0)
+    loss = loss_of(x, weight, torch.zeros(rows, dtype=torch.long), 4 * 2, 1.0)
     (gradient,) = torch.autograd.grad(loss, weight)
     assert gradient.flatten().tolist() == [-rows / 2, rows / 2]
 
@@ -163,7 +175,7 @@ def test_a_nearly_certain_prediction_keeps_its_small_gradient_in_bfloat16(compil
     weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
     x = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
     (gradient,) = torch.autograd.grad(
-        fused_linear_cross_entropy(x, weight, torch.tensor([0]), 1 << 20, 1.0, compile=compile), x
+        loss_of(x, weight, torch.tensor([0]), 1 << 20, 1.0, compile=compile), x
     )
     wrong = 1 / (
         1 + torch.tensor(8.0).exp()
@@ -173,7 +185,7 @@ def test_a_nearly_certain_prediction_keeps_its_small_gradient_in_bfloat16(compil
 
 def test_no_valid_label_gives_exactly_zero():
     x, weight, labels = problem(torch.float32)
-    loss = fused_linear_cross_entropy(x, weight, torch.full_like(labels, -100), 4 * VOCAB * 5, 1.0)
+    loss = loss_of(x, weight, torch.full_like(labels, -100), 4 * VOCAB * 5, 1.0)
     dx, dweight = torch.autograd.grad(loss, (x, weight))
     assert loss.item() == 0.0
     assert not dx.any()
@@ -183,7 +195,7 @@ def test_no_valid_label_gives_exactly_zero():
 def test_no_grad_gives_the_same_loss_without_gradients():
     x, weight, labels = problem(torch.float32)
     with torch.no_grad():
-        loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5)
+        loss = loss_of(x, weight, labels, 4 * VOCAB * 5, 0.5)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, plain(x, weight, labels, 0.5))
 
@@ -194,9 +206,7 @@ def test_only_the_requested_gradients_are_formed(wanted):
     inputs = [
         tensor if index == wanted else tensor.detach() for index, tensor in enumerate((x, weight))
     ]
-    (ours,) = torch.autograd.grad(
-        fused_linear_cross_entropy(*inputs, labels, 4 * VOCAB * 5, 1.0), inputs[wanted]
-    )
+    (ours,) = torch.autograd.grad(loss_of(*inputs, labels, 4 * VOCAB * 5, 1.0), inputs[wanted])
     (theirs,) = torch.autograd.grad(plain(*inputs, labels, 1.0), inputs[wanted])
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
@@ -208,12 +218,12 @@ def test_label_outside_the_vocabulary_is_refused(label):
     with pytest.raises(
         ValueError, match=f"Label {label} of row 11 is outside the vocabulary of {VOCAB} tokens"
     ):
-        fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 1.0)
+        loss_of(x, weight, labels, 4 * VOCAB * 5, 1.0)
 
 
 def test_scale_may_be_a_tensor_and_labels_int32():
     x, weight, labels = problem(torch.float32)
-    loss = fused_linear_cross_entropy(x, weight, labels.int(), 4 * VOCAB * 5, torch.tensor(0.25))
+    loss = loss_of(x, weight, labels.int(), 4 * VOCAB * 5, torch.tensor(0.25))
     torch.testing.assert_close(loss, plain(x, weight, labels, 0.25))
 
 
@@ -245,7 +255,7 @@ def test_logits_never_exceed_the_budget():
 
     x, weight, labels = problem(torch.float32)
     with Watch():
-        fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 6 + 3, 1.0)
+        loss_of(x, weight, labels, 4 * VOCAB * 6 + 3, 1.0)
     assert most == 4 * VOCAB * 6
 
 
@@ -254,7 +264,7 @@ def test_logits_never_exceed_the_budget():
 @pytest.mark.parametrize("compile", [False, True])
 def test_cuda_bfloat16_equals_float32_arithmetic_on_the_same_numbers(compile):
     x, weight, labels = problem(torch.bfloat16, "cuda")
-    loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5, compile=compile)
+    loss = loss_of(x, weight, labels, 4 * VOCAB * 5, 0.5, compile=compile)
     expected = plain(x, weight, labels, 0.5)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     for ours, theirs in zip(
@@ -276,7 +286,7 @@ def test_compiled_code_allocates_only_the_logits_gradient():
     for measured in (False, True):  # the first call compiles
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        fused_linear_cross_entropy(x, weight, labels, logits, 1.0, compile=True)
+        loss_of(x, weight, labels, logits, 1.0, compile=True)
         if measured:
             assert 1.5 * logits <= torch.cuda.max_memory_allocated() - before < 1.6 * logits
 
@@ -288,7 +298,7 @@ def test_cuda_label_outside_the_vocabulary_gives_nan_and_no_synchronisation():
     labels[11] = VOCAB
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = fused_linear_cross_entropy(x, weight, labels, 4 * VOCAB * 5, 0.5)
+        loss = loss_of(x, weight, labels, 4 * VOCAB * 5, 0.5)
         loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

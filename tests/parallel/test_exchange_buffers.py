@@ -5,6 +5,7 @@ from __future__ import annotations
 import gloo
 import pytest
 import torch
+from parallel.free_buffers import free_tensors
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
@@ -46,7 +47,7 @@ def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
         made.append(0)
         Counting.calls = 0
         gradients.append(torch.autograd.grad(attend(*tensors, 0).sum(), tensors))
-        free.append(len(exchange.buffers.free_tensors()))
+        free.append(len(free_tensors(exchange.buffers)))
     first = [t.clone() for t in gradients[0]]
     return {
         "made": made,

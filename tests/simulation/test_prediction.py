@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from simulation.counting import count_work
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import MaskWork
@@ -34,7 +35,6 @@ from mtrain_cli.simulation.prediction import (
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, make_case
-from mtrain_cli.simulation.work_counts import count_work
 
 SEQ, HEADS, BLOCK = 16384, 4, 128
 

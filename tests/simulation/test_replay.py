@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from simulation.counting import count_work
 from simulation.recordings import BLOCK, HEADS, PADDED, SEQ, SETUP, bitmap, lines, masks, record
 
 from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork
@@ -25,7 +26,7 @@ from mtrain_cli.simulation.what_if import (
     resized,
     setups_of,
 )
-from mtrain_cli.simulation.work_counts import StepWork, count_work
+from mtrain_cli.simulation.work_counts import StepWork
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
 

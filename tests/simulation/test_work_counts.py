@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention.sparse_problems import gated_index
 from parallel.ways import Way
+from simulation.counting import count_work
 
 from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
@@ -21,7 +22,7 @@ from mtrain_cli.parallel.ring_exchange import RingExchange
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, ScheduleStep, make_schedule
 from mtrain_cli.parallel.ulysses_exchange import UlyssesExchange
 from mtrain_cli.records.imbalance import imbalance
-from mtrain_cli.simulation.work_counts import StepWork, WorkCounter, count_work
+from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork, WorkCounter
 
 SEQ, HEADS, BLOCK = 61, 4, 4
 LAYOUTS = ("contiguous", "zigzag", "striped")
@@ -290,8 +291,8 @@ def test_flop_equal_those_of_the_index():
     expected = index.counts(MaskWork.make(masks, 16)).flop(64)
     assert (
         tuple(
-            int(w.flop(64).sum() + w.column_flop(64).sum())
-            for w in (work["forward"], work["backward"])
+            FLOP_PER_PAIR[direction] * 64 * int(work[direction].total_pairs.sum())
+            for direction in ("forward", "backward")
         )
         == expected
     )

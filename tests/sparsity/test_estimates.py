@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from attention.equal_indices import same_index
 
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
@@ -178,14 +179,14 @@ def test_per_group_gives_one_index_to_the_heads_of_a_group():
     for tensor in (index.slashes, index.columns):
         first = tensor.unflatten(1, (KV_HEADS, group))[:, :, :1]
         assert torch.equal(tensor.unflatten(1, (KV_HEADS, group)), first.expand(-1, -1, group, -1))
-    assert not pattern().estimate(q, k, masked, 0).same_as(index)
+    assert not same_index(pattern().estimate(q, k, masked, 0), index)
 
 
 def test_chunked_scores_choose_the_same(monkeypatch):
     q, k, masked = inputs(3)
     whole = pattern().estimate(q, k, masked, 0)
     monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
-    assert pattern().estimate(q, k, masked, 0).same_as(whole)
+    assert same_index(pattern().estimate(q, k, masked, 0), whole)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +307,7 @@ def test_every_moba_query_picks_its_best_chunks_and_its_own(monkeypatch, documen
                 chosen.append(chunks)
     assert len({frozenset(c) for c in chosen[128:144]}) > 1, "queries of a block must differ"
     assert not bool(index.bits.triu(1).any()), "no future block is set"
-    assert not index.same_as(replace(index, chunk=2 * index.chunk))
+    assert not same_index(index, replace(index, chunk=2 * index.chunk))
 
 
 def test_fixed_has_the_configured_counts_and_depends_only_on_the_seed():
@@ -316,11 +317,11 @@ def test_fixed_has_the_configured_counts_and_depends_only_on_the_seed():
     assert bool(index.slashes[..., :2].all())
     assert (index.columns < 63 * 16).sum(-1).tolist() == [[20, 20, 20]]
     assert not torch.equal(index.columns[0, 0], index.columns[0, 1]), "every head draws its own"
-    assert index.same_as(
-        fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
+    assert same_index(
+        index, fixed_index(seed=1, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     )
-    assert not index.same_as(
-        fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
+    assert not same_index(
+        index, fixed_index(seed=2, batch=1, heads=3, seq=1000, block=16, slashes=7, columns=20)
     )
     assert display_name(FixedPattern(16, 7, 20, 0.0, 1)) == "fixed (SYNTHETIC)"
     assert display_name(pattern()) == "vertical_slash"
@@ -346,7 +347,7 @@ def test_every_layer_draws_its_own_fixed_index():
     q, k, masked = inputs(0)
     made = FixedPattern(BLOCK, 3, 8, 0.0, 1)
     first, second = (made.estimate(q, k, masked, layer) for layer in (0, 1))
-    assert made.estimate(q, k, masked, 0).same_as(first)
+    assert same_index(made.estimate(q, k, masked, 0), first)
     assert not torch.equal(first.slashes, second.slashes)
     assert not torch.equal(first.columns, second.columns)
 
@@ -489,7 +490,7 @@ def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fu
         return again, size
 
     monkeypatch.setattr(VerticalSlashPattern, "_tables", counted)
-    assert p.estimate(q, k, masked, 0).same_as(want)
+    assert same_index(p.estimate(q, k, masked, 0), want)
     assert set(tables) == {1}
     assert len(tables) == sum(len(probe.diagonals) for probe in p.probes(masked)) * (
         2 if changed else 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from parallel.free_buffers import free_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -191,7 +192,7 @@ def step_peak(
         )
         left = [gradient for unit in (host and host._gradients) or () for gradient in unit]
         with LiveBytes(
-            [*decoder.parameters(), *states, *attend.exchange.buffers.free_tensors(), *waiting],
+            [*decoder.parameters(), *states, *free_tensors(attend.exchange.buffers), *waiting],
             left,
         ) as live:
             gradients()
