@@ -71,9 +71,9 @@ def non_attention(
 
       [cyan]mtrain profile non-attention model=tiny[/cyan]
           Try the command on a CPU, in seconds
-      [cyan]mtrain profile non-attention model=qwen3b sparsity=moba --out rest.json[/cyan]
+      [cyan]mtrain profile non-attention model=qwen3b sparsity=moba --out non-attention.json[/cyan]
           Write a calibration on a GPU, for 1k to 64k tokens per worker
-      [cyan]mtrain simulate model=qwen3b seq=512k --calibration rest.json[/cyan]
+      [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
           Predict whole steps with it
     """
     import torch

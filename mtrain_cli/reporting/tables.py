@@ -401,13 +401,13 @@ def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
     """Return means over heads; "of mask" has a column only where it differs from the density."""
     masked = any(abs(r["of_mask"] - r["density"]) >= 5e-5 for r in rows)
     caption = (
-        "means over heads; recall: mine sampled queries that the pattern does not probe; "
-        "worst: mine the worst query; density: mine all causal pairs"
+        "means over heads; recall: over sampled queries that the pattern does not probe; "
+        "worst: of the worst query; density: of all causal pairs"
     )
     table = Table(
         title=title,
         title_justify="left",
-        caption=caption + ("; mine mask: mine the pairs inside documents" if masked else ""),
+        caption=caption + ("; of mask: of the pairs inside documents" if masked else ""),
         caption_justify="left",
         box=SIMPLE,  # without borders it fits 60 columns
         padding=(0, 1, 0, 0),

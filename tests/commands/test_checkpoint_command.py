@@ -273,7 +273,7 @@ def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
     config = hf_folder / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": "x"}))
     message = mtrain("checkpoint", "verify", hf_folder, "--tokens", "8", code=2)
-    assert f"{hf_folder}: mtrain reads this folder, and transformers" in message
+    assert f"{hf_folder}: mtrain reads this folder, but transformers" in message
     assert "attention_dropout" in message
     assert "Correct the folder's config.json" in message
 

@@ -59,7 +59,9 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     assert "step 3/3  loss" in result.output
     assert "vertical_slash, step 1" in result.output
     assert "moba, step 3" in result.output
-    assert "recall: of sampled queries that were not probed" in " ".join(result.output.split())
+    assert "recall: over sampled queries that the pattern does not probe" in " ".join(
+        result.output.split()
+    )
     again = run(
         "sparsity",
         *SMALL[:7],

@@ -152,7 +152,7 @@ def test_json_prints_nothing_else_and_writes_no_files():
 def test_two_runs_are_compared_in_the_given_folder():
     measured("one", iterations=2)
     recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
-    assert refused("one", "two").startswith("mtrain: --out DIR: needed for several runs")
+    assert refused("one", "two").startswith("mtrain: --out DIR: required for several runs")
     said = " ".join(report("one", "two", "--out", "both").split())
     assert "Compared with one" in said
     assert Path("both/report.html").is_file()

@@ -442,7 +442,7 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         (["--sweep", "nodes=0"], "nodes=0: expected a whole number of at least 1"),
         (
             ["--sweep", "nodes=2"],
-            "nodes=2: h200_1x8 does not say how nodes are linked; allowed: 1, or --cluster "
+            "nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or --cluster "
             "a100_4x8, ",
         ),
         (["--sweep", "workers=4,9"], "--sweep workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
@@ -501,7 +501,7 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         ),
         (
             ["--workers", "65", "cluster=a100_4x8", "--nodes", "9", "--recommend"],
-            "--workers 65: a100_4x8 has nodes of 8 GPUs, of which several are filled; allowed: 1 "
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, and several nodes must be filled; allowed: 1 "
             "to 8, or multiples of 8 such as 64 or 72",
         ),
         (

@@ -84,10 +84,10 @@ def test_a_slow_rank_may_be_in_any_group():
         (first, remarks), (second, other) = result("2=2"), result("6=2")
         assert first == second
         assert (
-            "the context group of ranks 4 to 7 is played, which has the slowest; its ranks count "
+            "the context group of ranks 4 to 7 is shown, the slowest one; its ranks count "
             "from 0" in other
         )
-        assert "is played" not in remarks
+        assert "is shown, the slowest" not in remarks
         assert result("1=1.5,6=2") == (first, other)
         assert result("1=3,6=2")[0] == result("1=3")[0] > first
 

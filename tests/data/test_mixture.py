@@ -270,8 +270,8 @@ def test_weights_come_from_the_command_line_a_group_or_a_file(tmp_path: Path) ->
     [
         (
             "{code: -1, book: 2}",
-            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out what is not "
-            "wanted",
+            "data.mix={code:-1,book:2}: the weight of code must be above 0; leave out corpora "
+            "you do not want",
         ),
         ("{code: 0, book: 2}", "the weight of code must be above 0"),
         ("{code: much}", "expected numbers by name such as {code: 0.3, book: 0.7}"),

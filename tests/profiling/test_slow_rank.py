@@ -49,11 +49,11 @@ def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.
     for iteration in range(4):
         dist.barrier()
         collector.start()
-        exchange.record(collector.recorder)
+        exchange.set_recorder(collector.recorder)
         with collector.recorder.iteration():
             for layer in range(2):
                 attend(q, k, v, layer).sum().backward()
-        exchange.record(None)
+        exchange.set_recorder(None)
         found.append(
             collector.collect(
                 0, iteration, own_work(exchange, HEADS, range(2), [(masks, None)]), (64.0, 160.0)

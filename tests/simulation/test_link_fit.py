@@ -201,9 +201,9 @@ def test_the_slowest_rank_sets_the_time(monkeypatch):
     """Four ranks need 5, 70, 6 and 7 us."""
     bench = SimpleNamespace(
         device=torch.device("cpu"),
-        together=lambda: None,
-        clean=lambda: None,
-        everyone=lambda mine: (
+        synchronize=lambda: None,
+        free_memory=lambda: None,
+        gather=lambda mine: (
             [mine]
             if isinstance(mine, bool)
             else [5.0, 70.0, 6.0, 7.0]

@@ -157,10 +157,7 @@ def test_if_nothing_fits_the_least_memory_is_reported(tmp_path, monkeypatch):
     flat = " ".join(found.stdout.split())
     assert "small (1 x 8 NVIDIA H100 80GB HBM3)" in flat, "cluster=FILE is --cluster FILE"
     assert f"time {least['layout']} {least['exchange']}: " in flat
-    assert (
-        f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 can be used) at its peak"
-        in flat
-    )
+    assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 usable) at its peak" in flat
     assert (
         "best none of these fits; --recommend tries settings that need less memory, "
         "or says what would fit" in flat

@@ -92,9 +92,9 @@ def test_memory_equals_that_of_the_dry_run(words):
     mine = plan_on(H200, config, workers=8)
     assert mine.kernel == dry.kernel == ("triton" if "sparsity=moba" in words else "flash4")
     assert mine.memory == dry.memory
-    assert (mine.exchange.label, mine.moved, mine.micro_batches) == (
+    assert (mine.exchange.label, mine.received, mine.micro_batches) == (
         dry.exchange.label,
-        dry.moved,
+        dry.received,
         dry.micro_batches,
     )
 
@@ -138,11 +138,11 @@ def test_flop_equal_training_and_bytes_equal_the_dry_run(pairs):
         ).executed
         assert one.flop * 8 == pytest.approx(flops * found.tokens_per_step, rel=1e-9), way
         assert one.hfu == pytest.approx(one.flop / one.seconds.value / 989e12)
-        assert one.sent == pytest.approx(found.moved.weights, rel=1e-6), way
+        assert one.sent == pytest.approx(found.received.weights, rel=1e-6), way
         states = StateMemory(config, 8, found.micro_batches, 2)
         activations = 2 * found.micro_batches * (found.memory.host - states.host)
         assert (activations > 0) == ("offload_activations" in way)
-        assert one.over_host == pytest.approx(found.moved.host + activations), way
+        assert one.over_host == pytest.approx(found.received.host + activations), way
         assert sum(one.parts.values()) == pytest.approx(one.seconds.value), way
         assert min(one.parts.values()) >= 0, way
 

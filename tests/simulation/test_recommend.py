@@ -185,9 +185,9 @@ def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     words.append(f"train.activation_checkpoint={config.train.activation_checkpoint}")
     typed = plan_on(cluster, compose(words), workers=8, layout="striped", exchange="ring")
     assert 0 < typed.memory.host <= 0.9 * 70 * GIB
-    assert (typed.memory, typed.moved, typed.flops) == (
+    assert (typed.memory, typed.received, typed.flops) == (
         plans[-1].memory,
-        plans[-1].moved,
+        plans[-1].received,
         plans[-1].flops,
     )
     asked = plan_on(
@@ -301,10 +301,10 @@ def test_mlp_products_are_kept_if_memory_allows():
     same, more = (
         plan_on(cluster, config, workers=8, layout="striped", exchange="ring") for config in typed
     )
-    assert (same.memory, same.flops, same.moved) == (
+    assert (same.memory, same.flops, same.received) == (
         best.plan.memory,
         best.plan.flops,
-        best.plan.moved,
+        best.plan.received,
     )
     assert evaluate(cluster, one, same, bounds=False).step.parts == best.step.parts
     assert same.takes(same.memory, 0.9)

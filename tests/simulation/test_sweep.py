@@ -48,7 +48,7 @@ def test_axes_and_points():
     [
         ("seq", "--sweep seq: expected NAME=VALUE"),
         ("seq=", "--sweep seq=: expected NAME=VALUE"),
-        ("", "names nothing"),
+        ("", "empty; expected NAME=VALUE"),
         ("nodes=0", "nodes=0: expected a whole number of at least 1"),
         ("workers=x", "workers=x: expected a whole number"),
         ("density=2", "density=2: must be above 0 and at most 1"),

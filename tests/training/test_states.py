@@ -210,7 +210,7 @@ def waited_for(rank: int, world: int) -> list[list[str]]:
         (*BATCHES, "train.global_batch=1", "optim.offload=true", "optim.offload_gradients=true"),
     )
     states, events = trainer.host_states, []
-    leave, link = states._leave, states._link
+    leave, link = states._offload_gradients, states._link
 
     class Arrival:
         def __init__(self, number: int) -> None:
@@ -225,7 +225,7 @@ def waited_for(rank: int, world: int) -> list[list[str]]:
         del link.event
         events.append(f"sends {number}")
 
-    states._leave = leaves
+    states._offload_gradients = leaves
     results = []
     for _ in range(2):
         ready = [trainer.next_batch_maker().to_device(host) for host in next(iter(trainer.loader))]

@@ -173,7 +173,7 @@ def test_a_resume_with_other_hyperparameters_uses_them(tmp_path):
 def without_labels(trainer: Trainer, *steps: int) -> None:
     """Ignore all labels in the given steps, counted from 0."""
     make, seen, local = (
-        trainer.loader._make,
+        trainer.loader._make_batch,
         iter(range(10**6)),
         trainer.config.train.global_batch // trainer.environment.dp,
     )
@@ -187,7 +187,7 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
         ]
         return make(kept)
 
-    trainer.loader._make = made
+    trainer.loader._make_batch = made
 
 
 def updated_tensors(trainer: Trainer) -> list[torch.Tensor]:
