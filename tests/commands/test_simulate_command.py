@@ -501,8 +501,8 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
         ),
         (
             ["--workers", "65", "cluster=a100_4x8", "--nodes", "9", "--recommend"],
-            "--workers 65: a100_4x8 has nodes of 8 GPUs, and several nodes must be filled; allowed: 1 "
-            "to 8, or multiples of 8 such as 64 or 72",
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, and several nodes must be filled; "
+            "allowed: 1 to 8, or multiples of 8 such as 64 or 72",
         ),
         (
             ["--sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"],

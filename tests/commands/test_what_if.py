@@ -113,8 +113,8 @@ def test_json_matches_the_table(tmp_path):
         (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
         (
             ["--workers", "64"],
-            "--workers 64: 1000 tokens in blocks of 16 are too few for so many workers; allowed: 1 to "
-            "62",
+            "--workers 64: 1000 tokens in blocks of 16 are too few for so many workers; "
+            "allowed: 1 to 62",
         ),
         (
             ["--workers", "6", "--per-node", "4"],

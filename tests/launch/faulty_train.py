@@ -53,7 +53,7 @@ def train(config, run_dir, environment, resume):
     fault = Fault(**json.loads(os.environ[VARIABLE]))
     (run_dir.path / f"pid-{environment.rank}").write_text(str(os.getpid()))
     at = [0]
-    step, hop = Trainer.train_step, Transport.hop
+    step, start_hop = Trainer.train_step, Transport.start_hop
 
     def counted(self, stop):
         at[0] = self.step + 1
@@ -76,9 +76,9 @@ def train(config, run_dir, environment, resume):
             if fault.signum == HANGS:
                 time.sleep(600)
             os.kill(os.getpid(), signal.Signals(fault.signum))
-        hop(self, *arguments)
+        start_hop(self, *arguments)
 
-    Trainer.train_step, Transport.hop = counted, faulty
+    Trainer.train_step, Transport.start_hop = counted, faulty
     return loop.train(config, run_dir, environment, resume)
 
 
