@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from attention.sparse_problems import Problem, among_others, make_problem
+from attention.sparse_problems import Problem, as_view_among_nan, make_problem
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
@@ -153,13 +153,13 @@ def test_triton_accepts_strided_heads(kind, given):
         4, kind, seq=37, block=16, heads=4, kv_heads=2, dim=16, documents=True, where="whole"
     )
     kernel = TritonKernel()
-    q, k, v, dout = (among_others(t) for t in (p.q, p.k, p.v, p.dout))
+    q, k, v, dout = (as_view_among_nan(t) for t in (p.q, p.k, p.v, p.dout))
     out, lse = kernel.forward(p.q, p.k, p.v, p.tiles, SCALE)
     for a, b in zip(kernel.forward(q, k, v, p.tiles, SCALE), (out, lse), strict=True):
         assert torch.equal(a, b)
     delta = (out * p.dout).sum(-1).transpose(1, 2) if given else None
     want = kernel.backward(p.dout, p.q, p.k, p.v, out, lse, delta, p.tiles, SCALE)
-    got = kernel.backward(dout, q, k, v, among_others(out), lse, delta, p.tiles, SCALE)
+    got = kernel.backward(dout, q, k, v, as_view_among_nan(out), lse, delta, p.tiles, SCALE)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
 
@@ -251,7 +251,9 @@ def test_flash4_with_exact_block_attention_equals_the_oracle(monkeypatch, kind, 
     fake.dense = SimpleNamespace(spans_forward=forward, spans_backward=backward)
     monkeypatch.setitem(sys.modules, "mtrain_cli.kernels.flash4", fake)
     check(Flash4Kernel(), p, 1e-5)
-    check(Flash4Kernel(), replace(p, q=among_others(p.q), dout=among_others(p.dout)), 1e-5)
+    check(
+        Flash4Kernel(), replace(p, q=as_view_among_nan(p.q), dout=as_view_among_nan(p.dout)), 1e-5
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

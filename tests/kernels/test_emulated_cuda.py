@@ -9,7 +9,7 @@ import torch
 from attention.sparse_problems import Problem, make_problem
 from kernels.emulated import COMPILER, Emulator, use_emulator
 
-from mtrain_cli.attention import block_lists, kernel, packed_columns
+from mtrain_cli.attention import block_lists, packed_columns, partials
 from mtrain_cli.attention.index import VerticalSlash
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
@@ -103,9 +103,9 @@ def test_merging_equals_pytorch(dtype, emulator, monkeypatch):
     lse[0, 0, :9], part_lse[0, 0, 5:12] = float("-inf"), float("-inf")
     out[0, :9, 0], part[0, 5:12, 0] = 0.0, 0.0
     expected, expected_lse = out.clone(), lse.clone()
-    kernel.merge(expected, expected_lse, part, part_lse)
-    use_emulator(emulator, monkeypatch, kernel)
-    kernel.merge(out, lse, part, part_lse)
+    partials.merge(expected, expected_lse, part, part_lse)
+    use_emulator(emulator, monkeypatch, partials)
+    partials.merge(out, lse, part, part_lse)
     assert emulator.launched[-1] == f"merge_{str(dtype).removeprefix('torch.')}"
     assert torch.allclose(out, expected, rtol=1e-5, atol=1e-5)
     assert torch.allclose(lse, expected_lse, rtol=1e-5, atol=1e-5)

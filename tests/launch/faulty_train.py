@@ -63,7 +63,7 @@ def train(config, run_dir, environment, resume):
         before = len(list(run_dir.path.glob("fault*")))
         steps = [fault.training_step, *fault.later]
         due = steps[min(before, len(steps) - 1)] if before < len(steps) or not fault.once else -1
-        here = (environment.rank, at[0], self.what, f"step {self.at + 1} of {self.steps}")
+        here = (environment.rank, at[0], self.pass_name, f"step {self.at + 1} of {self.steps}")
         if here == (fault.rank, due, fault.what, fault.exchange_step):
             if environment.device == "cpu":
                 _wait_for_others(

@@ -307,8 +307,8 @@ def test_mlp_products_are_kept_if_memory_allows():
         best.plan.received,
     )
     assert evaluate(cluster, one, same, bounds=False).step.parts == best.step.parts
-    assert same.takes(same.memory, 0.9)
-    assert not more.takes(more.memory, 0.9)
+    assert same.has_room_for(same.memory, 0.9)
+    assert not more.has_room_for(more.memory, 0.9)
     without = next(
         o
         for o in found.ranked
