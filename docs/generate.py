@@ -18,10 +18,11 @@ import typer
 
 from mtrain_cli import resource_dir
 from mtrain_cli.commands.app import app
-from mtrain_cli.config import keys, validate
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import keys
 from mtrain_cli.config.groups import open_groups, summary
-from mtrain_cli.config.schema import PATTERN_KEYS, Config
+from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.schema import Config
 
 
 def configuration() -> str:
@@ -61,7 +62,7 @@ def _keys(chosen: Callable[[str], bool]) -> Iterator[str]:
             continue
         value = defaults[name]
         default = "" if value is None else f", default `{keys.show(value)}`"
-        allowed = validate.allowed(key)
+        allowed = key.allowed
         yield f"`{name}`{default}"
         yield f":   {_plain(key.help)}" + (f"<br>Allowed: {_plain(allowed)}" if allowed else "")
         yield ""
@@ -75,8 +76,9 @@ def _options(group: str) -> Iterator[str]:
 
 def _patterns() -> Iterator[str]:
     yield from ("| `sparsity=` | its keys |", "|---|---|")
-    for pattern, names in PATTERN_KEYS.items():
-        yield f"| `{pattern}` | {', '.join(f'`{name}`' for name in names) or 'none'} |"
+    for pattern, settings in PATTERNS.items():
+        keys_of_pattern = ", ".join(f"`{name}`" for name in settings.own_keys())
+        yield f"| `{pattern}` | {keys_of_pattern or 'none'} |"
     yield ""
 
 

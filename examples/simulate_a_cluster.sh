@@ -9,15 +9,15 @@ if (($#)); then shift; fi
 
 seq=1m
 sizes="nodes=1,2,4"
-search=(--recommend)
+search=(recommend)
 if [[ -n ${MTRAIN_EXAMPLE_SMALL:-} ]]; then
     seq=64k
     sizes="nodes=1,2"
-    search=(--exchange ring)
+    search=(run --exchange ring)
 fi
 
-mtrain simulate model=qwen3b seq="$seq" --cluster "$cluster" --density 5% "${search[@]}" \
+mtrain simulate "${search[@]}" model=qwen3b seq="$seq" --cluster "$cluster" --density 5% \
     --tokens 1b --price 2 --no-files "$@"
-mtrain simulate model=qwen3b seq="$seq" --cluster "$cluster" --density 5% --layout striped \
-    --exchange ring --sweep "$sizes" --out scaling "$@"
+mtrain simulate sweep model=qwen3b seq="$seq" "$sizes" --cluster "$cluster" --density 5% \
+    --layout striped --exchange ring --out scaling "$@"
 mtrain report scaling

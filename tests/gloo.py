@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.launch.safe_pickle import guard_collectives
 
 
@@ -39,6 +41,14 @@ def run(world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
             start_method="forkserver",
         )
         return [pickle.loads(Path(folder, f"result-{rank}").read_bytes()) for rank in range(world)]
+
+
+def environment(
+    rank: int, world: int, cp: int | None = None, per_node: int | None = None
+) -> Environment:
+    """Return the environment of one of ``world`` CPU processes; by default all share sequences."""
+    dims = ParallelDims.of(world, cp=cp or world)
+    return Environment("cpu", dims, per_node or world, rank, rank, "mtrain", world)
 
 
 def _main(

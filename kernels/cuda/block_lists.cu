@@ -1,5 +1,5 @@
-// List the blocks that a dynamic index and a mask leave, ascending, per query block or (transposed)
-// per key block.
+// List the blocks that the index chose and the mask allows, ascending, per query block or
+// (transposed) per key block.
 //
 // One warp writes one row, 32 candidate blocks at a time. A ballot and a bit count give each lane
 // its place in the list, so the order needs no sorting and no atomics.
@@ -48,8 +48,8 @@ extern "C" __global__ void block_lists(
         const unsigned is_full = __ballot_sync(0xffffffffu, touched && whole);
         const unsigned is_partial = __ballot_sync(0xffffffffu, touched && !whole);
         const unsigned below = (1u << lane) - 1u;
-        // The index has more blocks than the host allowed for: stop, rather than drop a block or
-        // write past the row.
+        // If the index has more blocks than the host allocated, stop: do not drop a block or write
+        // past the row.
         if (fulls + __popc(is_full) > full_width) __trap();
         if (partials + __popc(is_partial) > partial_width) __trap();
         if (touched && whole) full_row[fulls + __popc(is_full & below)] = n;

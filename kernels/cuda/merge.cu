@@ -1,9 +1,9 @@
-// Merge the attention over more keys into out and lse, in place. One warp per row of one head reads
-// and writes each number once.
+// Merge partial attention over other keys into out and lse, in place. Each warp handles one row of
+// one head, and reads and writes each number once.
 //
 // With w = 1 / (1 + exp(lse - part_lse)):
 //   out += w (part - out), lse = max + log(exp(lse - max) + exp(part_lse - max)).
-// lse is -inf on a side where the row has no keys.
+// Either lse is -inf if the row has no keys on that side.
 
 #define NO_KEYS __int_as_float(0xff800000)  // -inf
 

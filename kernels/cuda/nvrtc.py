@@ -23,7 +23,7 @@ def _module(name: str, device: int) -> Any:
 
 
 def check() -> None:
-    """Compile the smallest file for the current device, and let CuPy's error pass if that fails."""
+    """Compile the smallest file for the current device. Raises CuPy's error if that fails."""
     _module("merge", torch.cuda.current_device()).compile()
 
 

@@ -1,11 +1,13 @@
 """Call FlashAttention-4 on plain tensors.
 
-`forward` and `backward` compute one rectangle with native causality; `spans_forward` and
-`spans_backward` compute row spans through block lists and an element mask.
+`forward` and `backward` compute one rectangle with FlashAttention-4's causal mask; `spans_forward`
+and `spans_backward` compute row spans through block lists and an element mask.
 
 Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse
-    float32 [batch, heads, queries], natural logarithm. Checked with flash-attn-4 4.0.0b36 on sm_90.
-    Its interface is private, so this file holds every call to it.
+float32 [batch, heads, queries], natural logarithm.
+
+This file holds every call to FlashAttention-4, because they use its private interface. Checked with
+flash-attn-4 4.0.0b36 on sm_90.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ def _in_causal_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to one rectangle; if causal, its last row sees its last key."""
+    """Attend to one rectangle. causal: align the mask so that the last row sees the last key."""
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
     return out, lse
 
@@ -59,7 +61,7 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of one rectangle, given lse and either out or delta of whole rows."""
+    """Return dq, dk, dv of one rectangle. lse, and out or delta, cover all keys of each row."""
     out, minus_delta = _out_and_dlse(q, out, delta)
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=minus_delta
@@ -72,7 +74,7 @@ def spans_forward(
     k: torch.Tensor,
     v: torch.Tensor,
     spans: Spans | None,
-    lists: dict[str, Any],
+    lists: dict[str, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend to the listed blocks, each query only to the keys of its span.
@@ -82,13 +84,7 @@ def spans_forward(
             every partial block lies on the diagonal of a causal mask, which needs no lookup.
         lists: block lists per query block, from `attention.flash4` or `attention.block_lists`.
     """
-    blocks = BlockSparseTensorsTorch(
-        mask_block_cnt=lists["partial_count"],
-        mask_block_idx=lists["partial"],
-        full_block_cnt=lists["full_count"],
-        full_block_idx=lists["full"],
-        block_size=(128, 128),
-    )
+    blocks = _block_sparse(lists)
     out, lse, *_ = _flash_attn_fwd(
         q,
         k,
@@ -110,21 +106,15 @@ def spans_backward(
     lse: torch.Tensor,
     delta: torch.Tensor | None,
     spans: Spans | None,
-    lists: dict[str, Any],
+    lists: dict[str, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `spans_forward`, given lse and either out or delta of whole rows.
+    """Return dq, dk, dv of `spans_forward`. lse, and out or delta, cover all keys of each row.
 
-    Here ``lists`` holds query blocks per key block.
+    lists: query blocks per key block.
     """
     out, minus_delta = _out_and_dlse(q, out, delta)
-    blocks = BlockSparseTensorsTorch(
-        mask_block_cnt=lists["partial_count"],
-        mask_block_idx=lists["partial"],
-        full_block_cnt=lists["full_count"],
-        full_block_idx=lists["full"],
-        block_size=(128, 128),
-    )
+    blocks = _block_sparse(lists)
     dq, dk, dv = _flash_attn_bwd(
         q,
         k,
@@ -140,13 +130,23 @@ def spans_backward(
     return dq, dk, dv
 
 
+def _block_sparse(lists: dict[str, torch.Tensor]) -> BlockSparseTensorsTorch:
+    return BlockSparseTensorsTorch(
+        mask_block_cnt=lists["partial_count"],
+        mask_block_idx=lists["partial"],
+        full_block_cnt=lists["full_count"],
+        full_block_idx=lists["full"],
+        block_size=(128, 128),
+    )
+
+
 def _out_and_dlse(
     q: torch.Tensor, out: torch.Tensor | None, delta: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return out and dlse for FlashAttention-4's preprocess, delta = rowsum(out * dout) - dlse.
 
-    Without out, a zero out and dlse = -delta make it return the given delta. That out is one row in
-    memory with strides of 0. If both are given, use out: a call with dlse took 2 to 6 % longer
+    Without out, a zero out and dlse = -delta give the right delta. The zero out takes one row of
+    memory, with strides of 0. If both are given, use out: a call with dlse took 2 to 6 % longer
     (8,192 tokens, 32 heads, H200).
     """
     if out is not None:
@@ -162,9 +162,9 @@ def _mask_arguments(spans: Spans | None) -> dict[str, Any]:
 
 
 def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
-    """Pad the spans to whole tiles: the element mask is evaluated beyond the last query, too.
+    """Pad the spans to whole tiles with rows that see nothing.
 
-    Padded rows see nothing.
+    FlashAttention-4 evaluates the element mask beyond the last query, too.
     """
     pad = -low.shape[1] % 128
     if pad:

@@ -1,9 +1,9 @@
-"""Sum the attention of a few probed queries over the keys' columns, without storing the scores.
+"""Sum the attention that each key gets from a few probed queries, without storing the scores.
 
-Two passes over the keys of a shard, which may be any blocks of the sequence. The first computes the
-log-sum-exp of every probed query per tile of keys. The second takes the log-sum-exp over all tiles
-of all shards and adds up probabilities per key. A tile lies within a block and one program writes
-each result, so both passes are bitwise repeatable whichever worker holds a block.
+The first pass over a shard's keys computes every probed query's log-sum-exp per tile of keys. The
+second pass takes the log-sum-exp over all tiles of all shards and adds probabilities per key. A
+shard may hold any blocks of the sequence. A tile lies within a block and one program writes each
+result, so both passes are bitwise repeatable, whichever worker holds a block.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def tile_lse(
     Args:
         q: [rows, heads, head_dim], the probed queries.
         k: [keys, kv_heads, head_dim], the keys of a shard.
-        first, positions: int32 [rows], the first position that each query sees, and its own.
+        first, positions: int32 [rows], each query's first visible position, and its own position.
         key_blocks: int32 [local blocks], global block number of each local key block.
         tile: keys per tile, a power of two that divides ``block`` and is at least 16.
 
@@ -186,7 +186,7 @@ def probed_columns(
 ) -> torch.Tensor:
     """Return the attention that each key gets from each group of probed queries.
 
-    Sums are divided by the number of all probed queries.
+    The number of all probed queries divides the sums.
 
     Args:
         lse: float32 [heads, rows], contiguous, over the keys of all shards; +inf for a query that

@@ -28,52 +28,38 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
     assert geometry is not None
+    tables = geometry.tables
     batch, heads = index.heads
     queries, keys = geometry.query_blocks.numel(), geometry.key_blocks.numel()
     rows, candidates = (keys, queries) if transposed else (queries, keys)
-    widths = list_widths(
-        candidates, index.max_slashes if isinstance(index, VerticalSlash) else 0, geometry.plain
-    )
-    device = geometry.first.device
-    if cuda_kernels_usable(geometry.first):
+    if isinstance(index, BlockBitmap):
+        chosen, slots, held, bitmap, most = index.bits, index.slots, len(index.rows), True, 0
+    else:
+        assert isinstance(index, VerticalSlash)
+        # Diagonals have no rows: the kernel ignores slots, so pass any tensor.
+        chosen, slots, held, bitmap = index.slashes, geometry.query_slot, 1, False
+        most = index.max_slashes
+    widths = list_widths(candidates, most, tables.plain)
+    if cuda_kernels_usable(tables.first):
         from mtrain_cli.kernels.cuda.nvrtc import launch
 
-        bitmap = isinstance(index, BlockBitmap)
-        chosen = (index.bits if isinstance(index, BlockBitmap) else _slashes(index)).contiguous()
-        # Diagonals have no rows: the kernel ignores slots, so pass any tensor.
-        slots, held = (
-            (index.slots, len(index.rows))
-            if isinstance(index, BlockBitmap)
-            else (geometry.query_slot, 1)
-        )
-        counts = [torch.empty(batch, heads, rows, dtype=torch.int32, device=device) for _ in widths]
-        lists = [
-            torch.empty(batch, heads, rows, width, dtype=torch.int32, device=device)
-            for width in widths
-        ]
+        shapes = [(batch, heads, rows, *width) for w in widths for width in ((), (w,))]
+        lists = [torch.empty(shape, dtype=torch.int32, device=tables.device) for shape in shapes]
         launch(
             "block_lists", "block_lists", (-(-rows // _WARPS), batch * heads), 32 * _WARPS,
-            chosen, slots, geometry.query_blocks, geometry.key_blocks,
-            geometry.first_min, geometry.first_max,
-            counts[0], lists[0], counts[1], lists[1],
+            chosen.contiguous(), slots, geometry.query_blocks, geometry.key_blocks,
+            tables.first_min, tables.first_max, *lists,
             heads, index.blocks, index.block, held, queries, keys, *widths, bitmap, transposed,
         )  # fmt: skip
-        return {
-            "partial_count": counts[0],
-            "partial": lists[0],
-            "full_count": counts[1],
-            "full": lists[1],
-        }
+        return dict(zip(("partial_count", "partial", "full_count", "full"), lists, strict=True))
     q, k = geometry.query_blocks.long(), geometry.key_blocks.long()
-    touched = (k <= q[:, None]) & ((k + 1) * index.block > geometry.first_min[:, q][..., None])
-    full = touched & (k < q[:, None]) & (k * index.block >= geometry.first_max[:, q][..., None])
+    first_min, first_max = (t[:, q][..., None] for t in (tables.first_min, tables.first_max))
+    touched = (k <= q[:, None]) & ((k + 1) * index.block > first_min)
+    full = touched & (k < q[:, None]) & (k * index.block >= first_max)
     active = index.chosen(q, k) & touched[:, None]
     result: dict[str, torch.Tensor] = {}
     for name, blocks, width in zip(
-        ("partial", "full"),
-        (active & ~full[:, None], active & full[:, None]),
-        widths,
-        strict=True,
+        ("partial", "full"), (active & ~full[:, None], active & full[:, None]), widths, strict=True
     ):
         blocks = blocks.transpose(-1, -2) if transposed else blocks
         indices, counts_below = set_indices(blocks)
@@ -92,20 +78,15 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
     A diagonal gives each row one block. A purely causal mask cuts only the block on the diagonal.
 
     Args:
-        candidates: blocks on the other side.
+        candidates: number of blocks on the other side.
         max_diagonals: upper bound on the diagonals per head; 0 for a bitmap, or if only the device
-            knows. Lists then have room for every block: up to 8 bytes per pair of blocks and head,
-            16 GiB at 1M tokens with 32 heads on one worker.
+            knows. Lists then have room for every block: up to 8 bytes per pair of blocks and head.
+            That is 16 GiB at 1M tokens with 32 heads on one worker.
         plain: the mask is causal only, without documents or padding.
     """
     # A width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(candidates, max_diagonals or candidates))
     return 2 if plain else full, full
-
-
-def _slashes(index: object) -> torch.Tensor:
-    assert isinstance(index, VerticalSlash)
-    return index.slashes
 
 
 def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

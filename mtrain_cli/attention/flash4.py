@@ -1,6 +1,6 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
-Dense attention: native causal calls if the mask is a few rectangles, block lists otherwise. Under a
+Dense attention uses native causal calls if the mask is a few rectangles, else block lists. Under a
 dynamic index, FlashAttention-4 computes the blocks. The Triton kernels then compute the single
 columns, continuing the same softmax, so no merge is needed.
 """
@@ -12,12 +12,11 @@ import sys
 from contextlib import nullcontext
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from mtrain_cli import install_command
-from mtrain_cli.attention.block_lists import index_lists
+from mtrain_cli.attention.block_lists import index_lists, set_indices
 from mtrain_cli.attention.kernel import KernelRequest
 from mtrain_cli.attention.kernel_cache import persistent_kernel_cache
 from mtrain_cli.attention.packed_columns import add_column_gradients, pack_columns
@@ -27,13 +26,13 @@ from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make
 # With more rectangles per sequence, one call with block lists beats a call per rectangle.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
-_LIST_NAMES = ("partial", "partial_count", "full", "full_count")
+Lists = dict[str, torch.Tensor]
 
 
 class Flash4Kernel(TritonColumns):
     """The fastest kernel on Hopper.
 
-    674 / 607 TFLOP/s forward / backward for dense causal attention at 128K on an H200
+    Dense causal attention at 128K on an H200 reaches 674 TFLOP/s forward and 607 TFLOP/s backward
     (profiles/notes.md).
     """
 
@@ -78,14 +77,12 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
-            return dense.spans_forward(
-                q, k, v, (tiles.low, tiles.high), _mask_block_lists(tiles, ""), scale
-            )
+            spans, lists = (tiles.low, tiles.high), _mask_block_lists(tiles)[0]
+            return dense.spans_forward(q, k, v, spans, lists, scale)
         if _is_one_rectangle(tiles):
-            s = tiles.slices[0][0]
-            return dense.forward(
-                q, k[:, s.k_start : s.k_stop], v[:, s.k_start : s.k_stop], s.causal, scale
-            )
+            (s,) = tiles.slices[0]
+            keys = slice(s.k_start, s.k_stop)
+            return dense.forward(q, k[:, keys], v[:, keys], s.causal, scale)
         out = torch.zeros_like(q)
         lse = torch.full(
             (q.shape[0], q.shape[2], q.shape[1]),
@@ -117,39 +114,21 @@ class Flash4Kernel(TritonColumns):
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _is_few_rectangles(tiles):
-            return dense.spans_backward(
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                delta,
-                (tiles.low, tiles.high),
-                _mask_block_lists(tiles, "_t"),
-                scale,
-            )
-        if (
-            _is_one_rectangle(tiles)
-            and tiles.slices[0][0].k_stop - tiles.slices[0][0].k_start == k.shape[1]
-        ):
-            return dense.backward(dout, q, k, v, out, lse, delta, tiles.slices[0][0].causal, scale)
+            spans, lists = (tiles.low, tiles.high), _mask_block_lists(tiles)[1]
+            return dense.spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale)
+        if _is_one_rectangle(tiles):
+            (s,) = tiles.slices[0]
+            if s.k_stop - s.k_start == k.shape[1]:
+                return dense.backward(dout, q, k, v, out, lse, delta, s.causal, scale)
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
         for s in tiles.slices[0]:
             rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
+            own = dout[:, rows], q[:, rows], k[:, keys], v[:, keys]
             own_out = None if out is None else out[:, rows]
             own_delta = None if delta is None else delta[:, :, rows]
             part_q, part_k, part_v = dense.backward(
-                dout[:, rows],
-                q[:, rows],
-                k[:, keys],
-                v[:, keys],
-                own_out,
-                lse[:, :, rows],
-                own_delta,
-                s.causal,
-                scale,
+                *own, own_out, lse[:, :, rows], own_delta, s.causal, scale
             )
             dq[:, rows] = part_q
             dk[:, keys] += part_k
@@ -234,7 +213,7 @@ def _sparse_backward(
 
 def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
     assert tiles.geometry is not None
-    return None if tiles.geometry.plain else (tiles.low, tiles.high)
+    return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
 
 
 def _is_few_rectangles(tiles: Tiles) -> bool:
@@ -250,69 +229,53 @@ def _is_one_rectangle(tiles: Tiles) -> bool:
     )
 
 
-def _mask_block_lists(tiles: Tiles, suffix: str) -> dict[str, Any]:
-    """Return the mask's block lists, per query block or, with suffix ``_t``, per key block."""
+def _mask_block_lists(tiles: Tiles) -> tuple[Lists, Lists]:
     if "flash4" not in tiles.cache:
         tiles.cache["flash4"] = block_lists(tiles.low, tiles.high, tiles.num_keys, _BLOCK)
-    lists = tiles.cache["flash4"]
-    return {
-        part: lists[part.replace("_count", "") + suffix + "_count" * part.endswith("_count")]
-        for part in _LIST_NAMES
-    }
+    return tiles.cache["flash4"]
 
 
 def block_lists(
     low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
-) -> dict[str, torch.Tensor]:
+) -> tuple[Lists, Lists]:
     """List the blocks that spans touch, in FlashAttention-4's form.
 
     Args:
         low, high: int [batch, queries], the keys low <= j < high that each query sees.
 
     Returns:
-        ``partial`` and ``full`` per query block, ``partial_t`` and ``full_t`` per key block:
-        ascending block indices, int32 [batch, 1, blocks, width]. With ``_count`` appended: their
+        The lists per query block and those per key block. ``partial`` and ``full``: ascending block
+        indices, int32 [batch, 1, blocks, width]. ``partial_count`` and ``full_count``: their
         number, int32 [batch, 1, blocks]. In a full block every query sees every key. Rows beyond
-        the last query do not count.
+        the last query do not count. Entries beyond the count are undefined.
     """
     batch, queries = low.shape
-    pad = -queries % block
+
+    def by_block(rows: torch.Tensor, beyond: int) -> torch.Tensor:
+        return torch.nn.functional.pad(rows, (0, -queries % block), value=beyond).view(
+            batch, -1, block
+        )
+
     # Rows beyond the end must not constrain full blocks. A row without keys has low == high, so no
     # block is full for it.
-    rows_low = torch.nn.functional.pad(low, (0, pad), value=-1).view(batch, -1, block)
-    rows_high = torch.nn.functional.pad(high, (0, pad), value=num_keys + block).view(
-        batch, -1, block
-    )
-    sees_keys = torch.nn.functional.pad(low < high, (0, pad), value=False).view(batch, -1, block)
     beyond = num_keys + block
-    lowest = rows_low.masked_fill(~sees_keys, beyond).amin(-1)
-    highest = rows_high.masked_fill(~sees_keys, 0).amax(-1)
-    full_low = rows_low.amax(-1)
-    full_high = rows_high.amin(-1).clamp(max=num_keys)
+    rows_low, rows_high = by_block(low, -1), by_block(high, beyond)
+    sees_keys = by_block(low < high, False)
+    lowest = rows_low.masked_fill(~sees_keys, beyond).amin(-1, keepdim=True)
+    highest = rows_high.masked_fill(~sees_keys, 0).amax(-1, keepdim=True)
+    full_low = rows_low.amax(-1, keepdim=True)
+    full_high = rows_high.amin(-1, keepdim=True).clamp(max=num_keys)
     start = torch.arange(0, num_keys, block, device=low.device)
     # The last key block may be short: FlashAttention-4 itself masks what lies beyond the keys.
     stop = (start + block).clamp(max=num_keys)
-    touched = (start < highest[..., None]) & (stop > lowest[..., None])
-    full = touched & (start >= full_low[..., None]) & (stop <= full_high[..., None])
-    partial = touched & ~full
-    result: dict[str, torch.Tensor] = {}
-    for name, blocks in (("partial", partial), ("full", full)):
-        result[name + "_count"], result[name] = _set_block_indices(blocks)
-        result[name + "_t_count"], result[name + "_t"] = _set_block_indices(blocks.transpose(1, 2))
-    return result
-
-
-def _set_block_indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of set blocks per row and their ascending indices.
-
-    blocks: bool [batch, rows, columns]. Returns int32 [batch, 1, rows] and [batch, 1, rows,
-        columns].
-    """
-    count = blocks.sum(-1, dtype=torch.int32)
-    index = torch.argsort(blocks.to(torch.int8), dim=-1, descending=True, stable=True).to(
-        torch.int32
-    )
-    if index.shape[-1] < 2:
-        # A list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
-        index = torch.nn.functional.pad(index, (0, 2 - index.shape[-1]))
-    return count[:, None].contiguous(), index[:, None].contiguous()
+    touched = (start < highest) & (stop > lowest)
+    full = touched & (start >= full_low) & (stop <= full_high)
+    lists: tuple[Lists, Lists] = {}, {}
+    for name, blocks in (("partial", touched & ~full), ("full", full)):
+        for of_side, flags in zip(lists, (blocks, blocks.transpose(1, 2)), strict=True):
+            indices, counts_below = set_indices(flags)
+            # A list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
+            indices = torch.nn.functional.pad(indices, (0, max(0, 2 - indices.shape[-1])))
+            of_side[name] = indices[:, None]
+            of_side[f"{name}_count"] = counts_below[:, None, :, -1].contiguous()
+    return lists

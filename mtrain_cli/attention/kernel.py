@@ -22,7 +22,7 @@ class IndexRequest:
     """The kind of dynamic index that a run's pattern makes.
 
     block: tokens per block.
-    bitmap: listed blocks rather than diagonals and columns.
+    bitmap: the index is a `BlockBitmap`, else a `VerticalSlash`.
     chunk: keys per chunk if each query of a bitmap chooses its own chunks (`index.GatedBitmap`); 0
         for whole blocks.
     """
@@ -56,8 +56,8 @@ class Kernel(Protocol):
     """A local attention implementation.
 
     needs_out: backward cannot use a given delta, so out must travel with the queries instead.
-    skips: the kernel does not compute what a dynamic index leaves out. Otherwise it computes and
-        masks it, no faster than dense attention.
+    skips: the kernel does not compute pairs that a dynamic index leaves out. Otherwise it computes
+        and masks these pairs, no faster than dense attention.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Kernel(Protocol):
         """Return dq, dk and dv over the given keys.
 
         Args:
-            out, lse, delta: of whole rows, over the keys of all workers; delta = rowsum(out *
+            out, lse, delta: whole rows' values, over the keys of all workers; delta = rowsum(out *
                 dout).
 
         Either out or delta may be None: out if the queries came from another worker, delta if the
@@ -125,7 +125,7 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return dq and the gradient of packed, in the accumulation dtype.
 
-        lse and delta are those of whole rows.
+        lse and delta cover whole rows.
         """
         ...
 

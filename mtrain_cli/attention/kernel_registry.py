@@ -41,8 +41,8 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
         name: a kernel's name, or ``auto`` for the fastest that serves the request.
 
     Raises:
-        ConfigError: the kernel does not exist or cannot serve the request. The message lists those
-            that can; nothing is replaced silently.
+        ConfigError: the kernel does not exist or cannot serve the request. The message lists the
+            kernels that can.
     """
     reasons = survey(request)
     usable = [n for n, reason in reasons if reason is None]

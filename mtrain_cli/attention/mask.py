@@ -1,17 +1,21 @@
-"""Mask algebra: which query-key pairs are allowed, independent of the data.
+"""Masks: which query-key pairs are allowed before any dynamic index.
 
-A causal mask over packed documents lets the query at position p see the keys ``first[p] <= k <=
-p``, one interval per row. Every layout keeps a worker's tokens in ascending order, so within any
-shard of keys that interval is again one interval of slots. A mask is therefore two integers per
-row, `KeySpans`, for any shard: kilobytes, exact, and computed on the CPU without a process group.
+Each query sees one interval of keys. Every layout keeps a worker's tokens in ascending order, so
+the interval stays one interval of slots in any shard of keys. `KeySpans` holds these intervals as
+two integers per row. They are exact, take kilobytes, and are computed on the CPU without a process
+group. This module derives rectangles and counts from them, and `mask_tables` derives tables by
+block.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from mtrain_cli.config.schema import DataConfig
 
 IntArray = NDArray[np.int64]
 
@@ -20,8 +24,8 @@ IntArray = NDArray[np.int64]
 class SequenceMask:
     """Causal attention over one packed sequence of ``padded`` positions.
 
-    first: int64 [padded], first key that each query may see: the start of its document, or 0
-        without documents.
+    first: int64 [padded], first key that the query at each position may see, non-decreasing: the
+        start of its document, or 0 without documents.
     length: number of tokens. Later positions are padding: they see nothing and nothing sees them.
     """
 
@@ -32,23 +36,20 @@ class SequenceMask:
     def padded(self) -> int:
         return len(self.first)
 
+    @cached_property
+    def plain(self) -> bool:
+        """Whether the mask is causal only, without documents or padding."""
+        return self.length == self.padded and not self.first.any()
+
     @property
     def pairs(self) -> int:
         """Number of allowed query-key pairs in the sequence."""
         return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
 
     def last(self) -> IntArray:
-        """Return int64 [padded], the last query that sees each key: the end of its document.
-
-        Padding gets the last token.
-        """
-        last = np.full(self.padded, self.length - 1, np.int64)
-        starts = np.flatnonzero(np.diff(self.first[: self.length])) + 1
-        last[: self.length] = np.repeat(
-            np.append(starts, self.length) - 1,
-            np.diff(np.append(np.append(0, starts), self.length)),
-        )
-        return last
+        """Return int64 [padded], the last query that sees each key; for padding the last token."""
+        opened = np.bincount(self.first[: self.length], minlength=self.padded)
+        return np.cumsum(opened) - 1
 
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
@@ -62,80 +63,85 @@ class SequenceMask:
         documents: id of each token, non-decreasing. Raises ValueError if the ids decrease.
         """
         ids = np.asarray(documents)
-        if len(ids) > 1 and bool((np.diff(ids) < 0).any()):
+        steps = np.diff(ids)
+        if bool((steps < 0).any()):
             raise ValueError("Document ids decrease along the sequence. Give non-decreasing ids.")
+        starts = np.append(0, np.flatnonzero(steps) + 1)
+        lengths = np.diff(starts, append=padded)
+        return SequenceMask(np.repeat(starts, lengths), len(ids))
+
+    def intersect(self, other: SequenceMask) -> SequenceMask:
+        """Return the pairs that both masks of one sequence allow."""
+        return SequenceMask(np.maximum(self.first, other.first), min(self.length, other.length))
+
+    def repadded(self, padded: int) -> SequenceMask:
+        """Return the mask of the same sequence padded to another number of positions."""
         first = np.zeros(padded, np.int64)
-        if len(ids):
-            starts = np.flatnonzero(np.diff(ids, prepend=ids[0] - 1))
-            lengths = np.diff(starts, append=len(ids))
-            first[: len(ids)] = np.repeat(starts, lengths)
-            first[len(ids) :] = starts[-1]
-        return SequenceMask(first, len(ids))
+        first[: self.length] = self.first[: self.length]
+        return SequenceMask(first, self.length)
 
     def spans(self, query_positions: IntArray, key_positions: IntArray) -> KeySpans:
         """Return the mask between a shard of queries and a shard of keys.
 
         query_positions [q], key_positions [k]: global positions, ascending.
         """
-        low = np.searchsorted(key_positions, self.first[query_positions], side="left")
-        high = np.searchsorted(key_positions, query_positions, side="right")
         is_token = query_positions < self.length
-        low = np.where(is_token, low, 0)
-        high = np.where(is_token, np.maximum(high, low), 0)
-        return KeySpans(low, high, len(key_positions))
+        low = np.where(is_token, self.first[query_positions], 0)
+        high = np.where(is_token, query_positions + 1, 0)
+        return KeySpans(low, high, self.padded).restrict(key_positions)
 
 
 @dataclass(frozen=True)
 class KeySpans:
-    """The key slots ``low[i] <= j < high[i]`` that each query row i sees; none if ``low == high``.
+    """The keys ``low[i] <= j < high[i]`` that each query row i sees; none if ``low == high``.
 
     low, high: int64 [queries]; neither decreases among rows that see a key.
-    num_keys: key slots of the shard.
+    num_keys: number of keys.
     """
 
     low: IntArray
     high: IntArray
     num_keys: int
 
-    @property
+    @cached_property
     def pairs(self) -> int:
         """Number of query-key pairs that are computed."""
         return int((self.high - self.low).sum())
 
-    def slices(self) -> list[KeySlice]:
-        """Return the mask as the fewest rectangles, each full or causal, in O(rows).
+    def restrict(self, keys: IntArray) -> KeySpans:
+        """Return the rows' spans over a subset of the keys: ``keys`` are their slots, ascending."""
+        low, high = (np.searchsorted(keys, bound) for bound in (self.low, self.high))
+        return KeySpans(low, high, len(keys))
+
+    @cached_property
+    def slices(self) -> tuple[KeySlice, ...]:
+        """The mask as the fewest rectangles, each full or causal, ascending.
 
         In a causal rectangle the last row sees the last key.
         """
         low, high = self.low, self.high
         seen = high > low
-        if not seen.any():
-            return []
-        step = np.diff(high)
-        # A run continues while low stays, both rows see keys, and high stays (full, kind 0) or
+        # Neighbouring rows with equal low belong to one rectangle if high stays (full, kind 0) or
         # grows by one (causal, kind 1).
-        same = (np.diff(low) == 0) & seen[1:] & seen[:-1]
-        kind = np.where(same & (step == 0), 0, np.where(same & (step == 1), 1, -1))
-        result: list[KeySlice] = []
-        row, rows = 0, len(low)
-        changes = np.flatnonzero(np.diff(kind)) + 1
-        ends = np.append(changes, len(kind))
-        while row < rows:
-            if not seen[row]:
-                following = np.flatnonzero(seen[row:])
-                if not len(following):
-                    break
-                row += int(following[0])
-                continue
-            if row < len(kind) and kind[row] >= 0:
-                # kind[i] joins rows i and i + 1: a run of kinds ends one row after its last kind.
-                stop = int(ends[np.searchsorted(ends, row, side="right")]) + 1
-                causal = bool(kind[row] == 1)
-            else:
-                stop, causal = row + 1, False
-            result.append(KeySlice(row, stop, int(low[row]), int(high[stop - 1]), causal))
-            row = stop
-        return result
+        step = np.diff(high)
+        joined = (np.diff(low) == 0) & seen[1:] & seen[:-1] & ((step == 0) | (step == 1))
+        kind = np.append(np.where(joined, step, -1), -1)  # of row i and row i + 1
+        begins = np.append(0, np.flatnonzero(np.diff(kind)) + 1)
+        stops = np.append(begins[1:], len(kind)).tolist()
+        bounds: list[tuple[int, int, bool]] = []
+        row = 0
+        for stop, k in zip(stops, kind[begins].tolist(), strict=True):
+            if k < 0:
+                alone = row + np.flatnonzero(seen[row:stop])
+                bounds += [(r, r + 1, False) for r in alone.tolist()]
+                row = stop
+            elif row < stop:  # the run includes row `stop`, so no other rectangle begins there
+                bounds.append((row, stop + 1, k == 1))
+                row = stop + 1
+        return tuple(
+            KeySlice(start, stop, int(low[start]), int(high[stop - 1]), causal)
+            for start, stop, causal in bounds
+        )
 
 
 @dataclass(frozen=True)
@@ -150,3 +156,26 @@ class KeySlice:
     k_start: int
     k_stop: int
     causal: bool
+
+
+@dataclass(frozen=True)
+class MaskRule:
+    """How a run masks its sequences. The fields are keys of `DataConfig`.
+
+    To add a mask, add its key to both classes and intersect it in `__call__`.
+    """
+
+    document_mask: bool
+
+    @staticmethod
+    def of(data: DataConfig) -> MaskRule:
+        return MaskRule(**{f.name: getattr(data, f.name) for f in fields(MaskRule)})
+
+    def __call__(
+        self, documents: NDArray[np.integer] | None, length: int, padded: int
+    ) -> SequenceMask:
+        """Return the mask of a sequence. documents: id of each token; None for one document."""
+        mask = SequenceMask.causal(length, padded)
+        if self.document_mask and documents is not None:
+            mask = mask.intersect(SequenceMask.from_documents(documents, padded))
+        return mask

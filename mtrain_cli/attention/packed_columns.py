@@ -1,7 +1,7 @@
 """Gather single key columns for the kernels, and add their gradients back.
 
-On a GPU with CuPy `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add heads in the
-same order.
+On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add heads in
+the same order.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 
 from mtrain_cli.attention.cupy_kernels import cuda_kernels_usable
 from mtrain_cli.attention.index import Index, VerticalSlash
+from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.partials import accumulation_dtype
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.attention.tiles import Tiles
 
 COLUMN_TILE = 128  # packed columns are padded to a multiple of this
 _WARPS = 8
@@ -136,8 +137,8 @@ def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     Both are int32 [batch, heads, width]. Positions ascend; empty places have position ``blocks *
     block`` and slot -1. width is a multiple of `COLUMN_TILE`.
 
-    Cached with the tiles if these hold all keys, which each layer has once. Every step of a ring
-    would cache as much, mostly empty places.
+    The result is cached with the tiles if they hold all keys, which happens once per layer. In a
+    ring, each step would cache a table of the same size, mostly empty.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None

@@ -1,7 +1,7 @@
 """PyTorch's fused attention: the CPU flash kernel, and FlashAttention-2 on CUDA.
 
-Under a dynamic index the CPU kernel computes all pairs and masks those that are not chosen: exact,
-and no faster than dense attention.
+Under a dynamic index the CPU kernel computes all pairs and masks those that are not chosen. This is
+exact, but no faster than dense attention.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from mtrain_cli.attention.mask import KeySlice
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
-# The largest additive mask of one CPU call. All masks of a batch are cached for the other layers if
-# together they fit the second bound.
+# Bytes of the largest additive mask of one CPU call, and the most bytes of a batch's masks that are
+# cached for the other layers.
 _MASK_BYTES = 16 << 20
 _CACHED_MASK_BYTES = 256 << 20
 _ROWS_PER_CALL = 512

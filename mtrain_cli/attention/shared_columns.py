@@ -1,9 +1,9 @@
 """The single columns of an index when the keys are spread over workers.
 
 Every worker writes the columns that it holds into their places of one packed tensor, and the sum
-over workers completes it. So only chosen columns are communicated, once for all steps, and one call
-computes them. The steps of an exchange compute block diagonals only. Gradients return the same way,
-once.
+over workers completes it. Only chosen columns are communicated, once for all steps, and one kernel
+call computes them. The steps of an exchange compute block diagonals only. Gradients return the same
+way.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SharedColumns:
         assert geometry is not None
         positions = self.tiles.positions()[0]
         columns = whole_columns(index).long()
-        first = geometry.first[:, positions]
+        first = geometry.tables.first[:, positions]
         rows_at = positions[:, None]
         allowed = (columns[:, :, None] >= first[:, None, :, None]) & (
             columns[:, :, None] <= rows_at
@@ -114,7 +114,7 @@ def columns_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dq and the gradient of packed, in the accumulation dtype.
 
-    lse, delta: of whole rows.
+    lse, delta: whole rows' values.
     """
     high = accumulation_dtype(q.dtype)
     heads_first = q.to(high).transpose(1, 2)

@@ -60,7 +60,7 @@ class TritonColumns:
 class TritonKernel(TritonColumns):
     """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
 
-    Backward takes two passes. Bitwise repeatable: no atomics, one program owns each result.
+    Backward takes two passes. It is bitwise repeatable: one program owns each result, no atomics.
     """
 
     name = "triton"
@@ -134,8 +134,8 @@ def ensure_delta(
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
     """Return the index of the tiles in the form that the kernels read.
 
-    Small tables are cached with the tiles if these hold all keys (`local_columns`). Block lists of
-    a bitmap and the bits of covered columns are built on every call.
+    Small tables are cached with the tiles if the tiles hold all keys (`local_columns`). Block lists
+    of a bitmap and the bits of covered columns are built on every call.
 
     Args:
         slashes: include the blocks; False for columns only.
@@ -169,7 +169,7 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
             index.slots,
             geometry.query_blocks,
             geometry.key_blocks,
-            geometry.first_min,
+            geometry.tables.first_min,
             index.block,
         )
         entries, counts = list_blocks(*list_inputs, transposed=False)
@@ -186,15 +186,15 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
     return TilePlan(
         block=index.block,
         blocks=index.blocks,
-        first=geometry.first,
-        last=geometry.last,
+        first=geometry.tables.first,
+        last=geometry.tables.last,
         query_blocks=geometry.query_blocks,
         key_blocks=geometry.key_blocks,
         query_slot=geometry.query_slot,
         key_slot=geometry.key_slot,
         query_count=geometry.query_count,
-        first_min=geometry.first_min,
-        first_max=geometry.first_max,
+        first_min=geometry.tables.first_min,
+        first_max=geometry.tables.first_max,
         entries=entries,
         counts=counts,
         entries_t=entries_t,
@@ -224,7 +224,8 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
 
-    With a striped layout these are one residue class per ring step, so no visited block is absent.
+    With a striped layout these are one residue class per ring step, so every key block that they
+    visit is in the key shard.
     """
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)

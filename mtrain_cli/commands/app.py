@@ -25,9 +25,12 @@ from mtrain_cli.commands import (
     config,
     data,
     doctor,
+    profile,
     profile_imbalance,
+    profile_kernels,
     profile_links,
     profile_non_attention,
+    profile_sparsity,
     profile_step,
     profile_what_if,
     report,
@@ -68,7 +71,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """Command group in order of use that prints each user mistake as one line."""
+    """A group that lists commands in order of use and prints user mistakes as lines."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
@@ -170,7 +173,8 @@ _EXPECTED = {
 def _describe(error: Any) -> str:
     message = _wrong_value(error) or " ".join(error.format_message().split())
     option = getattr(error, "option_name", None)
-    if option:
+    ctx = getattr(error, "ctx", None)
+    if option and ctx is not None and any(p.name == "overrides" for p in ctx.command.params):
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 
@@ -224,10 +228,7 @@ def mtrain(
     version: Annotated[
         bool,
         typer.Option(
-            "--version",
-            callback=_print_version,
-            is_eager=True,
-            help="Print the version and exit.",
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -250,16 +251,18 @@ def mtrain(
 app.command("train")(train.train)
 app.command("status")(status.status)
 # These modules add their command to the group of commands/profile.py.
-assert (
-    profile_links.app
-    is profile_non_attention.app
-    is profile_step.app
-    is profile_what_if.app
-    is profile_imbalance.app
+_PROFILES = (
+    profile_imbalance,
+    profile_kernels,
+    profile_links,
+    profile_non_attention,
+    profile_sparsity,
+    profile_step,
+    profile_what_if,
 )
-app.add_typer(profile_imbalance.app, name="profile")
-app.command("profile-balance", hidden=True)(profile_imbalance.imbalance)
-app.command("simulate")(simulate.simulate)
+assert all(module.app is profile.app for module in _PROFILES)
+app.add_typer(profile.app, name="profile")
+app.add_typer(simulate.app, name="simulate")
 app.command("report")(report.report)
 app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")

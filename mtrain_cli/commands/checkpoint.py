@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED
+from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED, argument, option
 from mtrain_cli.printable import printable
 
 app = typer.Typer(
@@ -31,20 +31,13 @@ class Dtype(StrEnum):
 def import_weights(
     hf_folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="HF_FOLDER",
-            help="Folder with config.json and safetensors of a qwen2, qwen3, llama or mistral "
-            "model.",
-            show_default=False,
+        argument(
+            "HF_FOLDER",
+            "Folder with config.json and safetensors of a qwen2, qwen3, llama or mistral model.",
         ),
     ],
     run: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN",
-            help="Run folder to create; the weights become its checkpoint step-0.",
-            show_default=False,
-        ),
+        Path, argument("RUN", "Run folder to create; the weights become its checkpoint step-0.")
     ],
 ) -> None:
     """Create a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
@@ -73,26 +66,18 @@ def import_weights(
 def export_weights(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN_OR_CHECKPOINT",
-            help="A run (its newest checkpoint), or one of its step-N folders.",
-            show_default=False,
+        argument(
+            "RUN_OR_CHECKPOINT", "A run (its newest checkpoint), or one of its step-N folders."
         ),
     ],
-    hf_folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="HF_FOLDER", help="Folder to create; new or empty.", show_default=False
-        ),
-    ],
+    hf_folder: Annotated[Path, argument("HF_FOLDER", "Folder to create; new or empty.")],
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the exported weights.")] = Dtype.bfloat16,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Copy the tokenizer files, and the token ids of config.json, from this folder "
+        option(
+            "DIR",
+            "Copy the tokenizer files, and the token ids of config.json, from this folder "
             "instead of using the run's tokenizer.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -118,32 +103,26 @@ def export_weights(
     family = exported.config.model.family
     _print_result(
         f"Wrote {hf_folder}: step {exported.step}, {family}, {dtype.value}, "
-        f"{size / 2**20:,.1f} MiB of weights"
+        f"{size / 2**20:,.1f} MiB of weights\n  {exported.tokenizer}"
     )
-    _print_result(f"  {exported.tokenizer}")
 
 
 @app.command("verify")
 def verify_weights(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="HF_FOLDER_OR_RUN",
-            help="A Hugging Face folder, a run, or one of its step-N folders.",
-            show_default=False,
-        ),
+        argument("HF_FOLDER_OR_RUN", "A Hugging Face folder, a run, or one of its step-N folders."),
     ],
     tokens: Annotated[
-        int,
-        typer.Option(min=1, max=MOST_COMPARED, metavar="N", help="Number of random tokens."),
+        int, option("N", "Number of random tokens.", least=1, most=MOST_COMPARED)
     ] = 256,
     tolerance: Annotated[
         float,
-        typer.Option(
-            min=0.0,
-            max=LARGEST_TOLERANCE,
-            metavar="X",
-            help="Largest logit difference that counts as agreement.",
+        option(
+            "X",
+            "Largest logit difference that counts as agreement.",
+            least=0.0,
+            most=LARGEST_TOLERANCE,
         ),
     ] = 1e-3,
 ) -> None:
@@ -180,14 +159,12 @@ def verify_weights(
             agreement = verify(exported, tokens, _report)
     agrees = agreement.largest_difference <= tolerance  # false for NaN
     _print_result(
-        f"{subject} in float32 on {tokens:,} random tokens, mtrain against transformers {version}"
-    )
-    _print_result(
+        f"{subject} in float32 on {tokens:,} random tokens, mtrain against transformers {version}\n"
         f"  largest logit difference {agreement.largest_difference:.2e}  "
-        f"(largest logit {agreement.largest_logit:.2f})"
+        f"(largest logit {agreement.largest_logit:.2f})\n"
+        f"  mean KL divergence       {agreement.mean_kl:.2e} nats\n"
+        f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}"
     )
-    _print_result(f"  mean KL divergence       {agreement.mean_kl:.2e} nats")
-    _print_result(f"  {'agrees' if agrees else 'DISAGREES'} at tolerance {tolerance:g}")
     if not agrees:
         raise typer.Exit(1)
 
@@ -204,4 +181,4 @@ def _warn(line: str) -> None:
 def _print_result(line: str) -> None:
     from mtrain_cli.console import Console
 
-    Console(soft_wrap=True, highlight=False).print(line, markup=False)
+    Console(soft_wrap=True, highlight=False).print(line)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_options
+from mtrain_cli.commands.options import argument
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -75,12 +76,7 @@ def list_groups(config_dir: ConfigDir = None) -> None:
 @app.command("show")
 def show_option(
     option: Annotated[
-        str,
-        typer.Argument(
-            metavar="GROUP/NAME",
-            help="An option from `mtrain config list`.",
-            autocompletion=complete_options,
-        ),
+        str, argument("GROUP/NAME", "An option from `mtrain config list`.", complete_options)
     ],
     config_dir: ConfigDir = None,
 ) -> None:
@@ -93,48 +89,29 @@ def show_option(
       [cyan]mtrain config show topology/local[/cyan]
           Show how workers share a sequence
     """
-    from mtrain_cli.config import keys, validate
-    from mtrain_cli.config.compose import composed_values
+    from mtrain_cli.composition.compose import composed_values
+    from mtrain_cli.config import keys
     from mtrain_cli.config.groups import open_groups, summary
 
     groups = open_groups(config_dir)
     group, name = _split(option, groups.options, groups.defaults)
     file = groups.options[group][name]
     values = composed_values({group: name}, config_dir)
-    rows = []
-    if group == RECIPE:
-        before = composed_values({}, config_dir)
-        changed = [
-            key
-            for key in keys.all_keys().values()
-            if key.name in values and values[key.name] != before.get(key.name)
-        ]
-        rows = [
-            (key.name, keys.show(values[key.name]), key.help, validate.allowed(key))
-            for key in changed
-        ]
-    for key in keys.all_keys().values():
-        if key.name.startswith(f"{group}.") and key.name in values:
-            if group == "sparsity" and not _is_shown(
-                str(values.get("sparsity.pattern")), key.name, values[key.name]
-            ):
-                continue
-            rows.append((key.name, keys.show(values[key.name]), key.help, validate.allowed(key)))
-    _print_table(
-        f"{group}={name}  {summary(file)}".rstrip(),
-        ("key", VALUE, "description", ALLOWED),
-        rows,
-    )
+    before = composed_values({}, config_dir) if group == RECIPE else {}
 
+    def belongs(key: str) -> bool:
+        if group == RECIPE:
+            return values[key] != before.get(key)
+        # A sparsity key of another pattern has no value.
+        return key.startswith(f"{group}.") and not (group == "sparsity" and values[key] is None)
 
-def _is_shown(pattern: str, name: str, value: object) -> bool:
-    """Return whether a sparsity key belongs to the pattern or has a value anyway."""
-    from mtrain_cli.config.schema import PATTERN_KEYS
-
-    return value is not None or name.removeprefix("sparsity.") in (
-        "pattern",
-        *PATTERN_KEYS.get(pattern, ()),
-    )
+    rows = [
+        (key.name, keys.show(values[key.name]), key.help, key.allowed)
+        for key in keys.all_keys().values()
+        if key.name in values and belongs(key.name)
+    ]
+    title = f"{group}={name}  {summary(file)}".rstrip()
+    _print_table(title, ("key", VALUE, "description", ALLOWED), rows)
 
 
 def _split(
@@ -160,7 +137,7 @@ def _split(
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table that wraps at the terminal's width or COLUMNS; a pipe gets unwrapped columns.
 
-    Where it wraps, the allowed values stand below the description: two columns would be too narrow.
+    A wrapped table has the allowed values below the description, to save a column.
     """
     from rich.text import Text
 
@@ -173,12 +150,8 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         widths = [max(len(row[i]) for row in rows) for i in range(len(header))] if rows else []
         print(title)
         for row in rows:
-            print(
-                "  "
-                + "  ".join(
-                    cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-                ).rstrip()
-            )
+            cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            print(f"  {'  '.join(cells)}".rstrip())
         return
     first = max((len(row[0]) for row in rows), default=0)
     if first + _READABLE <= width:

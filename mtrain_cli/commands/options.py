@@ -1,18 +1,25 @@
-"""Parse options that hold lists or shares, such as ``--layout zigzag,striped``."""
+"""Options that several commands share, and parsers of lists such as ``--layout zigzag,striped``."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import inspect
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import typer
+
+from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.launch.run_dir import RunDir
 
 # Upper limits of numeric options. Larger values overflow or keep the command busy for days.
 MOST_STEPS = 10**9  # as train.steps
@@ -28,6 +35,82 @@ MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
 LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
 LARGEST_TOLERANCE = 1e3  # logit difference; above it everything agrees
 MOST_DIGITS = 18  # digits of a whole number in a list
+
+T = TypeVar("T")
+
+
+def option(
+    metavar: str,
+    help: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    complete: Callable[..., Any] | None = None,
+) -> Any:
+    """Declare an option that takes a value from ``least`` to ``most``."""
+    return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
+
+
+def flag(names: str, help: str) -> Any:
+    """Declare a switch. names: ``--name``, or ``--name/--no-name`` if it is on by default."""
+    return typer.Option(names, help=help)
+
+
+def argument(metavar: str, help: str, complete: Callable[..., Any] | None = None) -> Any:
+    """Declare a positional argument."""
+    return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False)
+
+
+def overrides_argument(help: str) -> Any:
+    """Declare the settings of a training run."""
+    return argument("OVERRIDES", help, complete_overrides)
+
+
+Overrides = Annotated[list[str] | None, overrides_argument("As in `mtrain train`.")]
+SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
+Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
+Threads = Annotated[
+    int | None,
+    option("N", "CPU threads; a worker has cores / workers.", least=1, most=MOST_THREADS),
+]
+CalibrationOut = Annotated[Path | None, option("FILE", "Calibration file to write (JSON).")]
+
+
+def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
+    """Offer a dataclass's fields as options of a command, and call the command with the dataclass.
+
+    Args:
+        shared: dataclass whose fields are declared like the parameters of a command.
+        left_out: fields that the command does not offer; they keep their defaults.
+    """
+    fields = inspect.signature(shared, eval_str=True).parameters
+    offered = [field for name, field in fields.items() if name not in left_out]
+
+    def decorate(command: Callable[..., None]) -> Any:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            typed = shared(**{field.name: values.pop(field.name) for field in offered})
+            command(typed, **values)
+
+        # Typer reads both.
+        call.__signature__ = inspect.Signature([*own, *offered])  # type: ignore[attr-defined]
+        call.__annotations__ = {field.name: field.annotation for field in (*own, *offered)}
+        return call
+
+    return decorate
+
+
+@contextlib.contextmanager
+def writing(place: object) -> Iterator[None]:
+    """Turn a disk error into a `RunError` that names the file or folder."""
+    from mtrain_cli.launch.failures import RunError
+
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{place}: could not be written ({error.strerror or error})") from error
 
 
 def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) -> list[str]:
@@ -52,6 +135,24 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
             hint = did_you_mean(name, allowed)
             raise ConfigError(f"{option} {name}: unknown{hint}; allowed: {', '.join(allowed)}")
     return parsed
+
+
+def parse_items(option: str, text: str, parse: Callable[[str], T], example: str) -> list[T]:
+    """Parse a comma-separated list of numbers.
+
+    Raises:
+        ConfigError: ``parse`` rejects an item.
+    """
+    values = []
+    for item in map(str.strip, text.split(",")):
+        try:
+            values.append(parse(item))
+        except ValueError:
+            raise ConfigError(
+                f"{option} {text}: {item or 'an empty item'} is not a number; give items such as "
+                f"{example}"
+            ) from None
+    return values
 
 
 def parse_share_option(option: str, text: str | None) -> float | None:
@@ -112,13 +213,19 @@ def warn_of_unused_settings(
         print(f"mtrain: warning: {line}", file=sys.stderr)
 
 
+def print_summary(run: RunDir, as_json: bool) -> None:
+    """Print summary.json of a measurement, if asked for and written."""
+    from mtrain_cli.records.record_files import SUMMARY
+
+    if as_json and (run.path / SUMMARY).is_file():
+        typer.echo((run.path / SUMMARY).read_text().rstrip())
+
+
 def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
     """Point ``run.dir`` to measurements/, apart from runs that can be resumed."""
-    name = (
-        f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}" if config.run.name == "auto" else config.run.name
-    )
-    if config.run.dir != "auto":
+    run = config.run
+    if run.dir != "auto":
         return config
-    return dataclasses.replace(
-        config, run=dataclasses.replace(config.run, dir=str(Path("measurements", name).absolute()))
-    )
+    name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}" if run.name == "auto" else run.name
+    folder = str(Path("measurements", name).absolute())
+    return dataclasses.replace(config, run=dataclasses.replace(run, dir=folder))

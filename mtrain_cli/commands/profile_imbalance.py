@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance`: measure which workers compute how long, and which ones wait."""
+"""`mtrain profile imbalance`: measure how long each worker computes, and which ones wait."""
 
 from __future__ import annotations
 
@@ -7,118 +7,98 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.completion import complete_exchanges, complete_layouts, complete_overrides
+from mtrain_cli.commands.completion import complete_exchanges, complete_layouts
 from mtrain_cli.commands.options import (
     LARGEST_DEGREE,
     MOST_SAMPLES,
     MOST_STEPS,
+    Overrides,
+    SummaryAsJson,
+    flag,
+    option,
     parse_names,
+    print_summary,
     warn_of_unused_settings,
     with_measurement_folder,
 )
-from mtrain_cli.commands.profile import app
+from mtrain_cli.commands.profile import app, keys_for, require_known_keys
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.launch.environment import Environment
 
 DEGREES = ("worker", "step", "total", "critical")
 
 
-@app.command("balance", hidden=True)
 @app.command("imbalance")
 def imbalance(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="OVERRIDES",
-            help="As in `mtrain train`.",
-            autocompletion=complete_overrides,
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Overrides = None,
     layout: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Layouts to compare; by default topology.layout.",
-            autocompletion=complete_layouts,
+        option(
+            "NAME,...", "Layouts to compare; by default topology.layout.", complete=complete_layouts
         ),
     ] = "",
     exchange: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Exchanges to compare; by default topology.exchange.",
-            autocompletion=complete_exchanges,
+        option(
+            "NAME,...",
+            "Exchanges to compare; by default topology.exchange.",
+            complete=complete_exchanges,
         ),
     ] = "",
     pattern: Annotated[
         str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Patterns to compare, by default that of sparsity=. A sparsity.* key goes to each "
+        option(
+            "NAME,...",
+            "Patterns to compare, by default that of sparsity=. A sparsity.* key goes to each "
             "pattern that has it.",
         ),
     ] = "",
     seq: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...", help="Sequence lengths to compare; only with --attention-only."
-        ),
+        str, option("N,...", "Sequence lengths to compare; only with --attention-only.")
     ] = "",
     steps: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Number of recorded steps per case.", min=1, max=MOST_SAMPLES
-        ),
+        int, option("N", "Number of recorded steps per case.", least=1, most=MOST_SAMPLES)
     ] = 5,
     warmup: Annotated[
-        int,
-        typer.Option(
-            metavar="N", help="Training steps before the first recorded one.", min=0, max=MOST_STEPS
-        ),
+        int, option("N", "Training steps before the first recorded one.", least=0, most=MOST_STEPS)
     ] = 1,
     every: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Training steps from one recorded step to the next.",
-            min=1,
-            max=MOST_STEPS,
-        ),
+        option("N", "Training steps from one recorded step to the next.", least=1, most=MOST_STEPS),
     ] = 1,
     attention_only: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--attention-only",
-            help="Measure one layer's attention on random data, without a model: for lengths at "
-            "which no model fits.",
+            "Measure one layer's attention on random data, without a model: for lengths "
+            "that no model fits.",
         ),
     ] = False,
     peer: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--peer",
-            help="With --attention-only on GPUs: also time PyTorch's context parallelism, dense.",
+            "With --attention-only on GPUs: also time PyTorch's context parallelism, dense.",
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON only.")
-    ] = False,
+    as_json: SummaryAsJson = False,
     fail_above: Annotated[
         str,
-        typer.Option(
-            metavar="DEGREE=X,...",
-            help="Exit with code 1 if an imbalance degree of any case is above X. DEGREE: worker, "
-            "step, total or critical (of time), or work.worker and so on (of work).",
+        option(
+            "DEGREE=X,...",
+            "Exit with code 1 if the imbalance degree DEGREE of any case exceeds X. DEGREE: "
+            "worker, step, total or critical, for time; prefix it with work. (work.worker, ...) "
+            "for work.",
         ),
     ] = "",
 ) -> None:
-    """Measure who computes how long in each step of an exchange, who waits, for whom, and why.
+    """Measure how long each worker computes, which workers wait, for whom, and why.
 
-    Runs real training steps. All cases compute each recorded step, forward and backward, from the
-    same weights and tokens, once without and once with recording; then the model is updated.
+    Runs real training steps. For each recorded step, every case computes forward and backward from
+    the same weights and tokens, with and without recording. Then the model is updated.
     Imbalance degrees are the largest attention time over the mean: worker-level across the workers
     of a step, step-level across the steps of a worker. 1 is perfect. The records are saved in
     measurements/, for `mtrain report`.
@@ -140,19 +120,10 @@ def imbalance(
 
     words = list(overrides or ())
     limits = _limits(fail_above)
-    _require_attention_only(attention_only, seq=seq, peer=peer)
-    cases = _cases(
-        words,
-        *(
-            parse_names(o, t)
-            for o, t in (
-                ("--layout", layout),
-                ("--exchange", exchange),
-                ("--pattern", pattern),
-                ("--seq", seq),
-            )
-        ),
-    )
+    if not attention_only:
+        _require_one_training(seq, peer)
+    typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
+    cases = _cases(words, {option: parse_names(option, text) for option, text in typed.items()})
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
     warn_of_unused_settings(words)
@@ -161,15 +132,8 @@ def imbalance(
             f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
             "summary.json instead"
         )
-    if peer and (
-        environment.device == "cpu"
-        or environment.cp != environment.workers
-        or config.train.dtype == "float32"
-    ):
-        raise ConfigError(
-            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and "
-            "bfloat16; leave it out"
-        )
+    if peer:
+        _require_peer(config, environment)
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling.measurement import ATTENTION_ONLY, TARGETS, TRAINING, MeasurementPlan
     from mtrain_cli.records import record_files
@@ -178,23 +142,30 @@ def imbalance(
     mode = ATTENTION_ONLY if attention_only else TRAINING
     MeasurementPlan(mode, cases, steps, warmup, every, peer, quiet=as_json).save(run)
     code = launch(run, environment, resume=False, target=TARGETS[mode], config=config)
-    summary = run.path / record_files.SUMMARY
-    if as_json and summary.is_file():
-        typer.echo(summary.read_text().rstrip())
+    print_summary(run, as_json)
     if code == 0 and limits:
         _check(record_files.open_records(run.path).summary, limits)
     raise typer.Exit(code)
 
 
-def _require_attention_only(attention_only: bool, *, seq: str, peer: bool) -> None:
-    if not attention_only:
-        if seq:
-            raise ConfigError(
-                f"--seq {seq}: several lengths need --attention-only; training steps have one, "
-                "seq=N"
-            )
-        if peer:
-            raise ConfigError("--peer: compares one layer's attention; add --attention-only")
+def _require_one_training(seq: str, peer: bool) -> None:
+    """Raise ConfigError for an option that only --attention-only allows."""
+    if seq:
+        raise ConfigError(
+            f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N"
+        )
+    if peer:
+        raise ConfigError("--peer: compares one layer's attention; add --attention-only")
+
+
+def _require_peer(config: Config, environment: Environment) -> None:
+    """Raise ConfigError if PyTorch's context parallelism cannot run the same attention."""
+    dims = environment.dims
+    if environment.device == "cpu" or dims.cp != dims.workers or config.train.dtype == "float32":
+        raise ConfigError(
+            "--peer: PyTorch's context parallelism with cuDNN needs GPUs in one context group, and "
+            "bfloat16; leave it out"
+        )
 
 
 def _limits(text: str) -> dict[tuple[str, str], float]:
@@ -237,64 +208,56 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
         raise RunError("\n".join(problems))
 
 
-# Keys that conflict with an option that compares them.
+# The option that compares values of a key.
 _COMPARED = {
+    "seq": "--seq",
+    "sparsity": "--pattern",
     "topology.layout": "--layout",
     "topology.exchange": "--exchange",
-    "sparsity": "--pattern",
-    "sparsity.pattern": "--pattern",
 }
 
 
-def _cases(
-    words: list[str],
-    layouts: list[str],
-    exchanges: list[str],
-    patterns: list[str],
-    lengths: list[str],
-) -> list[tuple[str, Config]]:
-    """Compose every combination with its label. Check all of them before anything runs."""
-    from mtrain_cli.config.compose import compose
-    from mtrain_cli.config.schema import PATTERN_KEYS, PATTERNS
-    from mtrain_cli.config.suggest import did_you_mean
+def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
+    """Compose every combination with its label. Check all of them before anything runs.
 
-    given = {"--layout": layouts, "--exchange": exchanges, "--pattern": patterns, "--seq": lengths}
+    typed: values to compare, by option.
+    """
+    from mtrain_cli.composition.compose import compose
+
     for word in words:
-        option = {**_COMPARED, "seq": "--seq"}.get(word.partition("=")[0])
-        if option is not None and given[option]:
+        key = word.partition("=")[0]
+        option = _COMPARED.get("sparsity" if key == "sparsity.pattern" else key)
+        if option is not None and typed[option]:
             raise ConfigError(
-                f"{word}: {option} {','.join(given[option])} compares it already; give one of the "
+                f"{word}: {option} {','.join(typed[option])} compares it already; give one of the "
                 "two"
             )
-    for name in patterns:
-        if name not in PATTERNS:
-            raise ConfigError(
-                f"--pattern {name}: no such pattern{did_you_mean(name, PATTERNS)}; "
-                f"allowed: {', '.join(PATTERNS)}"
-            )
+    _check_values(typed)
+    patterns = typed["--pattern"]
     sparse = [word for word in words if word.startswith("sparsity.")] if patterns else []
     rest = [word for word in words if word not in sparse]
-    for word in sparse:
-        key = word.partition("=")[0].removeprefix("sparsity.")
-        if not any(key in PATTERN_KEYS[name] for name in patterns):
-            raise ConfigError(f"{word}: none of the patterns {', '.join(patterns)} has this key")
+    require_known_keys(sparse, patterns, patterns)
     cases = []
-    for length, pattern, layout, exchange in itertools.product(
-        lengths or [""], patterns or [""], layouts or [""], exchanges or [""]
-    ):
-        own = [
-            word
-            for word in sparse
-            if word.partition("=")[0].removeprefix("sparsity.") in PATTERN_KEYS[pattern]
-        ]
-        compared = {
-            "seq": length,
-            "sparsity": pattern,
-            "topology.layout": layout,
-            "topology.exchange": exchange,
-        }
+    for values in itertools.product(*(typed[option] or [""] for option in _COMPARED.values())):
+        compared = dict(zip(_COMPARED, values, strict=True))
         pairs = [f"{key}={value}" for key, value in compared.items() if value]
-        config = compose([*rest, *pairs, *own])
+        config = compose([*rest, *pairs, *keys_for(compared["sparsity"], sparse)])
         label = f"{config.sparsity.pattern} {config.layout} {config.topology.exchange}"
-        cases.append((f"{label} {length}".strip() if len(lengths) > 1 else label, config))
+        several = len(typed["--seq"]) > 1
+        cases.append((f"{label} {compared['seq']}" if several else label, config))
     return cases
+
+
+def _check_values(typed: dict[str, list[str]]) -> None:
+    """Raise ConfigError if a value to compare is not allowed, under its option."""
+    from mtrain_cli.config import keys
+    from mtrain_cli.config.pattern_settings import PATTERNS
+
+    if patterns := typed["--pattern"]:
+        parse_names("--pattern", ",".join(patterns), list(PATTERNS))
+    for key, compares in _COMPARED.items():
+        for value in typed[compares] if key != "sparsity" else ():
+            try:
+                keys.all_keys()[key].convert(value)
+            except ValueError as error:
+                raise ConfigError(f"{compares} {value}: {error}") from None

@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     MOST_WORKERS,
+    flag,
+    option,
+    overrides_argument,
+    parse_items,
     warn_of_unused_settings,
     with_measurement_folder,
+    writing,
 )
-from mtrain_cli.commands.profile import app
+from mtrain_cli.commands.profile import app, check_output
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from mtrain_cli.launch.environment import Environment
 
 _SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
 _LEAST, _MOST = 64, 4 << 30  # bytes
@@ -30,60 +36,45 @@ _LABEL = len("device  ")  # width of the label that begins each line
 def links(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="OVERRIDES",
-            help="topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and "
-            "topology.device=, as in `mtrain train`.",
-            autocompletion=complete_overrides,
-            show_default=False,
+        overrides_argument(
+            "topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and "
+            "topology.device=, as in `mtrain train`."
         ),
     ] = None,
     sizes: Annotated[
         str,
-        typer.Option(
-            metavar="N,...",
-            help="Bytes per message; for a collective, what each worker receives. auto = 4k to "
+        option(
+            "N,...",
+            "Bytes per message; for a collective, what each worker receives. auto = 4k to "
             "128m on GPUs, 4k to 4m on CPUs.",
         ),
     ] = "auto",
-    repeats: Annotated[
-        int, typer.Option(metavar="N", help="Samples per size.", min=3, max=MOST_SAMPLES)
-    ] = 7,
+    repeats: Annotated[int, option("N", "Samples per size.", least=3, most=MOST_SAMPLES)] = 7,
     load: Annotated[
-        bool,
-        typer.Option("--load/--no-load", help="Measure again while all workers compute."),
+        bool, flag("--load/--no-load", "Measure again while all workers compute.")
     ] = True,
     cluster_out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Cluster file to write, for `mtrain simulate --cluster FILE`.",
-            show_default=False,
-        ),
+        Path | None, option("FILE", "Cluster file to write, for `mtrain simulate --cluster FILE`.")
     ] = None,
     nodes: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Number of nodes of that cluster, if more than were measured.",
-            min=1,
-            max=MOST_WORKERS,
-            show_default=False,
+        option(
+            "N",
+            "Number of nodes of the described cluster, if it has more than were measured.",
+            least=1,
+            most=MOST_WORKERS,
         ),
     ] = None,
     per_node: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="GPUs per node of that cluster, if more than were measured.",
-            min=1,
-            max=MOST_WORKERS,
-            show_default=False,
+        option(
+            "N",
+            "GPUs per node of that cluster, if more than were measured.",
+            least=1,
+            most=MOST_WORKERS,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the measurement as JSON and nothing else.")
-    ] = False,
+    as_json: Annotated[bool, flag("--json", "Print the measurement as JSON only.")] = False,
 ) -> None:
     """Measure messages between workers: ring hops, all-gather, reduce-scatter and all-to-all.
 
@@ -100,117 +91,85 @@ def links(
       [cyan]mtrain simulate --cluster my.yaml model=tiny seq=16k[/cyan]
           Predict a step from the measurement
     """
-    from mtrain_cli.config.compose import compose
+    from mtrain_cli.composition.compose import compose
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
 
-    if cluster_out is not None:
-        _check_cluster(cluster_out)
-    config = with_measurement_folder(compose(list(overrides or ())), "links")
+    if cluster_out is not None and cluster_out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--cluster-out {cluster_out}: give a file that ends in .yaml")
+    check_output(cluster_out, _is_measured, "measured cluster", "--cluster-out")
+    words = list(overrides or ())
+    config = with_measurement_folder(compose(words), "links")
     environment = resolve_environment(config)
-    warn_of_unused_settings(list(overrides or ()))
+    warn_of_unused_settings(words)
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
-    if environment.workers < 2:
-        raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
-    if environment.dp > 1:
-        raise ConfigError(
-            f"topology.context_parallel={environment.cp}: all workers take part; leave it out"
-        )
-    if nodes is not None and nodes > 1 and environment.nodes == 1:
-        raise ConfigError(
-            f"--nodes {nodes}: links between nodes were not measured; give "
-            "topology.gpus_per_node=N for virtual nodes, or run on several nodes"
-        )
-    # Imported late: it takes seconds, and most mistakes are reported above.
+    _require_links(environment, nodes, cluster_out)
+    # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.profiling import link_benchmark
 
-    if cluster_out is not None and environment.launcher != "mtrain":
-        raise ConfigError(
-            f"--cluster-out {cluster_out}: only works without torchrun or srun; copy "
-            f"{link_benchmark.CLUSTER} from the measurement's folder instead"
-        )
-    run = run_dir.create(config, list(overrides or ()))
-    name = (
-        cluster_out.stem
-        if cluster_out is not None
-        else f"measured_{environment.nodes}x{environment.workers_per_node}"
-    )
+    run = run_dir.create(config, words)
+    name = f"measured_{environment.nodes}x{environment.workers_per_node}"
     plan = link_benchmark.LinkBenchmarkPlan(
-        message_sizes, repeats, load, name, per_node, nodes, quiet=as_json
+        message_sizes,
+        repeats,
+        load,
+        name if cluster_out is None else cluster_out.stem,
+        per_node,
+        nodes,
+        quiet=as_json,
     )
     plan.save(run)
     code = launch(run, environment, resume=False, target=link_benchmark.TARGET, config=config)
-    file = run.path / link_benchmark.FILE
-    if code or not file.is_file():
+    if code or not (run.path / link_benchmark.FILE).is_file():
         raise typer.Exit(code)
     document = link_benchmark.read_links(run.path)
     if not document["complete"]:
         raise typer.Exit(1)
     text = link_benchmark.cluster_text(document)
-    _write(run.path / link_benchmark.CLUSTER, text)
-    if cluster_out is not None:
-        _write(cluster_out, text)
+    for path in filter(None, (run.path / link_benchmark.CLUSTER, cluster_out)):
+        with writing(path):
+            path.write_text(text, encoding="utf-8")
     if as_json:
         typer.echo(json.dumps(document, indent=1))
         return
     _show(document, run.path, cluster_out)
 
 
+def _require_links(environment: Environment, nodes: int | None, cluster_out: Path | None) -> None:
+    """Raise ConfigError if the workers have no links to measure, or none of those asked for."""
+    dims = environment.dims
+    if dims.workers < 2:
+        raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
+    if dims.dp > 1:
+        raise ConfigError(
+            f"topology.context_parallel={dims.cp}: all workers take part; leave it out"
+        )
+    if nodes is not None and nodes > 1 and environment.nodes == 1:
+        raise ConfigError(
+            f"--nodes {nodes}: links between nodes were not measured; give "
+            "topology.gpus_per_node=N for virtual nodes, or run on several nodes"
+        )
+    if cluster_out is not None and environment.launcher != "mtrain":
+        raise ConfigError(
+            f"--cluster-out {cluster_out}: only works without torchrun or srun; copy cluster.yaml "
+            "from the measurement's folder instead"
+        )
+
+
 def _parse_sizes(text: str) -> tuple[int, ...]:
     from mtrain_cli.config.sizes import parse_size
 
-    parsed = []
-    for word in text.split(","):
-        try:
-            parsed.append(parse_size(word.strip()))
-        except ValueError:
-            raise ConfigError(
-                f"--sizes {text}: {word.strip() or 'an empty item'} is not a size; "
-                "give items such as 4k,1m,128m"
-            ) from None
-        if not _LEAST <= parsed[-1] <= _MOST:
-            raise ConfigError(f"--sizes {word.strip()}: must be from {_LEAST} bytes to 4g")
-    if len(set(parsed)) < 2:
+    sizes = sorted(set(parse_items("--sizes", text, parse_size, "4k,1m,128m")))
+    if not _LEAST <= sizes[0] <= sizes[-1] <= _MOST:
+        raise ConfigError(f"--sizes {text}: each must be from {_LEAST} bytes to 4g")
+    if len(sizes) < 2:
         raise ConfigError(f"--sizes {text}: a latency and a bandwidth need at least two sizes")
-    return tuple(sorted(set(parsed)))
+    return tuple(sizes)
 
 
-def _check_cluster(path: Path) -> None:
-    """Check before a long measurement that the file can be written."""
-    if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--cluster-out {path}: give a file that ends in .yaml")
-    if path.is_dir():
-        raise ConfigError(f"--cluster-out {path}: is a folder; give a file")
-    if (
-        path.is_file()
-        and path.stat().st_size
-        and not path.read_text(encoding="utf-8", errors="replace").startswith("# Measured on ")
-    ):
-        raise ConfigError(
-            f"--cluster-out {path}: exists and was not measured by mtrain; give another name, "
-            "or remove it"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        existed = path.exists()
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(
-            f"--cluster-out {path}: cannot be written: {error.strerror or error}"
-        ) from error
-
-
-def _write(path: Path, text: str) -> None:
-    from mtrain_cli.launch.failures import RunError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path}: could not be written ({error.strerror or error})") from error
+def _is_measured(path: Path) -> bool:
+    return path.read_text(encoding="utf-8", errors="replace").startswith("# Measured on ")
 
 
 def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> None:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_SAMPLES, MOST_THREADS, warn_of_unused_settings
+from mtrain_cli.commands.options import (
+    MOST_SAMPLES,
+    CalibrationOut,
+    Threads,
+    option,
+    overrides_argument,
+    parse_items,
+    warn_of_unused_settings,
+)
 from mtrain_cli.commands.profile import (
     app,
     check_output,
     is_calibration,
-    parse_numbers,
     reporting_out_of_memory,
     saving_partial_results,
+    set_threads,
 )
 from mtrain_cli.config.schema import Config, ConfigError
 
@@ -29,38 +33,17 @@ if TYPE_CHECKING:
 def non_attention(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="OVERRIDES",
-            help="As in `mtrain train`, such as model= and train.activation_checkpoint=. With "
-            "sparsity=NAME, the index estimate is timed too.",
-            autocompletion=complete_overrides,
-            show_default=False,
+        overrides_argument(
+            "As in `mtrain train`, such as model= and train.activation_checkpoint=. With "
+            "sparsity=NAME, the index estimate is timed too."
         ),
     ] = None,
     seq: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...",
-            help="Tokens of one worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.",
-        ),
+        str, option("N,...", "Tokens of one worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.")
     ] = "auto",
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="CPU threads; a worker has cores / workers.",
-            min=1,
-            max=MOST_THREADS,
-            show_default=False,
-        ),
-    ] = None,
-    repeats: Annotated[
-        int, typer.Option(metavar="N", help="Samples per time.", min=1, max=MOST_SAMPLES)
-    ] = 5,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Calibration file to write (JSON).", show_default=False),
-    ] = None,
+    threads: Threads = None,
+    repeats: Annotated[int, option("N", "Samples per time.", least=1, most=MOST_SAMPLES)] = 5,
+    out: CalibrationOut = None,
 ) -> None:
     """Time a training step without attention on one device: layers, loss and index estimate.
 
@@ -76,8 +59,6 @@ def non_attention(
       [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
           Predict whole steps with it
     """
-    import torch
-
     from mtrain_cli.config.sizes import parse_size
     from mtrain_cli.console import Console
     from mtrain_cli.launch.environment import resolve_environment
@@ -90,20 +71,12 @@ def non_attention(
     words = list(overrides or ())
     device = resolve_environment(_single_worker(words, 1024)).device
     warn_of_unused_settings(words)
-    lengths = parse_numbers(
-        "--seq",
-        ("1k,4k,16k,64k" if device == "cuda" else "256,1k,4k") if seq == "auto" else seq,
-        parse_size,
-    )
+    usual = "1k,4k,16k,64k" if device == "cuda" else "256,1k,4k"
+    lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
     configs = [_single_worker(words, length) for length in dict.fromkeys(lengths)]
-    if threads is not None:
-        if device == "cuda":
-            raise ConfigError(f"--threads {threads}: only for CPUs; leave it out")
-        torch.set_num_threads(threads)
-    replaced = (
-        ""
-        if out is None
-        else check_output(out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration")
+    set_threads(threads, device)
+    replaced = check_output(
+        out, lambda file: is_calibration(file, NON_ATTENTION_FILE), "calibration"
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(_HEADER)
@@ -112,14 +85,11 @@ def non_attention(
         reporting_out_of_memory(),
         saving_partial_results(
             out, lambda times, file: save_non_attention(times, file, command, configs[0], device)
-        ) as add,
+        ) as (times, add),
     ):
-
-        def report(time: NonAttentionTime) -> None:
+        for time in profile_non_attention(configs, repeats):
             console.print(_line(time))
             add(time)
-
-        times = profile_non_attention(configs, repeats, report)
     console.print(
         "TF: TFLOP/s of the matrix products. backward includes recomputation. "
         "All times are without attention and messages."
@@ -130,18 +100,12 @@ def non_attention(
 
 def _single_worker(words: list[str], length: int) -> Config:
     """Compose a configuration in which one worker has all tokens, with only the timed layers."""
-    from mtrain_cli.config.compose import compose
+    from mtrain_cli.composition.compose import compose
     from mtrain_cli.profiling.non_attention_benchmark import LAYERS
 
     for word in words:
         key = word.partition("=")[0].lstrip("+~")
-        if key in (
-            "seq",
-            "topology.workers",
-            "train.micro_batch",
-            "train.global_batch",
-            "train.offload_activations",
-        ):
+        if key in _FIXED:
             raise ConfigError(
                 f"{word}: only one worker and one sequence on the device are timed; give lengths "
                 "as --seq N,..."
@@ -158,6 +122,14 @@ def _single_worker(words: list[str], length: int) -> Config:
     )
 
 
+# Settings of several workers or sequences.
+_FIXED = (
+    "seq",
+    "topology.workers",
+    "train.micro_batch",
+    "train.global_batch",
+    "train.offload_activations",
+)
 _HEADER = f"{'part':<10} {'tokens':>8} {'tile':>8} {'ms':>10} {'TF':>7}"
 
 

@@ -2,58 +2,57 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli.commands.completion import complete_overrides
-from mtrain_cli.commands.options import MOST_STEPS, warn_of_unused_settings, with_measurement_folder
+from mtrain_cli.commands.options import (
+    MOST_STEPS,
+    Overrides,
+    SummaryAsJson,
+    flag,
+    option,
+    print_summary,
+    warn_of_unused_settings,
+    with_measurement_folder,
+)
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.config.schema import Config
 
 
 @app.command("step")
 def step(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="OVERRIDES",
-            help="As in `mtrain train`.",
-            autocompletion=complete_overrides,
-            show_default=False,
-        ),
-    ] = None,
+    overrides: Overrides = None,
     warmup: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Training steps before the first recorded one; by default sparsity.dense_steps + "
-            "2. The step time comes from those that resemble the recorded one: not the first step, "
-            "dense steps before sparse ones, or the first sparse step, unless there is no other.",
-            min=1,
-            max=MOST_STEPS,
-            show_default=False,
+        option(
+            "N",
+            "Training steps before the first recorded one; by default sparsity.dense_steps + "
+            "2. They give the step time without recording; the first step, dense steps before "
+            "sparse ones and the first sparse step count only if there is no other.",
+            least=1,
+            most=MOST_STEPS,
         ),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(
-            metavar="N",
-            help="Number of recorded steps; the figures are their mean per step.",
-            min=1,
-            max=MOST_STEPS,
+        option(
+            "N",
+            "Number of recorded steps; reported values are means over these steps.",
+            least=1,
+            most=MOST_STEPS,
         ),
     ] = 1,
     trace: Annotated[
         bool,
-        typer.Option(
-            "--trace/--no-trace",
-            help="Save the trace of every rank, for Perfetto and chrome://tracing.",
+        flag(
+            "--trace/--no-trace", "Save the trace of every rank, for Perfetto and chrome://tracing."
         ),
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the summary as JSON only.")
-    ] = False,
+    as_json: SummaryAsJson = False,
 ) -> None:
     """Break down one training step into attention, index, matrix products, loss, optimizer,
     exposed communication and idle time.
@@ -72,7 +71,7 @@ def step(
       [cyan]mtrain profile step model=qwen3b seq=64k --steps 3 --no-trace --json[/cyan]
           Print the mean of three steps, for scripts
     """
-    from mtrain_cli.config.compose import compose
+    from mtrain_cli.composition.compose import compose
     from mtrain_cli.config.validate import require_manifest
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
@@ -80,21 +79,7 @@ def step(
 
     words = list(overrides or ())
     config = with_measurement_folder(compose(words), "step")
-    # The step that is timed without recording must resemble the recorded ones.
-    dense = (config.sparsity.dense_steps or 0) if config.sparsity.pattern != "dense" else 0
-    if warmup is None:
-        warmup = dense + 2
-    elif warmup <= dense:
-        raise ConfigError(
-            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} "
-            f"dense; give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
-        )
-    if warmup + steps > config.train.steps:
-        raise ConfigError(
-            f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and "
-            f"train.steps={config.train.steps} ends first; give fewer, "
-            f"or train.steps={warmup + steps}"
-        )
+    warmup, dense = _warmup(config, warmup, steps)
     require_manifest(config.data)
     environment = resolve_environment(config)
     warn_of_unused_settings(words, config, device=environment.device)
@@ -108,6 +93,29 @@ def step(
     summary = run.path / record_files.SUMMARY
     if code in (130, 143) and not summary.is_file() and run.discard():
         typer.echo("stopped before the recorded step ended: nothing was saved", err=True)
-    if as_json and summary.is_file():
-        typer.echo(summary.read_text().rstrip())
+    print_summary(run, as_json)
     raise typer.Exit(code)
+
+
+def _warmup(config: Config, warmup: int | None, steps: int) -> tuple[int, int]:
+    """Return the steps before the first recorded one, and how many steps are dense.
+
+    Raises:
+        ConfigError: the recorded steps would be dense, or come after the last step.
+    """
+    # The step that is timed without recording must resemble the recorded ones.
+    dense = config.sparsity.dense_steps
+    if warmup is None:
+        warmup = dense + 2
+    elif warmup <= dense:
+        raise ConfigError(
+            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} "
+            f"dense; give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
+        )
+    if warmup + steps > config.train.steps:
+        raise ConfigError(
+            f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and "
+            f"train.steps={config.train.steps} ends first; give fewer, "
+            f"or train.steps={warmup + steps}"
+        )
+    return warmup, dense

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtrain_cli.commands.options import MOST_DIGITS, MOST_WORKERS, parse_names
+from mtrain_cli.commands.options import (
+    MOST_WORKERS,
+    Json,
+    argument,
+    option,
+    parse_items,
+    parse_names,
+    parse_whole_number,
+)
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.table import Table
 
@@ -22,64 +31,41 @@ if TYPE_CHECKING:
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
 _BAR = 32  # characters
+_DEGREES = ("worker", "step", "total", "critical")
 
 
 @app.command("what-if")
 def what_if(
     run: Annotated[
         Path,
-        typer.Argument(
-            metavar="RUN",
-            help="A profile: its folder, its name under measurements/ or runs/, or an index.npz.",
+        argument(
+            "RUN",
+            "A profile: its folder, its name under measurements/ or runs/, or an index.npz; the "
+            "newest by default.",
         ),
     ] = Path("latest"),
-    layout: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Layouts to compare.")
-    ] = "contiguous,zigzag,striped",
-    exchange: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Exchanges to compare.")
-    ] = "ring,all_gather",
+    layout: Annotated[str, option("NAME,...", "Layouts to compare.")] = "contiguous,zigzag,striped",
+    exchange: Annotated[str, option("NAME,...", "Exchanges to compare.")] = "ring,all_gather",
     workers: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...",
-            help="Numbers of workers that share a sequence; as recorded by default.",
-            show_default=False,
-        ),
+        str, option("N,...", "Numbers of workers that share a sequence; as recorded by default.")
     ] = "",
     per_node: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
-            help="Workers per node; as recorded by default.",
-            min=1,
-            max=MOST_WORKERS,
-            show_default=False,
-        ),
+        option("N", "Workers per node; as recorded by default.", least=1, most=MOST_WORKERS),
     ] = None,
-    layers: Annotated[
-        str,
-        typer.Option(metavar="N,...", help="Layers to replay; all by default.", show_default=False),
-    ] = "",
+    layers: Annotated[str, option("N,...", "Layers to replay; all by default.")] = "",
     pattern: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="Patterns to replay; all recorded ones by default.",
-            show_default=False,
-        ),
+        str, option("NAME,...", "Patterns to replay; all recorded ones by default.")
     ] = "",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: Json = False,
 ) -> None:
     """Replay a profile's dynamic indices with other layouts, exchanges and worker counts.
 
     Runs on this machine without a GPU. Counts work exactly, in query-key pairs, and predicts no
     times. worker, step, total and critical are imbalance degrees of work (largest over mean,
-    forward and backward; 1 is perfect). largest: share of the worker with most work, and of perfect
-    balance. sent: bytes from the worker that sends most, in both passes of a layer. The bar shows
-    the work of every worker.
+    forward and backward; 1 is perfect). largest: the most loaded worker's share of the work, and
+    the share under perfect balance. sent: bytes from the worker that sends most, in both passes of
+    a layer. The bar shows the work of every worker.
 
     [bold]Examples[/bold]
 
@@ -94,42 +80,42 @@ def what_if(
     from mtrain_cli.reporting.terminal_width import print_table, say
     from mtrain_cli.simulation.what_if import setups_of
 
-    layouts, exchanges = (
-        parse_names("--layout", layout, LAYOUTS),
-        parse_names("--exchange", exchange, EXCHANGES),
-    )
-    worker_counts = _parse_whole_numbers("--workers", workers)
-    for n in worker_counts:
-        if not 1 <= n <= _MOST_WORKERS:
+    layouts = parse_names("--layout", layout, LAYOUTS)
+    exchanges = parse_names("--exchange", exchange, EXCHANGES)
+    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
+    for count in counts:
+        if not 1 <= count <= _MOST_WORKERS:
             raise ConfigError(
-                f"--workers {workers}: {n} is out of range; allowed: 1 to {_MOST_WORKERS}"
+                f"--workers {workers}: {count} is out of range; allowed: 1 to {_MOST_WORKERS}"
             )
-    layer_numbers = _parse_whole_numbers("--layers", layers)
+    wanted = parse_items("--layers", layers, parse_whole_number, "0,5") if layers else []
     recorded = load_indices(_index_file(run))
-    patterns = (
-        parse_names("--pattern", pattern, recorded.patterns) if pattern else list(recorded.patterns)
-    )
+    patterns = list(recorded.patterns)
+    if pattern:
+        patterns = parse_names("--pattern", pattern, patterns)
     for name in patterns:
-        for layer in layer_numbers:
+        for layer in wanted:
             if layer not in recorded.layers(name):
                 available = ", ".join(map(str, recorded.layers(name)))
                 raise ConfigError(
                     f"--layers {layers}: layer {layer} of {name} was not recorded; "
                     f"allowed: {available}"
                 )
+    made = recorded.setup
     setups = list(
         setups_of(
             layouts,
             exchanges,
-            worker_counts or [recorded.setup.workers],
-            per_node or recorded.setup.per_node,
+            list(dict.fromkeys(counts)) or [made.workers],
+            per_node or made.per_node,
         )
     )
-    console = Console(highlight=False, soft_wrap=True)
-    replays = {name: _replay(recorded, name, setups, layer_numbers or None) for name in patterns}
+    layer_numbers = list(dict.fromkeys(wanted)) or None
+    replays = {name: _replay(recorded, name, setups, layer_numbers) for name in patterns}
     if as_json:
         typer.echo(json.dumps(_document(recorded, replays), indent=1))
         return
+    console = Console(highlight=False, soft_wrap=True)
     for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows), _SPARE)
     say(console, _LEGEND)
@@ -141,18 +127,6 @@ _LEGEND = (
     "worker, step, total, critical: imbalance of work, largest over mean, 1 is perfect; means over "
     "layers. sent: by one worker in both passes of a layer."
 )
-
-
-def _parse_whole_numbers(option: str, text: str) -> list[int]:
-    """Parse a comma-separated list of whole numbers; "" gives an empty list."""
-    parts = [part.strip() for part in text.split(",")] if text else []
-    for part in parts:
-        if not (part.isascii() and part.isdigit() and len(part) <= MOST_DIGITS):
-            raise ConfigError(
-                f"{option} {text}: {part or 'an empty item'} is not a whole number of at least 0; "
-                "give numbers such as 8,32"
-            )
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _index_file(run: Path) -> Path:
@@ -202,44 +176,36 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         f"{pattern}, seq {setup.seq}, {layer_text} of iteration {setup.iteration}, recorded with "
         f"{setup.workers} workers, {setup.layout}"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("layout", "exchange"):
-        table.add_column(f"\n{column}")
-    table.add_column("\nworkers", justify="right")
-    # Show both passes once where they have the same work, as they mostly have.
+    # Show both passes once if they have the same work, as they mostly have.
     same = all(
         len({tuple(vars(replayed.degrees).values()) for replayed in row.passes.values()}) == 1
         for row in rows
     )
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("layout", "exchange"):
+        table.add_column(f"\n{column}")
+    table.add_column("\nworkers", justify="right")
     for name in ("both passes",) if same else ("forward", "backward"):
-        for i, degree in enumerate(("worker", "step", "total", "critical")):
-            table.add_column(f"{name if not i else ''}\n{degree}", justify="right")
+        for i, degree in enumerate(_DEGREES):
+            table.add_column(f"{'' if i else name}\n{degree}", justify="right")
     table.add_column("\nlargest", justify="right")
     table.add_column("\nsent", justify="right")
     table.add_column("work of\neach worker")
     for row in rows:
-        passes = list(row.passes.values())[: 1 if same else None]
-        degrees = [
-            getattr(replayed.degrees, name)
-            for replayed in passes
-            for name in ("worker", "step", "total", "critical")
-        ]
-        per_node = row.setup.per_node
-        nodes = (
-            f"{row.setup.workers // per_node}x{per_node}"
-            if row.setup.workers > per_node
-            else str(row.setup.workers)
-        )
-        table.add_row(
-            row.setup.layout,
-            row.exchange.partition(" (")[0],
-            nodes,
-            *(f"{degree:.2f}" for degree in degrees),
-            f"{row.shares.max():.1%} / {1 / row.setup.workers:.1%}",
-            _readable(sum(replayed.sent for replayed in row.passes.values())),
-            _bar(row.shares.tolist()),
-        )
+        table.add_row(*_cells(row, passes=1 if same else 2))
     return table
+
+
+def _cells(row: ReplayedSetup, passes: int) -> Iterator[str]:
+    workers, per_node = row.setup.workers, row.setup.per_node
+    yield row.setup.layout
+    yield row.exchange.partition(" (")[0]
+    yield f"{workers // per_node}x{per_node}" if workers > per_node else str(workers)
+    for replayed in list(row.passes.values())[:passes]:
+        yield from (f"{getattr(replayed.degrees, name):.2f}" for name in _DEGREES)
+    yield f"{row.shares.max():.1%} / {1 / workers:.1%}"
+    yield _readable(sum(replayed.sent for replayed in row.passes.values()))
+    yield _bar(row.shares.tolist())
 
 
 def _readable(size: float) -> str:
@@ -252,7 +218,7 @@ def _readable(size: float) -> str:
 def _bar(shares: Sequence[float]) -> str:
     """Return a character per worker, as high as its share of the largest.
 
-    Where workers outnumber the characters, each shows the largest share of several neighbors.
+    If workers outnumber the characters, each character shows the largest of several neighbors.
     """
     group = -(-len(shares) // _BAR)
     heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]
@@ -261,37 +227,29 @@ def _bar(shares: Sequence[float]) -> str:
 
 
 def _document(recorded: RecordedIndices, replays: dict[str, list[ReplayedSetup]]) -> dict[str, Any]:
-    import dataclasses
-
-    setup = recorded.setup
-    cases = []
-    for pattern, rows in replays.items():
-        for row in rows:
-            passes = {
+    cases = [
+        {
+            "pattern": pattern,
+            **asdict(row.setup),
+            "exchange_options": row.exchange,
+            "padded_seq": row.padded_seq,
+            "layers": list(row.layers),
+            **{
                 name: {
-                    **dataclasses.asdict(replayed.degrees),
+                    **asdict(replayed.degrees),
                     "pairs": replayed.pairs.tolist(),
                     "sent_bytes": round(replayed.sent),
                 }
                 for name, replayed in row.passes.items()
-            }
-            case = {
-                "pattern": pattern,
-                **dataclasses.asdict(row.setup),
-                "exchange_options": row.exchange,
-                "padded_seq": row.padded_seq,
-            }
-            cases.append(
-                {
-                    **case,
-                    "layers": list(row.layers),
-                    **passes,
-                    "shares": row.shares.round(6).tolist(),
-                }
-            )
+            },
+            "shares": row.shares.round(6).tolist(),
+        }
+        for pattern, rows in replays.items()
+        for row in rows
+    ]
     return {
         "schema": 1,
         "kind": "what-if",
-        "recorded": {"path": str(recorded.path), **dataclasses.asdict(setup)},
+        "recorded": {"path": str(recorded.path), **asdict(recorded.setup)},
         "cases": cases,
     }

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_measured
+from mtrain_cli.commands.options import argument, flag, option, writing
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from mtrain_cli.console import Console
     from mtrain_cli.reporting.report_source import ReportSource
 
@@ -23,40 +26,27 @@ PAGE, TABLES = "report.html", "tables"
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Folders of runs, profiles or simulations, or their names under runs/ and "
+        argument(
+            "RUN",
+            "Folders of runs, profiles or simulations, or their names under runs/ and "
             "measurements/; the newest one by default.",
-            autocompletion=complete_measured,
-            show_default=False,
+            complete_measured,
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder for the files; the run's own by default. Required for several runs.",
-            show_default=False,
-        ),
+        option("DIR", "Folder for the files; the run's own by default. Required for several runs."),
     ] = None,
     html: Annotated[
-        bool,
-        typer.Option(
-            "--html/--no-html", help=f"Write {PAGE}, one self-contained file with figures."
-        ),
+        bool, flag("--html/--no-html", f"Write {PAGE}, one self-contained file with figures.")
     ] = True,
-    csv: Annotated[
-        bool, typer.Option("--csv/--no-csv", help="Write one CSV file per table.")
-    ] = True,
+    csv: Annotated[bool, flag("--csv/--no-csv", "Write one CSV file per table.")] = True,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print the analysis as JSON only; write no files."),
+        bool, flag("--json", "Print the analysis as JSON only; write no files.")
     ] = False,
-    show: Annotated[
-        bool, typer.Option("--open", help="Open the page in a browser, if there is one.")
-    ] = False,
+    show: Annotated[bool, flag("--open", "Open the page in a browser, if there is one.")] = False,
 ) -> None:
-    """Show which worker computed how much in which step, which ones waited, and why.
+    """Show how much each worker computed in each step, which workers waited, and why.
 
     Reads training runs with a profile, measurements and simulations. Several of them are compared.
 
@@ -81,40 +71,49 @@ def report(
         return
     recorded = [source for source in sources if not source.tables_only]
     all_shipped = all(report_source.ships(path) for path in paths)
-    writes_files = bool(recorded) and (html or csv) and not (all_shipped and out is None)
     if out is not None and not recorded:
         raise ConfigError(
             f"--out {out}: {sources[0].name} is an older table without files; leave out --out"
         )
-    if len(recorded) > 1 and out is None and writes_files:
-        raise ConfigError(
-            "--out DIR: required for several runs, to say where the files go; "
-            "or give --no-html --no-csv"
-        )
-    folder = _folder(out, recorded) if writes_files else None
+    folder = None
+    if recorded and (html or csv) and not (all_shipped and out is None):
+        folder = _folder(out, recorded)
     console = make_console()
     # Write the files first: a reader that closes the pipe early must not prevent them.
     written, page = _write(folder, recorded, html, csv) if folder is not None else ([], None)
     if not runs:
-        others = ", ".join(path.stem for path in report_source.shipped() if path not in paths)
-        shipped_note = (
-            "nothing in runs/ or measurements/ here; showing a profile that ships with mtrain. "
-            f"Others: {others}"
-        )
-        console.print(shipped_note if all_shipped else str(sources[0].folder), soft_wrap=True)
-    show_sources(console, sources)
-    if all_shipped and recorded and not writes_files and (html or csv):
         console.print(
-            f"figures  mtrain report {' '.join(path.stem for path in paths)} --out DIR",
-            soft_wrap=True,
+            _shipped_note(paths) if all_shipped else str(sources[0].folder), soft_wrap=True
         )
+    show_sources(console, sources)
+    if folder is None and recorded and (html or csv):
+        names = " ".join(path.stem for path in paths)
+        written = [f"figures  mtrain report {names} --out DIR"]
     for line in written:
         console.print(line, soft_wrap=True)
     if show and page is not None:
         _open_in_browser(page, console)
 
 
+def _shipped_note(paths: Sequence[Path]) -> str:
+    from mtrain_cli.reporting import report_source
+
+    others = ", ".join(path.stem for path in report_source.shipped() if path not in paths)
+    return (
+        "nothing in runs/ or measurements/ here; showing a profile that ships with mtrain. "
+        f"Others: {others}"
+    )
+
+
 def _document(source: ReportSource) -> dict[str, Any]:
+    optional = {
+        "training": [json.loads(m.to_json()) for m in source.metrics],
+        "evaluations": [asdict(evaluation) for evaluation in source.evaluations],
+        "sweep": source.swept,
+        "recorded": source.shipped,
+        "step": source.step,
+        "sparsity": list(source.sparsity),
+    }
     return {
         "name": source.name,
         "folder": str(source.folder),
@@ -122,20 +121,7 @@ def _document(source: ReportSource) -> dict[str, Any]:
         "remarks": source.remarks,
         "environment": source.facts,
         "cases": [case.to_json() for case in source.cases],
-        **(
-            {"training": [json.loads(m.to_json()) for m in source.metrics]}
-            if source.metrics
-            else {}
-        ),
-        **(
-            {"evaluations": [asdict(evaluation) for evaluation in source.evaluations]}
-            if source.evaluations
-            else {}
-        ),
-        **({"sweep": source.swept} if source.swept else {}),
-        **({"recorded": source.shipped} if source.shipped is not None else {}),
-        **({"step": source.step} if source.step is not None else {}),
-        **({"sparsity": list(source.sparsity)} if source.sparsity else {}),
+        **{name: value for name, value in optional.items() if value not in (None, [], ())},
     }
 
 
@@ -143,8 +129,13 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
     """Return the folder for the files. Create it if needed.
 
     Raises:
-        ConfigError: it cannot be created or written to.
+        ConfigError: it is not given for several runs, or cannot be created or written to.
     """
+    if len(sources) > 1 and out is None:
+        raise ConfigError(
+            "--out DIR: required for several runs, to say where the files go; "
+            "or give --no-html --no-csv"
+        )
     folder = (out or sources[0].folder).expanduser()
     advice = "" if out is not None else "; give another folder as --out DIR, or --no-html --no-csv"
     try:
@@ -162,13 +153,12 @@ def _write(
     folder: Path, sources: list[ReportSource], html: bool, csv: bool
 ) -> tuple[list[str], Path | None]:
     """Write the files. Return a line about each kind, and the path of the page."""
-    from mtrain_cli.launch.failures import RunError
     from mtrain_cli.reporting.html import write_page
+    from mtrain_cli.reporting.sheets import sheets
     from mtrain_cli.reporting.sweeps import sheet as sweep_sheet
-    from mtrain_cli.reporting.tables import sheets
 
     lines, page = [], None
-    try:
+    with writing(folder):
         if csv:
             tables = folder / TABLES
             tables.mkdir(exist_ok=True)
@@ -178,20 +168,15 @@ def _write(
         if html:
             page = write_page(folder / PAGE, sources)
             lines.append(str(page))
-    except OSError as error:
-        raise RunError(f"{folder}: could not be written ({error.strerror or error})") from error
     return lines, page
 
 
 def _open_in_browser(page: Path, console: Console) -> None:
     import webbrowser
 
+    display = any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")))
     try:
-        opened = bool(
-            os.environ.get("DISPLAY")
-            or os.environ.get("WAYLAND_DISPLAY")
-            or os.environ.get("BROWSER")
-        ) and webbrowser.open(page.resolve().as_uri())
+        opened = display and webbrowser.open(page.resolve().as_uri())
     except webbrowser.Error:
         opened = False
     if not opened:

@@ -1,19 +1,31 @@
-"""The request of `mtrain simulate`: turn settings and options into a training and its pairs."""
+"""Turn settings and options of `mtrain simulate` into a training run, pairs and a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli import resource_dir
+from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
+from mtrain_cli.config.exchanges import flat_name
+from mtrain_cli.config.pattern_settings import VerticalSlashSettings
+from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, Config, ConfigError
 
 if TYPE_CHECKING:
+    from mtrain_cli.commands.simulate import SimulateOptions
+    from mtrain_cli.simulation.cluster import Cluster
     from mtrain_cli.simulation.prediction import AttentionWorkload
     from mtrain_cli.simulation.scenario import PairSource, Scenario
     from mtrain_cli.simulation.timeline import Disturbances
 
+DEFAULT_CLUSTER = "h200_1x8"
+DEFAULT_LAYOUTS = "zigzag,striped"
+_EXCHANGES = "ring,hierarchical_ring,all_gather"
+_MOST_WORKERS = 4096
 DENSE, CLUSTERED, FIXED = "dense", "clustered", "fixed"
 DENSITY, COLUMNS = 0.05, 2048
 _OF_SHAPE = ("seq", "topology.gpus_per_node")  # settings that need no model
@@ -27,8 +39,8 @@ class SimulateRequest:
     words: settings, such as model=qwen3b.
     index: a file, a folder, or the name of a family of synthetic indices.
     density: share of the causal blocks that slashes fill.
-    columns: per head.
-    layers: number of layers with an index of their own.
+    columns: number of columns per head.
+    layers: number of layers that have their own index.
     slow: RANK=X,..., the factors by which ranks are slower.
     jitter: standard deviation of the logarithm of message times.
     """
@@ -46,7 +58,7 @@ class SimulateRequest:
     def scenario(
         self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
     ) -> Scenario:
-        """Compose the training to predict.
+        """Compose the training run to predict.
 
         Args:
             extra, density, columns: values of a sweep's point, which replace the typed ones.
@@ -54,13 +66,12 @@ class SimulateRequest:
         Raises:
             ConfigError: a setting or an option is wrong.
         """
-        from mtrain_cli.config.compose import compose
+        from mtrain_cli.composition.compose import compose
         from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         words = [*self.words, *extra]
-        for word in words:
-            _check_workers(word)
+        _check_workers(words)
         if file := self.recorded_file():
             problem = self.load_recorded(file, words, density, columns)
             more = _recorded_settings(problem, words, pattern_words(problem.pattern))
@@ -82,10 +93,29 @@ class SimulateRequest:
             config = compose([*words, *more]) if more else config
             problem = pairs.problem(config)
         return Scenario(
-            config, problem, None if self.kernel == "auto" else self.kernel,
+            config,
+            problem,
+            self.typed_kernel,
             load_user_calibration(self.calibration),
-            self.disturbances(), (*words, *more),
-        )  # fmt: skip
+            self.disturbances(),
+            (*words, *more),
+        )
+
+    @property
+    def typed_kernel(self) -> str | None:
+        return None if self.kernel == "auto" else self.kernel
+
+    @property
+    def without_a_model(self) -> bool:
+        """Whether the input is a recorded index alone.
+
+        It has the shape of the attention, but nothing of the rest of the model.
+        """
+        return self.recorded_file() is not None and not self.sets("model")
+
+    def sets(self, key: str) -> bool:
+        """Return whether the user typed a setting of this key."""
+        return setting_of(self.words, key) is not None
 
     def check(self, workers: int) -> None:
         """Check settings and slow ranks before anything heavy is imported.
@@ -93,10 +123,9 @@ class SimulateRequest:
         Raises:
             ConfigError: one of them is wrong.
         """
-        from mtrain_cli.config.compose import compose
+        from mtrain_cli.composition.compose import compose
 
-        for word in self.words:
-            _check_workers(word)
+        _check_workers(self.words)
         compose(list(self.words))
         self.slow_ranks(workers)
 
@@ -119,77 +148,53 @@ class SimulateRequest:
         Raises:
             ConfigError: options and settings contradict each other.
         """
-        from mtrain_cli.simulation.families import FAMILIES
         from mtrain_cli.simulation.scenario import PairSource
 
+        index = self.index
         density = self.density if density is None else density
+        typed_columns = f"--columns {self.columns}" if columns is None else f"columns={columns}"
         columns = self.columns if columns is None else columns
         pattern = config.sparsity.pattern if _own_sparsity(words, config) else None
-        if pattern is None and self.index is None and density is None and columns is None:
-            pattern = DENSE  # a training's default
+        if pattern is None and index is None and density is None and columns is None:
+            pattern = DENSE  # the default of mtrain train
         layers = self._layers(config)
-        if (
-            self.index is not None
-            and pattern is not None
-            and (self.index == DENSE) != (pattern == DENSE)
-        ):
-            raise ConfigError(
-                f"--index {self.index}: contradicts sparsity={pattern}; leave one of them out"
-            )
-        if self.index == FIXED and pattern != FIXED:
-            raise ConfigError(
-                "--index fixed: needs sparsity=fixed with its keys; give it, or leave --index out"
-            )
-        if self.index == DENSE or (self.index is None and pattern == DENSE):
-            for option, value in (("--density", density), ("--columns", columns)):
-                if value is not None:
-                    raise ConfigError(
-                        f"{option} {value:g}: has no effect on dense attention; leave it out"
-                    )
+        _check_index(index, pattern)
+        settings = config.sparsity if pattern is not None else None
+        if DENSE in (index, pattern):
+            _refuse("has no effect on dense attention; leave it out", density, columns)
             return PairSource(DENSE, layers=layers)
-        if pattern in ("moba", "xattention"):
+        if settings is not None and settings.bitmap:
             raise ConfigError(
                 f"sparsity={pattern}: there are no synthetic block lists; give --index FILE from "
-                "a profile of such a training"
+                "a profile of such a run"
             )
-        if pattern == FIXED and self.index in (None, FIXED):
-            for option, value in (("--density", density), ("--columns", columns)):
-                if value is not None:
-                    raise ConfigError(
-                        f"{option} {value:g}: sparsity=fixed has its own keys: sparsity.density, "
-                        "sparsity.slashes and sparsity.columns"
-                    )
+        if pattern == FIXED:
+            _refuse(
+                "sparsity=fixed has its own keys: sparsity.density, sparsity.slashes and "
+                "sparsity.columns",
+                density,
+                columns,
+            )
             return PairSource(FIXED, layers=layers)
-        if pattern == FIXED and self.index in FAMILIES:
-            raise ConfigError(
-                f"--index {self.index}: contradicts sparsity=fixed, which draws its own index; "
-                "leave one of them out"
-            )
-        if columns is None:
-            columns = COLUMNS
-            if pattern == "vertical_slash":
-                fewest, most = (
-                    config.sparsity.min_columns or 0,
-                    config.sparsity.max_columns or columns,
-                )
-                columns = min(max(columns, fewest), most)
-        index, fewest, most = self.index or CLUSTERED, 1, 0
-        if pattern == "vertical_slash":
-            fewest, most = config.sparsity.min_slashes or 1, config.sparsity.max_slashes or 0
-            typed = next(
-                (
-                    word
-                    for word in words
-                    if word.startswith(("sparsity.min_slashes=", "sparsity.max_slashes="))
-                ),
-                None,
-            )
-            if density is not None and typed:
+        fewest, most = 1, 0
+        if isinstance(settings, VerticalSlashSettings):
+            _refuse_slashes(words, density)
+            fewest, most = settings.min_slashes, settings.max_slashes
+            if columns is None:
+                columns = max(COLUMNS, settings.min_columns)
+                columns = min(columns, settings.max_columns or COLUMNS)
+            elif settings.column_bound is not None and columns > settings.column_bound:
                 raise ConfigError(
-                    f"--density {density:g}: contradicts {typed}; leave one of them out"
+                    f"{typed_columns}: sparsity.max_columns={settings.column_bound} allows at most "
+                    f"{settings.column_bound}; give fewer, or set sparsity.max_columns={columns}"
                 )
         return PairSource(
-            index, DENSITY if density is None else density, columns, layers, fewest, most
+            index or CLUSTERED,
+            DENSITY if density is None else density,
+            COLUMNS if columns is None else columns,
+            layers,
+            fewest,
+            most,
         )
 
     def describe_pairs(self, pairs: str, extra: Sequence[str] = ()) -> str:
@@ -199,18 +204,18 @@ class SimulateRequest:
             pairs: name of the pairs' pattern.
             extra: settings of a sweep's point.
         """
-        from mtrain_cli.config.compose import compose
+        from mtrain_cli.composition.compose import compose
 
         if (file := self.recorded_file()) is not None:
             return f"recorded in {file} ({pairs})"
         if pairs == DENSE:
-            default = self.index is None and not _sparsity([*self.words, *extra])
-            why = (
-                ", the default of mtrain train; use sparsity=, --density or --index for fewer"
-                if default
-                else ""
+            line = "dense: all causal pairs, each sequence one document"
+            if self.index is not None or _sparsity([*self.words, *extra]):
+                return line
+            return (
+                f"{line}, the default of mtrain train; use sparsity=, --density or --index for "
+                "fewer"
             )
-            return f"dense: all causal pairs, each sequence one document{why}"
         if pairs == FIXED:
             return "as drawn by sparsity=fixed, each sequence one document"
         trained = compose([*self.words, *extra]).sparsity.pattern
@@ -236,7 +241,7 @@ class SimulateRequest:
 
         if self.index in FAMILIES:
             return None
-        path = Path(self.index).expanduser()
+        path = shipped_or_own(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
@@ -283,16 +288,11 @@ class SimulateRequest:
         from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
 
-        for option, value in (
-            ("--density", density),
-            ("--density", self.density),
-            ("--columns", columns),
-            ("--columns", self.columns),
-        ):
-            if value is not None:
-                raise ConfigError(
-                    f"{option} {value:g}: --index {file} has its own pairs; leave one of them out"
-                )
+        _refuse(
+            f"--index {file} has its own pairs; give only one of the two",
+            self.density if density is None else density,
+            self.columns if columns is None else columns,
+        )
         recorded = load_indices(file)
         setup = recorded.setup
         if words:
@@ -315,15 +315,8 @@ class SimulateRequest:
 
     def per_node(self, workers: int) -> int | None:
         """Return the workers per real or virtual node if the settings give them, else None."""
-        given = next(
-            (
-                word.partition("=")[2]
-                for word in self.words
-                if word.startswith("topology.gpus_per_node=")
-            ),
-            "auto",
-        )
-        if given == "auto":
+        given = setting_of(self.words, "topology.gpus_per_node")
+        if given in (None, "auto"):
             return None
         if not given.isdigit() or not int(given) or workers % int(given):
             divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
@@ -362,11 +355,69 @@ class SimulateRequest:
         return ranks
 
 
-def _check_workers(word: str) -> None:
-    if word.startswith("topology.workers=") and not word.endswith("=auto"):
+def shipped_or_own(path: Path) -> Path:
+    """Return the path, or the folder of this name that ships with mtrain."""
+    path = path.expanduser()
+    ships = resource_dir("profiles") / path
+    return ships if not path.is_absolute() and not path.exists() and ships.is_dir() else path
+
+
+def _refuse_axes(words: Sequence[str]) -> None:
+    """Raise ConfigError for a word such as nodes=2, which only a sweep takes."""
+    from mtrain_cli.simulation.sweep_axes import OWN
+
+    for word in words:
+        name, equals, values = word.partition("=")
+        if equals and name in OWN:
+            value = values.partition(",")[0] or "..."
+            raise ConfigError(
+                f"{word}: give --{name} {value}, or use `mtrain simulate sweep` for several values"
+            )
+
+
+def _check_workers(words: Sequence[str]) -> None:
+    for word in words:
+        if word.startswith("topology.workers=") and not word.endswith("=auto"):
+            raise ConfigError(
+                f"{word}: --workers, --nodes or workers= of a sweep set the number of GPUs; leave "
+                "it out"
+            )
+
+
+def _check_index(index: str | None, pattern: str | None) -> None:
+    """Raise ConfigError if a synthetic index contradicts the settings' pattern.
+
+    pattern: None if the settings choose none.
+    """
+    if index is None:
+        return
+    if pattern is not None and (index == DENSE) != (pattern == DENSE):
         raise ConfigError(
-            f"{word}: --workers, --nodes or --sweep workers= set the number of GPUs; leave it out"
+            f"--index {index}: contradicts sparsity={pattern}; give only one of the two"
         )
+    if index == FIXED and pattern != FIXED:
+        raise ConfigError(
+            "--index fixed: needs sparsity=fixed with its keys; give it, or leave --index out"
+        )
+    if pattern == FIXED != index:
+        raise ConfigError(
+            f"--index {index}: contradicts sparsity=fixed, which draws its own index; give only "
+            "one of the two"
+        )
+
+
+def _refuse(reason: str, density: float | None, columns: int | None) -> None:
+    """Raise ConfigError if a density or a number of columns is given."""
+    for option, value in (("--density", density), ("--columns", columns)):
+        if value is not None:
+            raise ConfigError(f"{option} {value:g}: {reason}")
+
+
+def _refuse_slashes(words: Sequence[str], density: float | None) -> None:
+    keys = ("sparsity.min_slashes=", "sparsity.max_slashes=")
+    typed = next((word for word in words if word.startswith(keys)), None)
+    if density is not None and typed:
+        raise ConfigError(f"--density {density:g}: contradicts {typed}; give only one of the two")
 
 
 def _sparsity(words: Sequence[str]) -> bool:
@@ -397,7 +448,7 @@ def _compare(words: Sequence[str], file: Path, setup: Any) -> None:
     Raises:
         ConfigError: they differ.
     """
-    from mtrain_cli.config.compose import compose
+    from mtrain_cli.composition.compose import compose
 
     config = compose(list(words))
     shapes = {
@@ -426,14 +477,10 @@ def parse_tokens(option: str, text: str | None) -> float | None:
     if text is None:
         return None
     try:
-        unit = _UNITS.get(text[-1:].lower())
-        parsed = (
-            float(text[:-1]) * unit
-            if unit
-            else float(text)
-            if "e" in text.lower()
-            else float(parse_size(text))
-        )
+        if unit := _UNITS.get(text[-1:].lower()):
+            parsed = float(text[:-1]) * unit
+        else:
+            parsed = float(text) if "e" in text.lower() else float(parse_size(text))
     except ValueError:
         parsed = float("nan")
     if not 1 <= parsed < 1e18:
@@ -444,8 +491,201 @@ def parse_tokens(option: str, text: str | None) -> float | None:
     return parsed
 
 
-def check_price(option: str, value: float | None) -> float | None:
-    """Return a price in dollars per GPU and hour. Raise ConfigError if it is out of range."""
-    if value is not None and not 0 <= value < 1e6:
-        raise ConfigError(f"{option} {value:g}: expected dollars per GPU and hour, at least 0")
-    return value
+def _parse_price(price: float | None, cluster: Cluster) -> float | None:
+    """Return dollars per GPU and hour, by default those of the cluster; None if unknown."""
+    if price is None:
+        known = cluster.dollars_per_gpu_hour
+        return None if known is None else known.value
+    if not 0 <= price < 1e6:
+        raise ConfigError(f"--price {price:g}: expected dollars per GPU and hour, at least 0")
+    return price
+
+
+@dataclass(frozen=True)
+class SimulateJob:
+    """What to predict, and where the results go.
+
+    cluster_name, nodes: as typed; `cluster_with` makes the cluster with another number of nodes.
+    workers: number of GPUs in total.
+    tokens: tokens to train on, for days and dollars; None if not asked for.
+    price: dollars per GPU and hour; None if unknown.
+    out: folder for the files; None for a new one in measurements/.
+    """
+
+    request: SimulateRequest
+    cluster: Cluster
+    cluster_name: str
+    nodes: int | None
+    layouts: list[str]
+    exchanges: list[str]
+    workers: int
+    tokens: float | None
+    price: float | None
+    out: Path | None
+    files: bool
+    as_json: bool
+    started: float = field(default_factory=time.perf_counter)
+
+    def cluster_with(self, nodes: int | None) -> Cluster:
+        from mtrain_cli.simulation.cluster import load_cluster
+
+        return load_cluster(self.cluster_name, nodes=self.nodes if nodes is None else nodes)
+
+    def scenario(self) -> Scenario:
+        scenario = self.request.scenario()
+        self.request.disturbances(self.workers)
+        return scenario
+
+    def require_gpus(self, attention_only: bool, remedy: str) -> None:
+        """Raise ConfigError if whole steps are to be predicted for CPUs."""
+        gpu = self.cluster.gpu
+        if gpu.is_cpu and not attention_only:
+            raise ConfigError(
+                f"--cluster {self.cluster_name}: {gpu.name} is a CPU, and steps are predicted for "
+                f"GPUs only; {remedy}"
+            )
+
+    @contextmanager
+    def errors_by_option(self, exchange: str) -> Iterator[None]:
+        """Report impossible configurations under the option that asked for them."""
+        from mtrain_cli.simulation.what_if import InvalidSetup
+
+        try:
+            yield
+        except InvalidSetup as error:
+            if error.about == "per_node":
+                raise ConfigError(f"--cluster {self.cluster.name}: {error}") from None
+            raise ConfigError(f"--{error.about} {error.value}: {error}") from None
+        except ConfigError as error:
+            key = f"topology.exchange={exchange}:"
+            raise ConfigError(
+                *(line.replace(key, f"--exchange {exchange}:") for line in error.problems)
+            ) from None
+
+
+def parse_job(
+    typed: SimulateOptions, swept: Sequence[str] = (), *, every_exchange: bool = False
+) -> SimulateJob:
+    """Parse options, and load the cluster.
+
+    Args:
+        typed: options and settings.
+        swept: words of a sweep, such as nodes=1,2.
+        every_exchange: whether to compare all exchanges by default.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    from mtrain_cli.simulation.cluster import load_cluster
+
+    words, name = _split_cluster(typed.overrides or [], typed.cluster)
+    _refuse_axes(words)
+    layout = _compared("layout", typed.layout, words)
+    exchange = _compared("exchange", typed.exchange, words)
+    usual = [e for e in EXCHANGES if e != "auto"] if every_exchange else _EXCHANGES.split(",")
+    layouts = parse_names("--layout", DEFAULT_LAYOUTS if layout is None else layout, LAYOUTS)
+    exchanges = usual if exchange is None else parse_names("--exchange", exchange, EXCHANGES)
+    if len(parse_names("--kernel", typed.kernel, KERNELS)) > 1:
+        raise ConfigError(f"--kernel {typed.kernel}: give one of {', '.join(KERNELS)}")
+    tokens = parse_tokens("--tokens", typed.tokens)
+    request = SimulateRequest(
+        tuple(words),
+        typed.index,
+        parse_share_option("--density", typed.density),
+        typed.columns,
+        typed.layers,
+        typed.kernel,
+        typed.calibration,
+        typed.slow,
+        typed.jitter,
+    )
+    cluster = load_cluster(name, nodes=typed.nodes)
+    price = _parse_price(typed.price, cluster)
+    several = cluster.nodes > 1 or any(
+        "nodes=" in word or "gpus_per_node=" in word for word in (*words, *swept)
+    )
+    if exchange is None and not several:
+        # Within a node, hierarchical exchanges equal the plain ones.
+        exchanges = [name for name in exchanges if flat_name(name) == name]
+    workers = _parse_workers(cluster, typed.workers, request)
+    warn_of_unused_settings(words)
+    if cluster.gpu.is_cpu and not request.without_a_model and not request.sets("topology.device"):
+        # CPU workers compute in another dtype and with other kernels.
+        request = replace(request, words=(*words, "topology.device=cpu"))
+    return SimulateJob(
+        request,
+        cluster,
+        name,
+        typed.nodes,
+        layouts,
+        exchanges,
+        workers,
+        tokens,
+        price,
+        typed.out,
+        typed.files,
+        typed.as_json,
+    )
+
+
+def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str]:
+    """Split ``cluster=NAME``, which mtrain train does not take, from the settings.
+
+    Raises:
+        ConfigError: two different clusters are given.
+    """
+    named = [word.partition("=")[2] for word in words if word.startswith("cluster=")]
+    if len({*named, *([] if option is None else [option])}) > 1:
+        raise ConfigError(
+            f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} "
+            "names another; give one of them"
+        )
+    settings = [word for word in words if not word.startswith("cluster=")]
+    return settings, option or (named[0] if named else DEFAULT_CLUSTER)
+
+
+def _compared(key: str, option: str | None, overrides: Sequence[str]) -> str | None:
+    """Return what to compare: an option's value, or the equivalent setting.
+
+    Raises:
+        ConfigError: both are given.
+    """
+    setting = setting_of(overrides, f"topology.{key}")
+    if setting in (None, "auto"):
+        return option
+    if option is not None:
+        raise ConfigError(
+            f"topology.{key}={setting}: --{key} {option} compares it already; give only one of "
+            "the two"
+        )
+    return setting
+
+
+def _parse_workers(cluster: Cluster, workers: int | None, request: SimulateRequest) -> int:
+    """Return the number of workers.
+
+    Raises:
+        ConfigError: the cluster has fewer GPUs, or one of its nodes would be only partly used.
+    """
+    from mtrain_cli.simulation.cluster import uneven_nodes
+
+    count = cluster.gpus if workers is None else workers
+    most = min(cluster.gpus, _MOST_WORKERS)
+    if not 1 <= count <= most:
+        more = ""
+        if count > most and cluster.outer is None:
+            more = " on its one node; a100_4x8 and others have several"
+        elif most < count <= _MOST_WORKERS:
+            more = f", or more with --nodes {-(-count // cluster.gpus_per_node)}"
+        raise ConfigError(
+            f"--workers {count}: {cluster.name} has {cluster.gpus} GPUs; allowed: 1 to {most}{more}"
+        )
+    virtual = request.sets("topology.gpus_per_node")
+    if not virtual and (why := uneven_nodes(cluster, count)):
+        raise ConfigError(f"--workers {count}: {why}")
+    return count
+
+
+def setting_of(words: Sequence[str], key: str) -> str | None:
+    """Return the value of the first ``key=value`` among the words, or None."""
+    return next((w.partition("=")[2] for w in words if w.startswith(f"{key}=")), None)

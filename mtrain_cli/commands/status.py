@@ -9,13 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from mtrain_cli.commands.completion import complete_runs
+from mtrain_cli.commands.options import argument, flag
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
     from rich.text import Text
@@ -39,22 +38,21 @@ _COLORS = {
 def status(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="RUN",
-            help="Folder of a run, or its name under runs/; by default the run that is active, "
+        argument(
+            "RUN",
+            "Folder of a run, or its name under runs/; by default the run that is active, "
             "or the last one.",
-            autocompletion=complete_runs,
-            show_default=False,
+            complete_runs,
         ),
     ] = None,
     every: Annotated[
-        bool, typer.Option("--all", help="Print one line per run under runs/, newest first.")
+        bool, flag("--all", "Print one line per run under runs/, newest first.")
     ] = False,
     watch: Annotated[
-        bool, typer.Option("--watch", help="Refresh until the run ends or you press Ctrl-C.")
+        bool, flag("--watch", "Refresh until the run ends or you press Ctrl-C.")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object per line and run, for scripts.")
+        bool, flag("--json", "Print one JSON object per line and run, for scripts.")
     ] = False,
 ) -> None:
     """Show the state of a run.
@@ -76,18 +74,16 @@ def status(
     """
     from mtrain_cli.commands.train import find_run
     from mtrain_cli.launch import run_status
-    from mtrain_cli.launch.run_dir import RunDir
+    from mtrain_cli.launch.run_dir import RunDir, list_runs
 
     if every and run is not None:
         raise ConfigError(f"--all: shows every run under runs/; give it without {run}")
-    if not every:
-        chosen = [
-            RunDir(find_run(run).resolve()) if run is not None else run_status.find_latest_run()
-        ]
+    if run is not None:
+        chosen = [RunDir(find_run(run).resolve())]
     else:
-        chosen = run_status.list_runs()
-        if not chosen:
-            raise ConfigError("--all: there are no runs in runs/")
+        chosen = list_runs() if every else [run_status.find_latest_run()]
+    if not chosen:
+        raise ConfigError("--all: there are no runs in runs/")
 
     def read() -> list[RunStatus]:
         return [run_status.read_status(run_dir) for run_dir in chosen]
@@ -161,9 +157,9 @@ _COLUMNS = ("run", "state", "step", "loss", "tok/s/worker", "left", "saved")
 
 
 def _run_table(runs: list[RunStatus], width: int | None) -> RenderableType:
-    """Return one line per run, or two if the table does not fit: names are never broken.
+    """Return one line per run, or two if the table is too wide.
 
-    The next command needs the whole name.
+    Names are never broken, since users copy them into the next command.
     """
     from rich import box
     from rich.console import Group
@@ -198,28 +194,22 @@ def _cells(run: RunStatus) -> tuple[Text, ...]:
     from rich.text import Text
 
     written = run.written
-    loss = (
-        written.loss
-        if written and written.loss is not None
-        else run.losses[-1]
-        if run.losses
-        else None
-    )
+    loss = run.losses[-1] if run.losses else None
+    if written and written.loss is not None:
+        loss = written.loss
+    speed = left = ""
+    if written and run.alive:
+        if written.tokens_per_second_per_gpu:
+            speed = f"{written.tokens_per_second_per_gpu:,.0f}"
+        if written.seconds_left is not None:
+            left = _duration(written.seconds_left)
     return (
         Text(Path(run.folder).name),
         Text(run.what, style=_COLORS.get(run.what, "")),
         Text(f"{run.step}/{run.steps}"),
         Text("" if loss is None else f"{loss:.4f}"),
-        Text(
-            f"{written.tokens_per_second_per_gpu:,.0f}"
-            if written and written.tokens_per_second_per_gpu and run.alive
-            else ""
-        ),
-        Text(
-            _duration(written.seconds_left)
-            if written and run.alive and written.seconds_left is not None
-            else ""
-        ),
+        Text(speed),
+        Text(left),
         Text(f"{run.checkpoint.step}" if run.checkpoint else "none"),
     )
 
@@ -231,10 +221,9 @@ def _sheet(run: RunStatus) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    folder = Path(run.folder)
+    folder, here = Path(run.folder), Path.cwd()
     table.add_row(
-        "run",
-        Text(str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)),
+        "run", Text(str(folder.relative_to(here) if folder.is_relative_to(here) else folder))
     )
     head = Text(run.what, style=f"bold {_COLORS.get(run.what, '')}".strip())
     table.add_row(
@@ -253,46 +242,19 @@ def _state_parts(run: RunStatus) -> list[str]:
     if run.alive and run.holder:
         parts.append(run.holder)
     if not run.alive and run.written is not None:
-        parts.append(f"{_duration(time.time() - run.written.time)} ago")
+        parts.append(_ago(run.written.time))
     return parts
 
 
 def _rows(run: RunStatus) -> list[tuple[str, str]]:
-    from mtrain_cli.training.progress import sparkline
-
+    rows = [*_training_rows(run), ("checkpoint", _checkpoint(run))]
     written = run.written
-    share = f", {run.step / run.steps:.0%}" if run.steps else ""
-    left = (
-        f", {_duration(written.seconds_left)} left"
-        if written and run.alive and written.seconds_left is not None
-        else ""
-    )
-    rows = [("step", f"{run.step:,} of {run.steps:,}{share}{left}")]
-    if run.losses:
-        norm = (
-            f", gradient norm {written.grad_norm:.2f}"
-            if written and written.grad_norm is not None
-            else ""
-        )
-        curve = sparkline(run.losses[-LOSSES:], 24)
-        rows.append(("loss", f"{run.losses[-1]:.4f}{norm}  {curve}".rstrip()))
-    if written and written.tokens_per_second_per_gpu:
-        seconds = f", {written.seconds:.2f} s per step" if written.seconds else ""
-        rows.append(("speed", f"{written.tokens_per_second_per_gpu:,.0f} tokens/s/worker{seconds}"))
-    if run.checkpoint is None:
-        rows.append(("checkpoint", "none yet" if run.alive else "none"))
-    else:
-        behind = run.step - run.checkpoint.step
-        lost = f", {behind} step{'s' * (behind > 1)} behind" if behind > 0 else ""
-        age = _duration(run.checkpoint.age)
-        rows.append(("checkpoint", f"step {run.checkpoint.step:,}, {age} ago{lost}"))
     if written and written.workers:
         rows += _labeled("workers", _workers(written.workers))
     if run.restarts:
         last = run.restarts[-1]
-        age = _duration(time.time() - last.time)
         rows += [
-            ("restarts", f"{len(run.restarts)}, the last one {age} ago: {last.reason}"),
+            ("restarts", f"{len(run.restarts)}, the last one {_ago(last.time)}: {last.reason}"),
             (
                 "",
                 f"after step {last.reached}; from the checkpoint of step {last.step}, "
@@ -301,8 +263,7 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
         ]
     if written and written.warnings:
         when, text = written.warnings[-1]
-        age = _duration(time.time() - when)
-        rows.append(("warnings", f"{len(written.warnings)}, the last one {age} ago: {text}"))
+        rows.append(("warnings", f"{len(written.warnings)}, the last one {_ago(when)}: {text}"))
     rows += _labeled("damaged", list(run.damaged))
     rows += _labeled("where", [line.strip() for line in run.where])
     if not run.alive and run.what != "finished" and run.checkpoint is not None:
@@ -312,22 +273,52 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
     return rows
 
 
+def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
+    from mtrain_cli.training.progress import sparkline
+
+    written = run.written
+    share = f", {run.step / run.steps:.0%}" if run.steps else ""
+    left = norm = ""
+    if written and run.alive and written.seconds_left is not None:
+        left = f", {_duration(written.seconds_left)} left"
+    if written and written.grad_norm is not None:
+        norm = f", gradient norm {written.grad_norm:.2f}"
+    yield "step", f"{run.step:,} of {run.steps:,}{share}{left}"
+    if run.losses:
+        curve = sparkline(run.losses[-LOSSES:], 24)
+        yield "loss", f"{run.losses[-1]:.4f}{norm}  {curve}".rstrip()
+    if written and written.tokens_per_second_per_gpu:
+        seconds = f", {written.seconds:.2f} s per step" if written.seconds else ""
+        yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} tokens/s/worker{seconds}"
+
+
+def _checkpoint(run: RunStatus) -> str:
+    if run.checkpoint is None:
+        return "none yet" if run.alive else "none"
+    behind = run.step - run.checkpoint.step
+    lost = f", {behind} step{'s' * (behind > 1)} behind" if behind > 0 else ""
+    return f"step {run.checkpoint.step:,}, {_duration(run.checkpoint.age)} ago{lost}"
+
+
+def _ago(when: float) -> str:
+    return f"{_duration(time.time() - when)} ago"
+
+
 def _workers(places: tuple[str, ...]) -> list[str]:
     """Return a line per host with its ranks and devices."""
-    lines = []
-    for host, members in groupby(enumerate(places), key=lambda item: item[1].partition(", ")[0]):
-        ranks = [(rank, place.partition(", ")[2]) for rank, place in members]
-        devices = [device for _, device in ranks]
-        first, last = ranks[0][0], ranks[-1][0]
-        models = {device.partition(" (")[2].rstrip(")") for device in devices}
+    lines, first = [], 0
+    for host, members in groupby(places, key=lambda place: place.partition(", ")[0]):
+        devices = [place.partition(", ")[2] for place in members]
+        last = first + len(devices) - 1
+        parts = [device.partition(" (") for device in devices]
+        models = {model.rstrip(")") for _, _, model in parts}
         shown = devices[0]
         if len(models) == 1 and (model := models.pop()):
-            numbers = ", ".join(
-                device.partition(" (")[0].removeprefix("GPU ") for device in devices
-            )
+            numbers = ", ".join(name.removeprefix("GPU ") for name, _, _ in parts)
             shown = f"{len(devices)} x {model} ({numbers})"
-        ranks_of_host = f"ranks {first} to {last}" if last > first else f"rank {first}"
-        lines.append(f"{ranks_of_host} on {host}: {shown}")
+        ranks = f"ranks {first} to {last}" if last > first else f"rank {first}"
+        lines.append(f"{ranks} on {host}: {shown}")
+        first = last + 1
     return lines
 
 
@@ -338,8 +329,6 @@ def _labeled(label: str, lines: list[str]) -> list[tuple[str, str]]:
 def _duration(seconds: float | None) -> str:
     from mtrain_cli.training.progress import format_duration
 
-    return (
-        f"{max(0.0, seconds):.0f} s"
-        if seconds is not None and seconds < 60
-        else format_duration(seconds)
-    )
+    if seconds is not None and seconds < 60:
+        return f"{max(0.0, seconds):.0f} s"
+    return format_duration(seconds)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtrain_cli.commands.completion import complete_overrides, complete_runs
-from mtrain_cli.commands.options import warn_of_unused_settings
+from mtrain_cli.commands.completion import complete_runs
+from mtrain_cli.commands.options import flag, option, overrides_argument, warn_of_unused_settings
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -23,41 +23,35 @@ SHOWN = 5  # run names in a message
 def train(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="OVERRIDES",
-            help="group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. "
-            "`mtrain config list` lists them all.",
-            autocompletion=complete_overrides,
-            show_default=False,
+        overrides_argument(
+            "group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. "
+            "`mtrain config list` lists them all."
         ),
     ] = None,
-    cfg: Annotated[
-        bool, typer.Option("--cfg", help="Print the composed configuration and exit.")
-    ] = False,
+    cfg: Annotated[bool, flag("--cfg", "Print the composed configuration and exit.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        flag(
             "--dry-run",
-            help="Print what would run, with memory and FLOP per worker, and exit; exit code 1 if "
+            "Print what would run, with memory and FLOP per worker, and exit; exit code 1 if "
             "it does not fit.",
         ),
     ] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN",
-            help="Resume a run, given by its folder or its name under runs/. auto: resume the run "
+        option(
+            "RUN",
+            "Resume a run, given by its folder or its name under runs/. auto: resume the run "
             "that the same command line started before, if there is one.",
-            autocompletion=complete_runs,
+            complete=complete_runs,
         ),
     ] = None,
     config_dir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of your own groups, such as DIR/model/mine.yaml; searched before the "
+        option(
+            "DIR",
+            "Folder of your own groups, such as DIR/model/mine.yaml; searched before the "
             "shipped ones.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -99,7 +93,8 @@ def train(
 def _configuration(
     overrides: list[str], config_dir: Path | None, run_path: Path | None, plan: bool = False
 ) -> Config:
-    from mtrain_cli.config import compose
+    from mtrain_cli.composition import compose
+    from mtrain_cli.config import resolved_file
 
     if run_path is None:
         return compose.compose(overrides, config_dir, plan=plan)
@@ -107,7 +102,7 @@ def _configuration(
     from mtrain_cli.launch.job import current_job
     from mtrain_cli.launch.run_dir import RunDir
 
-    saved, job = compose.load(run_path / RESOLVED), current_job()
+    saved, job = resolved_file.load(run_path / RESOLVED), current_job()
     step = RunDir(run_path).last_step() or 0
     config = compose.resume(saved, overrides, config_dir)
     return keep_schedule(
@@ -168,7 +163,7 @@ def find_run(run: str, option: str = "") -> Path:
 def _print_configuration(config: Config) -> None:
     from rich.text import Text
 
-    from mtrain_cli.config.compose import compose
+    from mtrain_cli.composition.compose import compose
     from mtrain_cli.config.listing import annotated_yaml
     from mtrain_cli.console import Console
 
@@ -198,7 +193,7 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
-    from mtrain_cli.config import compose
+    from mtrain_cli.config import resolved_file
     from mtrain_cli.config.validate import require_manifest
 
     require_manifest(config.data)  # before anything heavy is imported
@@ -213,6 +208,6 @@ def _launch(
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)
     run = run_dir.open(run_path)
     run.require_steps_left(config.train.steps)
-    if overrides and config != compose.load(run.resolved):
+    if overrides and config != resolved_file.load(run.resolved):
         run = run.rewrite(config, overrides)
     return launch(run, environment, resume=True, config=config)

@@ -1,10 +1,10 @@
-"""Read JSON and YAML that people or earlier runs wrote. Errors are worded without Python terms."""
+"""Read JSON and YAML that people or earlier runs wrote. Messages contain no Python terms."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import math
 import types
 import typing
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_INTEGER = 2**63  # what other programs can hold in an integer
+_MOST_INTEGER = 2**63  # other programs read integers as int64
 _MOST_FLOAT = 1e18
 _MAY_DIVERGE = ("loss", "grad_norm")  # these may be infinite or NaN
 
 
 class UnreadableError(ValueError):
-    """A file is not valid JSON or YAML. The text gives the reason without the file's name."""
+    """A file is not valid JSON or YAML. Its message gives the reason, not the file."""
 
 
 def read_json(path: Path) -> Any:
@@ -46,22 +46,24 @@ def read_yaml(path: Path) -> Any:
 
 def reason(error: BaseException) -> str:
     """Return in one line why something cannot be read."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"it is not text: byte {error.start + 1} is not UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        return f"line {error.lineno}, column {error.colno}: {error.msg[:1].lower()}{error.msg[1:]}"
-    if isinstance(error, UnreadableError):
-        return str(error)
-    if isinstance(error, OSError):
-        return (error.strerror or str(error).splitlines()[0]) if str(error) else "it cannot be read"
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, OverflowError):
-        return "a number is too large"
-    if isinstance(error, KeyError):
-        return f"{error.args[0]} is missing" if error.args else "a key is missing"
-    if isinstance(error, TypeError | AttributeError | IndexError):
-        return "a value has the wrong type"
+    match error:
+        case UnicodeDecodeError():
+            return f"it is not text: byte {error.start + 1} is not UTF-8"
+        case json.JSONDecodeError(msg=msg):
+            return f"line {error.lineno}, column {error.colno}: {msg[:1].lower()}{msg[1:]}"
+        case UnreadableError():
+            return str(error)
+        case OSError():
+            text = str(error) or "it cannot be read"
+            return error.strerror or text.splitlines()[0]
+        case RecursionError():
+            return "it is nested too deeply"
+        case OverflowError():
+            return "a number is too large"
+        case KeyError():
+            return f"{error.args[0]} is missing" if error.args else "a key is missing"
+        case TypeError() | AttributeError() | IndexError():
+            return "a value has the wrong type"
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         problem = getattr(error, "problem", None) or "not YAML"
@@ -69,18 +71,15 @@ def reason(error: BaseException) -> str:
     text = (str(error).strip() or "it is damaged").splitlines()[0]
     if "digits) for integer string" in text:
         return "a number has too many digits"
-    return (
-        text
-        if not text.startswith(("could not convert", "invalid literal", "cannot convert"))
-        else "a value is not a number"
-    )
+    is_no_number = text.startswith(("could not convert", "invalid literal", "cannot convert"))
+    return "a value is not a number" if is_no_number else text
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
     """Build the dataclass ``kind`` from a JSON object.
 
-    Lists become tuples where the field is one. Unknown keys are dropped; missing ones take their
-    defaults.
+    A list becomes a tuple if the field is a tuple. Unknown keys are dropped. Missing keys take
+    their defaults.
 
     Args:
         nulls: allow null for every value, and for missing keys without a default.
@@ -107,49 +106,38 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         for one in inner:
-            try:
+            with contextlib.suppress(UnreadableError):
                 return _fitting(one, value, name)
-            except UnreadableError:
-                continue
-    elif hint is Any:
-        return value
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif hint is bool or hint is str:
-        if isinstance(value, hint):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST_INTEGER:
-            return value
-    elif hint is float:
-        if is_number(value) or (isinstance(value, float) and name in _MAY_DIVERGE):
-            return float(value)
     elif dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return checked(hint, value)
     elif origin is list and isinstance(value, list):
         return [_fitting(inner[0], item, name) for item in value]
     elif origin is tuple and isinstance(value, list | tuple):
-        kinds = [inner[0]] * len(value) if len(inner) == 2 and inner[1] is Ellipsis else inner
+        kinds = [inner[0]] * len(value) if inner[-1] is Ellipsis else inner
         if len(kinds) == len(value):
             return tuple(_fitting(one, item, name) for one, item in zip(kinds, value, strict=True))
-    elif origin in (dict, Mapping) or hint is dict:
-        if isinstance(value, Mapping):
-            return dict(value)
-    elif origin is None and not isinstance(hint, type):
-        return value
+    elif (origin or hint) in (dict, Mapping) and isinstance(value, Mapping):
+        return dict(value)
+    elif _is_plain(hint, value, name):
+        return float(value) if hint is float else value
     raise UnreadableError(f"{name}={_shown(value)} has the wrong type")
+
+
+def _is_plain(hint: Any, value: Any, name: str) -> bool:
+    """Return whether ``value`` fits a type that is neither a container nor a dataclass."""
+    if hint is int:
+        return is_number(value) and isinstance(value, int)
+    if hint is float:
+        return is_number(value) or (isinstance(value, float) and name in _MAY_DIVERGE)
+    kind = typing.get_origin(hint) or hint
+    return hint is Any or not isinstance(kind, type) or isinstance(value, kind)
 
 
 def is_number(value: Any) -> bool:
     """Return whether ``value`` is a finite number small enough to compute with."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return (
-        abs(value) < _MOST_INTEGER
-        if isinstance(value, int)
-        else math.isfinite(value) and abs(value) < _MOST_FLOAT
-    )
+    return abs(value) < (_MOST_INTEGER if isinstance(value, int) else _MOST_FLOAT)
 
 
 def _shown(value: Any) -> str:

@@ -34,23 +34,23 @@ LATER = {
     "train.z_loss": 0.0,
 }
 
-# Old name -> present name, in resolved.yaml.
+# {old name: current name} in resolved.yaml.
 RENAMED = {
     "sparsity.bars": "sparsity.columns",
     "sparsity.min_bars": "sparsity.min_columns",
     "sparsity.max_bars": "sparsity.max_columns",
 }
-# The same in metrics.jsonl.
+# {old name: current name} in metrics.jsonl.
 RENAMED_METRICS = {"bars": "columns"}
 
 
 def renamed(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED) -> dict[str, Any]:
-    """Return ``values`` under their present names."""
+    """Return ``values`` under their current names."""
     return {names.get(name, name): value for name, value in values.items()}
 
 
 def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys that a configuration's version lacked. flat: leaves by dotted name."""
+    """Add the keys that earlier versions lacked. flat: leaves by dotted name."""
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
-    gate = {"sparsity.gate": "block" if flat.get("sparsity.pattern") == "moba" else None}
+    gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     return {**LATER, **gate, **renamed(flat)}

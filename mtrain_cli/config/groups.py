@@ -6,17 +6,19 @@ Reads only file names and comments, so that completion and error messages do not
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 
 TOP = "config.yaml"
-# Folders of conf/ that no run is composed from; `mtrain simulate` reads cluster/.
+# Folders of conf/ that are not Hydra groups: only `mtrain simulate` reads cluster/.
 _NO_GROUPS = ("cluster",)
-# Levels of folders that may hold options: `--config-dir .` must not walk a whole home folder.
+# Levels of folders to search: `--config-dir .` must not walk a whole home folder.
 _DEPTH = 3
 
 
@@ -28,7 +30,7 @@ class Groups:
 
     @functools.cached_property
     def options(self) -> dict[str, dict[str, Path]]:
-        """Option name to file, per group. The first folder that has a file wins."""
+        """The options as {group: {name: file}}. The first folder that has a file wins."""
         options: dict[str, dict[str, Path]] = {}
         for folder in reversed(self.folders):
             for depth in range(1, _DEPTH + 1):
@@ -48,15 +50,21 @@ class Groups:
             content = read_yaml(top) or {}
         except (OSError, ValueError) as error:
             raise ConfigError(f"{top}: cannot be read: {reason(error)}") from error
-        entries = content.get("defaults", []) if isinstance(content, dict) else []
-        pairs = [pair for entry in entries if isinstance(entry, dict) for pair in entry.items()]
-        return {
-            str(group).removeprefix("override ").lstrip("/"): str(option) for group, option in pairs
-        }
+        return default_options(content) if isinstance(content, dict) else {}
 
     def groups_of(self, option: str) -> list[str]:
         """Return the groups that have an option of this name."""
         return [group for group, options in self.options.items() if option in options]
+
+
+def default_options(content: Mapping[str, Any]) -> dict[str, str]:
+    """Return {group: option} from the ``defaults`` list of a YAML file."""
+    entries = [entry for entry in content.get("defaults") or [] if isinstance(entry, dict)]
+    return {
+        str(group).removeprefix("override ").lstrip("/"): str(option)
+        for entry in entries
+        for group, option in entry.items()
+    }
 
 
 def open_groups(config_dir: Path | None = None) -> Groups:
@@ -72,14 +80,8 @@ def open_groups(config_dir: Path | None = None) -> Groups:
     if not folder.is_dir():
         raise ConfigError(f"--config-dir {config_dir}: no such folder")
     groups = Groups((folder, shipped))
-    if (
-        not any(
-            folder in file.parents
-            for options in groups.options.values()
-            for file in options.values()
-        )
-        and not (folder / TOP).is_file()
-    ):
+    files = [file for options in groups.options.values() for file in options.values()]
+    if not (folder / TOP).is_file() and not any(folder in file.parents for file in files):
         raise ConfigError(
             f"--config-dir {config_dir}: holds no group; "
             f"expected files such as {config_dir}/model/mine.yaml"

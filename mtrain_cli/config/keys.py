@@ -1,7 +1,7 @@
 """Every configuration key by dotted name, and the conversion of raw values to the key's type.
 
 The schema's dataclasses are the only source: a field added there is checked, listed and completed
-without a change here.
+without a change here. ``sparsity`` has the keys of all patterns; keys of unused patterns are null.
 """
 
 from __future__ import annotations
@@ -12,26 +12,17 @@ import math
 import os
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mtrain_cli.config import sizes
+from mtrain_cli.config.option import Range, UpperLimit
+from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings, pattern_keys
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 
-# Keys that count tokens, which accept sizes such as 512k. Step counts do not: most people would
-# read 1k steps as 1000.
-TOKEN_COUNTS = frozenset(
-    {
-        "seq",
-        "model.rope.original_max_position",
-        "topology.block_size",
-        "sparsity.block",
-        "sparsity.chunk",
-    }
-)
 # Keys that hold a file or folder, unless the value is one of these words.
 PATHS: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
@@ -40,7 +31,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "train.init_from": (),
     "run.dir": ("auto",),
 }
-# Integer keys that accept auto: `derived` replaces it by a number when a configuration is composed.
+# Integer keys that accept auto. `composition/derived.py` replaces auto with a number.
 DERIVED = frozenset({"model.vocab_size"})
 
 
@@ -52,21 +43,23 @@ class ConfigKey:
     type: int, float, bool, str, a tuple or mapping of them, or a union with None or str.
     help: one line on what the key does.
     choices: allowed values; empty = any value of the type.
+    range: allowed numbers.
+    counts_tokens: the key takes sizes such as 512k. Step counts do not, since most people would
+        read 1k steps as 1000.
     """
 
     name: str
     type: Any
     help: str
-    choices: tuple[str, ...]
+    choices: tuple[str, ...] = ()
+    range: Range | None = None
+    counts_tokens: bool = False
 
     @property
     def types(self) -> tuple[Any, ...]:
         """The members of a union type, else the type alone."""
-        return (
-            typing.get_args(self.type)
-            if typing.get_origin(self.type) in (types.UnionType, typing.Union)
-            else (self.type,)
-        )
+        is_union = typing.get_origin(self.type) in (types.UnionType, typing.Union)
+        return typing.get_args(self.type) if is_union else (self.type,)
 
     @property
     def optional(self) -> bool:
@@ -75,7 +68,7 @@ class ConfigKey:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value maps names to numbers; text is then the path of a file with them."""
+        """Whether the value maps names to numbers, or is the path of a YAML file that does."""
         return any(typing.get_origin(kind) is dict for kind in self.types)
 
     @property
@@ -88,35 +81,49 @@ class ConfigKey:
         """The allowed values, worded to follow 'expected'."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
-        if self.name in TOKEN_COUNTS:
+        if self.counts_tokens:
             return sizes.EXPECTED
         if self.is_mapping:
             return "numbers by name such as {code: 0.3, book: 0.7}, a YAML file of them, or null"
-        words = {
-            bool: "true or false",
-            int: "a whole number",
-            float: "a number",
-            str: "text",
-            type(None): "null",
-        }
         first, *rest = self.types
         if typing.get_origin(first) is tuple:
             kinds = typing.get_args(first)
             return f"a list of {len(kinds)} numbers such as [{','.join('0.5' for _ in kinds)}]"
         if str in rest or self.name in DERIVED:
-            return f"{words[first]} or auto"
-        return " or ".join(words[kind] for kind in (first, *rest))
+            return f"{_WORDS[first]} or auto"
+        return " or ".join(_WORDS[kind] for kind in self.types)
 
     @property
     def allowed(self) -> str:
-        """The allowed values, short enough for a table."""
+        """The allowed values and the range of numbers, short enough for a table."""
         if self.choices:
             return ", ".join(self.choices)
-        return (
-            "tokens"
-            if self.name in TOKEN_COUNTS
-            else self.expected.removeprefix("a ").partition(" such as ")[0]
-        )
+        kind = self.expected.removeprefix("a ").partition(" such as ")[0]
+        if self.counts_tokens:
+            kind = "tokens"
+        if self.name.startswith("sparsity."):
+            kind = kind.removesuffix(" or null")  # null only says that the pattern lacks the key
+        if self.range is None:
+            return kind
+        rule, limit = self.range.rule.removeprefix("must be "), self.range.limit
+        least = rule if rule.startswith("auto") else f"{kind}, {rule}"
+        return least if limit is None else f"{least}, {self._limit_text(limit)}"
+
+    def out_of_range(self, value: object) -> str | None:
+        """Return what is wrong with a number, worded to follow ``key=value: ``.
+
+        None if it is in range or not a number.
+        """
+        if self.range is None or not isinstance(value, int | float):
+            return None
+        if not self.range.fits(value):
+            return self.range.rule
+        limit = self.range.limit
+        return f"must be {self._limit_text(limit)}" if limit and value > limit.value else None
+
+    def _limit_text(self, limit: UpperLimit) -> str:
+        most = sizes.format_size(int(limit.value)) if self.counts_tokens else f"{limit.value:,.0f}"
+        return f"at most {most} ({limit.reason})"
 
     def convert(self, value: Any) -> Any:
         """Convert a value from YAML or the command line to the key's type.
@@ -132,49 +139,49 @@ class ConfigKey:
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_to(self, kind: Any, value: Any) -> Any:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if kind is type(None):
-            return None if value is None else _WRONG
-        if kind is bool:
-            return value if isinstance(value, bool) else _WRONG
+        """Return ``value`` as ``kind``, a member of the key's type, or `_WRONG`."""
+        origin, kinds = typing.get_origin(kind), typing.get_args(kind)
+        if kind is type(None) or kind is bool:
+            return value if isinstance(value, kind) else _WRONG
+        if kind is int and self.counts_tokens and isinstance(value, str):
+            return sizes.parse_size(value)
         if kind is int:
-            if self.name in TOKEN_COUNTS and isinstance(value, str):
-                return sizes.parse_size(value)
-            return int(value) if number and _finite(value) and value == int(value) else _WRONG
+            return int(value) if _is_number(value) and value == int(value) else _WRONG
         if kind is float:
-            return float(value) if number and _finite(value) else _WRONG
-        if typing.get_origin(kind) is dict:
-            numbers = isinstance(value, Mapping) and all(
-                isinstance(n, int | float) and not isinstance(n, bool) and _finite(n)
-                for n in value.values()
-            )
-            return {str(name): float(item) for name, item in value.items()} if numbers else _WRONG
+            return float(value) if _is_number(value) else _WRONG
         if kind is str:
-            return (
-                value
-                if self.is_mapping and isinstance(value, str) and not value.lstrip().startswith("{")
-                else self._convert_text(value, number)
-            )
-        kinds = typing.get_args(kind)
-        assert typing.get_origin(kind) is tuple, (
-            f"{self.name}: the schema uses a type that has no conversion: {kind}"
-        )
+            return self._convert_text(value)
+        if origin is dict:
+            if not isinstance(value, Mapping) or not all(map(_is_number, value.values())):
+                return _WRONG
+            return {str(name): float(item) for name, item in value.items()}
+        assert origin is tuple, f"{self.name}: the schema uses a type without a conversion: {kind}"
         if not isinstance(value, list | tuple) or len(value) != len(kinds):
             return _WRONG
         parts = tuple(self._convert_to(part, item) for part, item in zip(kinds, value, strict=True))
         return _WRONG if any(part is _WRONG for part in parts) else parts
 
-    def _convert_text(self, value: Any, number: bool) -> Any:
-        if not isinstance(value, str) and not (number and self.is_text and not self.choices):
+    def _convert_text(self, value: Any) -> Any:
+        if self.is_text and not self.choices and _is_number(value):
+            value = str(value)
+        if not isinstance(value, str):
             return _WRONG
-        text = str(value)
-        if self.name in PATHS and (problem := _path_problem(text)):
+        if self.is_mapping:  # the path of a file
+            return _WRONG if value.lstrip().startswith("{") else value
+        if self.name in PATHS and (problem := _path_problem(value)):
             raise ValueError(problem)
         if not self.is_text:  # int | str or float | str: a number, or the word auto
-            return text if text == "auto" else _WRONG
-        return text if not self.choices or text in self.choices else _WRONG
+            return value if value == "auto" else _WRONG
+        return value if not self.choices or value in self.choices else _WRONG
 
 
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
 _NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
 
 
@@ -193,10 +200,11 @@ def _path_problem(text: str) -> str | None:
     return None
 
 
-def _finite(value: float) -> bool:
-    """Return whether a float can hold the number and it is finite."""
+def _is_number(value: Any) -> bool:
+    """Return whether ``value`` is a finite number that a float can hold."""
     try:
-        return math.isfinite(value)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and math.isfinite(value)
     except OverflowError:
         return False
 
@@ -213,11 +221,10 @@ def all_keys() -> dict[str, ConfigKey]:
 @functools.cache
 def sections() -> tuple[str, ...]:
     """Return the dotted names that hold keys: ``model``, ``model.rope``, ``topology``, ..."""
-    names: dict[str, None] = {}
-    for name in all_keys():
-        parts = name.split(".")[:-1]
-        names.update({".".join(parts[: i + 1]): None for i in range(len(parts))})
-    return tuple(names)
+    parents = (name.split(".")[:-1] for name in all_keys())
+    return tuple(
+        dict.fromkeys(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
+    )
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -237,14 +244,40 @@ def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def values(config: Config) -> dict[str, Any]:
     """Return every leaf of ``config`` by dotted name."""
-    return {name: functools.reduce(getattr, name.split("."), config) for name in all_keys()}
+    return {name: _value(config, name) for name in all_keys()}
+
+
+def _value(config: Config, name: str) -> Any:
+    section, _, leaf = name.partition(".")
+    if section == "sparsity" and leaf not in ("pattern", *config.sparsity.own_keys()):
+        return None
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def nested(config: Config) -> dict[str, Any]:
+    """Return ``config`` as nested dictionaries and lists, in schema order."""
+    tree: dict[str, Any] = {}
+    for name, value in values(config).items():
+        *parents, leaf = name.split(".")
+        section = functools.reduce(
+            lambda inner, parent: inner.setdefault(parent, {}), parents, tree
+        )
+        section[leaf] = list(value) if isinstance(value, tuple) else value
+    return tree
 
 
 def build(leaves: Mapping[str, Any]) -> Config:
     """Build a configuration from a converted value for every key."""
-    config = _build(Config, leaves, "")
-    assert isinstance(config, Config)
+    config: Config = _build(Config, leaves, "")
     return config
+
+
+def with_other_patterns(leaves: Mapping[str, Any], pattern: object) -> dict[str, Any]:
+    """Return ``leaves`` with null for the keys that ``pattern`` lacks and nobody set."""
+    own = pattern_keys(str(pattern))
+    others = (name for name in all_keys() if name.startswith("sparsity."))
+    absent = {name: None for name in others if name.partition(".")[2] not in ("pattern", *own)}
+    return {**absent, **leaves}
 
 
 def show(value: Any) -> str:
@@ -262,35 +295,65 @@ def show(value: Any) -> str:
     return str(value)
 
 
+def first_few(texts: Sequence[str]) -> str:
+    """Join the first three texts, and say how many more there are."""
+    more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
+    return ", ".join(texts[:3]) + more
+
+
 @functools.cache
-def _hints(owner: type) -> dict[str, Any]:
+def _hints(owner: Any) -> dict[str, Any]:
     return typing.get_type_hints(owner)
 
 
 def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
     hints = _hints(owner)
     for item in dataclasses.fields(owner):
-        hint = hints[item.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            yield from _flatten(hint, f"{prefix}{item.name}.")
+        name, hint = f"{prefix}{item.name}", hints[item.name]
+        if hint is PatternSettings:
+            yield from _pattern_keys(f"{name}.")
+        elif _is_section(hint):
+            yield from _flatten(hint, f"{name}.")
         else:
-            yield ConfigKey(
-                f"{prefix}{item.name}",
-                hint,
-                item.metadata.get("help", ""),
-                tuple(item.metadata.get("choices", ())),
-            )
+            yield _key(name, hint, item)
+
+
+def _pattern_keys(prefix: str) -> Iterator[ConfigKey]:
+    """Yield the keys of all patterns. A key that only some patterns have names them."""
+    yield ConfigKey(f"{prefix}pattern", str, "method that estimates the index", tuple(PATTERNS))
+    owners: dict[str, list[Any]] = {}
+    for settings in PATTERNS.values():
+        for name in settings.own_keys():
+            owners.setdefault(name, []).append(settings)
+    sparse = sum(bool(settings.own_keys()) for settings in PATTERNS.values())
+    for name, users in owners.items():
+        (item,) = (field for field in dataclasses.fields(users[0]) if field.name == name)
+        key = _key(f"{prefix}{name}", _hints(users[0])[name] | None, item)
+        named = "" if len(users) == sparse else f"{', '.join(user.name for user in users)}: "
+        yield dataclasses.replace(key, help=f"{named}{key.help}")
+
+
+def _key(name: str, hint: Any, item: dataclasses.Field[Any]) -> ConfigKey:
+    allowed = item.metadata["allowed"]
+    numbers = allowed if isinstance(allowed, Range) else None
+    choices = () if isinstance(allowed, Range) else allowed
+    return ConfigKey(name, hint, item.metadata["help"], choices, numbers, item.metadata["tokens"])
+
+
+def _is_section(hint: Any) -> bool:
+    return dataclasses.is_dataclass(hint) and isinstance(hint, type)
 
 
 def _build(owner: type, leaves: Mapping[str, Any], prefix: str) -> Any:
-    hints = _hints(owner)
-    values = {}
-    for item in dataclasses.fields(owner):
-        hint = hints[item.name]
-        nested = dataclasses.is_dataclass(hint) and isinstance(hint, type)
-        values[item.name] = (
-            _build(hint, leaves, f"{prefix}{item.name}.")
-            if nested
-            else leaves[f"{prefix}{item.name}"]
-        )
-    return owner(**values)
+    if owner is PatternSettings:
+        settings = PATTERNS[leaves[f"{prefix}pattern"]]
+        return settings(**{name: leaves[f"{prefix}{name}"] for name in settings.own_keys()})
+    return owner(
+        **{
+            name: _build(hint, leaves, f"{prefix}{name}.")
+            if _is_section(hint)
+            else leaves[f"{prefix}{name}"]
+            for name, hint in _hints(owner).items()
+            if typing.get_origin(hint) is not ClassVar
+        }
+    )

@@ -1,4 +1,4 @@
-"""A configuration as YAML with comments on what was changed."""
+"""Format a configuration as YAML with a comment on each value that is not the default."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mtrain_cli.config.schema import Config
 
 
 def annotated_yaml(config: Config, defaults: Config) -> list[tuple[str, bool]]:
-    """Return lines of YAML, each with whether its value differs from ``defaults``.
+    """Return (line, differs) for each line of YAML; differs: the value is not the default.
 
-    A line that differs ends in a comment with the default. The lines joined by newlines form a
-    document that `mtrain_cli.config.compose.load` reads.
+    A line that differs ends in a comment with the default. Joined by newlines, the lines form a
+    file that `mtrain_cli.config.resolved_file.load` reads.
     """
     return list(_lines(config, defaults))
 
@@ -34,7 +34,7 @@ def _lines(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
             [plain], default_flow_style=True, width=10_000, allow_unicode=True
         ).strip()[1:-1]
         comments = []
-        if name in keys.TOKEN_COUNTS and sizes.format_size(value) != str(value):
+        if keys.all_keys()[name].counts_tokens and sizes.format_size(value) != str(value):
             comments.append(sizes.format_size(value))
         if value != before[name]:
             comments.append(f"default {_short(name, before[name])}")
@@ -49,6 +49,6 @@ def _lines(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
 def _short(name: str, value: object) -> str:
     return (
         sizes.format_size(value)
-        if name in keys.TOKEN_COUNTS and isinstance(value, int)
+        if keys.all_keys()[name].counts_tokens and isinstance(value, int)
         else keys.show(value)
     )

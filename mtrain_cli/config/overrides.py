@@ -1,21 +1,24 @@
 """Parse the overrides of a command line, ``group=option`` and ``key=value``.
 
-Only groups go to Hydra. A value goes to its key directly, because the key's type is known: a path
-such as ``~/corpus#1.txt`` needs no second layer of quotes, and errors name the key, not a grammar.
+Only groups go to Hydra. Each value is parsed by its key's type instead: a path such as
+``~/corpus#1.txt`` needs no second layer of quotes, and errors name the key, not Hydra's grammar.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from mtrain_cli.config.earlier_versions import RENAMED
 from mtrain_cli.config.groups import Groups
-from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections
+from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
 from mtrain_cli.config.suggest import did_you_mean, nearest
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
+_SHOWN = 80  # characters of a value in a message
 _ONE_VALUE = "one value per run; start one run for each"
 
 
@@ -43,11 +46,44 @@ class Overrides:
 def parse(texts: Sequence[str], groups: Groups) -> Overrides:
     """Parse the words of a command line. A later override of the same key or group wins."""
     parsed = Overrides()
-    for text in texts:
-        problem = _parse_one(text, groups, parsed)
-        if problem is not None:
-            parsed.problems.append(problem)
+    found = [_parse_one(text, groups, parsed) for text in texts]
+    parsed.problems.extend(problem for problem in found if problem is not None)
     return parsed
+
+
+def convert(
+    raw: Mapping[str, Any], files: Mapping[str, Path] | None = None
+) -> tuple[dict[str, Any], list[OverrideProblem]]:
+    """Convert the leaves of ``raw`` to schema types. files: each group's YAML, for messages."""
+    leaves: dict[str, Any] = {}
+    problems = []
+    for name, value in raw.items():
+        key = all_keys().get(name)
+        if key is None:
+            problems.append(_no_key(name, value, files or {}))
+            continue
+        try:
+            converted = key.convert(value)
+            if range_problem := key.out_of_range(converted):
+                raise ValueError(range_problem)
+            leaves[name] = converted
+        except (ValueError, OverflowError) as error:
+            shown = show(value)
+            clipped = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+            problems.append(OverrideProblem(f"{name}={clipped}: {error}", (name,)))
+    return leaves, problems
+
+
+def _no_key(name: str, value: Any, files: Mapping[str, Path]) -> OverrideProblem:
+    file = files.get(name.partition(".")[0])
+    where = f"{file}: " if file else ""
+    if name in sections():
+        return OverrideProblem(
+            f"{where}{name}={show(value)}: holds keys, not a value", (f"{name}.",)
+        )
+    current = RENAMED.get(name)
+    hint = f" (did you mean {current}?)" if current else did_you_mean(name, all_keys())
+    return OverrideProblem(f"{where}no key is called {name}{hint}")
 
 
 def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProblem | None:
@@ -60,34 +96,26 @@ def _parse_one(raw_text: str, groups: Groups, parsed: Overrides) -> OverrideProb
         )
     if text.startswith("~"):
         name = text[1:].partition("=")[0]
-        hint = (
-            f"; set it instead, such as {name}=null"
-            if name in all_keys()
-            and all_keys()[name].optional
-            and not name.startswith("sparsity.")  # null there means that the pattern lacks the key
-            else "; leave it out for its default, or give it another value"
-        )
-        return OverrideProblem(f"{text}: a key cannot be deleted{hint}", (name,))
+        key = all_keys().get(name)
+        hint = "leave it out for its default, or give it another value"
+        # Null in sparsity means that the pattern lacks the key.
+        if key is not None and key.optional and not name.startswith("sparsity."):
+            hint = f"set it instead, such as {name}=null"
+        return OverrideProblem(f"{text}: a key cannot be deleted; {hint}", (name,))
     if "=" not in text:
         return OverrideProblem(_without_equals(text, groups))
     # +key=value is how Hydra adds a key. Every key exists here, so it means key=value.
-    name, _, raw = text.lstrip("+").partition("=")
-    name, raw = (
-        name.strip().replace("/", ".")
-        if name.strip().replace("/", ".") in all_keys()
-        else name.strip(),
-        raw.strip(),
-    )
+    name, raw = (part.strip() for part in text.lstrip("+").split("=", 1))
+    dotted = name.replace("/", ".")
+    name = dotted if dotted in all_keys() else name
     if not name:
         return OverrideProblem(
             f"{text}: the key before = is missing; expected key=value, such as seq=4k"
         )
     if name.split(".")[0].split("/")[0] == "hydra":
-        hint = (
-            "the folder of a run is run.dir=..."
-            if name.startswith(("hydra.run", "hydra.sweep"))
-            else "mtrain uses Hydra only to compose configurations"
-        )
+        hint = "mtrain uses Hydra only to compose configurations"
+        if name.startswith(("hydra.run", "hydra.sweep")):
+            hint = "the folder of a run is run.dir=..."
         return OverrideProblem(f"{text}: Hydra's own settings have no effect; {hint}")
     if name in groups.options:
         return _parse_group(text, name, raw, groups, parsed)
@@ -109,7 +137,7 @@ def _without_equals(text: str, groups: Groups) -> str:
     shown = text or "''"
     owners = groups.groups_of(text)
     if owners:
-        return f"{shown}: expected key=value; did you mean {owners[0]}={text}?"
+        return f"{shown}: expected key=value (did you mean {owners[0]}={text}?)"
     if text in groups.options:
         return f"{shown}: expected {text}=OPTION; options: {', '.join(groups.options[text])}"
     if text in all_keys():
@@ -121,7 +149,7 @@ def _without_equals(text: str, groups: Groups) -> str:
         )
     option = nearest(text, {option for options in groups.options.values() for option in options})
     if option:
-        return f"{shown}: expected key=value; did you mean {groups.groups_of(option)[0]}={option}?"
+        return f"{shown}: expected key=value (did you mean {groups.groups_of(option)[0]}={option}?)"
     hint = (
         did_you_mean(text.lstrip("-"), all_keys(), "=...")
         or "; a value with spaces needs quotes: 'key=a b'"
@@ -136,16 +164,13 @@ def _parse_group(
     if option in options:
         parsed.groups[group] = option
         return None
+    example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
+    hint = did_you_mean(option, options)
+    if option.startswith("{") and example:
+        hint = f"; to set one value, write {example}=..."
+    reason = f"no such {group}; options: {', '.join(options)}{hint}"
     if "," in option or _SWEEP.match(option):
         reason = _ONE_VALUE
-    else:
-        example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
-        hint = (
-            f"; to set one value, write {example}=..."
-            if option.startswith("{") and example
-            else did_you_mean(option, options)
-        )
-        reason = f"no such {group}; options: {', '.join(options)}{hint}"
     return OverrideProblem(f"{text}: {reason}", (f"{group}.",))
 
 
@@ -161,18 +186,13 @@ def _parse_value(text: str, key: ConfigKey, raw: str, parsed: Overrides) -> Over
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
     except (HydraException, ValueError, RecursionError):  # Hydra's message describes its grammar
-        hint = (
-            f"; a value with spaces needs quotes: '{key.name}=[a, b]'"
-            if raw.count("[") > raw.count("]")
-            else ""
-        )
+        is_cut = raw.count("[") > raw.count("]")
+        hint = f"; a value with spaces needs quotes: '{key.name}=[a, b]'" if is_cut else ""
         return OverrideProblem(f"{text}: expected {key.expected}{hint}", (key.name,))
     if override.is_sweep_override():
         is_list = "a list" in key.expected and not _SWEEP.match(raw)
-        return OverrideProblem(
-            f"{text}: " + (f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE),
-            (key.name,),
-        )
+        reason = f"a list needs brackets: {key.name}=[{raw}]" if is_list else _ONE_VALUE
+        return OverrideProblem(f"{text}: {reason}", (key.name,))
     parsed.values[key.name] = override.value()
     return None
 
@@ -189,14 +209,11 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
             f"{text}: a group cannot be moved with @; write {name.partition('@')[0]}={raw}"
         )
     bare = name.lstrip("-")
-    close = nearest(bare, [*groups.options, *all_keys()])
-    hint = (
-        f"; did you mean {close}={raw}?"
-        if close
-        else "; `mtrain config list` shows all groups and keys"
-    )
-    blamed = (f"{close}.", close) if close else ()
-    return OverrideProblem(f"{text}: no key or group is called {name}{hint}", blamed)
+    close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
+    line = f"{text}: no key or group is called {name}"
+    if close is None:
+        return OverrideProblem(f"{line}; `mtrain config list` shows all groups and keys")
+    return OverrideProblem(f"{line} (did you mean {close}={raw}?)", (f"{close}.", close))
 
 
 def _unquoted(raw: str) -> str:

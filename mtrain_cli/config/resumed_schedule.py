@@ -1,4 +1,4 @@
-"""The schedule of a resumed run: the one it had, unless the resume asks for another."""
+"""Keep the schedule of a resumed run, unless the resume asks for another."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def keep_schedule(
 ) -> Config:
     """Return ``config`` with the schedule under which the run continues.
 
-    Without a schedule key in ``words`` the schedule keeps its length, whatever ``train.steps`` is
-    now; after its end the rate is constant. A run that stopped within its warm-up takes the new
-    number of steps instead.
+    Without a schedule key in ``words`` the schedule keeps its length, even if ``train.steps``
+    changes; after the schedule ends the learning rate is constant. If the run stopped during
+    warm-up, the schedule instead ends at the new ``train.steps``.
 
     Args:
         saved: the run's configuration.

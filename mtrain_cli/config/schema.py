@@ -1,31 +1,47 @@
 """The typed configuration that all code below the command line receives.
 
-One frozen dataclass per Hydra group. A field's ``help`` is its line in `mtrain config show` and in
-the configuration reference; ``choices`` are its allowed values. Nothing here imports Hydra:
-`compose.py` turns the composed YAML into a `Config`, and `validate.py` checks it across fields.
-Counts are in tokens, sizes in MiB or GiB where the name says so, times in seconds.
+Each Hydra group has one frozen dataclass, and each key is an `option` with its help and allowed
+values. Nothing here imports Hydra: `composition/compose.py` turns the composed YAML into a
+`Config`, and `validate.py` checks it across fields. Names of keys give the unit: _mib, _gib or _s.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.option import (
+    ABOVE_ZERO,
+    FRACTION,
+    MOST_TOKENS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    STEPS,
+    TOKENS_OF_SEQ,
+    Range,
+    at_least,
+    option,
+)
+from mtrain_cli.config.pattern_settings import PatternSettings
 
-def option(help: str, choices: tuple[str, ...] = (), **default: Any) -> Any:
-    """Return a dataclass field with its help line and allowed values."""
-    return field(metadata={"help": help, "choices": choices}, **default)
-
+# Ranges that several keys share. Each upper limit gives the reason why no run needs more.
+_OVERFLOW = (100, "products in bfloat16 would overflow or lose all precision")
+_SEQUENCES = (10**6, "every sequence is listed")
+_MIB = (2**20, "1 TiB")
+_TABLE = (MOST_TOKENS, "a plan and a batch hold a table of all positions, 0.5 GiB at this length")
+_TOKENS = POSITIVE.up_to(*_TABLE)
+_WORKERS = POSITIVE.up_to(2**14, "a plan visits every worker")
+_HEADS = POSITIVE.up_to(65_535, "a CUDA grid has no more places for heads")
+_GIB = ABOVE_ZERO.up_to(2**20, "1 PiB")
+_EPSILON = ABOVE_ZERO.up_to(1, "it would outweigh the values it protects from 0")
+_RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round smaller terms away")
+_STEPS_OR_0 = NOT_NEGATIVE.up_to(*STEPS)
+_LAYERS = at_least(0, "must be true, false or a number of layers, 0 or more")
+MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-EXCHANGES = (
-    "auto",
-    "all_gather",
-    "hierarchical_all_gather",
-    "ring",
-    "hierarchical_ring",
-    "ulysses",
-)
+EXCHANGES = ("auto", *EXCHANGE_TRAITS, "ulysses")
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
 MEMORIES = ("manual", "auto")
@@ -36,46 +52,38 @@ LOSS_GRADIENTS = ("forward", "recompute")
 ROPE_SCALINGS = ("none", "yarn", "llama3")
 FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
-# The keys of each pattern, besides `pattern` itself.
-PATTERN_KEYS: dict[str, tuple[str, ...]] = {
-    "dense": (),
-    "vertical_slash": (
-        "block", "dense_steps", "last_q", "windows", "p_v", "p_s", "joint", "index_per",
-        "sink_tokens", "min_columns", "max_columns", "min_slashes", "max_slashes",
-    ),
-    "xattention": ("block", "dense_steps", "stride", "threshold"),
-    "moba": ("block", "dense_steps", "chunk", "top_k", "gate"),
-    "fixed": ("block", "dense_steps", "slashes", "columns", "density"),
-}  # fmt: skip
-PATTERNS = tuple(PATTERN_KEYS)
-# Most columns or slashes to choose from: `sparsity.pattern.ranking` packs a line's number and its
-# mass into one int64.
-MOST_LINES = 1 << 24
-
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """Rotary position embedding, and its scaling beyond the length of the original training."""
 
-    theta: float = option("base of the rotary frequencies")
+    theta: float = option(
+        "base of the rotary frequencies",
+        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are float32"),
+    )
     scaling: str = option("method to reach positions beyond original_max_position", ROPE_SCALINGS)
     factor: float | str = option(
-        "context extension factor; auto = seq / original_max_position, at least 1 (yarn only)"
+        "context extension factor; auto = seq / original_max_position, at least 1 (yarn only)",
+        at_least(1, "must be auto or a number of at least 1").up_to(*TOKENS_OF_SEQ),
     )
     original_max_position: int = option(
-        "tokens per sequence in the model's original training; YaRN scales from this length"
+        "tokens per sequence in the model's original training; YaRN scales from this length",
+        _TOKENS,
+        tokens=True,
     )
     beta_fast: float = option(
-        "yarn: dimensions that turn more often than this over the original length stay unscaled"
+        "yarn: dimensions that turn more often than this over the original length stay unscaled",
+        _RATIO,
     )
     beta_slow: float = option(
-        "yarn: dimensions that turn less often than this over the original length are interpolated"
+        "yarn: dimensions that turn less often than this over the original length are interpolated",
+        _RATIO,
     )
     low_freq_factor: float = option(
-        "llama3: wavelengths above original_max_position / low_freq_factor are fully scaled"
+        "llama3: wavelengths above original_max_position / low_freq_factor are fully scaled", _RATIO
     )
     high_freq_factor: float = option(
-        "llama3: wavelengths below original_max_position / high_freq_factor stay unscaled"
+        "llama3: wavelengths below original_max_position / high_freq_factor stay unscaled", _RATIO
     )
 
 
@@ -83,24 +91,45 @@ class RopeConfig:
 class ModelConfig:
     """Shape of a decoder."""
 
+    # The keys that weights fix. The other keys (rotary settings, name, init_std) may differ.
+    SHAPE: ClassVar[tuple[str, ...]] = (
+        "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
+        "head_dim", "intermediate_size", "qkv_bias", "qk_norm", "tie_word_embeddings",
+        "rms_norm_eps",
+    )  # fmt: skip
+
     name: str = option("model name in banners and run names")
     family: str = option("Hugging Face architecture for import and export", FAMILIES)
     vocab_size: int = option(
         "rows of the embedding; auto = from train.init_from, else the vocabulary of the data's "
-        "tokenizer rounded up to a multiple of 8"
+        "tokenizer rounded up to a multiple of 8",
+        at_least(2).up_to(2**31 - 1, "token ids are 32-bit numbers"),
     )
-    hidden_size: int = option("width of the residual stream")
-    num_layers: int = option("number of decoder layers")
-    num_heads: int = option("number of query heads")
-    num_kv_heads: int = option("number of key-value heads (GQA); must divide num_heads")
-    head_dim: int = option("width of one head")
-    intermediate_size: int = option("width of the SwiGLU MLP")
+    hidden_size: int = option(
+        "width of the residual stream", POSITIVE.up_to(2**20, "ten times the widest model known")
+    )
+    num_layers: int = option(
+        "number of decoder layers", POSITIVE.up_to(10_000, "ten times the deepest model known")
+    )
+    num_heads: int = option("number of query heads", _HEADS)
+    num_kv_heads: int = option("number of key-value heads (GQA); must divide num_heads", _HEADS)
+    head_dim: int = option("width of one head", POSITIVE.up_to(4096, "no kernel takes wider heads"))
+    intermediate_size: int = option(
+        "width of the SwiGLU MLP", POSITIVE.up_to(2**22, "ten times the widest model known")
+    )
     qkv_bias: bool = option("add a bias to the q, k and v projections (Qwen2)")
     qk_norm: bool = option("apply RMSNorm to q and k per head (Qwen3)")
     tie_word_embeddings: bool = option("share one weight between the embedding and the LM head")
-    rms_norm_eps: float = option("epsilon of RMSNorm")
-    init_std: float = option("standard deviation of the random initial weights")
-    rope: RopeConfig = option("rotary embedding")
+    rms_norm_eps: float = option("epsilon of RMSNorm", _EPSILON)
+    init_std: float = option(
+        "standard deviation of the random initial weights", ABOVE_ZERO.up_to(*_OVERFLOW)
+    )
+    rope: RopeConfig
+
+    def shape_differences(self, other: ModelConfig) -> list[tuple[str, Any, Any]]:
+        """Return (key, own value, other's value) for each shape key that differs."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.SHAPE)
+        return [(f"model.{name}", ours, theirs) for name, ours, theirs in pairs if ours != theirs]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +140,23 @@ class TopologyConfig:
         "device type of the workers; auto = cuda if a GPU is usable, else cpu",
         ("auto", "cpu", "cuda"),
     )
-    workers: int | str = option("number of workers; auto = all GPUs of the job, or 2 on a CPU")
+    workers: int | str = option(
+        "number of workers; auto = all GPUs of the job, or 2 on a CPU", _WORKERS
+    )
     context_parallel: int | str = option(
-        "number of workers that share one sequence; auto = all of them"
+        "number of workers that share one sequence; auto = all of them", _WORKERS
     )
     gpu_memory_gib: float | str = option(
         "GiB of GPU memory assumed by plans and train.memory=auto; auto = read from the GPU, or an "
-        "H200's if there is none"
+        "H200's if there is none",
+        _GIB,
     )
     host_memory_gib: float | str = option(
         "GiB of host memory per GPU assumed by plans and train.memory=auto; auto = an equal share "
-        "of this machine's, or 128 if there is no GPU"
+        "of this machine's, or 128 if there is no GPU",
+        _GIB,
     )
-    gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched")
+    gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched", _WORKERS)
     layout: str = option(
         "assignment of tokens to workers; auto = zigzag for dense attention without "
         "data.document_mask, else striped",
@@ -135,71 +168,37 @@ class TopologyConfig:
     )
     ulysses: int | str = option(
         "number of workers that trade tokens for heads (all-to-all) before the rest of the "
-        "exchange; auto = all of them with exchange=ulysses, else 1"
+        "exchange; auto = all of them with exchange=ulysses, else 1",
+        _WORKERS,
     )
     chunks: int | str = option(
         "all_gather: number of head groups, each gathered while the previous one is computed (on "
-        "one worker, computed in turn to save memory); auto = chosen by size and memory"
+        "one worker, computed in turn to save memory); auto = chosen by size and memory",
+        _HEADS,
     )
-    prefetch: int = option("ring: number of hops posted ahead of the computation")
+    prefetch: int = option("ring: number of hops posted ahead of the computation", _WORKERS)
     circulates: str = option(
         "ring: what circulates in the backward pass; auto = whichever moves fewer bytes",
         ("auto", "kv", "queries"),
     )
     columns: str = option(
-        "ring: gather an index's columns once, or compute them in the steps; auto = chosen by cost",
+        "ring: gather the index's columns once, or compute them in the ring steps; auto = chosen "
+        "by cost",
         ("auto", "once", "in_steps"),
     )
-    block_size: int = option("tokens per block, the unit of the striped layout")
-    timeout_s: float = option("seconds that a collective may take before the run fails")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparsityConfig:
-    """Which query-key pairs are computed. Keys that the pattern does not use are null."""
-
-    pattern: str = option("method that estimates the index", PATTERNS)
-    block: int | None = option("tokens per block, the unit in which pairs are chosen")
-    dense_steps: int | None = option("number of first training steps that use dense attention")
-    last_q: int | None = option(
-        "vertical_slash: queries probed per window, spread evenly over whole blocks"
+    block_size: int = option(
+        "tokens per block, the unit of the striped layout",
+        Range(
+            f"must be a power of two, at least {MIN_BLOCK}",
+            lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
+        ).up_to(*TOKENS_OF_SEQ),
+        tokens=True,
     )
-    windows: int | None = option(
-        "vertical_slash: number of evenly spaced probe windows, the last at the end of the "
-        "sequence; one window probes only the last of several packed documents"
-    )
-    p_v: float | None = option("vertical_slash: share of the probed attention that columns cover")
-    p_s: float | None = option("vertical_slash: share of the probed attention that slashes cover")
-    joint: bool | None = option(
-        "vertical_slash: choose columns by the attention that the slashes leave uncovered"
-    )
-    index_per: str | None = option(
-        "vertical_slash: group of heads that shares one index", ("query_head", "kv_group")
-    )
-    sink_tokens: int | None = option("vertical_slash: number of first columns always kept")
-    min_columns: int | None = option("vertical_slash: minimum number of columns per head")
-    max_columns: int | None = option(
-        "vertical_slash: maximum number of columns per head; 0 = no limit"
-    )
-    min_slashes: int | None = option(
-        "vertical_slash: minimum number of slashes per head; 2 or more always keeps the first two"
-    )
-    max_slashes: int | None = option(
-        "vertical_slash: maximum number of slashes per head; 0 = no limit"
-    )
-    stride: int | None = option("xattention: side of the squares whose antidiagonals are summed")
-    threshold: float | None = option(
-        "xattention: share of a row's scores that the chosen blocks cover"
-    )
-    chunk: int | None = option("moba: keys per chunk")
-    top_k: int | None = option("moba: number of chunks per query or query block, its own included")
-    gate: str | None = option(
-        "moba: choose chunks for each query, or for each block of queries", ("query", "block")
-    )
-    slashes: int | None = option("fixed: number of slashes per head; if given alone, density is 0")
-    columns: int | None = option("fixed: number of columns per head")
-    density: float | None = option(
-        "fixed: share of the causal blocks that slashes fill; 0 = use slashes instead"
+    timeout_s: float = option(
+        "seconds that a collective may take before the run fails",
+        at_least(1, "must be at least 1 second, or collectives time out while workers start").up_to(
+            2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"
+        ),
     )
 
 
@@ -227,8 +226,9 @@ class DataConfig:
     document_mask: bool = option("restrict attention to within each packed document")
     shuffle: bool = option("shuffle the documents once, by seed, before packing")
     eval_sequences: int = option(
-        "number of sequences held out to evaluate the loss by position; with data.mix "
-        "approximate, at least one per corpus; 0 = none"
+        "number of held-out sequences, on which the loss is evaluated by position; 0 = none. With "
+        "data.mix the number is approximate, with at least one sequence per corpus",
+        NOT_NEGATIVE.up_to(*_SEQUENCES),
     )
 
 
@@ -241,32 +241,41 @@ class OptimConfig:
 
     lr: float | str = option(
         "peak learning rate; auto = 0.256 / model.hidden_size from random weights, 2e-5 with "
-        "train.init_from"
+        "train.init_from",
+        ABOVE_ZERO.up_to(*_OVERFLOW),
     )
     betas: tuple[float, float] = option("AdamW betas")
-    eps: float = option("AdamW epsilon")
-    weight_decay: float = option("decoupled weight decay, applied to matrices only")
-    warmup_steps: int = option("number of steps of linear warm-up; 0 = none")
+    eps: float = option("AdamW epsilon", _EPSILON)
+    weight_decay: float = option(
+        "decoupled weight decay, applied to matrices only", NOT_NEGATIVE.up_to(*_OVERFLOW)
+    )
+    warmup_steps: int = option("number of steps of linear warm-up; 0 = none", _STEPS_OR_0)
     schedule: str = option(
         "shape of the learning rate after warm-up; wsd = constant, then linear decay at the end",
         SCHEDULES,
     )
     min_lr_ratio: float = option(
-        "final learning rate of cosine, linear and wsd, as a fraction of lr"
+        "final learning rate of cosine, linear and wsd, as a fraction of lr", FRACTION
     )
     decay_steps: int | str = option(
         "number of decay steps, after warm-up or (wsd) at the end of the schedule; auto = all "
-        "steps after warm-up, or (wsd) the last 20 %"
+        "steps after warm-up, or (wsd) the last 20 %",
+        POSITIVE,
     )
     schedule_steps: int | str = option(
         "length of the schedule in steps; auto = up to train.steps. A resumed run keeps its length "
-        "unless you set this key, optim.schedule or optim.decay_steps"
+        "unless you set this key, optim.schedule or optim.decay_steps",
+        POSITIVE,
     )
     rewarm: bool | int = option(
         "true, with --resume only: restart the schedule at the checkpoint, warm-up included, and "
-        "end it at train.steps; the run stores the step of the restart here"
+        "end it at train.steps; the run stores the step of the restart here",
+        at_least(0, "must be true or false"),
     )
-    clip_norm: float = option("maximum global gradient norm; 0 = no clipping")
+    clip_norm: float = option(
+        "maximum global gradient norm; 0 = no clipping",
+        NOT_NEGATIVE.up_to(1e12, "0 turns clipping off"),
+    )
     skip_spikes: bool = option(
         "skip the update of a step whose loss or gradient norm is a spike, see run.spike_sigma"
     )
@@ -284,9 +293,11 @@ class OptimConfig:
 class TrainConfig:
     """One training run: length, batch, arithmetic and memory."""
 
-    steps: int = option("number of optimizer steps")
-    global_batch: int = option("sequences per optimizer step over all workers")
-    micro_batch: int = option("sequences per forward pass of one context group")
+    steps: int = option("number of optimizer steps", POSITIVE.up_to(*STEPS))
+    global_batch: int = option(
+        "sequences per optimizer step over all workers", POSITIVE.up_to(*_SEQUENCES)
+    )
+    micro_batch: int = option("sequences per forward pass of one context group", _HEADS)
     dtype: str = option(
         "compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPUs, "
         "float32 on CPUs",
@@ -321,44 +332,54 @@ class TrainConfig:
         REDUCE_DTYPES,
     )
     checkpoint_keep: float = option(
-        "sequence_selective: share of each worker's tokens, the last ones, whose attention is kept"
+        "sequence_selective: fraction of each worker's tokens, counted from the last one, whose "
+        "attention output is kept",
+        FRACTION,
     )
     offload_activations: bool | int = option(
         "move the activations that layers keep to pinned host memory: true = of all layers, N = of "
-        "the first N layers, which wait longest; not with train.activation_checkpoint=none"
+        "the first N layers, whose activations wait longest; not with "
+        "train.activation_checkpoint=none",
+        _LAYERS,
     )
     keep_mlp: bool | int = option(
-        "keep the MLP's first products instead of recomputing them: true = in all layers, N = in N "
-        "layers; costs 4 model.intermediate_size + 2 model.hidden_size bytes per token and layer "
-        "in bfloat16"
+        "keep the MLP's gate and up outputs instead of recomputing them: true = in all layers, N = "
+        "in the last N layers; costs 4 model.intermediate_size + 2 model.hidden_size bytes per "
+        "token and layer in bfloat16",
+        _LAYERS,
     )
     tile_mib: int = option(
-        "MiB of temporaries in the layer parts after attention (norm, MLP); larger ones are "
-        "computed in tiles of the sequence; 0 = no limit"
+        "maximum MiB of temporaries in the layer parts after attention (norm, MLP); larger parts "
+        "are computed in tiles of the sequence; 0 = no limit",
+        NOT_NEGATIVE.up_to(*_MIB),
     )
     compile: bool | str = option(
         "apply torch.compile to the loss and the layer parts around attention; auto = on GPUs only"
     )
-    loss_chunk_mib: int = option("MiB of logits that exist at once in the fused LM head and loss")
+    loss_chunk_mib: int = option(
+        "maximum MiB of logits at a time in the fused LM head and loss", POSITIVE.up_to(*_MIB)
+    )
     loss_gradients: str = option(
-        "pass that forms the gradients of the loss; recompute = the backward pass, which "
-        "recomputes the logits",
+        "when to form the gradients of the loss: forward = together with the loss; recompute = in "
+        "the backward pass, from recomputed logits",
         LOSS_GRADIENTS,
     )
     z_loss: float = option(
         "coefficient of logsumexp^2, added to the gradient but not to the reported loss; 0 = none "
-        "(PaLM uses 1e-4)"
+        "(PaLM uses 1e-4)",
+        NOT_NEGATIVE.up_to(*_OVERFLOW),
     )
     init_from: str | None = option(
         "Hugging Face folder (config.json and safetensors) with the initial weights, which also "
         "gives the model if no model=... is set; null = random weights"
     )
     eval_every: int = option(
-        "steps between evaluations on the held-out sequences (data.eval_sequences), besides those "
-        "at the start and end of the run; 0 = only at the start and end"
+        "steps between evaluations on the held-out sequences (data.eval_sequences); 0 = only at "
+        "the start and end of the run, which are always evaluated",
+        _STEPS_OR_0,
     )
-    checkpoint_every: int = option("steps between checkpoints; 0 = only at the end")
-    keep_checkpoints: int = option("number of newest checkpoints to keep")
+    checkpoint_every: int = option("steps between checkpoints; 0 = only at the end", _STEPS_OR_0)
+    keep_checkpoints: int = option("number of newest checkpoints to keep", POSITIVE)
     checkpoint_at_end: bool = option("save a checkpoint when the run ends")
     deterministic: bool = option("use bitwise repeatable kernels, slower on GPUs")
 
@@ -368,7 +389,9 @@ class ProfileConfig:
     """Which training steps are recorded."""
 
     every: int = option(
-        "steps between recorded steps, written to profile/ in the run for `mtrain report`; 0 = none"
+        "steps between recorded steps, written to profile/ in the run for `mtrain report`; "
+        "0 = none",
+        _STEPS_OR_0,
     )
 
 
@@ -378,19 +401,25 @@ class RunConfig:
 
     name: str = option("name of the run; auto = model, seq and time")
     dir: str = option("folder of the run; auto = runs/<name>")
-    log_every: int = option("steps between progress lines")
+    log_every: int = option("steps between progress lines", POSITIVE.up_to(*STEPS))
     tensorboard: bool = option("also write TensorBoard events")
     restarts: int | str = option(
         "automatic restarts after the loss of a worker; auto = as long as there is a newer "
-        "checkpoint than at the last restart; 0 = never"
+        "checkpoint than at the last restart; 0 = never",
+        at_least(0, "must be auto or a whole number, 0 or more"),
     )
     spike_sigma: float = option(
         "warn of a loss or gradient norm this many robust standard deviations above the median of "
-        "the last 64 steps; 0 = never"
+        "the last 64 steps; 0 = never",
+        Range(
+            "must be 0 or at least 3: below 3, ordinary steps count as spikes",
+            lambda value: value == 0 or value >= 3,
+        ),
     )
     straggler: float | str = option(
         "warn of a worker that takes this fraction longer than the others for the same work; "
-        "auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never"
+        "auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never",
+        at_least(0, "must be auto or a number, 0 or more"),
     )
 
 
@@ -398,16 +427,23 @@ class RunConfig:
 class Config:
     """Everything a command needs."""
 
-    seq: int = option("tokens per sequence; 512k = 524288, 1m = 1048576")
-    seed: int = option("seed of the initial weights and the data order")
-    model: ModelConfig = option("model=...")
-    topology: TopologyConfig = option("topology=...")
-    sparsity: SparsityConfig = option("sparsity=...")
-    data: DataConfig = option("data=...")
-    optim: OptimConfig = option("optim=...")
-    train: TrainConfig = option("train=...")
-    profile: ProfileConfig = option("profile=...")
-    run: RunConfig = option("run=...")
+    seq: int = option(
+        "tokens per sequence; 512k = 524288, 1m = 1048576",
+        at_least(2, "must be at least 2: a token, and the next one to predict").up_to(*_TABLE),
+        tokens=True,
+    )
+    seed: int = option(
+        "seed of the initial weights and the data order",
+        Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63),
+    )
+    model: ModelConfig
+    topology: TopologyConfig
+    sparsity: PatternSettings
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+    profile: ProfileConfig
+    run: RunConfig
 
     @property
     def layout(self) -> str:
@@ -428,7 +464,7 @@ class Config:
 class ConfigError(ValueError):
     """One or more mistakes in a configuration.
 
-    problems: one line each, which names the key, its value and what is allowed.
+    problems: one line each, with the key, its value and the allowed values.
     """
 
     def __init__(self, *problems: str) -> None:

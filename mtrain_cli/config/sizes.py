@@ -10,7 +10,7 @@ _UNITS = {"": 1, "k": K, "m": K * K}
 _SIZE = re.compile(
     r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE
 )
-# An exact fraction of 1e999999999 would fill the memory. The keys' own ranges are narrower.
+# The exact fraction of 1e999999999 would fill the memory. Every key's range is narrower.
 _BEYOND, _DIGITS = 1e30, 40
 
 EXPECTED = "a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"
@@ -27,7 +27,7 @@ def parse_size(text: str | int | float) -> int:
     if match is None or unit is None or isinstance(text, bool):
         raise ValueError(f"expected {EXPECTED}")
     if len(match["number"]) > _DIGITS or abs(float(match["number"].replace("_", ""))) >= _BEYOND:
-        raise ValueError(f"expected {EXPECTED}; it is too large or has too many digits")
+        raise ValueError(f"expected {EXPECTED}; the value is too large or has too many digits")
     tokens = Fraction(match["number"].replace("_", "")) * unit
     if tokens.denominator != 1:
         raise ValueError(f"is {float(tokens):g} tokens; expected a whole number")

@@ -21,9 +21,9 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
-    """Return ``; did you mean NAME?`` with ``suffix`` after the name, or "" if none is close."""
+    """Return `` (did you mean NAME?)`` with ``suffix`` after the name, or "" if none is close."""
     name = nearest(word, names)
-    return f"; did you mean {name}{suffix}?" if name else ""
+    return f" (did you mean {name}{suffix}?)" if name else ""
 
 
 def _similarity(word: str, name: str) -> float:

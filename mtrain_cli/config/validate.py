@@ -1,31 +1,30 @@
 """Checks across the fields of a configuration that need no GPU, process group or model.
 
-`launch/environment.py` checks whether sizes fit the GPUs at hand; the kernel registry, whether
-a kernel supports the request.
+`launch/environment.py` checks whether sizes fit the GPUs. The kernel registry checks whether a
+kernel supports the request.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.pattern_settings import BLOCKS, PatternSettings
+from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
-    MOST_LINES,
-    PATTERN_KEYS,
+    MIN_BLOCK,
     Config,
     ConfigError,
     DataConfig,
     ModelConfig,
     OptimConfig,
-    SparsityConfig,
     TopologyConfig,
     TrainConfig,
 )
-from mtrain_cli.config.sizes import format_size
 
 BYTE_VOCABULARY = 264  # 256 bytes, begin, end and padding, rounded up to a multiple of 8
 TEXT = "a .txt, .md, .py, .jsonl or .parquet file, or a folder of them"
@@ -35,23 +34,21 @@ _INPUTS = {
     "mds": "a folder of MDS shards with an index.json",
 }
 _MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}  # file that each kind of folder must hold
-BLOCKS = (16, 32, 64, 128)  # sizes that a dynamic index may have
-MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
-BLOCKS = (16, 32, 64, 128)  # of a dynamic index
-MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only cost index
 
 
 def problems(config: Config) -> list[str]:
     """Return every conflict in ``config``, one line ``key=value: reason`` each."""
-    ranges = list(_ranges(config))
-    if any(_beyond(name, value) for name, value in keys.values(config).items()):
+    values = keys.values(config)
+    ranges = list(_ranges(values))
+    bounds = ((keys.all_keys()[name].range, value) for name, value in values.items())
+    if any(bound is not None and bound.is_beyond(value) for bound, value in bounds):
         return ranges  # the checks below loop up to some of these numbers
     return [
         *ranges,
         *_model(config.model),
         *_topology(config.topology),
         *_blocks(config),
-        *_sparsity(config.sparsity, config.seq),
+        *(config.sparsity.problems(config.seq) if _is_complete(config.sparsity) else ()),
         *_batch(config.train, config.topology),
         *_data(config.data, config.model),
         *_optim(config),
@@ -63,255 +60,25 @@ def problems(config: Config) -> list[str]:
     ]
 
 
-_POSITIVE = ("must be at least 1", lambda value: value >= 1)
-_ABOVE_ZERO = ("must be above 0", lambda value: value > 0)
-_NOT_NEGATIVE = ("must be 0 or more", lambda value: value >= 0)
-_SHARE = ("must be above 0 and at most 1", lambda value: 0 < value <= 1)
-_LINES = ("must be between 0 and 2^31 - 1", lambda value: 0 <= value < 2**31)
-_FRACTION = ("must be between 0 and 1", lambda value: 0 <= value <= 1)
-
-# Allowed range of each number. Words (auto) and null are not checked here.
-_RANGE: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "seq": ("must be at least 2, a token and the one to predict", lambda value: value >= 2),
-    "seed": ("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63),
-    "model.vocab_size": ("must be at least 2", lambda value: value >= 2),
-    "model.hidden_size": _POSITIVE,
-    "model.num_layers": _POSITIVE,
-    "model.num_heads": _POSITIVE,
-    "model.num_kv_heads": _POSITIVE,
-    "model.head_dim": _POSITIVE,
-    "model.intermediate_size": _POSITIVE,
-    "model.rms_norm_eps": _ABOVE_ZERO,
-    "model.init_std": _ABOVE_ZERO,
-    "model.rope.theta": ("must be above 1", lambda value: value > 1),
-    "model.rope.factor": ("must be auto or a number of at least 1", lambda value: value >= 1),
-    "model.rope.original_max_position": _POSITIVE,
-    "model.rope.beta_fast": _ABOVE_ZERO,
-    "model.rope.beta_slow": _ABOVE_ZERO,
-    "model.rope.low_freq_factor": _ABOVE_ZERO,
-    "model.rope.high_freq_factor": _ABOVE_ZERO,
-    "topology.workers": _POSITIVE,
-    "topology.context_parallel": _POSITIVE,
-    "topology.gpus_per_node": _POSITIVE,
-    "topology.gpu_memory_gib": _ABOVE_ZERO,
-    "topology.host_memory_gib": _ABOVE_ZERO,
-    "topology.ulysses": _POSITIVE,
-    "topology.chunks": _POSITIVE,
-    "topology.prefetch": _POSITIVE,
-    "topology.block_size": (
-        f"must be a power of two, at least {MIN_BLOCK}",
-        lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
-    ),
-    "topology.timeout_s": (
-        "must be at least 1 second, or the workers give each other up while they start",
-        lambda value: value >= 1,
-    ),
-    "sparsity.block": (
-        "must be 16, 32, 64 or 128",
-        lambda value: value in BLOCKS,
-    ),
-    "sparsity.dense_steps": _NOT_NEGATIVE,
-    "sparsity.last_q": _POSITIVE,
-    "sparsity.windows": _POSITIVE,
-    "sparsity.p_v": _SHARE,
-    "sparsity.p_s": _SHARE,
-    "sparsity.sink_tokens": _LINES,
-    "sparsity.min_columns": _LINES,
-    "sparsity.max_columns": _NOT_NEGATIVE,
-    "sparsity.min_slashes": ("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31),
-    "sparsity.max_slashes": _NOT_NEGATIVE,
-    "sparsity.stride": _POSITIVE,
-    "sparsity.threshold": _SHARE,
-    "sparsity.chunk": _POSITIVE,
-    "sparsity.top_k": _POSITIVE,
-    "sparsity.slashes": _NOT_NEGATIVE,
-    "sparsity.columns": _NOT_NEGATIVE,
-    "sparsity.density": _FRACTION,
-    "optim.lr": _ABOVE_ZERO,
-    "optim.eps": _ABOVE_ZERO,
-    "optim.weight_decay": _NOT_NEGATIVE,
-    "optim.warmup_steps": _NOT_NEGATIVE,
-    "optim.min_lr_ratio": _FRACTION,
-    "optim.decay_steps": _POSITIVE,
-    "optim.schedule_steps": _POSITIVE,
-    "optim.rewarm": ("must be true or false", lambda value: value >= 0),
-    "optim.clip_norm": _NOT_NEGATIVE,
-    "train.steps": _POSITIVE,
-    "train.global_batch": _POSITIVE,
-    "train.micro_batch": _POSITIVE,
-    "train.checkpoint_keep": _FRACTION,
-    "train.offload_activations": (
-        "must be true, false or a number of layers, 0 or more",
-        lambda value: value >= 0,
-    ),
-    "train.keep_mlp": (
-        "must be true, false or a number of layers, 0 or more",
-        lambda value: value >= 0,
-    ),
-    "train.tile_mib": _NOT_NEGATIVE,
-    "train.loss_chunk_mib": _POSITIVE,
-    "train.eval_every": _NOT_NEGATIVE,
-    "train.z_loss": _NOT_NEGATIVE,
-    "train.checkpoint_every": _NOT_NEGATIVE,
-    "data.eval_sequences": _NOT_NEGATIVE,
-    "train.keep_checkpoints": _POSITIVE,
-    "profile.every": _NOT_NEGATIVE,
-    "run.log_every": _POSITIVE,
-    "run.restarts": ("must be auto or a whole number, 0 or more", lambda value: value >= 0),
-    "run.spike_sigma": (
-        "must be 0 or at least 3: below 3, ordinary steps count as spikes",
-        lambda value: value == 0 or value >= 3,
-    ),
-    "run.straggler": ("must be auto or a number, 0 or more", lambda value: value >= 0),
-}
-
-
-@dataclass(frozen=True)
-class UpperLimit:
-    """The largest allowed value of a number, and why no run needs a larger one."""
-
-    value: float
-    reason: str
-
-    def text(self, key: str) -> str:
-        shown = format_size(int(self.value)) if key in keys.TOKEN_COUNTS else f"{self.value:,.0f}"
-        return f"at most {shown} ({self.reason})"
-
-
-MOST_TOKENS = UpperLimit(
-    2**26, "a plan and a batch hold a table of all positions, 0.5 GiB at this length"
-)
-MOST_STEPS = UpperLimit(10**9, "a year at 30 steps a second")
-MOST_WORKERS = UpperLimit(2**14, "a plan visits every worker")
-_HEADS = UpperLimit(65_535, "a GPU kernel's grid has no more places for heads")
-_SEQUENCES = UpperLimit(10**6, "every sequence is listed")
-_GIB = UpperLimit(2**20, "1 PiB")
-_MIB = UpperLimit(2**20, "1 TiB")
-_OVERFLOW = UpperLimit(100, "products in bfloat16 would overflow or lose all precision")
-_RATIO = UpperLimit(10**6, "float32 would round smaller terms away")
-_FEW_LINES = UpperLimit(2**31 - 1, "an index numbers its columns and slashes in 32 bits")
-_VAST = 2.0**100  # a power of two, since some keys require one
-_OTHERS = UpperLimit(10**9, "no run has more")
-
-# Upper limits for keys whose range above has none. Larger values overflow or keep a plan busy for
-# hours.
-_MOST: dict[str, UpperLimit] = {
-    "seq": MOST_TOKENS,
-    "model.vocab_size": UpperLimit(2**31 - 1, "token ids are 32-bit numbers"),
-    "model.hidden_size": UpperLimit(2**20, "ten times the widest model known"),
-    "model.intermediate_size": UpperLimit(2**22, "ten times the widest model known"),
-    "model.num_layers": UpperLimit(10_000, "ten times the deepest model known"),
-    "model.num_heads": _HEADS,
-    "model.num_kv_heads": _HEADS,
-    "model.head_dim": UpperLimit(4096, "no kernel takes wider heads"),
-    "model.rms_norm_eps": UpperLimit(1, "it would outweigh the values it protects from 0"),
-    "model.init_std": _OVERFLOW,
-    "model.rope.theta": UpperLimit(1e12, "angles are float32"),
-    "model.rope.factor": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
-    "model.rope.original_max_position": MOST_TOKENS,
-    "model.rope.beta_fast": _RATIO,
-    "model.rope.beta_slow": _RATIO,
-    "model.rope.low_freq_factor": _RATIO,
-    "model.rope.high_freq_factor": _RATIO,
-    "topology.workers": MOST_WORKERS,
-    "topology.context_parallel": MOST_WORKERS,
-    "topology.gpus_per_node": MOST_WORKERS,
-    "topology.ulysses": MOST_WORKERS,
-    "topology.prefetch": MOST_WORKERS,
-    "topology.chunks": _HEADS,
-    "topology.gpu_memory_gib": _GIB,
-    "topology.host_memory_gib": _GIB,
-    "topology.block_size": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
-    "topology.timeout_s": UpperLimit(2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"),
-    "sparsity.dense_steps": MOST_STEPS,
-    "sparsity.last_q": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
-    "sparsity.windows": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
-    "sparsity.max_columns": _FEW_LINES,
-    "sparsity.max_slashes": _FEW_LINES,
-    "sparsity.stride": UpperLimit(max(BLOCKS), "no block is larger"),
-    "sparsity.chunk": UpperLimit(MOST_TOKENS.value, "seq has no more tokens"),
-    "sparsity.top_k": UpperLimit(MOST_TOKENS.value, "seq has no more chunks"),
-    "sparsity.slashes": _FEW_LINES,
-    "sparsity.columns": _FEW_LINES,
-    "data.eval_sequences": _SEQUENCES,
-    "optim.lr": _OVERFLOW,
-    "optim.eps": UpperLimit(1, "it would outweigh the values it protects from 0"),
-    "optim.weight_decay": _OVERFLOW,
-    "optim.warmup_steps": MOST_STEPS,
-    "optim.clip_norm": UpperLimit(1e12, "0 turns clipping off"),
-    "train.steps": MOST_STEPS,
-    "train.global_batch": _SEQUENCES,
-    "train.micro_batch": _HEADS,
-    "train.tile_mib": _MIB,
-    "train.loss_chunk_mib": _MIB,
-    "train.z_loss": _OVERFLOW,
-    "train.eval_every": MOST_STEPS,
-    "train.checkpoint_every": MOST_STEPS,
-    "profile.every": MOST_STEPS,
-    "run.log_every": MOST_STEPS,
-}
-
-
-def upper_limit(name: str) -> UpperLimit | None:
-    """Return a number's upper limit, or None if its range already has one."""
-    return _MOST.get(name, _OTHERS) if name in _RANGE and _RANGE[name][1](_VAST) else None
-
-
-def allowed(key: keys.ConfigKey) -> str:
-    """Return what a key allows, including the range of numbers, for `mtrain config show`."""
-    # Null only says that the pattern lacks the key.
-    kind = key.allowed.removesuffix(" or null") if key.name.startswith("sparsity.") else key.allowed
-    if key.name not in _RANGE:
-        return kind
-    reason = _RANGE[key.name][0].removeprefix("must be ")
-    least = reason if reason.startswith("auto") else f"{kind}, {reason}"
-    bound = upper_limit(key.name)
-    return least if bound is None else f"{least}, {bound.text(key.name)}"
-
-
-def out_of_range(name: str, value: object) -> str | None:
-    """Return what is wrong with a number, worded to follow ``key=value: ``.
-
-    None if it is in range or not a number.
-    """
-    if name not in _RANGE or not isinstance(value, int | float):
-        return None
-    problem, fits = _RANGE[name]
-    if not fits(value):
-        return problem
-    bound = upper_limit(name)
-    return f"must be {bound.text(name)}" if bound is not None and _beyond(name, value) else None
-
-
-def _beyond(name: str, value: object) -> bool:
-    bound = upper_limit(name)
-    return bound is not None and isinstance(value, int | float) and value > bound.value
-
-
-def _ranges(config: Config) -> Iterator[str]:
-    for name, value in keys.values(config).items():
-        if (problem := out_of_range(name, value)) is not None:
+def _ranges(values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        if (problem := keys.all_keys()[name].out_of_range(value)) is not None:
             yield f"{name}={keys.show(value)}: {problem}"
 
 
 def _model(model: ModelConfig) -> Iterator[str]:
     heads, kv_heads, rope = model.num_heads, model.num_kv_heads, model.rope
     if heads >= 1 and kv_heads >= 1 and heads % kv_heads:
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        yield (
-            f"model.num_kv_heads={kv_heads}: does not divide model.num_heads={heads}; "
-            f"allowed: {divisors}"
-        )
+        line = f"model.num_kv_heads={kv_heads}: does not divide model.num_heads={heads}"
+        yield f"{line}; allowed: {_divisors(heads)}"
     if model.head_dim % 2:
         yield (
             f"model.head_dim={model.head_dim}: must be even, since the rotary embedding rotates "
             "pairs of dimensions"
         )
     if rope.scaling == "yarn" and rope.beta_fast <= rope.beta_slow:
-        yield (
-            f"model.rope.beta_fast={rope.beta_fast}: must be above "
-            f"model.rope.beta_slow={rope.beta_slow}"
-        )
+        slow = f"model.rope.beta_slow={rope.beta_slow}"
+        yield f"model.rope.beta_fast={rope.beta_fast}: must be above {slow}"
     if rope.scaling == "llama3":
         if rope.factor == "auto":
             yield (
@@ -319,11 +86,12 @@ def _model(model: ModelConfig) -> Iterator[str]:
                 "model.rope.scaling=llama3 needs a number such as 8"
             )
         if rope.high_freq_factor <= rope.low_freq_factor:
-            low, high = rope.low_freq_factor, rope.high_freq_factor
-            yield (
-                f"model.rope.high_freq_factor={high}: must be above "
-                f"model.rope.low_freq_factor={low}"
-            )
+            low = f"model.rope.low_freq_factor={rope.low_freq_factor}"
+            yield f"model.rope.high_freq_factor={rope.high_freq_factor}: must be above {low}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def _topology(topology: TopologyConfig) -> Iterator[str]:
@@ -334,11 +102,8 @@ def _topology(topology: TopologyConfig) -> Iterator[str]:
     for name in ("context_parallel", "gpus_per_node"):
         value = numbers[name]
         if isinstance(workers, int) and isinstance(value, int) and workers % value:
-            divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-            yield (
-                f"topology.{name}={value}: does not divide topology.workers={workers}; "
-                f"allowed: auto, {divisors}"
-            )
+            line = f"topology.{name}={value}: does not divide topology.workers={workers}"
+            yield f"{line}; allowed: auto, {_divisors(workers)}"
     if isinstance(context, int) and isinstance(node, int) and context % node and node % context:
         yield (
             f"topology.context_parallel={context}: must divide topology.gpus_per_node={node} or be "
@@ -355,163 +120,88 @@ def _blocks(config: Config) -> Iterator[str]:
             f"topology.block_size={topology.block_size}: must be a multiple of "
             f"sparsity.block={sparse}, since the striped layout deals out whole pattern blocks"
         )
-    workers = (
-        topology.context_parallel
-        if isinstance(topology.context_parallel, int)
-        else topology.workers
-    )
-    if config.layout == "striped" and isinstance(workers, int) and workers > 1:
-        blocks = -(-config.seq // topology.block_size)
-        if blocks < workers:
-            yield (
-                f"topology.block_size={topology.block_size}: seq={config.seq} has only {blocks} "
-                f"such blocks for {workers} workers; " + _smaller(config.seq, workers, blocks)
-            )
+    context = topology.context_parallel
+    workers = context if isinstance(context, int) else topology.workers
+    blocks = -(-config.seq // topology.block_size)
+    if config.layout == "striped" and isinstance(workers, int) and workers > max(1, blocks):
+        yield (
+            f"topology.block_size={topology.block_size}: seq={config.seq} has only {blocks} "
+            f"such blocks for {workers} workers; {_smaller(config.seq, workers, blocks)}"
+        )
 
 
 def _smaller(seq: int, workers: int, blocks: int) -> str:
-    """Return advice on what to give instead. blocks: the number of blocks."""
+    """Return what to give instead. blocks: number of blocks in a sequence."""
     if workers * MIN_BLOCK > seq:
         most = max(1, seq // MIN_BLOCK)
-        smaller = (
-            f", or at most {most} and topology.block_size={MIN_BLOCK}" if most > blocks else ""
-        )
-        return f"give at most {blocks} workers{smaller}, or a longer seq"
-    return f"give fewer workers, a longer seq or blocks of at most {_largest_block(seq, workers)}"
-
-
-def _largest_block(seq: int, workers: int) -> int:
-    """Return the largest power of two that leaves a block for each worker."""
+        smaller = f" and topology.block_size={MIN_BLOCK}"
+        or_more = f", or at most {most}{smaller}" if most > blocks else ""
+        return f"give at most {blocks} workers{or_more}, or a longer seq"
     block = MIN_BLOCK
     while -(-seq // (2 * block)) >= workers:
         block *= 2
-    return block
+    return f"give fewer workers, a longer seq or blocks of at most {block}"
 
 
-def _sparsity(sparsity: SparsityConfig, seq: int) -> Iterator[str]:
-    own = PATTERN_KEYS[sparsity.pattern]
-    absent = [f"sparsity.{name}" for name in own if getattr(sparsity, name) is None]
+def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys that the pattern of ``leaves`` needs but lacks, or has but does not use."""
+    pattern = leaves["sparsity.pattern"]
+    own = settings_keys(pattern)
+    given = {
+        name: leaves[f"sparsity.{name}"]
+        for key in keys.all_keys()
+        if key.startswith("sparsity.") and (name := key.partition(".")[2]) != "pattern"
+    }
+    absent = [f"sparsity.{name}" for name in own if given[name] is None]
     if len(absent) > 1:
         # The pattern was set without its group: one cause, so one line instead of one per key.
         yield (
-            f"sparsity.pattern={sparsity.pattern}: needs {', '.join(absent)}; "
-            f"give sparsity={sparsity.pattern}, which sets them, instead of sparsity.pattern"
+            f"sparsity.pattern={pattern}: needs {', '.join(absent)}; "
+            f"give sparsity={pattern}, which sets them, instead of sparsity.pattern"
         )
         return
-    if (
-        sparsity.pattern == "dense"
-        and sparsity.block is not None
-        and sparsity.dense_steps is not None
-    ):
+    foreign = {
+        name: value for name, value in given.items() if name not in own and value is not None
+    }
+    if "block" in foreign and "dense_steps" in foreign:
         yield (
-            "sparsity.pattern=dense: other keys still belong to another pattern; "
-            "give sparsity=dense instead of sparsity.pattern"
+            f"sparsity.pattern={pattern}: other keys still belong to another pattern; "
+            f"give sparsity={pattern} instead of sparsity.pattern"
         )
         return
-    complete = True
-    for name, value in vars(sparsity).items():
-        if name == "pattern":
-            continue
-        if name in own and value is None:
-            complete = False
-            yield (
-                f"sparsity.{name}=null: sparsity.pattern={sparsity.pattern} needs a value; "
-                f"sparsity={sparsity.pattern} gives a default"
-            )
-        if name not in own and value is not None:
-            allowed = ", ".join(own) or "none"
-            yield (
-                f"sparsity.{name}={keys.show(value)}: is not a key of "
-                f"sparsity.pattern={sparsity.pattern}; its keys: {allowed}"
-            )
-    if not complete:
-        return
-    if sparsity.pattern == "vertical_slash":
-        s = sparsity
-        assert s.max_columns is not None
-        assert s.min_columns is not None
-        assert s.sink_tokens is not None
-        assert s.max_slashes is not None
-        assert s.min_slashes is not None
-        assert s.last_q is not None
-        least = max(s.min_columns, s.sink_tokens)
-        if 0 < s.max_columns < least:
-            which = "min_columns" if s.min_columns >= s.sink_tokens else "sink_tokens"
-            yield (
-                f"sparsity.max_columns={s.max_columns}: is below the {least} columns of "
-                f"sparsity.{which}; give 0 (no limit) or at least {least}"
-            )
-        if 0 < s.max_slashes < s.min_slashes:
-            least = s.min_slashes
-            yield (
-                f"sparsity.max_slashes={s.max_slashes}: is below sparsity.min_slashes={least}; "
-                f"give 0 (no limit) or at least {least}"
-            )
-        if seq > MOST_LINES:
-            yield (
-                f"seq={seq}: sparsity.pattern=vertical_slash can choose among at most "
-                f"{MOST_LINES} columns"
-            )
-        if seq >= 1 and s.last_q > seq:
-            yield f"sparsity.last_q={s.last_q}: is above seq={seq}"
-        elif s.windows is not None and s.last_q >= 1 and seq >= 1 and s.windows * s.last_q > seq:
-            yield (
-                f"sparsity.windows={s.windows}: windows of sparsity.last_q={s.last_q} queries "
-                f"would overlap; seq={seq} has room for {seq // s.last_q}"
-            )
-    if sparsity.pattern == "xattention":
-        assert sparsity.block is not None
-        assert sparsity.stride is not None
-        if sparsity.stride >= 1 and sparsity.block % sparsity.stride:
-            yield (
-                f"sparsity.stride={sparsity.stride}: does not divide "
-                f"sparsity.block={sparsity.block}"
-            )
-    if sparsity.pattern == "moba":
-        assert sparsity.block is not None
-        assert sparsity.chunk is not None
-        if sparsity.block >= 1 and sparsity.chunk % sparsity.block:
-            yield (
-                f"sparsity.chunk={sparsity.chunk}: must be a multiple of "
-                f"sparsity.block={sparsity.block}"
-            )
-    if sparsity.pattern == "fixed" and sparsity.density and sparsity.slashes:
-        given = f"sparsity.density={keys.show(sparsity.density)}"
+    for name in absent:
         yield (
-            f"sparsity.slashes={sparsity.slashes}: {given} already sets the number of slashes; "
-            "give one of them, or 0 for the other"
+            f"{name}=null: sparsity.pattern={pattern} needs a value; "
+            f"sparsity={pattern} gives a default"
         )
-    if sparsity.pattern == "fixed" and not sparsity.density and not sparsity.slashes:
+    for name, value in foreign.items():
         yield (
-            "sparsity.slashes=0: give a number of slashes, or their share of the blocks as "
-            "sparsity.density"
+            f"sparsity.{name}={keys.show(value)}: is not a key of sparsity.pattern={pattern}; "
+            f"its keys: {', '.join(own) or 'none'}"
         )
+
+
+def _is_complete(settings: PatternSettings) -> bool:
+    """Return whether no key of the pattern is null; `pattern_keys` reports those that are."""
+    return None not in (getattr(settings, name) for name in settings.own_keys())
 
 
 def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
     if train.global_batch < 1 or train.micro_batch < 1:
         return
-    if train.global_batch % train.micro_batch:
-        yield (
-            f"train.global_batch={train.global_batch}: must be a multiple of "
-            f"train.micro_batch={train.micro_batch}"
-        )
-        return
+    line = f"train.global_batch={train.global_batch}: must be a multiple of"
+    micro_batch = f"train.micro_batch={train.micro_batch}"
     workers, context = topology.workers, topology.context_parallel
-    if (
-        isinstance(workers, int)
-        and isinstance(context, int)
-        and context >= 1
-        and workers >= 1
-        and workers % context == 0
-    ):
+    if train.global_batch % train.micro_batch:
+        yield f"{line} {micro_batch}"
+    elif not isinstance(workers, int) or not isinstance(context, int) or context < 1:
+        return
+    elif workers >= 1 and workers % context == 0:
         groups = workers // context
         if train.global_batch % (groups * train.micro_batch):
             yield (
-                f"train.global_batch={train.global_batch}: must be a multiple of "
-                f"{groups * train.micro_batch}: train.micro_batch={train.micro_batch} for each of "
-                f"the {groups} context groups (topology.workers={workers}, "
-                f"topology.context_parallel={context})"
+                f"{line} {groups * train.micro_batch}: {micro_batch} for each of the {groups} "
+                f"context groups (topology.workers={workers}, topology.context_parallel={context})"
             )
 
 
@@ -525,21 +215,14 @@ def require_manifest(data: DataConfig) -> None:
     """
     name = _MANIFESTS.get(data.kind)
     folder = Path(data.path or "").expanduser()
-    if (
-        name is None
-        or data.path is None
-        or data.mix is not None
-        or not folder.is_dir()
-        or (folder / name).is_file()
-    ):
+    if name is None or data.path is None or data.mix is not None:
         return
-    inside = sorted(path.parent.name for path in folder.glob(f"*/{name}"))
-    hint = (
-        f"; these folders in it have one: {', '.join(inside[:8])} (name them in data.mix)"
-        if inside
-        else ""
-    )
-    raise ConfigError(f"data.path={data.path}: no {name} in it; give {_INPUTS[data.kind]}{hint}")
+    if not folder.is_dir() or (folder / name).is_file():
+        return
+    line = f"data.path={data.path}: no {name} in it; give {_INPUTS[data.kind]}"
+    if inside := sorted(path.parent.name for path in folder.glob(f"*/{name}")):
+        line += f"; these folders in it have one: {', '.join(inside[:8])} (name them in data.mix)"
+    raise ConfigError(line)
 
 
 def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
@@ -547,10 +230,8 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     if data.kind == "stdlib":
         for name, value in (("path", data.path), ("mix", data.mix)):
             if value is not None:
-                yield (
-                    f"data.{name}={keys.show(value)}: data=stdlib has no {name}; add data=text, "
-                    "data=tokens or data=mds"
-                )
+                line = f"data.{name}={keys.show(value)}: data=stdlib has no {name}"
+                yield f"{line}; add data=text, data=tokens or data=mds"
     elif data.mix is not None:
         yield from _mix(data, expected)
     elif data.path is None:
@@ -561,22 +242,16 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         return  # already tokenized; the vocabulary is checked when the data are opened
     if data.tokenizer == "bytes":
         if 2 <= model.vocab_size < BYTE_VOCABULARY:
-            yield (
-                f"model.vocab_size={model.vocab_size}: data.tokenizer=bytes needs at least "
-                f"{BYTE_VOCABULARY}"
-            )
+            needs = f"data.tokenizer=bytes needs at least {BYTE_VOCABULARY}"
+            yield f"model.vocab_size={model.vocab_size}: {needs}"
         return
-    tokenizer = Path(data.tokenizer).expanduser()
+    tokenizer, given = Path(data.tokenizer).expanduser(), f"data.tokenizer={data.tokenizer}"
     if tokenizer.is_dir():
         inside = tokenizer / "tokenizer.json"
-        yield f"data.tokenizer={data.tokenizer}: is a folder; give its tokenizer.json" + (
-            f", {inside}" if inside.is_file() else ""
-        )
+        named = f", {inside}" if inside.is_file() else ""
+        yield f"{given}: is a folder; give its tokenizer.json{named}"
     elif not tokenizer.is_file():
-        yield (
-            f"data.tokenizer={data.tokenizer}: no such file; give bytes or the path of a Hugging "
-            "Face tokenizer.json"
-        )
+        yield f"{given}: no such file; give bytes or the path of a Hugging Face tokenizer.json"
 
 
 def _mix(data: DataConfig, expected: str) -> Iterator[str]:
@@ -599,15 +274,10 @@ def _mix(data: DataConfig, expected: str) -> Iterator[str]:
             )
     missing = [name for name in data.mix if not Path(data.path or ".", name).expanduser().exists()]
     if missing:
-        place = (
-            f"in data.path={data.path}"
-            if data.path
-            else "here; if they are in one folder, add data.path=FOLDER"
-        )
-        first = ", ".join(missing[:3]) + (
-            f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        )
-        yield f"data.mix: {first}: no such folder or file {place}; each name must be {expected}"
+        place = "here; if they are in one folder, add data.path=FOLDER"
+        place = f"in data.path={data.path}" if data.path else place
+        line = f"data.mix: {keys.first_few(missing)}: no such folder or file {place}"
+        yield f"{line}; each name must be {expected}"
 
 
 def _optim(config: Config) -> Iterator[str]:
@@ -631,24 +301,18 @@ def schedule(config: Config) -> Iterator[str]:
             f"{decay}: optim.schedule=constant never decays; give optim.decay_steps=auto, or "
             "optim.schedule=cosine, linear or wsd"
         )
-    if (
-        isinstance(optim.schedule_steps, int)
-        and optim.schedule != "constant"
-        and optim.schedule_steps <= optim.warmup_steps
-    ):
-        yield (
-            f"optim.schedule_steps={optim.schedule_steps}: must be above "
-            f"optim.warmup_steps={optim.warmup_steps}, or no steps are left for the decay"
-        )
-        return
+    begin = 0 if optim.rewarm is True else int(optim.rewarm)
+    span = config.train.steps - begin
+    if isinstance(optim.schedule_steps, int):
+        span = optim.schedule_steps
+        if optim.schedule != "constant" and span <= optim.warmup_steps:
+            yield (
+                f"optim.schedule_steps={span}: must be above optim.warmup_steps="
+                f"{optim.warmup_steps}, or no steps are left for the decay"
+            )
+            return
     if optim.schedule != "wsd" or not isinstance(optim.decay_steps, int):
         return
-    begin = 0 if optim.rewarm is True else int(optim.rewarm)
-    span = (
-        optim.schedule_steps
-        if isinstance(optim.schedule_steps, int)
-        else config.train.steps - begin
-    )
     # The last warm-up step is the first at the peak.
     most = span - 1 - optim.warmup_steps
     if optim.decay_steps > most:
@@ -660,20 +324,16 @@ def schedule(config: Config) -> Iterator[str]:
 
 
 def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
+    too_many = f"model.num_layers={layers}; allowed: true, false or 0 to {layers}"
     if train.keep_mlp > layers >= 1:
-        yield (
-            f"train.keep_mlp={keys.show(train.keep_mlp)}: model.num_layers={layers}; "
-            f"allowed: true, false or 0 to {layers}"
-        )
+        yield f"train.keep_mlp={keys.show(train.keep_mlp)}: {too_many}"
     offload = f"train.offload_activations={keys.show(train.offload_activations)}"
     if train.offload_activations > layers >= 1:
-        yield f"{offload}: model.num_layers={layers}; allowed: true, false or 0 to {layers}"
+        yield f"{offload}: {too_many}"
     elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
-        yield (
-            f"{offload}: train.activation_checkpoint=none keeps too much to move; "
-            f"allowed with it: {others}"
-        )
+        why = "train.activation_checkpoint=none keeps too much to move"
+        yield f"{offload}: {why}; allowed with it: {others}"
 
 
 def _gradients(optim: OptimConfig) -> Iterator[str]:
@@ -703,16 +363,13 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         )
     if train.init_from is not None:
         folder = Path(train.init_from).expanduser()
+        given = f"train.init_from={train.init_from}"
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "no such folder"
-            yield (
-                f"train.init_from={train.init_from}: {reason}; give a Hugging Face folder with "
-                "config.json and .safetensors files"
-            )
+            wanted = "a Hugging Face folder with config.json and .safetensors files"
+            yield f"{given}: {reason}; give {wanted}"
         elif not (folder / "config.json").is_file():
-            yield (
-                f"train.init_from={train.init_from}: has no config.json; give a Hugging Face folder"
-            )
+            yield f"{given}: has no config.json; give a Hugging Face folder"
 
 
 def _evaluation(config: Config) -> Iterator[str]:
@@ -730,9 +387,7 @@ def _run(config: Config) -> Iterator[str]:
             "names a folder"
         )
     if config.run.dir != config.run.dir.strip():
-        yield (
-            f"run.dir='{config.run.dir}': begins or ends with a space, which is easily lost; "
-            "leave the space out"
-        )
+        lost = "begins or ends with a space, which is easily lost; leave the space out"
+        yield f"run.dir='{config.run.dir}': {lost}"
     if config.run.dir == "":
         yield "run.dir=: give a folder, or auto for runs/<name>"

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.store import VERSION, StoreMeta, TokenStore
-from mtrain_cli.launch.failures import read_failure
+from mtrain_cli.data.checked_files import explain_read_errors
+from mtrain_cli.data.store import StoreMeta, TokenStore
 
 SUFFIXES = (".npy", ".bin")
 # The fingerprint of a file covers this many samples of this many elements each.
@@ -25,32 +25,25 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
     """Open an array as a token store.
 
     Args:
-        vocab_size: the model's. For .bin with ``token_dtype=auto`` it decides between uint16 and
-            uint32.
+        vocab_size: the model's. It chooses between uint16 and uint32 for a .bin file with
+            ``token_dtype=auto``.
 
     Raises:
         ConfigError: the file is missing, has another format, or its offsets do not match.
     """
-    try:
-        rows = (
-            _open_npy(path, origin)
-            if path.suffix == ".npy"
-            else _open_bin(path, origin, token_dtype, vocab_size)
-        )
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{origin}: no such file. Give a token store or an array ({' or '.join(SUFFIXES)})."
-        ) from None
-    except OSError as error:
-        raise read_failure(error, f"{origin}: cannot be read ({error.strerror or error})") from None
+    kinds = " or ".join(SUFFIXES)
+    missing = f"{origin}: no such file. Give a token store or an array ({kinds})."
+    with explain_read_errors(f"{origin}:", missing):
+        if path.suffix == ".npy":
+            rows = _open_npy(path, origin)
+        else:
+            rows = _open_bin(path, origin, token_dtype, vocab_size)
     tokens = rows.reshape(-1)
     if tokens.size == 0:
         raise ConfigError(f"{origin}: holds no tokens")
     if rows.ndim == 2:
-        offsets, documents = (
-            np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1],
-            "one document per row",
-        )
+        offsets = np.arange(rows.shape[0] + 1, dtype=np.int64) * rows.shape[1]
+        documents = "one document per row"
     else:
         offsets, documents = _document_offsets(path, tokens.size, origin)
     digest = hashlib.sha256(f"{tokens.dtype.name} {tokens.size}".encode())
@@ -58,12 +51,8 @@ def open_array(path: Path, origin: str, token_dtype: str, vocab_size: int) -> To
         digest.update(np.ascontiguousarray(tokens[start : start + _PROBE_SIZE]).data)
     digest.update(np.ascontiguousarray(offsets).data)
     meta = StoreMeta(
-        version=VERSION,
         dtype=tokens.dtype.name,
         tokenizer=f"{tokens.dtype.name} array, {documents}",
-        tokenizer_identity="",
-        eos=None,
-        vocab_size=0,
         num_tokens=tokens.size,
         num_documents=offsets.size - 1,
         sha256=digest.hexdigest(),
@@ -76,9 +65,8 @@ def _open_npy(path: Path, origin: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ConfigError(
-            f"{origin}: not a readable .npy file ({' '.join(str(error).split())[:120]})"
-        ) from None
+        reason = " ".join(str(error).split())[:120]
+        raise ConfigError(f"{origin}: not a readable .npy file ({reason})") from None
     if not np.issubdtype(array.dtype, np.integer) or array.ndim not in (1, 2):
         raise ConfigError(
             f"{origin}: holds {array.dtype} of shape {array.shape}. Give integers in one "
@@ -88,11 +76,8 @@ def _open_npy(path: Path, origin: str) -> np.ndarray:
 
 
 def _open_bin(path: Path, origin: str, token_dtype: str, vocab_size: int) -> np.ndarray:
-    dtype = np.dtype(
-        "<u2"
-        if token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16)
-        else "<u4"
-    )
+    is_small = token_dtype == "uint16" or (token_dtype == "auto" and vocab_size <= 1 << 16)
+    dtype = np.dtype("<u2" if is_small else "<u4")
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ConfigError(
@@ -107,16 +92,14 @@ def _document_offsets(path: Path, num_tokens: int, origin: str) -> tuple[np.ndar
         offsets_file = path.with_name(f"{path.stem}.documents{suffix}")
         if not offsets_file.exists():
             continue
-        offsets = (
-            _open_npy(offsets_file, f"{origin}: {offsets_file.name}")
-            if suffix == ".npy"
-            else np.fromfile(offsets_file, "<i8")
-        )
+        if suffix == ".npy":
+            offsets = _open_npy(offsets_file, f"{origin}: {offsets_file.name}")
+        else:
+            offsets = np.fromfile(offsets_file, "<i8")
         if (
             offsets.ndim != 1
             or offsets.size < 2
-            or offsets[0] != 0
-            or offsets[-1] != num_tokens
+            or (offsets[0], offsets[-1]) != (0, num_tokens)
             or np.any(offsets[1:] <= offsets[:-1])
         ):
             raise ConfigError(

@@ -1,9 +1,8 @@
-"""Corpora: where documents come from. A corpus lists its units (files or packages) in a fixed
-order.
+"""Sources of documents. A corpus lists its units (files or packages) in a fixed order.
 
-A unit streams its documents, and a document streams as pieces of text, so that a book of many
-gigabytes is never in memory as a whole. Reading may skip the first documents of a unit, which is
-how an interrupted `mtrain data prepare` resumes.
+A unit streams its documents, and a document streams as pieces of text, so a book of many gigabytes
+is never in memory as a whole. Reading may skip the first documents of a unit: an interrupted
+`mtrain data prepare` resumes that way.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class Document:
 
     name: file or record, for messages.
     pieces: parts of its text, in order.
-    record: records of the unit up to and including this one, empty ones too.
-    end: bytes of the unit read once this document is read, for progress.
+    record: number of records in the unit up to and including this one. Empty records count.
+    end: bytes of the unit up to the end of this document, for a progress bar.
     domain: empty if unknown.
     """
 
@@ -47,10 +46,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Unit:
-    """A file or a package. ``documents(skip)`` streams the documents after its first ``skip``
-    records.
+    """A file or a package of ``size`` bytes.
 
-    ``size`` is in bytes.
+    ``documents(skip)`` streams the documents after its first ``skip`` records.
     """
 
     name: str
@@ -62,7 +60,7 @@ class Unit:
 class Corpus:
     """A list of units.
 
-    description: for the metadata of a store.
+    description: source named in a store's metadata.
     origin: how the user named the corpus, for messages.
     signature: changes whenever the documents may have changed.
     """
@@ -99,22 +97,18 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
         digest.update(f"{relative}\n{len(text)}\n{text}".encode("utf-8", "replace"))
         packages.setdefault(relative.split("/")[0].removesuffix(".py"), []).append((relative, text))
     if not packages:
-        raise ConfigError(
-            f"{origin}: no Python sources in {root}. Give your own text with data=text "
-            "data.path=..."
-        )
+        advice = "Give your own text with data=text data.path=..."
+        raise ConfigError(f"{origin}: no Python sources in {root}. {advice}")
     units = tuple(_package_unit(name, files) for name, files in packages.items())
-    return Corpus(
-        f"standard library of Python {platform.python_version()}", origin, digest.hexdigest(), units
-    )
+    description = f"standard library of Python {platform.python_version()}"
+    return Corpus(description, origin, digest.hexdigest(), units)
 
 
 def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
     """Join ``blocks`` and cut the text into pieces of at most ``size`` characters.
 
-    Cut only where tokenizers would cut too: after a single line break between two lines that do not
-    begin or end with a space. No usual pre-tokenizer has a token across it. A piece without such a
-    place grows up to 16 times ``size``.
+    Cut only after a single line break that has no space on either side. No usual pre-tokenizer has
+    a token across such a break. A piece without one grows up to 16 times ``size``.
     """
     pending = ""
     for block in blocks:
@@ -145,16 +139,10 @@ def _find_last_cut(text: str, start: int, end: int) -> int | None:
 
 def _python_sources(root: Path) -> Iterator[Path]:
     for folder, folders, files in os.walk(root):
-        folders[:] = [
-            name
-            for name in folders
-            if name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES)
-        ]
-        yield from (
-            Path(folder, name)
-            for name in files
-            if name.endswith(".py") and not name.startswith(_SKIPPED_PREFIXES)
-        )
+        kept = [name for name in folders if not name.startswith(_SKIPPED_PREFIXES)]
+        folders[:] = [name for name in kept if name not in _SKIPPED_FOLDERS]
+        sources = (name for name in files if name.endswith(".py"))
+        yield from (Path(folder, s) for s in sources if not s.startswith(_SKIPPED_PREFIXES))
 
 
 def _decode_source(path: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
@@ -14,8 +15,7 @@ from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
 
-# The end of the stream becomes a padded sequence if at least this share of it is real. Otherwise it
-# is left out.
+# The last sequence of the stream is padded. It is left out if less than this share is real tokens.
 _MIN_FILLED = 0.05
 
 
@@ -37,9 +37,9 @@ class Sample:
 
 
 class TokenSource(Protocol):
-    """Where a dataset reads tokens: units, end to end, which shuffling keeps whole.
+    """Units of tokens that a dataset reads end to end. Shuffling keeps each unit whole.
 
-    ``offsets`` is int64[units + 1]; unit u has the tokens offsets[u] to offsets[u + 1]. A
+    ``offsets`` is int64[units + 1]; unit u holds the tokens offsets[u] to offsets[u + 1] - 1. A
     ``meta.vocab_size`` of 0 means unknown.
     """
 
@@ -53,7 +53,7 @@ class TokenSource(Protocol):
 
 
 class Dataset(Protocol):
-    """What a training reads: numbered sequences, some of them held out, and their order."""
+    """Numbered sequences for training, their order, and held-out sequences."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -72,8 +72,7 @@ class PackedDataset:
     token is in exactly one sequence, except for a tail of less than 5 % of a sequence, which is
     left out. A label is the next token of the stream, also across the end of a sequence. With
     ``document_mask``, the last token of a document has no label. Without it, the sequence is one
-    document with number 0. The last ``held_out`` sequences of the stream are not part of dataset[0]
-    to dataset[len - 1].
+    document with number 0. ``len(dataset)`` excludes the last ``held_out`` sequences.
 
     ``vocab_size`` is the model's: every token must be below it if the source does not know its
     vocabulary.
@@ -136,7 +135,7 @@ class PackedDataset:
             and end == begin + self.seq + 1
             and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1
         ):
-            # The last token has no label, and reading the next unit may mean to unpack a shard.
+            # The last token has no label, and reading the next unit may decompress a shard.
             end -= 1
         stream, ends, targets = self._read(begin, end)
         real = min(self.seq, self.num_tokens - begin)
@@ -156,34 +155,28 @@ class PackedDataset:
     def describe(self) -> str:
         """Return one line: source, documents, tokens, tokenizer, sequences, and location."""
         meta = self._store.meta
+        vocabulary = f"{meta.vocab_size:,}" if meta.vocab_size else "unknown"
         remainder = self.num_tokens - self.sequences * self.seq
-        tail = (
-            f", {remainder:,} tokens left out"
-            if remainder > 0
-            else f", the last one with {-remainder:,} tokens of padding"
-            if remainder < 0
-            else ""
-        )
-        held_out_text = (
-            f", {self.sequences - self._length} more held out"
-            if self.sequences > self._length
-            else ""
-        )
+        held_out = self.sequences - len(self)
+        tail = ""
+        if remainder > 0:
+            tail = f", {remainder:,} tokens left out"
+        elif remainder < 0:
+            tail = f", the last one with {-remainder:,} tokens of padding"
+        if held_out:
+            tail += f", {held_out} more held out"
         return (
             f"{meta.source}: {_with_count(meta.num_documents, 'document')}, {self.num_tokens:,} "
-            "tokens "
-            f"({meta.tokenizer}, vocabulary "
-            f"{f'{meta.vocab_size:,}' if meta.vocab_size else 'unknown'}), "
-            f"{_with_count(len(self), 'sequence')} of {self.seq:,}{tail}{held_out_text}; "
-            f"{self._location}"
+            f"tokens ({meta.tokenizer}, vocabulary {vocabulary}), "
+            f"{_with_count(len(self), 'sequence')} of {self.seq:,}{tail}; {self._location}"
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Read the tokens begin..end-1 of the stream.
 
         Returns:
-            The tokens; the ends of documents among them, ends[k] being one past the last token of
-            the k-th; and which tokens are targets (None: all).
+            tokens; ends, where ends[k] is one past the last token of the k-th document; targets,
+            bool for each token, or None if all tokens are targets.
         """
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
@@ -192,27 +185,17 @@ class PackedDataset:
         if self._order is None and isinstance(self._store, TokenStore):
             stream = self._store.tokens[begin:end]
         else:
-            parts, inner_ends = [], []
+            parts = []
             units = range(first, last) if self._order is None else self._order[first:last]
-            for position, unit in enumerate(units):
-                start, stop = (
-                    max(0, -int(bounds[position])),
-                    min(int(bounds[position + 1]), end - begin) - int(bounds[position]),
-                )
-                part = self._store.read(int(unit), start, stop)
+            for unit, (low, high) in zip(units, pairwise(bounds.tolist()), strict=True):
+                part = self._store.read(int(unit), max(0, -low), min(high, end - begin) - low)
                 parts.append(part)
                 if part.ends is not None:
-                    inner_ends.append(part.ends + max(0, int(bounds[position])))
+                    ends = np.concatenate([ends, part.ends + max(0, low)])
+            ends = np.sort(ends)
             stream = np.concatenate([part.tokens for part in parts])
-            if inner_ends:
-                ends = np.sort(np.concatenate([ends, *inner_ends]))
             if any(part.targets is not None for part in parts):
-                targets = np.concatenate(
-                    [
-                        np.ones(p.tokens.size, bool) if p.targets is None else p.targets
-                        for p in parts
-                    ]
-                )
+                targets = np.concatenate([part.target_mask() for part in parts])
         self._check(stream)
         return stream, ends, targets
 
@@ -225,14 +208,14 @@ class PackedDataset:
         token = largest if largest >= self.vocab_size else lowest
         if self._store.meta.vocab_size:
             problem = (
-                f"token {token} is outside the vocabulary of {self.vocab_size}. "
-                "The store is corrupt: prepare it again."
+                f"token {token} is outside the vocabulary of {self.vocab_size}. The store is "
+                "corrupt: prepare it again."
             )
         else:
             problem = (
                 f"token {token} does not fit model.vocab_size={self.vocab_size}: these tokens are "
-                "from another tokenizer. Give a model with a "
-                f"larger vocabulary, or convert them with `mtrain data prepare --from-tokenizer`."
+                "from another tokenizer. Give a model with a larger vocabulary, or convert them "
+                "with `mtrain data prepare --from-tokenizer`."
             )
         raise ConfigError(f"{self._store.folder}: {problem}")
 

@@ -24,12 +24,9 @@ class Filters:
     min_chars: int = 0
 
     def __post_init__(self) -> None:
-        for option, value in (
-            ("--min-tokens", self.min_tokens),
-            ("--max-tokens", self.max_tokens),
-            ("--min-chars", self.min_chars),
-        ):
-            if value < 0:
+        for name in ("min_tokens", "max_tokens", "min_chars"):
+            if (value := getattr(self, name)) < 0:
+                option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} {value}: must be 0 (any number) or more")
         if 0 < self.max_tokens < self.min_tokens:
             raise ConfigError(
@@ -41,9 +38,7 @@ class Filters:
 
     @property
     def recipe(self) -> dict[str, str]:
-        """The entry that distinguishes stores; empty without filters, as in stores of earlier
-        versions.
-        """
+        """The filters' entry in a store's recipe. Empty without filters, as in earlier versions."""
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from mtrain_cli.config.schema import ConfigError
@@ -20,12 +19,12 @@ class Loader(Generic[Batch]):
 
     ``make_batch`` turns a list of `Sample` into a micro-batch, in the background thread.
 
-    A step takes the sequences consumed to consumed + global_batch - 1 of the run, for every ``dp``.
-    Data-parallel rank r gets the r-th equal part of them. All workers of a context group have the
-    same ``dp_rank`` and so get the same batches. ``next`` raises errors of reading.
+    For any ``dp``, a step takes the next ``global_batch`` sequences of the run. Data-parallel rank
+    r gets the r-th equal part of them. All workers of a context group have the same ``dp_rank``, so
+    they get the same batches. ``next`` raises the errors of the background thread.
 
     Raises:
-        ConfigError: global_batch, dp and micro_batch do not divide.
+        ConfigError: global_batch is not a multiple of dp x micro_batch.
     """
 
     def __init__(
@@ -40,24 +39,20 @@ class Loader(Generic[Batch]):
     ) -> None:
         if global_batch < 1 or global_batch % dp:
             raise ConfigError(
-                f"train.global_batch={global_batch}: must be a multiple of the {dp} data-parallel "
-                "groups"
+                f"train.global_batch={global_batch}: must be a multiple of {dp}, the number of "
+                "data-parallel groups"
             )
         if micro_batch < 1 or (global_batch // dp) % micro_batch:
             raise ConfigError(
                 f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences "
-                "per data-parallel group "
-                f"(train.global_batch={global_batch} over {dp})"
+                f"per data-parallel group (train.global_batch={global_batch} over {dp})"
             )
         assert 0 <= dp_rank < dp
         assert sampler.num_sequences == len(dataset)
         self._dataset, self._sampler = dataset, sampler
         self._dp_rank, self._local = dp_rank, global_batch // dp
-        self._global_batch, self._micro_batch, self._make_batch = (
-            global_batch,
-            micro_batch,
-            make_batch,
-        )
+        self._global_batch, self._micro_batch = global_batch, micro_batch
+        self._make_batch = make_batch
         self._closing = threading.Event()
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mtrain-data")
         self._next: Future[list[Batch]] | None = None
@@ -78,30 +73,22 @@ class Loader(Generic[Batch]):
     def __enter__(self) -> Loader[Batch]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead once the current sequence is read. The loader cannot be used again."""
+        """Stop reading ahead after the current sequence. The loader cannot be used again."""
         self._closing.set()
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 
-        It holds the sampler's two integers, which count every step handed out so far, and which
-        stream they refer to.
+        It holds the sampler's state after the last step handed out. The other keys identify the
+        stream of sequences.
         """
-        return {
-            **self._sampler.state(),
-            "sequences": len(self._dataset),
-            "fingerprint": self._dataset.fingerprint,
-        }
+        stream = {"sequences": len(self._dataset), "fingerprint": self._dataset.fingerprint}
+        return {**self._sampler.state(), **stream}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue after the last step of a saved state, which may come from another ``dp``.
@@ -114,9 +101,9 @@ class Loader(Generic[Batch]):
         if saved != current:
             raise ConfigError(
                 f"The data changed since the checkpoint: it was written for corpus {saved[1][:12]} "
-                f"with {saved[0]:,} sequences, "
-                f"but this corpus is {current[1][:12]} with {current[0]:,}. Resume with the same "
-                "data and seq (and for data=stdlib the same Python)."
+                f"with {saved[0]:,} sequences, but this corpus is {current[1][:12]} with "
+                f"{current[0]:,}. Resume with the same data and seq (and for data=stdlib the same "
+                "Python)."
             )
         if self._next is not None:
             if not self._next.cancel():

@@ -2,23 +2,22 @@
 
 ``index.json`` lists the shards. An uncompressed shard is: uint32 number of samples n; uint32[n + 1]
 offsets of the samples from the beginning of the file; a JSON text that this reader ignores; the
-samples. A sample is the uint32 sizes of its columns without a fixed size, then the bytes of all
+samples. A sample holds the uint32 size of each column that has no fixed size, then the bytes of all
 columns in the order of ``column_names``. All numbers are little-endian.
 
-Shards are mapped when first needed. Compressed shards are unpacked in memory, and only a few are
-kept. Size and checksum are verified then. Pickled columns are refused, because reading one runs its
-author's code.
+Shards are memory-mapped when first needed. Compressed shards are decompressed in memory, and only a
+few are kept. Opening a shard verifies its size and checksum. Pickled columns are refused, because
+reading one runs its author's code.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import io
 import json
-import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,41 +28,27 @@ import numpy as np
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.failures import read_failure
+from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
 
 INDEX = "index.json"
-_UNPACKED_SHARDS = 4  # number of unpacked shards to keep in memory, usually 64 MiB each
+_UNPACKED_SHARDS = 4  # decompressed shards to keep in memory, usually 64 MiB each
 _MAPPED_SHARDS = 256
-_CHUNK = 1 << 24  # bytes to unpack at once
+_CHUNK = 1 << 24  # bytes to decompress at once
 _MAX_SHARD_BYTES = 1 << 32  # bytes of a shard; offsets are uint32
-_SCALARS = (
-    "uint8",
-    "uint16",
-    "uint32",
-    "uint64",
-    "int8",
-    "int16",
-    "int32",
-    "int64",
-    "float16",
-    "float32",
-    "float64",
-)
-_MAX_COUNT = 2**53  # upper limit for a number of bytes or samples
-_PLAIN = ("bytes", "str", "str_int", "str_float", "int", "json", *_SCALARS)
-# The byte with which an array without a fixed dtype names its dtype.
+# The byte with which an array without a fixed dtype names its dtype: 8 uint8, 9 int8, 18 float16.
 _DTYPE_OF_CODE = {
-    8: "uint8",
-    9: "int8",
-    16: "uint16",
-    17: "int16",
-    18: "float16",
-    32: "uint32",
-    33: "int32",
-    34: "float32",
-    64: "uint64",
-    65: "int64",
-    66: "float64",
+    bits + code: np.dtype(f"{kind}{bits}").newbyteorder("<")
+    for bits in (8, 16, 32, 64)
+    for code, kind in enumerate(("uint", "int", "float"))
+    if (kind, bits) != ("float", 8)
+}
+_SCALARS = {"int": np.dtype("<i8")} | {dtype.name: dtype for dtype in _DTYPE_OF_CODE.values()}
+_READERS: dict[str, Callable[[bytes], Any]] = {
+    "bytes": bytes,
+    "str": bytes.decode,
+    "json": lambda content: json.loads(content.decode()),
+    "str_int": lambda content: int(content.decode()),
+    "str_float": lambda content: float(content.decode()),
 }
 
 
@@ -72,34 +57,43 @@ class Encoding:
     """How a column is written.
 
     kind: name of the encoding.
-    dtype, shape: of an ndarray, None where they differ by sample.
+    dtype, shape: an ndarray's; None if they differ by sample.
     """
 
     kind: str
     dtype: np.dtype | None = None
     shape: tuple[int, ...] | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> Encoding:
+        """Parse an entry of ``column_encodings``, such as ``ndarray:uint32:4,8``.
+
+        An unknown entry becomes an unreadable kind, because nobody may need that column.
+        """
+        kind, *details = text.split(":")
+        try:
+            if kind == "ndarray" and len(details) <= 2:
+                dtype = np.dtype(details[0]).newbyteorder("<") if details else None
+                shape = tuple(map(int, details[1].split(","))) if len(details) == 2 else None
+                if (dtype is None or dtype.name in _SCALARS) and min(shape or (0,)) >= 0:
+                    return cls(kind, dtype, shape)
+        except (TypeError, ValueError):
+            pass
+        return cls(text)
+
     @property
     def is_readable(self) -> bool:
         """Whether values can be read."""
-        return self.kind == "ndarray" or self.kind in _PLAIN
+        return self.kind == "ndarray" or self.kind in _SCALARS or self.kind in _READERS
 
     @property
     def size(self) -> int | None:
         """Bytes of a value, None if they differ by sample."""
-        if self.kind == "ndarray":
-            return (
-                None
-                if self.dtype is None or self.shape is None
-                else int(np.prod(self.shape)) * self.dtype.itemsize
-            )
-        return (
-            8
-            if self.kind == "int"
-            else np.dtype(self.kind).itemsize
-            if self.kind in _SCALARS
-            else None
-        )
+        if self.kind in _SCALARS:
+            return _SCALARS[self.kind].itemsize
+        if self.dtype is None or self.shape is None:
+            return None
+        return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def decode(self, raw: np.ndarray) -> Any:
         """Return the value in raw, uint8[bytes].
@@ -109,45 +103,46 @@ class Encoding:
         """
         if self.kind == "ndarray":
             return self._decode_array(raw)
-        if self.kind == "int" or self.kind in _SCALARS:
-            return np.frombuffer(
-                raw, np.dtype("int64" if self.kind == "int" else self.kind).newbyteorder("<")
-            )[0].item()
-        content = raw.tobytes()
-        if self.kind == "bytes":
-            return content
-        text = content.decode("utf-8")
-        readers: dict[str, Callable[[str], Any]] = {
-            "str": str,
-            "json": json.loads,
-            "str_int": int,
-            "str_float": float,
-        }
-        return readers[self.kind](text)
+        if self.kind in _SCALARS:
+            return np.frombuffer(raw, _SCALARS[self.kind])[0].item()
+        return _READERS[self.kind](raw.tobytes())
 
     def _decode_array(self, raw: np.ndarray) -> np.ndarray:
         dtype, shape, start = self.dtype, self.shape, 0
         if dtype is None:
-            dtype, start = _dtype_for(int(raw[0])), 1
+            code, start = int(raw[0]), 1
+            if code not in _DTYPE_OF_CODE:
+                raise ValueError(f"unknown dtype code {code}")
+            dtype = _DTYPE_OF_CODE[code]
         if shape is None:
             axes, width = int(raw[start]) >> 2, 1 << (int(raw[start]) & 3)
-            shape = tuple(
-                np.frombuffer(raw[start + 1 : start + 1 + axes * width], f"<u{width}").tolist()
-            )
-            start += 1 + axes * width
+            end = start + 1 + axes * width
+            shape = tuple(np.frombuffer(raw[start + 1 : end], f"<u{width}").tolist())
+            start = end
         return np.frombuffer(raw[start:], dtype).reshape(shape)
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One entry of index.json. ``packed`` is name, size and hashes of a compressed file."""
+class ShardFile:
+    """A file that index.json lists: its name, size in bytes, and checksums by algorithm."""
 
     name: str
     size: int
-    samples: int
     hashes: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One entry of index.json.
+
+    raw: the uncompressed file.
+    packed: the compressed file, or None.
+    """
+
+    raw: ShardFile
+    samples: int
     compression: str | None
-    packed: tuple[str, int, dict[str, str]] | None
+    packed: ShardFile | None
 
 
 class MdsFolder:
@@ -164,49 +159,32 @@ class MdsFolder:
             ConfigError: something is missing or unknown. The message begins with ``origin``.
         """
         self.folder, self.origin = Path(path).expanduser(), origin or str(path)
-        content = self._read_index()
-        shards = content["shards"]
+        require_folder(self.folder, self.origin, f"of MDS shards, which holds an {INDEX}")
+        content = read_metadata(
+            self.folder / INDEX,
+            self.origin,
+            2,
+            missing=f"Give a folder of MDS shards.{self._subfolder_hint()}",
+            unsupported=". Only MDS shards of version 2 can be read.",
+        )
         try:
-            self.shards = [_parse_shard(entry) for entry in shards]
-            names, encodings = shards[0]["column_names"], shards[0]["column_encodings"]
-            if not (
-                _is_string_list(names)
-                and _is_string_list(encodings)
-                and len(names) == len(encodings)
-            ):
-                raise ValueError(
-                    "column_names and column_encodings must be lists of strings of equal length"
-                )
-            if not all(
-                0 <= number < _MAX_COUNT
-                for shard in self.shards
-                for number in (shard.size, shard.samples)
-            ):
-                raise ValueError("has an invalid size or number of samples")
-            same_columns = all(
-                (entry["column_names"], entry["column_encodings"]) == (names, encodings)
-                for entry in shards
-            )
+            self.shards, names, encodings = _parse_index(content)
         except (KeyError, TypeError, AttributeError, OverflowError, IndexError) as error:
-            raise ConfigError(
-                f"{self.origin}: {INDEX} is not an index of MDS shards ({documents.reason(error)})"
-            ) from None
+            reason = documents.reason(error)
+            raise self._error(f"{INDEX} is not an index of MDS shards ({reason})") from None
         except ValueError as error:
-            raise ConfigError(f"{self.origin}: {INDEX} {error}") from None
-        if not same_columns:
-            raise ConfigError(
-                f"{self.origin}: {INDEX} lists shards with different columns. Put them into "
-                "separate folders."
-            )
+            raise self._error(f"{INDEX} {error}") from None
         self.encodings = dict(zip(names, encodings, strict=True))
-        self.columns = {name: _parse_encoding(text) for name, text in self.encodings.items()}
-        for entry in shards:
+        self.columns = {name: Encoding.parse(text) for name, text in self.encodings.items()}
+        for entry in content["shards"]:
             self._check_column_sizes(entry.get("column_sizes"))
         self.starts = np.cumsum([0, *(shard.samples for shard in self.shards)])
-        self.identity = hashlib.sha256(json.dumps(shards, sort_keys=True).encode()).hexdigest()
+        identity = json.dumps(content["shards"], sort_keys=True)
+        self.identity = hashlib.sha256(identity.encode()).hexdigest()
         self._variable = [name for name, encoding in self.columns.items() if encoding.size is None]
-        self._shard_cache: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
-        self._lock = threading.Lock()
+        packed = any(shard.packed for shard in self.shards)
+        cache = functools.lru_cache(_UNPACKED_SHARDS if packed else _MAPPED_SHARDS)
+        self._open_shard = cache(self._read_shard)
 
     @property
     def num_samples(self) -> int:
@@ -231,11 +209,9 @@ class MdsFolder:
                     raise ValueError("it extends beyond its sample")
                 values[name] = self.columns[name].decode(raw[int(begin[0]) : int(end[0])])
             except (ValueError, IndexError, TypeError) as error:
-                file, why = self.shards[shard].name, " ".join(str(error).split())
-                raise ConfigError(
-                    f"{self.origin}: {file} is corrupt: sample {place}, column {name} "
-                    f"({self.encodings[name]}): {why}"
-                ) from None
+                file, reason = self.shards[shard].raw.name, " ".join(str(error).split())
+                where = f"sample {place}, column {name} ({self.encodings[name]})"
+                raise self._error(f"{file} is corrupt: {where}: {reason}") from None
         return values
 
     def array_lengths(self, name: str, shard: int) -> np.ndarray:
@@ -247,16 +223,13 @@ class MdsFolder:
         if encoding.shape is not None:
             return np.full(self.shards[shard].samples, int(np.prod(encoding.shape)), np.int64)
         raw, offsets = self._open_shard(shard)
-        begin, end = self._bounds(raw, offsets)[name]
-        start, itemsize = begin.copy(), 0 if encoding.dtype is None else encoding.dtype.itemsize
-        if encoding.dtype is None:
+        start, end = self._bounds(raw, offsets)[name]
+        dtype = encoding.dtype
+        if dtype is None:
             codes = set(raw[start].tolist())
-            itemsize = (
-                0
-                if len(codes) != 1 or not codes <= _DTYPE_OF_CODE.keys()
-                else np.dtype(_DTYPE_OF_CODE[codes.pop()]).itemsize
-            )
-            start += 1
+            dtype = _DTYPE_OF_CODE.get(codes.pop()) if len(codes) == 1 else None
+            start = start + 1
+        itemsize = dtype.itemsize if dtype else 0
         head = raw[np.minimum(start, raw.size - 1)].astype(np.int64)
         payload = end - start - 1 - (head >> 2) * (1 << (head & 3))
         if (
@@ -266,308 +239,218 @@ class MdsFolder:
             or np.any(payload % itemsize)
             or np.any(end > offsets[1:])
         ):
-            raise ConfigError(
-                f"{self.origin}: {self.shards[shard].name} is corrupt: column {name} "
+            raise self._error(
+                f"{self.shards[shard].raw.name} is corrupt: column {name} "
                 f"({self.encodings[name]}) does not hold rows of a single dtype"
             )
         return payload // itemsize
 
     def require_column(self, name: str, *kinds: str) -> None:
-        """Raise ConfigError unless there is a column of this name with one of these kinds."""
+        """Raise ConfigError unless the column exists and has one of these kinds."""
         if name not in self.columns:
-            raise ConfigError(
-                f"{self.origin}: has no column {name}; its columns: {self.describe_columns()}"
-            )
+            raise self._error(f"has no column {name}; its columns: {self.describe_columns()}")
         if self.columns[name].kind not in kinds:
-            raise ConfigError(
-                f"{self.origin}: column {name} is {self.encodings[name]}, not {' or '.join(kinds)}"
-            )
+            raise self._error(f"column {name} is {self.encodings[name]}, not {' or '.join(kinds)}")
 
     def describe_columns(self) -> str:
         """Return names and encodings of the columns."""
         return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
 
+    def _error(self, problem: str) -> ConfigError:
+        return ConfigError(f"{self.origin}: {problem}")
+
+    def _subfolder_hint(self) -> str:
+        inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
+        if not inside:
+            return ""
+        return f" Its subfolders {', '.join(inside[:8])} have one: name them in data.mix."
+
     def _check_column_sizes(self, sizes: Any) -> None:
         """Check ``column_sizes`` of an index against the sizes that its encodings imply."""
-        expected_sizes = [encoding.size for encoding in self.columns.values()]
-        if sizes is None or sizes == expected_sizes:
+        expected = {name: encoding.size for name, encoding in self.columns.items()}
+        if sizes is None:
             return
-        if not isinstance(sizes, list) or len(sizes) != len(expected_sizes):
-            raise ConfigError(
-                f"{self.origin}: {INDEX} has column_sizes {sizes}, but the encodings need "
-                f"{len(expected_sizes)} sizes or null: {expected_sizes}"
+        if not isinstance(sizes, list) or len(sizes) != len(expected):
+            raise self._error(
+                f"{INDEX} has column_sizes {sizes}, but the encodings need {len(expected)} sizes "
+                f"or null: {list(expected.values())}"
             )
-        name, size, expected = next(
-            (n, a, b) for n, a, b in zip(self.columns, sizes, expected_sizes, strict=True) if a != b
-        )
-        raise ConfigError(
-            f"{self.origin}: {INDEX} gives column {name} ({self.encodings[name]}) the size "
-            f"{json.dumps(size)} in column_sizes, "
-            f"but its encoding has {json.dumps(expected)}. Write the index again."
-        )
+        for (name, needed), size in zip(expected.items(), sizes, strict=True):
+            if size != needed:
+                raise self._error(
+                    f"{INDEX} gives column {name} ({self.encodings[name]}) the size "
+                    f"{json.dumps(size)} in column_sizes, but its encoding has "
+                    f"{json.dumps(needed)}. Write the index again."
+                )
 
     def _bounds(
         self, raw: np.ndarray, offsets: np.ndarray
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return where each column begins and ends in the samples at offsets[:-1], int64 each."""
+        """Return where each column begins and ends in each sample, int64 [samples] each."""
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
-            raise ConfigError(
-                f"{self.origin}: a shard is corrupt: a sample is too short for the sizes of its "
-                "columns"
+            raise self._error(
+                "a shard is corrupt: a sample is too short for the sizes of its columns"
             )
-        sizes = (
-            raw[heads].view("<u4").astype(np.int64).reshape(len(offsets) - 1, len(self._variable))
+        sizes = raw[heads].view("<u4").astype(np.int64)
+        sizes_by_name = dict(
+            zip(self._variable, sizes.reshape(len(offsets) - 1, len(self._variable)).T, strict=True)
         )
-        by_name = {name: sizes[:, place] for place, name in enumerate(self._variable)}
         bounds, position = {}, offsets[:-1] + 4 * len(self._variable)
         for name, encoding in self.columns.items():
-            end = position + (by_name[name] if encoding.size is None else encoding.size)
+            end = position + (sizes_by_name[name] if encoding.size is None else encoding.size)
             bounds[name] = (position, end)
             position = end
-        if not self._variable and np.any(position != offsets[1:]):
-            place = int(np.argmax(position != offsets[1:]))
-            found, expected = (
-                int(offsets[place + 1] - offsets[place]),
-                int(position[place] - offsets[place]),
-            )
-            raise ConfigError(
-                f"{self.origin}: a shard is corrupt: a sample has {found:,} bytes but its columns "
-                f"need {expected:,}"
+        if not self._variable and np.any(wrong := position != offsets[1:]):
+            place = int(np.argmax(wrong))
+            found, needed = (int(ends[place] - offsets[place]) for ends in (offsets[1:], position))
+            raise self._error(
+                f"a shard is corrupt: a sample has {found:,} bytes but its columns need {needed:,}"
             )
         return bounds
 
-    def _open_shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def _read_shard(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return a shard's bytes, uint8, and the offsets of its samples, int64[samples + 1]."""
-        with self._lock:
-            if number in self._shard_cache:
-                self._shard_cache.move_to_end(number)
-                return self._shard_cache[number]
-            shard = self.shards[number]
-            path = self.folder / shard.name
-            raw = (
-                self._map_file(path, shard.size, shard.hashes)
-                if shard.packed is None or path.exists()
-                else self._unpack(shard)
+        shard = self.shards[number]
+        file, samples = shard.raw, shard.samples
+        if shard.packed is None or (self.folder / file.name).exists():
+            raw = self._map_file(file)
+        else:
+            raw = self._unpack(shard.packed, shard)
+        count = int(np.frombuffer(raw[:4], "<u4")[0]) if raw.size >= 4 else -1
+        offsets = np.frombuffer(raw[4 : 8 + 4 * samples], "<u4").astype(np.int64)
+        if (
+            count != samples
+            or offsets.size != samples + 1
+            or np.any(offsets[1:] < offsets[:-1])
+            or offsets[0] < 8 + 4 * samples
+            or offsets[-1] != file.size
+        ):
+            raise self._error(
+                f"{file.name} is corrupt: its header does not match {INDEX} ({samples} samples)"
             )
-            count = int(np.frombuffer(raw[:4], "<u4")[0]) if raw.size >= 4 else -1
-            offsets = np.frombuffer(raw[4 : 8 + 4 * shard.samples], "<u4").astype(np.int64)
-            rises = offsets.size == shard.samples + 1 and np.all(offsets[1:] >= offsets[:-1])
-            if (
-                count != shard.samples
-                or not rises
-                or offsets[0] < 8 + 4 * shard.samples
-                or offsets[-1] != shard.size
-            ):
-                raise ConfigError(
-                    f"{self.origin}: {shard.name} is corrupt: its header does not match {INDEX} "
-                    f"({shard.samples} samples)"
-                )
-            self._shard_cache[number] = (raw, offsets)
-            while len(self._shard_cache) > (
-                _MAPPED_SHARDS if shard.packed is None else _UNPACKED_SHARDS
-            ):
-                self._shard_cache.popitem(last=False)
-            return raw, offsets
+        return raw, offsets
 
-    def _map_file(self, path: Path, size: int, hashes: dict[str, str]) -> np.ndarray:
-        try:
+    def _map_file(self, file: ShardFile) -> np.ndarray:
+        path, place = self.folder / file.name, f"{self.origin}: {Path(file.name).name}"
+        with explain_read_errors(place, f"{place} is missing; {INDEX} lists it"):
             found = path.stat().st_size
-            if found != size:
+            if found != file.size:
                 raise ConfigError(
-                    f"{self.origin}: {path.name} has {found:,} bytes but {INDEX} lists {size:,}. "
-                    "It is truncated: copy it again."
+                    f"{place} has {found:,} bytes but {INDEX} lists {file.size:,}. It is "
+                    "truncated: copy it again."
                 )
             raw = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-        except FileNotFoundError:
-            raise ConfigError(f"{self.origin}: {path.name} is missing; {INDEX} lists it") from None
-        except OSError as error:
-            raise read_failure(
-                error, f"{self.origin}: {path.name} cannot be read ({error.strerror})"
-            ) from None
-        self._verify_checksum(path.name, raw, hashes)
+        self._verify_checksum(path.name, raw, file.hashes)
         return raw
 
-    def _unpack(self, shard: Shard) -> np.ndarray:
-        assert shard.packed is not None
-        name, size, hashes = shard.packed
-        raw = self._map_file(self.folder / name, size, hashes)
-        decompress = _decompressor(shard.compression, f"{self.origin}: {name}")
+    def _unpack(self, packed: ShardFile, shard: Shard) -> np.ndarray:
+        raw, place, size = self._map_file(packed), f"{self.origin}: {packed.name}", shard.raw.size
+        unpack, unpack_error = _unpacker(shard.compression, place)
         try:
-            content = _read_unpacked(decompress(raw.data), shard.size)
-        except (OSError, ValueError, EOFError, zlib.error) as error:
-            raise ConfigError(
-                f"{self.origin}: {name} cannot be unpacked ({error}). Copy it again."
-            ) from None
-        if len(content) != shard.size:
-            found = f"{len(content):,}" if len(content) < shard.size else "more"
-            raise ConfigError(
-                f"{self.origin}: {name} unpacks to {found} bytes but {INDEX} lists {shard.size:,}"
-            )
+            content = _read_unpacked(unpack(raw.data), size)
+        except (OSError, ValueError, EOFError, unpack_error) as error:
+            raise ConfigError(f"{place} cannot be unpacked ({error}). Copy it again.") from None
+        if len(content) != size:
+            found = f"{len(content):,}" if len(content) < size else "more"
+            raise ConfigError(f"{place} unpacks to {found} bytes but {INDEX} lists {size:,}")
         unpacked = np.frombuffer(content, np.uint8)
-        self._verify_checksum(shard.name, unpacked, shard.hashes)
+        self._verify_checksum(shard.raw.name, unpacked, shard.raw.hashes)
         return unpacked
 
     def _verify_checksum(self, name: str, raw: np.ndarray, hashes: dict[str, str]) -> None:
-        """Compare with the first checksum that Python can compute, if there is one."""
+        """Verify the first checksum that Python can compute, if any."""
         for algorithm, expected in hashes.items():
             if algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake"):
                 found = hashlib.new(algorithm, raw.data, usedforsecurity=False).hexdigest()
                 if found != expected:
-                    raise ConfigError(
-                        f"{self.origin}: {name} is corrupt: its {algorithm} is {found}, but "
-                        f"{INDEX} lists {expected}. Copy it again."
+                    raise self._error(
+                        f"{name} is corrupt: its {algorithm} is {found}, but {INDEX} lists "
+                        f"{expected}. Copy it again."
                     )
                 return
 
-    def _read_index(self) -> dict[str, Any]:
-        if not self.folder.is_dir():
-            problem = "is not a folder" if self.folder.exists() else "no such folder"
-            raise ConfigError(
-                f"{self.origin}: {problem}. Give a folder of MDS shards, which holds an {INDEX}."
-            )
-        try:
-            content = documents.read_json(self.folder / INDEX)
-        except FileNotFoundError:
-            inside = sorted(path.parent.name for path in self.folder.glob(f"*/{INDEX}"))
-            hint = (
-                f" Its subfolders {', '.join(inside[:8])} have one: name them in data.mix."
-                if inside
-                else ""
-            )
-            raise ConfigError(
-                f"{self.origin}: no {INDEX} in it. Give a folder of MDS shards.{hint}"
-            ) from None
-        except OSError as error:
-            raise read_failure(
-                error, f"{self.origin}: {INDEX} cannot be read ({error.strerror})"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.origin}: {INDEX} is not JSON ({documents.reason(error)})"
-            ) from None
-        if (
-            not isinstance(content, dict)
-            or not isinstance(content.get("shards"), list)
-            or content.get("version") != 2
-        ):
-            version = content.get("version") if isinstance(content, dict) else None
-            raise ConfigError(
-                f"{self.origin}: {INDEX} has version {version}. Only MDS shards of version 2 can "
-                "be read."
-            )
-        if not content["shards"]:
-            raise ConfigError(f"{self.origin}: {INDEX} lists no shards")
-        return content
 
+def _parse_index(content: dict[str, Any]) -> tuple[list[Shard], list[str], list[str]]:
+    """Return the shards, and the names and encodings of the columns.
 
-def _is_string_list(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _parse_encoding(text: str) -> Encoding:
-    kind, *details = str(text).split(":")
-    try:
-        if kind == "ndarray" and len(details) <= 2:
-            dtype = np.dtype(details[0]).newbyteorder("<") if details else None
-            if dtype is None or dtype.name in _SCALARS:
-                shape = tuple(map(int, details[1].split(","))) if len(details) == 2 else None
-                if min(shape or (0,)) >= 0:
-                    return Encoding(kind, dtype, shape)
-        if not details and kind in _PLAIN:
-            return Encoding(kind)
-    except (TypeError, ValueError):
-        pass
-    # A column that nobody reads may have any kind, as long as the sample holds its size.
-    return Encoding(str(text))
+    Raises:
+        ValueError: the message continues after ``index.json``.
+        KeyError, TypeError, AttributeError, OverflowError, IndexError: it is no index.
+    """
+    if not content["shards"]:
+        raise ValueError("lists no shards")
+    shards = [_parse_shard(entry) for entry in content["shards"]]
+    columns = [(entry["column_names"], entry["column_encodings"]) for entry in content["shards"]]
+    names, encodings = columns[0]
+    are_lists = isinstance(names, list) and isinstance(encodings, list)
+    are_strings = are_lists and all(isinstance(text, str) for text in names + encodings)
+    if not are_strings or len(names) != len(encodings):
+        raise ValueError(
+            "column_names and column_encodings must be lists of strings of equal length"
+        )
+    if any(other != columns[0] for other in columns):
+        raise ValueError("lists shards with different columns. Put them into separate folders.")
+    return shards, names, encodings
 
 
 def _parse_shard(entry: dict[str, Any]) -> Shard:
     if entry["format"] != "mds":
         raise KeyError("format mds")
-    raw, packed = entry["raw_data"], entry.get("zip_data")
-    shard = Shard(
-        _require_inside(str(raw["basename"])),
-        int(raw["bytes"]),
-        int(entry["samples"]),
-        dict(raw.get("hashes") or {}),
-        entry.get("compression"),
-        (
-            _require_inside(str(packed["basename"])),
-            int(packed["bytes"]),
-            dict(packed.get("hashes") or {}),
-        )
-        if packed
-        else None,
-    )
-    # The minimum is the number of samples, an offset for each, and one for the end of the last.
-    if shard.samples < 0 or not 8 + 4 * shard.samples <= shard.size < _MAX_SHARD_BYTES:
+    packed = entry.get("zip_data")
+    raw, samples = _parse_file(entry["raw_data"]), int(entry["samples"])
+    shard = Shard(raw, samples, entry.get("compression"), _parse_file(packed) if packed else None)
+    # A shard holds at least the number of samples n and n + 1 offsets.
+    if samples < 0 or not 8 + 4 * samples <= raw.size < _MAX_SHARD_BYTES:
         raise ValueError(
-            f"lists {shard.name} with {shard.size:,} bytes for {shard.samples:,} samples, which no "
-            "MDS shard can have"
+            f"lists {raw.name} with {raw.size:,} bytes for {samples:,} samples, which no MDS shard "
+            "can have"
         )
     return shard
 
 
-def _require_inside(name: str) -> str:
-    """Return ``name`` if it is in the folder or below it.
+def _parse_file(facts: dict[str, Any]) -> ShardFile:
+    """Return the file.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not in the folder or below it.
     """
+    name = str(facts["basename"])
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or set(name) & set("\\\0"):
         raise ValueError(f"names the shard {name!r}, which is not in the folder")
-    return name
-
-
-def _dtype_for(code: int) -> np.dtype:
-    if code not in _DTYPE_OF_CODE:
-        raise ValueError(f"unknown dtype code {code}")
-    return np.dtype(_DTYPE_OF_CODE[code]).newbyteorder("<")
+    return ShardFile(name, int(facts["bytes"]), dict(facts.get("hashes") or {}))
 
 
 def _read_unpacked(stream: Any, size: int) -> bytearray:
-    """Return all that the stream unpacks to, but at most ``size`` + 1 bytes."""
+    """Decompress the stream, up to ``size`` + 1 bytes."""
     content = bytearray()
     while len(content) <= size and (piece := stream.read(min(_CHUNK, size + 1 - len(content)))):
         content += piece
     return content
 
 
-def _decompressor(compression: str | None, place: str) -> Callable[[Any], Any]:
-    """Return a function from packed bytes to a stream of unpacked ones."""
+def _unpacker(
+    compression: str | None, place: str
+) -> tuple[Callable[[memoryview], Any], type[Exception]]:
+    """Return a function that opens a decompressing stream, and the error that the stream raises."""
     kind = str(compression).partition(":")[0]
     if kind == "gz":
-        return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content))
-    if kind == "zstd":
-        return _zstd_decompressor(place)
-    raise ConfigError(f"{place}: is compressed with {compression}. Only zstd and gz can be read.")
-
-
-def _zstd_decompressor(place: str) -> Callable[[Any], Any]:
-    """Use Python's own zstd from 3.14 on, else the package."""
-    try:
+        return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content)), zlib.error
+    if kind != "zstd":
+        raise ConfigError(
+            f"{place}: is compressed with {compression}. Only zstd and gz can be read."
+        )
+    try:  # Python's own module, from 3.14 on
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+
+        return lambda content: zstd.ZstdFile(io.BytesIO(content)), zstd.ZstdError
     except ImportError:
         pass
-    else:
-        return lambda content: zstd.ZstdFile(io.BytesIO(content))
     try:
         import zstandard
     except ImportError:
         raise ConfigError(
             f"{place}: needs the zstandard package: {install_command('data')}"
         ) from None
-
-    class Stream:
-        def __init__(self, content: Any) -> None:
-            self._stream = zstandard.ZstdDecompressor().stream_reader(content)
-
-        def read(self, most: int) -> bytes:
-            try:
-                return self._stream.read(most)
-            except zstandard.ZstdError as error:
-                raise ValueError(str(error)) from None
-
-    return Stream
+    return zstandard.ZstdDecompressor().stream_reader, zstandard.ZstdError

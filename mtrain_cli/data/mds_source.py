@@ -1,9 +1,9 @@
-"""Tokens of a folder of MDS shards as one stream: raw documents, or samples that are already
-packed.
+"""Read the tokens in a folder of MDS shards as one stream.
 
-Columns: ``input_ids``, one-dimensional integers. Packed samples also have ``indices``, the spans of
-their documents as a list of (begin, end), and may have ``mask``, true where a token is a target.
-Tokens outside every span are no targets.
+A sample is a document, or several that are already packed. The column ``input_ids`` holds its
+tokens, one-dimensional integers. Packed samples also have ``indices``, the (begin, end) of each
+document. They may have ``mask``, which is true for tokens that are targets. Tokens outside every
+document are not targets.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.mds import MdsFolder
-from mtrain_cli.data.store import VERSION, StoreMeta, Stretch
+from mtrain_cli.data.store import StoreMeta, Stretch
 from mtrain_cli.data.token_cache import cached_array
 
 TOKENS, SPANS, TARGETS, DOMAIN = "input_ids", "indices", "mask", "domain"
@@ -37,85 +37,64 @@ class MdsSource:
         self.folder = self.shards.folder
         require_tokens(self.shards)
         self._columns = [TOKENS]
-        if SPANS in self.shards.columns:
-            self.shards.require_column(SPANS, "ndarray", "json")
-            self._columns.append(SPANS)
-        if TARGETS in self.shards.columns:
-            self.shards.require_column(TARGETS, "ndarray")
-            self._columns.append(TARGETS)
+        for column, kinds in ((SPANS, ("ndarray", "json")), (TARGETS, ("ndarray",))):
+            if column in self.shards.columns:
+                self.shards.require_column(column, *kinds)
+                self._columns.append(column)
         self._origin = origin
         lengths = sample_lengths(self.shards)
-        self.offsets = np.zeros(lengths.size + 1, np.int64)
-        np.cumsum(lengths, out=self.offsets[1:])
-        identity = hashlib.sha256(self.shards.identity.encode() + lengths.tobytes()).hexdigest()
-        kind = "packed samples" if self.packed else "documents"
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        kind = "packed samples" if SPANS in self._columns else "documents"
         self.meta = StoreMeta(
-            version=VERSION,
             dtype="uint32",
             tokenizer="of the shards",
-            tokenizer_identity="",
-            eos=None,
-            vocab_size=0,
             num_tokens=int(self.offsets[-1]),
             num_documents=lengths.size,
-            sha256=identity,
+            sha256=hashlib.sha256(self.shards.identity.encode() + lengths.tobytes()).hexdigest(),
             source=f"{kind} of {path}",
         )
 
-    @property
-    def packed(self) -> bool:
-        return SPANS in self._columns
-
     def read(self, unit: int, start: int, stop: int) -> Stretch:
         sample = self.shards.sample(unit, self._columns)
-        tokens = sample[TOKENS]
+        place, tokens = f"{self._origin}: sample {unit}", sample[TOKENS]
         length = int(self.offsets[unit + 1] - self.offsets[unit])
         if tokens.shape != (length,):
             raise ConfigError(
-                f"{self._origin}: sample {unit} has {tokens.shape} tokens instead of {length}. The "
-                "shards have changed."
+                f"{place} has {tokens.shape} tokens instead of {length}. The shards have changed."
             )
         ends = targets = None
         if SPANS in sample:
-            ends, targets = self._parse_spans(sample[SPANS], unit, length)
+            spans = parse_spans(sample[SPANS], length, place, allow_empty=False)
+            ends = np.unique(spans)
+            ends = ends[(ends > start) & (ends < stop)] - start
+            if np.diff(spans).sum() != length:
+                targets = np.zeros(length, bool)
+                for begin, end in spans:
+                    targets[begin:end] = True
         if TARGETS in sample:
             mask = np.asarray(sample[TARGETS]).astype(bool)
             if mask.shape != (length,):
                 raise ConfigError(
-                    f"{self._origin}: sample {unit} has a {TARGETS} of shape {mask.shape} for "
-                    f"{length} tokens"
+                    f"{place} has a {TARGETS} of shape {mask.shape} for {length} tokens"
                 )
             targets = mask if targets is None else targets & mask
-        if ends is not None:
-            ends = ends[(ends > start) & (ends < stop)] - start
         return Stretch(tokens[start:stop], ends, None if targets is None else targets[start:stop])
 
-    def _parse_spans(
-        self, spans: object, unit: int, length: int
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return where documents end in a sample, and which tokens are inside one (None: all)."""
-        try:
-            pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"{self._origin}: sample {unit}: {SPANS} is not a list of (begin, end)"
-            ) from None
-        flat = pairs.ravel()
-        if (
-            np.any(np.diff(flat) < 0)
-            or np.any(pairs[:, 0] == pairs[:, 1])
-            or (flat.size and (flat[0] < 0 or flat[-1] > length))
-        ):
-            raise ConfigError(
-                f"{self._origin}: sample {unit}: {SPANS} must be increasing spans within its "
-                f"{length} tokens"
-            )
-        inside = None
-        if int((pairs[:, 1] - pairs[:, 0]).sum()) != length:
-            inside = np.zeros(length, bool)
-            for begin, end in pairs:
-                inside[begin:end] = True
-        return np.unique(flat), inside
+
+def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) -> np.ndarray:
+    """Return the (begin, end) of each document in a sample of ``length`` tokens, int64[N, 2].
+
+    Raises:
+        ConfigError: the spans are not increasing, or an empty one is not allowed.
+    """
+    try:
+        pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{place}: {SPANS} is not a list of (begin, end)") from None
+    bounds = np.concatenate([[0], pairs.ravel(), [length]])
+    if np.any(np.diff(bounds) < 0) or (not allow_empty and np.any(pairs[:, 0] == pairs[:, 1])):
+        raise ConfigError(f"{place}: {SPANS} must be increasing spans within its {length} tokens")
+    return pairs
 
 
 def require_tokens(shards: MdsFolder) -> None:
@@ -133,21 +112,18 @@ def require_tokens(shards: MdsFolder) -> None:
 def sample_lengths(shards: MdsFolder) -> np.ndarray:
     """Return the number of tokens of every sample, int64.
 
-    This has to unpack compressed shards, so the result is kept in the cache folder.
+    The cache folder keeps the result, because finding it may decompress every shard.
     """
-    facts = [shards.identity]
+    facts = ["mds lengths 1", str(shards.folder.absolute()), shards.identity]
     for shard in shards.shards:
-        for name in (shard.name, shard.packed[0] if shard.packed else None):
-            path = shards.folder / name if name else None
-            if path is not None and path.exists():
+        for file in filter(None, (shard.raw, shard.packed)):
+            if (path := shards.folder / file.name).exists():
                 status = path.stat()
-                facts.append(f"{name} {status.st_size} {status.st_mtime_ns}")
-    key = hashlib.sha256(
-        "\n".join(["mds lengths 1", str(shards.folder.absolute()), *facts]).encode()
-    ).hexdigest()[:32]
-    return cached_array(
-        key,
-        lambda: np.concatenate(
-            [shards.array_lengths(TOKENS, number) for number in range(len(shards.shards))]
-        ),
-    )
+                facts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+
+    def measure() -> np.ndarray:
+        shard_numbers = range(len(shards.shards))
+        return np.concatenate([shards.array_lengths(TOKENS, number) for number in shard_numbers])
+
+    return cached_array(key, measure)

@@ -1,20 +1,22 @@
-"""Mix several corpora in given proportions: choose the corpus and the sequence for every n.
+"""Mix several corpora in given proportions: choose the corpus and the sequence for each number n.
 
-The order is a pure function of n, so any number of workers agrees on it and a resumed run needs one
-integer. Numbers are dealt in blocks. Up to the end of block b, corpus d has had floor(W_d m) -
-floor(W_(d-1) m) sequences, with m = b x block and W the cumulative weights. That is always within
-one of its share. A random permutation in each block decides which corpus comes when. The sequences
-of a corpus come from its epochs one after the other, each another permutation of all of them, so
-that none repeats before all have come once. A corpus whose weight exceeds its share of the
-sequences starts its next epoch while others are still in their first.
+The order is a pure function of n, so all workers agree on it, and a resumed run needs one integer.
+The sampler deals numbers in blocks. Of the first m = b x block numbers, corpus d gets floor(W_d m)
+- floor(W_(d-1) m), with W the cumulative weights. This count differs from the corpus's share by
+less than one. Within a block, a random permutation orders the corpora.
+
+A corpus goes through its epochs one after the other. Each epoch is another permutation of all its
+sequences, so no sequence repeats before all have come once. A corpus whose weight exceeds its share
+of the sequences starts its next epoch while others are still in their first.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.dataset import PackedDataset, Sample
-from mtrain_cli.data.permutation import Permutation, mix64
+from mtrain_cli.data.permutation import Permutation, cached_permutation, mix64
 from mtrain_cli.data.sampler import Sampler
 
 _SCALE = 40  # weights are multiples of 2^-40
@@ -40,10 +42,11 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     Raises:
         ConfigError: the file cannot be read, or a weight is not a positive number.
     """
+    content: Any = mix
     origin = f"data.mix={mix}" if isinstance(mix, str) else "data.mix"
     if isinstance(mix, str):
         try:
-            content: Any = read_yaml(Path(mix).expanduser())
+            content = read_yaml(Path(mix).expanduser())
         except FileNotFoundError:
             raise ConfigError(
                 f"{origin}: no such file. Give weights such as data.mix={{code: 0.3, book: 0.7}}, "
@@ -51,36 +54,34 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
             ) from None
         except (OSError, ValueError) as error:
             raise ConfigError(f"{origin}: cannot be read as YAML ({reason(error)})") from None
-    else:
-        content = mix
     if not isinstance(content, Mapping) or not content:
         raise ConfigError(f"{origin}: must be weights by name, such as {{code: 0.3, book: 0.7}}")
-    weights = {}
-    for name, weight in content.items():
-        try:
-            weights[str(name)] = float(weight)  # YAML 1.1 reads 1e-3 as text
-        except (TypeError, ValueError, OverflowError):
-            weights[str(name)] = math.nan
-        if not 0 < weights[str(name)] < math.inf:
-            raise ConfigError(
-                f"{origin}: the weight of {name} is {weight}. It must be above 0; remove corpora "
-                "that you do not want."
-            )
+    weights = {str(name): _number(weight) for name, weight in content.items()}
+    for (name, given), weight in zip(content.items(), weights.values(), strict=True):
+        if not 0 < weight < math.inf:
+            advice = "It must be above 0; remove corpora that you do not want."
+            raise ConfigError(f"{origin}: the weight of {name} is {given}. {advice}")
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
-    small = [name for name, weight in weights.items() if weight < 1e-5]
-    if small:
-        raise ConfigError(
-            f"{origin}: the weight of {small[0]} is below 1e-5 of the total. Remove it."
-        )
+    for name, weight in weights.items():
+        if weight < 1e-5:
+            raise ConfigError(
+                f"{origin}: the weight of {name} is below 1e-5 of the total. Remove it."
+            )
     return weights
+
+
+def _number(weight: Any) -> float:
+    try:
+        return float(weight)  # YAML 1.1 reads 1e-3 as text
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 class MixtureSampler(Sampler):
     """The order of a `MixedDataset`.
 
-    ``sizes`` and ``weights`` are per corpus. An index counts through all corpora, one after the
-    other.
+    ``sizes`` and ``weights`` are per corpus. Dataset indices count through the corpora in order.
     """
 
     def __init__(
@@ -89,33 +90,22 @@ class MixtureSampler(Sampler):
         super().__init__(sum(sizes), seed, consumed)
         self.sizes = sizes
         self._in_order_from = 0
-        self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._block = functools.lru_cache(_KEPT_BLOCKS)(self._deal_block)
         self._starts = np.cumsum([0, *sizes]).tolist()
-        total, running = sum(weights), 0.0
-        self._cumulative = [0]
-        for weight in weights:
-            running += weight
-            self._cumulative.append(round(running / total * (1 << _SCALE)))
+        total = sum(weights)
+        reached = accumulate(weights, initial=0)
+        self._cumulative = [round(weight / total * (1 << _SCALE)) for weight in reached]
         smallest_share = min(b - a for a, b in pairwise(self._cumulative)) / (1 << _SCALE)
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of sequence ``number`` of the run, and how many of that corpus came
-        before.
-        """
+        """Return the corpus of sequence ``number``, and how many of that corpus came before."""
         block, slot = divmod(number, self.block)
-        corpora, counts = self._dealt_block(block)
+        corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])
 
-    def _dealt_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the corpus and the count of every number of a block, int32 and int64[block]."""
-        if block not in self._blocks:
-            if len(self._blocks) >= _KEPT_BLOCKS:
-                self._blocks.clear()
-            self._blocks[block] = self._deal_block(block)
-        return self._blocks[block]
-
     def _deal_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return what `locate` returns for each number of a block: int32[block], int64[block]."""
         before, after = (self._counts_before(b * self.block) for b in (block, block + 1))
         quotas = np.array(after) - np.array(before)
         slots = Permutation(self.block, mix64(self.seed, -1, block)).images()
@@ -136,12 +126,12 @@ class MixtureSampler(Sampler):
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue from ``state()``.
 
-        After a state of an earlier version, finish its block in the old order, so that no sequence
-        is lost or repeated.
+        If an earlier version saved the state, finish the current block in that version's order, so
+        that no sequence is lost or repeated.
         """
         super().load_state(state)
         self._in_order_from = int(state.get("in_order_from", -(-self.consumed // self.block)))
-        self._blocks.clear()
+        self._block.cache_clear()
 
     def sequence(self, number: int) -> int:
         """Return the dataset index of sequence ``number`` of the whole run."""
@@ -149,26 +139,17 @@ class MixtureSampler(Sampler):
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         corpus, count = self.locate(number)
         epoch, position = divmod(count, self.sizes[corpus])
-        return self._starts[corpus] + self._permuted(
-            position, self.sizes[corpus], self.seed, corpus, epoch
-        )
+        key = mix64(self.seed, corpus, epoch)
+        return self._starts[corpus] + cached_permutation(self.sizes[corpus], key)(position)
 
     def _counts_before(self, number: int) -> list[int]:
-        """Return the sequences of each corpus among the first ``number``, at the end of a block."""
+        """Return how many of the first ``number`` sequences each corpus gets, at a block's end."""
         reached = [weight * number >> _SCALE for weight in self._cumulative]
         return [b - a for a, b in pairwise(reached)]
 
-    def _permuted(self, index: int, size: int, *keys: int) -> int:
-        key = (size, *keys)
-        if key not in self._permutations:
-            if len(self._permutations) > 256:
-                self._permutations.clear()
-            self._permutations[key] = Permutation(size, mix64(*keys))
-        return self._permutations[key](index)
-
 
 class MixedDataset:
-    """The sequences of several datasets, one after the other, drawn by weight."""
+    """Several datasets, drawn by weight. An index counts through one dataset after the other."""
 
     def __init__(self, parts: dict[str, PackedDataset], weights: dict[str, float]) -> None:
         self.parts, self.weights = parts, weights
@@ -194,11 +175,8 @@ class MixedDataset:
         return [sample for part in self._datasets for sample in part.held_out]
 
     def sampler(self, seed: int) -> MixtureSampler:
-        return MixtureSampler(
-            [len(part) for part in self._datasets],
-            [self.weights[name] for name in self.parts],
-            seed,
-        )
+        sizes = [len(part) for part in self._datasets]
+        return MixtureSampler(sizes, [self.weights[name] for name in self.parts], seed)
 
     def describe(self) -> str:
         """Return one line: the share and the number of sequences of each corpus."""
@@ -207,6 +185,6 @@ class MixedDataset:
         )
         seq = self._datasets[0].seq
         return (
-            f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; "
-            f"share of each, and its sequences of {seq:,}: {shares}"
+            f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; share of each, and "
+            f"its sequences of {seq:,}: {shares}"
         )

@@ -27,12 +27,8 @@ def open_dataset(config: Config) -> Dataset:
     """
     data = config.data
     if data.mix is None:
-        return _open_part(
-            config,
-            data,
-            f"data.path={data.path}" if data.path else f"data={data.kind}",
-            data.eval_sequences,
-        )
+        origin = f"data.path={data.path}" if data.path else f"data={data.kind}"
+        return _open_part(config, data, origin, data.eval_sequences)
     weights = parse_mix(data.mix)
     parts = {}
     for name, weight in weights.items():
@@ -50,8 +46,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     if store.meta.num_tokens < config.seq:
         raise ConfigError(
             f"seq={config.seq}: {origin} holds only {store.meta.num_tokens:,} tokens, less than "
-            f"one sequence of {config.seq:,}. "
-            f"Give a longer corpus or a smaller seq."
+            f"one sequence of {config.seq:,}. Give a longer corpus or a smaller seq."
         )
     dataset = PackedDataset(
         store,
@@ -66,8 +61,8 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
     if dataset.sequences <= held_out:
         raise ConfigError(
             f"data.eval_sequences={config.data.eval_sequences}: {origin} has only "
-            f"{dataset.sequences} sequences of {config.seq:,}, "
-            "so none would be left to train on. Use fewer, a smaller seq or a longer corpus."
+            f"{dataset.sequences} sequences of {config.seq:,}, so none would be left to train on. "
+            "Use fewer, a smaller seq or a longer corpus."
         )
     if not store.meta.vocab_size:
         dataset[0]  # fail before anything starts if the tokens are from another tokenizer
@@ -75,15 +70,13 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
-    """Open where the tokens of a corpus are, and describe that place."""
+    """Open the source of a corpus's tokens. Return it and a description of its location."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
 
         if not data.path:
-            raise ConfigError(
-                "data.path=null: data=mds needs a folder of MDS shards, or data.mix with several "
-                "folders"
-            )
+            needed = "a folder of MDS shards, or data.mix with several folders"
+            raise ConfigError(f"data.path=null: data=mds needs {needed}")
         return MdsSource(data.path, origin), f"mapped from {data.path}"
     if data.kind == "tokens":
         if not data.path:
@@ -94,11 +87,8 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
         if path.suffix in SUFFIXES and not path.is_dir():
             return open_array(path, origin, data.token_dtype, config.model.vocab_size), location
         store = TokenStore.open(data.path, origin)
-        _check_vocabulary(
-            config,
-            store.meta.vocab_size,
-            f"the token store {data.path} (tokenizer {store.meta.tokenizer})",
-        )
+        owner = f"the token store {data.path} (tokenizer {store.meta.tokenizer})"
+        _check_vocabulary(config, store.meta.vocab_size, owner)
         return store, location
     tokenizer = open_tokenizer(data.tokenizer)
     _check_vocabulary(config, tokenizer.vocab_size, f"data.tokenizer={data.tokenizer}")

@@ -1,7 +1,7 @@
-"""Check the page sizes of a parquet file before unpacking, against files that would fill memory.
+"""Check a parquet file's page sizes before decompression, which could otherwise fill the memory.
 
-A page header is a struct in Thrift's compact encoding. Field 1 is the kind, fields 2 and 3 are the
-sizes unpacked and packed.
+A page header is a struct in Thrift's compact encoding. Field 1 is the kind of page. Fields 2 and 3
+are its uncompressed and compressed sizes.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import IO, Any
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import host_memory
 
-# Bytes to read for a header. Its statistics repeat the least and greatest value, at any length.
+# Bytes to read for a header: first try, then limit. A header repeats the page's smallest and
+# largest value, of any length.
 _HEAD_BYTES = (1 << 12, 1 << 24)
 _DICTIONARY = 2  # the kind of a dictionary page
-# Bytes that one read may expand to, if its rows refer to a dictionary.
+# Bytes that one read may expand to if its rows refer to a dictionary.
 _EXPANDED_BYTES = 1 << 28
 # Field types of the compact encoding.
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
@@ -32,7 +33,7 @@ def rows_per_read(
         location: beginning of an error message.
 
     Raises:
-        ConfigError: a column unpacks to more than the file claims, or to more than memory holds.
+        ConfigError: a column decompresses to more than the file claims, or than half the memory.
     """
     allowed = host_memory() // 2
     largest_dictionary = 1
@@ -41,45 +42,41 @@ def rows_per_read(
             column = group.column(number)
             if column.path_in_schema.partition(".")[0] not in columns:
                 continue
+            place = f"{location}: column {column.path_in_schema}"
             claimed, unpacked = column.total_uncompressed_size, 0
-            for kind, size in _read_pages(file, column, location):
+            for kind, size in _read_pages(file, column, place):
                 unpacked += size
                 if unpacked > claimed:
                     raise ConfigError(
-                        f"{location}: column {column.path_in_schema} unpacks to more than the "
-                        f"{claimed:,} bytes that the file claims. "
+                        f"{place} unpacks to more than the {claimed:,} bytes that the file claims. "
                         "The file is damaged, or made to fill memory."
                     )
                 if kind == _DICTIONARY:
                     largest_dictionary = max(largest_dictionary, size)
             if claimed > allowed:
                 raise ConfigError(
-                    f"{location}: column {column.path_in_schema} unpacks to {claimed / 2**30:,.1f} "
-                    "GiB, more than half of this machine's "
-                    "memory. Write smaller row groups."
+                    f"{place} unpacks to {claimed / 2**30:,.1f} GiB, more than half of this "
+                    "machine's memory. Write smaller row groups."
                 )
     return max(1, min(max_rows, _EXPANDED_BYTES // largest_dictionary))
 
 
-def _read_pages(file: IO[bytes], column: Any, location: str) -> Iterator[tuple[int, int]]:
-    """Yield the kind and the unpacked bytes of every page, without its header."""
+def _read_pages(file: IO[bytes], column: Any, place: str) -> Iterator[tuple[int, int]]:
+    """Yield the kind and the uncompressed bytes of every page, without its header."""
     # A dictionary offset of 0 means that there is none.
     at = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
     end = at + column.total_compressed_size
     while at < end:
         page = _read_head(file, at, end)
         if page is None:
-            raise ConfigError(
-                f"{location}: column {column.path_in_schema} is corrupt: it has a page without a "
-                "header"
-            )
+            raise ConfigError(f"{place} is corrupt: it has a page without a header")
         kind, unpacked, next_page = page
         yield kind, unpacked
         at = next_page
 
 
 def _read_head(file: IO[bytes], at: int, end: int) -> tuple[int, int, int] | None:
-    """Return kind, unpacked bytes and end of the page at ``at``, or None without a header there."""
+    """Return kind, uncompressed bytes and end of the page at ``at``, or None without a header."""
     for max_bytes in _HEAD_BYTES:
         file.seek(at)
         head = _Head(file.read(min(max_bytes, end - at)))
@@ -91,7 +88,7 @@ def _read_head(file: IO[bytes], at: int, end: int) -> tuple[int, int, int] | Non
 
 
 class _Head:
-    """Reads one struct. Afterwards ``at`` is its end."""
+    """Read one struct. ``at`` is then the offset of its end."""
 
     def __init__(self, content: bytes) -> None:
         self._content = content
@@ -118,7 +115,7 @@ class _Head:
         elif kind == _DOUBLE:
             self.at += 8
         elif kind == _BINARY:
-            length = self._read_unsigned()
+            length = self._read_unsigned()  # moves self.at
             self.at += length
         elif kind in (_LIST, _SET):
             head = self._read_byte()

@@ -1,11 +1,12 @@
-"""Random orders that need no stored list: a keyed bijection of [0, n) and a keyed order of
-documents.
+"""Random orders that need no stored list: a keyed bijection of [0, n), and an order of documents.
 
 Both use one 64-bit mixing function instead of a library's random generator, so the order of a run
 is the same on every machine and with every version of numpy.
 """
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 
@@ -30,21 +31,25 @@ def mix64(*words: int) -> int:
 def shuffled_order(count: int, seed: int) -> np.ndarray:
     """Return 0..count-1 in an order given by ``seed``, int64[count], sorted by mixed values."""
     state = np.arange(count, dtype=np.uint64)
-    state += np.uint64(mix64(seed))
+    _mix_array(state, mix64(seed))
+    return np.argsort(state, kind="stable")
+
+
+def _mix_array(state: np.ndarray, increment: int) -> None:
+    """Mix each uint64 in place, as `mix64` mixes one word."""
+    state += np.uint64(increment)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         state ^= state >> np.uint64(shift)
         state *= np.uint64(factor)
     state ^= state >> np.uint64(31)
-    return np.argsort(state, kind="stable")
 
 
 class Permutation:
-    """A bijection of [0, size) chosen by integer ``keys``; computes one value at a time in O(1)
-    memory.
+    """A bijection of [0, size), chosen by integer ``keys``. It needs no memory for its values.
 
     A balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17, 1988) permutes the next power
-    of four. Values outside [0, size) go through it again until they are inside (cycle walking:
-    Black and Rogaway, CT-RSA 2002), at most four times on average.
+    of four. A value outside [0, size) is permuted again until it is inside (cycle walking: Black
+    and Rogaway, CT-RSA 2002), at most four times on average.
     """
 
     def __init__(self, size: int, *keys: int) -> None:
@@ -77,11 +82,7 @@ class Permutation:
         left, right = indices >> half, indices & mask
         for key in self._keys:
             state = right ^ np.uint64(mix64(key))  # `mix64(key, right)` from its second word on
-            state += np.uint64(_GOLDEN)
-            for shift, factor in ((30, _FIRST), (27, _SECOND)):
-                state ^= state >> np.uint64(shift)
-                state *= np.uint64(factor)
-            state ^= state >> np.uint64(31)
+            _mix_array(state, _GOLDEN)
             left, right = right, left ^ (state & mask)
         return left << half | right
 
@@ -91,3 +92,6 @@ class Permutation:
         for key in self._keys:
             left, right = right, left ^ (mix64(key, right) & mask)
         return left << self._half | right
+
+
+cached_permutation = functools.lru_cache(256)(Permutation)

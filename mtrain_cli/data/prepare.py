@@ -1,4 +1,4 @@
-"""Turn a corpus and a tokenizer into a token store, and survive an interruption at any moment.
+"""Tokenise a corpus into a token store. An interrupted call resumes where it stopped.
 
 The unfinished store is the folder ``OUT.partial``. Its journal records how far the arrays are
 complete. A rerun cuts the arrays back to that point and continues there. The last step renames the
@@ -8,30 +8,28 @@ folder to ``OUT``, so ``OUT`` is complete or absent.
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import BinaryIO
 
+from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.corpora import Corpus, Document
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.permutation import mix64
 from mtrain_cli.data.store import (
-    DOCUMENTS,
-    DOMAINS,
     META,
     TOKENIZER,
-    TOKENS,
     StoreMeta,
     StoreWriter,
     TokenStore,
-    array_sizes,
+    Written,
     write_json,
 )
 from mtrain_cli.data.tokenizers import (
@@ -46,15 +44,14 @@ from mtrain_cli.launch.failures import write_failure
 _JOURNAL, _LOCK = "journal.json", "lock"
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 1 << 13
 _COMMIT_TOKENS, _COMMIT_SECONDS = 1 << 24, 2.0
-# Merges from this much text are as good as from more. BPE training holds every distinct word in
-# memory.
+# More text does not improve the merges, and BPE training keeps every distinct word in memory.
 _BPE_CHARACTERS = 1 << 30
 DEFAULT_BPE_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
 class CorpusPosition:
-    """Position before a record of a unit. ``read`` is about how many bytes precede it."""
+    """The position before a record of a unit. ``read``: about how many bytes precede it."""
 
     unit: int = 0
     record: int = 0
@@ -74,17 +71,34 @@ class PreparationProgress:
 
 @dataclass(frozen=True)
 class _Journal:
-    """How far the files of an unfinished store are complete."""
+    """How far the files of an unfinished store are complete. The file is one flat JSON object."""
 
     recipe: dict[str, str]
-    unit: int = 0
-    record: int = 0
-    read: int = 0
-    tokens: int = 0
-    documents: int = 0
-    domains: list[str] = field(default_factory=list)
-    left_out: dict[str, int] = field(default_factory=dict)
-    cut: int = 0
+    position: CorpusPosition = CorpusPosition()
+    written: Written = field(default_factory=Written)
+
+    @classmethod
+    def read(cls, partial: Path) -> _Journal:
+        try:
+            content = documents.read_json(partial / _JOURNAL)
+            position = documents.checked(CorpusPosition, content)
+            return cls(content["recipe"], position, documents.checked(Written, content))
+        except (ValueError, KeyError):
+            raise ConfigError(
+                f"{partial}: its {_JOURNAL} is broken. Delete the folder to start again."
+            ) from None
+
+    def write(self, partial: Path) -> None:
+        content = {"recipe": self.recipe, **asdict(self.position), **asdict(self.written)}
+        write_json(partial / _JOURNAL, content)
+
+
+@dataclass(frozen=True)
+class _DocumentEnd:
+    """The end of a document in a batch of pieces."""
+
+    position: CorpusPosition
+    domain: str
 
 
 def tokenise(
@@ -96,55 +110,45 @@ def tokenise(
     """Write the documents of ``corpus`` from ``start`` on.
 
     Yields:
-        The position after the last complete document, once per batch.
+        After each batch, the position after its last complete document.
     """
     base = sum(unit.size for unit in corpus.units[: start.unit])
-    pieces: list[str] = []
-    # One entry per document end: number of pieces before it, position reached, and domain.
-    ends: list[tuple[int, CorpusPosition, str]] = []
+    batch: list[str | _DocumentEnd] = []
     position, characters = start, 0
-
-    def flush() -> CorpusPosition:
-        written = 0
-        encoded = tokenizer.encode(pieces)
-        for count, _, domain in ends:
-            for ids in encoded[written:count]:
-                writer.append(ids)
-            writer.end_document(domain)
-            written = count
-        for ids in encoded[written:]:
-            writer.append(ids)
-        writer.flush()
-        reached = (
-            ends[-1][1]
-            if ends
-            else CorpusPosition(position.unit, position.record, position.read + characters)
-        )
-        pieces.clear()
-        ends.clear()
-        return reached
-
     for number, unit in enumerate(corpus.units[start.unit :], start.unit):
         for document in unit.documents(start.record if number == start.unit else 0):
-            for piece in _pieces_to_encode(document, tokenizer, writer):
-                pieces.append(piece)
-                characters += len(piece)
-                if characters >= _BATCH_CHARACTERS or len(pieces) >= _BATCH_PIECES:
-                    position = flush()
-                    characters = 0
+            reached = CorpusPosition(number, document.record, base + document.end)
+            end = _DocumentEnd(reached, document.domain)
+            pieces = _pieces_to_encode(document, tokenizer, writer)
+            for item in chain[str | _DocumentEnd](pieces, [end]):
+                batch.append(item)
+                characters += len(item) if isinstance(item, str) else 0
+                if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
+                    position = _write_batch(batch, tokenizer, writer, position)
                     yield position
-            ends.append(
-                (
-                    len(pieces),
-                    CorpusPosition(number, document.record, base + document.end),
-                    document.domain,
-                )
-            )
-            if len(ends) >= _BATCH_PIECES:
-                position, characters = flush(), 0
-                yield position
+                    batch, characters = [], 0
         base += unit.size
-    yield flush()
+    yield _write_batch(batch, tokenizer, writer, position)
+
+
+def _write_batch(
+    batch: Sequence[str | _DocumentEnd],
+    tokenizer: Tokenizer,
+    writer: StoreWriter,
+    before: CorpusPosition,
+) -> CorpusPosition:
+    """Write a batch that starts at ``before``. Return the position that it reaches."""
+    pieces = [item for item in batch if isinstance(item, str)]
+    encoded = iter(tokenizer.encode(pieces))
+    reached = replace(before, read=before.read + sum(map(len, pieces)))
+    for item in batch:
+        if isinstance(item, str):
+            writer.append(next(encoded))
+        else:
+            writer.end_document(item.domain)
+            reached = item.position
+    writer.flush()
+    return reached
 
 
 def prepare_store(
@@ -168,10 +172,8 @@ def prepare_store(
             writable.
         RunError: the disk is full or fails. What is done stays for a rerun.
     """
-    given_tokenizer = (
-        None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
-    )
-    if given_tokenizer is not None and vocab_size is not None:
+    given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
+    if given is not None and vocab_size is not None:
         raise ConfigError(
             f"--vocab-size {vocab_size}: only for --tokenizer bpe. The tokenizer {tokenizer} has "
             "its own vocabulary."
@@ -181,11 +183,8 @@ def prepare_store(
         raise ConfigError(
             f"--vocab-size {bpe_size}: a byte-level BPE needs at least {SMALLEST_BPE} ids"
         )
-    recipe = {
-        "corpus": corpus.signature,
-        "tokenizer": given_tokenizer.identity if given_tokenizer else f"bpe {bpe_size}",
-        **filters.recipe,
-    }
+    identity = given.identity if given else f"bpe {bpe_size}"
+    recipe = {"corpus": corpus.signature, "tokenizer": identity, **filters.recipe}
     out = Path(os.path.abspath(out.expanduser()))
     if store := _open_finished(out, recipe):
         return store
@@ -198,12 +197,12 @@ def prepare_store(
                 return store
             journal = _open_journal(partial, recipe)
             try:
-                opened = given_tokenizer or _open_bpe(corpus, bpe_size, partial, report)
-                if isinstance(given_tokenizer, FileTokenizer):
-                    (partial / TOKENIZER).write_bytes(given_tokenizer.content)
+                opened = given or _open_bpe(corpus, bpe_size, partial, report)
+                if isinstance(given, FileTokenizer):
+                    (partial / TOKENIZER).write_bytes(given.content)
                 _write_arrays(corpus, opened, partial, journal, filters, report)
             except ConfigError:
-                if _read_journal(partial).documents == 0:
+                if _Journal.read(partial).written.documents == 0:
                     shutil.rmtree(partial)
                 raise
             os.rename(partial, out)
@@ -231,12 +230,13 @@ def _pieces_to_encode(
         return
     pieces = iter(document.pieces)
     if filters.min_chars:
-        pending: list[str] = []
-        while (
-            sum(map(len, pending)) < filters.min_chars and (piece := next(pieces, None)) is not None
-        ):
+        pending, characters = [], 0
+        for piece in pieces:
             pending.append(piece)
-        if sum(map(len, pending)) < filters.min_chars:
+            characters += len(piece)
+            if characters >= filters.min_chars:
+                break
+        else:
             writer.reject("shorter than --min-chars")
             return
         pieces = chain(pending, pieces)
@@ -260,28 +260,17 @@ def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
     if meta.recipe != recipe:
         raise ConfigError(
             f"OUT={out}: holds another token store ({meta.source}, tokenizer {meta.tokenizer}, "
-            f"{meta.num_tokens:,} tokens)"
-            f"{_describe_difference(meta.recipe, recipe)}. Give another folder, or delete this one."
+            f"{meta.num_tokens:,} tokens){_describe_difference(meta.recipe, recipe)}. Give another "
+            "folder, or delete this one."
         )
     return TokenStore.open(out, f"OUT={out}")
 
 
 def _describe_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
     differing = [part for part in wanted if stored.get(part) != wanted[part]]
-    return (
-        f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
-        if differing
-        else ""
-    )
-
-
-def _read_journal(partial: Path) -> _Journal:
-    try:
-        return _Journal(**json.loads((partial / _JOURNAL).read_text(encoding="utf-8")))
-    except (ValueError, TypeError):
-        raise ConfigError(
-            f"{partial}: its {_JOURNAL} is broken. Delete the folder to start again."
-        ) from None
+    if not differing:
+        return ""
+    return f": its {' and '.join(differing)} differ{'s' if len(differing) == 1 else ''}"
 
 
 def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
@@ -290,25 +279,22 @@ def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
     Raises:
         ConfigError: the folder holds something else, or documents of another recipe.
     """
-    path = partial / _JOURNAL
-    if not path.exists():
-        if {entry.name for entry in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
+    if (partial / _JOURNAL).exists():
+        journal = _Journal.read(partial)
+        if journal.recipe == recipe:
+            return journal
+        if journal.written.documents:
             raise ConfigError(
-                f"{partial}: exists and is not an unfinished token store. Delete or rename it, or "
-                "give another OUT."
+                f"{partial}: holds an unfinished store made with other "
+                f"settings{_describe_difference(journal.recipe, recipe)}. Delete it to start "
+                "again, or give another OUT."
             )
-        write_json(path, asdict(_Journal(recipe)))
-    journal = _read_journal(partial)
-    if journal.recipe != recipe and journal.documents == 0:
         (partial / TOKENIZER).unlink(missing_ok=True)
-        journal = _Journal(recipe)
-        write_json(path, asdict(journal))
-    if journal.recipe != recipe:
-        raise ConfigError(
-            f"{partial}: holds an unfinished store made with other "
-            f"settings{_describe_difference(journal.recipe, recipe)}. "
-            f"Delete it to start again, or give another OUT."
-        )
+    elif {entry.name for entry in partial.iterdir()} - {_LOCK, f"{_JOURNAL}.tmp"}:
+        advice = "Delete or rename it, or give another OUT."
+        raise ConfigError(f"{partial}: exists and is not an unfinished token store. {advice}")
+    journal = _Journal(recipe)
+    journal.write(partial)
     return journal
 
 
@@ -320,78 +306,47 @@ def _write_arrays(
     filters: Filters,
     report: Callable[[PreparationProgress], None],
 ) -> None:
-    """Write the arrays from where ``journal`` stands to the end, then the metadata."""
-    sizes = (
-        array_sizes(journal.tokens, journal.documents, tokenizer)
-        if journal.documents
-        else (0, 0, 0)
-    )
-    for name, size in zip((TOKENS, DOCUMENTS, DOMAINS), sizes, strict=True):
-        path = partial / name
-        path.touch()
-        if path.stat().st_size < size:
-            raise ConfigError(
-                f"{partial}: {name} is shorter than its {_JOURNAL} claims. Delete the folder to "
-                "start again."
-            )
-        os.truncate(path, size)
-    start = CorpusPosition(journal.unit, journal.record, journal.read)
-    with (
-        (partial / TOKENS).open("ab") as tokens,
-        (partial / DOCUMENTS).open("ab") as offsets,
-        (partial / DOMAINS).open("ab") as labels,
-    ):
-        writer = StoreWriter(
-            tokens,
-            offsets,
-            tokenizer,
-            journal.tokens,
-            journal.documents,
-            labels=labels,
-            domains=journal.domains,
-            filters=filters,
-            left_out=journal.left_out,
-            cut=journal.cut,
+    """Write the arrays after the position in ``journal``, then the metadata."""
+    written = journal.written
+    with ExitStack() as stack:
+        tokens, offsets, labels = (
+            stack.enter_context(_open_array(partial / name, size))
+            for name, size in written.file_sizes(tokenizer).items()
         )
-        committed_tokens, committed_at = journal.tokens, time.monotonic()
-        for position in tokenise(corpus, tokenizer, writer, start):
-            report(
-                PreparationProgress(
-                    "tokenising",
-                    position.read,
-                    corpus.size,
-                    writer.num_tokens,
-                    writer.num_documents,
-                )
-            )
+        writer = StoreWriter(tokens, offsets, tokenizer, written, labels=labels, filters=filters)
+
+        def show(stage: str, read: int) -> None:
+            counts = written.tokens, written.documents
+            report(PreparationProgress(stage, read, corpus.size, *counts))
+
+        committed_tokens, committed_at = written.tokens, time.monotonic()
+        for position in tokenise(corpus, tokenizer, writer, journal.position):
+            show("tokenising", position.read)
             if (
-                writer.num_tokens - committed_tokens >= _COMMIT_TOKENS
+                written.tokens - committed_tokens >= _COMMIT_TOKENS
                 or time.monotonic() - committed_at >= _COMMIT_SECONDS
             ):
                 writer.sync()
-                reached = _Journal(
-                    journal.recipe,
-                    **asdict(position),
-                    tokens=writer.num_tokens,
-                    documents=writer.num_documents,
-                    domains=writer.domains,
-                    left_out=writer.left_out,
-                    cut=writer.cut,
-                )
-                write_json(partial / _JOURNAL, asdict(reached))
-                committed_tokens, committed_at = writer.num_tokens, time.monotonic()
-        if writer.num_documents == 0:
-            rejected = ", ".join(f"{count:,} {reason}" for reason, count in writer.left_out.items())
-            raise ConfigError(
-                f"{corpus.origin}: holds no text"
-                + (f" that the filters keep: {rejected}" if rejected else "")
-            )
-        report(
-            PreparationProgress(
-                "checking", corpus.size, corpus.size, writer.num_tokens, writer.num_documents
-            )
-        )
+                _Journal(journal.recipe, position, written).write(partial)
+                committed_tokens, committed_at = written.tokens, time.monotonic()
+        if written.documents == 0:
+            rejected = ", ".join(f"{count:,} {why}" for why, count in written.left_out.items())
+            kept = f" that the filters keep: {rejected}" if rejected else ""
+            raise ConfigError(f"{corpus.origin}: holds no text{kept}")
+        show("checking", corpus.size)
         writer.finish(partial, corpus.description, journal.recipe)
+
+
+def _open_array(path: Path, size: int) -> BinaryIO:
+    """Open a file to append after its first ``size`` bytes. Drop what no journal covers."""
+    file = path.open("ab")
+    if path.stat().st_size < size:
+        raise ConfigError(
+            f"{path.parent}: {path.name} is shorter than its {_JOURNAL} claims. Delete the folder "
+            "to start again."
+        )
+    file.truncate(size)
+    return file
 
 
 def _open_bpe(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mtrain_cli.data.permutation import Permutation
+from mtrain_cli.data.permutation import cached_permutation
 
 
 class Sampler:
@@ -22,7 +22,6 @@ class Sampler:
         self.num_sequences = num_sequences
         self.seed = seed
         self.consumed = consumed
-        self._permutations: dict[tuple[int, ...], Permutation] = {}
 
     @property
     def epoch(self) -> int:
@@ -34,9 +33,7 @@ class Sampler:
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         epoch, position = divmod(number, self.num_sequences)
-        if (epoch,) not in self._permutations:
-            self._permutations = {(epoch,): Permutation(self.num_sequences, self.seed, epoch)}
-        return self._permutations[(epoch,)](position)
+        return cached_permutation(self.num_sequences, self.seed, epoch)(position)
 
     def advance(self, count: int) -> None:
         """Record that ``count`` more sequences were handed out."""
@@ -48,11 +45,8 @@ class Sampler:
         return {"seed": self.seed, "consumed": self.consumed}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from the ``state()`` of an earlier sampler of the same dataset, with any
-        workers.
-        """
+        """Continue from ``state()`` of a sampler of this dataset, with any number of workers."""
         seed, consumed = int(state["seed"]), int(state["consumed"])
         if consumed < 0:
             raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")
         self.seed, self.consumed = seed, consumed
-        self._permutations = {}

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -24,44 +23,40 @@ import numpy as np
 
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from mtrain_cli.launch.failures import read_failure
 
 VERSION = 1
-TOKENS, DOCUMENTS, DOMAINS, META, TOKENIZER = (
-    "tokens.bin",
-    "documents.bin",
-    "domains.bin",
-    "meta.json",
-    "tokenizer.json",
-)
+TOKENS, DOCUMENTS, DOMAINS = "tokens.bin", "documents.bin", "domains.bin"
+META, TOKENIZER = "meta.json", "tokenizer.json"
 _DOMAIN: np.dtype = np.dtype("<u2")
 _OFFSET: np.dtype = np.dtype("<i8")
 _DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _HASH_CHUNK = 1 << 24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoreMeta:
     """The content of meta.json. Stores of earlier versions lack the last three fields.
 
     dtype: uint16 or uint32.
-    tokenizer_identity: identifies the mapping from text to ids.
+    tokenizer_identity: identifies the mapping from text to ids, empty if unknown.
     eos: end token, or None.
-    sha256: of tokens.bin, then documents.bin.
-    recipe: distinguishes two ways of making a store.
+    vocab_size: number of ids, 0 if unknown.
+    sha256: hash of tokens.bin followed by documents.bin.
+    recipe: identifies corpus, tokenizer and filters.
     domains: names of the domains by number.
     left_out: number of documents that the filters rejected, by reason.
     cut: number of documents that the filters cut at --max-tokens.
     """
 
-    version: int
+    version: int = VERSION
     dtype: str
     tokenizer: str
-    tokenizer_identity: str
-    eos: int | None
-    vocab_size: int
+    tokenizer_identity: str = ""
+    eos: int | None = None
+    vocab_size: int = 0
     num_tokens: int
     num_documents: int
     sha256: str
@@ -78,46 +73,27 @@ class StoreMeta:
         Raises:
             ConfigError: it is missing, broken or from a newer version of mtrain.
         """
-        try:
-            content = documents.read_json(folder / META)
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{origin}: no {META} in it. Give a folder written by `mtrain data prepare`."
-            ) from None
-        except OSError as error:
-            raise read_failure(
-                error, f"{origin}: {META} cannot be read ({error.strerror})"
-            ) from None
-        except ValueError as error:
-            raise ConfigError(
-                f"{origin}: {META} is not JSON ({documents.reason(error)}). Prepare the store "
-                "again."
-            ) from None
-        if not isinstance(content, dict) or content.get("version") != VERSION:
-            version = content.get("version") if isinstance(content, dict) else None
-            raise ConfigError(
-                f"{origin}: {META} has version {version}, but this mtrain reads version {VERSION}. "
-                "Prepare the store again."
-            )
+        again = "Prepare the store again."
+        content = read_metadata(
+            folder / META,
+            origin,
+            VERSION,
+            missing="Give a folder written by `mtrain data prepare`.",
+            unsupported=f", but this mtrain reads version {VERSION}. {again}",
+            advice=f". {again}",
+        )
         content = {"domains": [], "left_out": {}, "cut": 0, **content}
         missing = [known.name for known in fields(cls) if known.name not in content]
         if missing:
-            raise ConfigError(
-                f"{origin}: {META} lacks {', '.join(missing)}. Prepare the store again."
-            )
+            raise ConfigError(f"{origin}: {META} lacks {', '.join(missing)}. {again}")
         try:
             meta = documents.checked(cls, content)
         except documents.UnreadableError as error:
-            raise ConfigError(
-                f"{origin}: {META} is broken ({error}). Prepare the store again."
-            ) from None
+            raise ConfigError(f"{origin}: {META} is broken ({error}). {again}") from None
         counts = (meta.vocab_size, meta.num_tokens, meta.num_documents)
-        if str(meta.dtype) not in _DTYPES or not all(
-            isinstance(count, int) and count > 0 for count in counts
-        ):
+        if meta.dtype not in _DTYPES or min(counts) < 1:
             raise ConfigError(
-                f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}). Prepare the "
-                "store again."
+                f"{origin}: {META} is broken (dtype {meta.dtype}, counts {counts}). {again}"
             )
         return meta
 
@@ -128,16 +104,20 @@ class StoreMeta:
 
 @dataclass(frozen=True)
 class Stretch:
-    """A run of tokens of one unit.
+    """Consecutive tokens of one unit.
 
     tokens: ids.
-    ends: positions in it where a document ends. None: no document ends inside.
-    targets: which tokens may be predicted. None: all.
+    ends: positions in ``tokens`` at which a document ends, None without any.
+    targets: which tokens may be predicted, None for all.
     """
 
     tokens: np.ndarray
     ends: np.ndarray | None = None
     targets: np.ndarray | None = None
+
+    def target_mask(self) -> np.ndarray:
+        """Return bool[tokens]: which tokens may be predicted."""
+        return np.ones(self.tokens.size, bool) if self.targets is None else self.targets
 
 
 @dataclass(frozen=True)
@@ -162,19 +142,11 @@ class TokenStore:
                 another size than it claims.
         """
         folder, origin = Path(path).expanduser(), origin or str(path)
-        if not folder.is_dir():
-            problem = "is not a folder" if folder.exists() else "no such folder"
-            raise ConfigError(
-                f"{origin}: {problem}. Give a folder written by `mtrain data prepare`."
-            )
+        require_folder(folder, origin, "written by `mtrain data prepare`")
         meta = StoreMeta.read(folder, origin)
         tokens = _map_array(folder / TOKENS, _DTYPES[meta.dtype], meta.num_tokens, origin)
         offsets = _map_array(folder / DOCUMENTS, _OFFSET, meta.num_documents + 1, origin)
-        if (
-            offsets[0] != 0
-            or offsets[-1] != meta.num_tokens
-            or not np.all(offsets[1:] > offsets[:-1])
-        ):
+        if offsets[0] or offsets[-1] != meta.num_tokens or np.any(np.diff(offsets) <= 0):
             raise ConfigError(
                 f"{origin}: {DOCUMENTS} is corrupt: its offsets do not rise from 0 to "
                 f"{meta.num_tokens}. Prepare the store again."
@@ -223,11 +195,33 @@ class TokenStore:
             )
 
 
-class StoreWriter:
-    """Append documents to a pair of binary files.
+@dataclass
+class Written:
+    """What the files of an unfinished store hold.
 
-    The files already hold ``num_documents`` documents. Appended tokens reach them with the next
-    `flush`, so that many small documents cost one write.
+    tokens, documents: number of each.
+    domains, left_out, cut: as in `StoreMeta`.
+    """
+
+    tokens: int = 0
+    documents: int = 0
+    domains: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    cut: int = 0
+
+    def file_sizes(self, tokenizer: Tokenizer) -> dict[str, int]:
+        """Return the bytes of each file by name."""
+        return {
+            TOKENS: self.tokens * _token_dtype(tokenizer).itemsize,
+            DOCUMENTS: (self.documents + 1) * _OFFSET.itemsize if self.documents else 0,
+            DOMAINS: self.documents * _DOMAIN.itemsize,
+        }
+
+
+class StoreWriter:
+    """Append documents to the files of a store, which already hold ``written``.
+
+    Tokens reach the files with the next `flush`, so that many small documents cost one write.
     """
 
     def __init__(
@@ -235,31 +229,21 @@ class StoreWriter:
         tokens: BinaryIO,
         offsets: BinaryIO,
         tokenizer: Tokenizer,
-        num_tokens: int = 0,
-        num_documents: int = 0,
+        written: Written | None = None,
         *,
         labels: BinaryIO | None = None,
-        domains: Sequence[str] = (),
         filters: Filters = EVERYTHING,
-        left_out: Mapping[str, int] | None = None,
-        cut: int = 0,
     ) -> None:
-        self.tokenizer = tokenizer
-        self.dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        self.num_tokens = num_tokens
-        self.num_documents = num_documents
-        self.filters = filters
-        self.domains = list(domains)
-        self.left_out = dict(left_out or {})
-        self.cut = cut
+        self.tokenizer, self.filters, self.written = tokenizer, filters, written or Written()
+        self._dtype = _token_dtype(tokenizer)
         self._tokens, self._offsets, self._labels = tokens, offsets, labels
-        self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], _DTYPES[self.dtype])
+        self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], self._dtype)
         # Tokens of the document being written, and how many of them are in the file.
         self._open_document = self._flushed = 0
         self._exceeds_limit = False
         self._open_start = 0  # start of the open document among the pending arrays
         self._pending_tokens: list[np.ndarray] = []
-        self._pending_offsets: list[int] = [] if num_documents else [0]
+        self._pending_offsets: list[int] = [] if self.written.documents else [0]
         self._pending_labels: list[int] = []
 
     def append(self, ids: np.ndarray) -> None:
@@ -276,49 +260,56 @@ class StoreWriter:
 
         A document without text, or one that the filters reject, leaves no trace.
         """
-        filters = self.filters
         if self._open_document:
-            too_long = (
-                self._exceeds_limit or 0 < filters.max_tokens < self._open_document + self._end.size
-            )
-            if too_long and not filters.truncate:
-                self._drop("longer than --max-tokens")
+            reason = self._close_document()
+            if reason:
+                self._drop(reason)
             else:
-                if not too_long:
-                    self._pending_tokens.append(self._end)
-                    self._open_document += self._end.size
-                if self._open_document < filters.min_tokens:
-                    self._drop("shorter than --min-tokens")
-                else:
-                    self.cut += too_long
-                    self._accept(domain)
+                self._accept(domain)
         self._open_document = self._flushed = 0
         self._exceeds_limit = False
         self._open_start = len(self._pending_tokens)
 
     def reject(self, reason: str) -> None:
         """Count a document that the filters rejected."""
-        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+        self.written.left_out[reason] = self.written.left_out.get(reason, 0) + 1
+
+    def _close_document(self) -> str:
+        """Append the end token unless the document is cut. Return why to reject it, or nothing."""
+        filters = self.filters
+        too_long = (
+            self._exceeds_limit or 0 < filters.max_tokens < self._open_document + self._end.size
+        )
+        if too_long and not filters.truncate:
+            return "longer than --max-tokens"
+        if not too_long:
+            self._pending_tokens.append(self._end)
+            self._open_document += self._end.size
+        if self._open_document < filters.min_tokens:
+            return "shorter than --min-tokens"
+        self.written.cut += too_long
+        return ""
 
     def _accept(self, domain: str) -> None:
-        self.num_tokens += self._open_document
-        self.num_documents += 1
-        self._pending_offsets.append(self.num_tokens)
+        written = self.written
+        written.tokens += self._open_document
+        written.documents += 1
+        self._pending_offsets.append(written.tokens)
         if self._labels is not None:
-            if domain not in self.domains:
-                if len(self.domains) >= 1 << 16:
+            if domain not in written.domains:
+                if len(written.domains) >= 1 << 16:
                     raise ConfigError(
                         f"the corpus has more than {1 << 16:,} domains. Remove the key or column "
                         "domain, or use fewer folders."
                     )
-                self.domains.append(domain)
-            self._pending_labels.append(self.domains.index(domain))
+                written.domains.append(domain)
+            self._pending_labels.append(written.domains.index(domain))
 
     def _drop(self, reason: str) -> None:
         del self._pending_tokens[self._open_start :]
         if self._flushed:
             self._tokens.flush()
-            self._tokens.truncate(self.num_tokens * _DTYPES[self.dtype].itemsize)
+            self._tokens.truncate(self.written.tokens * self._dtype.itemsize)
             self._tokens.seek(0, os.SEEK_END)
         self.reject(reason)
 
@@ -327,78 +318,63 @@ class StoreWriter:
         if self._pending_tokens:
             ids = np.concatenate(self._pending_tokens)
             assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
-            self._tokens.write(ids.astype(_DTYPES[self.dtype], copy=False).data)
+            self._tokens.write(ids.astype(self._dtype, copy=False).data)
         self._offsets.write(np.array(self._pending_offsets, _OFFSET).data)
         if self._labels is not None:
             self._labels.write(np.array(self._pending_labels, _DOMAIN).data)
         self._flushed, self._open_start = self._open_document, 0
-        self._pending_tokens.clear()
-        self._pending_offsets.clear()
-        self._pending_labels.clear()
+        for pending in (self._pending_tokens, self._pending_offsets, self._pending_labels):
+            pending.clear()  # type: ignore[attr-defined]
 
     def sync(self) -> None:
         """Flush everything to the disk."""
         self.flush()
-        for file in (
-            self._tokens,
-            self._offsets,
-            *([self._labels] if self._labels is not None else []),
-        ):
+        for file in filter(None, (self._tokens, self._offsets, self._labels)):
             file.flush()
             os.fsync(file.fileno())
 
-    def meta(
-        self, source: str, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
-    ) -> StoreMeta:
-        """Return the metadata of what was written, as the arrays ``tokens`` and ``offsets``."""
-        assert self._open_document == 0
-        assert self.num_documents > 0
-        return StoreMeta(
-            version=VERSION,
-            dtype=self.dtype,
-            tokenizer=self.tokenizer.name,
-            tokenizer_identity=self.tokenizer.identity,
-            eos=self.tokenizer.eos,
-            vocab_size=self.tokenizer.vocab_size,
-            num_tokens=self.num_tokens,
-            num_documents=self.num_documents,
-            sha256=_sha256(tokens, offsets),
-            source=source,
-            recipe=recipe,
-            domains=self.domains if any(self.domains) else [],
-            left_out=self.left_out,
-            cut=self.cut,
-        )
-
     def memory_store(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
-        """Return the store if its flushed files are only in memory."""
-        token_array, offset_array = (
-            np.frombuffer(tokens, _DTYPES[self.dtype]),
-            np.frombuffer(offsets, _OFFSET),
-        )
-        return TokenStore(
-            self.meta(source, {}, token_array, offset_array), token_array, offset_array
-        )
+        """Return the store whose flushed files are the buffers ``tokens`` and ``offsets``."""
+        arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)
+        return TokenStore(self._meta(source, {}, *arrays), *arrays)
 
     def finish(self, folder: Path, source: str, recipe: dict[str, str]) -> None:
         """Sync the files in ``folder`` and write meta.json next to them."""
         self.sync()
-        tokens = _map_array(folder / TOKENS, _DTYPES[self.dtype], self.num_tokens, str(folder))
-        offsets = _map_array(folder / DOCUMENTS, _OFFSET, self.num_documents + 1, str(folder))
-        meta = self.meta(source, recipe, tokens, offsets)
+        written, origin = self.written, str(folder)
+        tokens = _map_array(folder / TOKENS, self._dtype, written.tokens, origin)
+        offsets = _map_array(folder / DOCUMENTS, _OFFSET, written.documents + 1, origin)
+        meta = self._meta(source, recipe, tokens, offsets)
         if not meta.domains:
             (folder / DOMAINS).unlink(missing_ok=True)
         meta.write(folder)
 
+    def _meta(
+        self, source: str, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
+    ) -> StoreMeta:
+        """Return the metadata of the arrays ``tokens`` and ``offsets``, which were written."""
+        assert self._open_document == 0
+        written, tokenizer = self.written, self.tokenizer
+        assert written.documents > 0
+        return StoreMeta(
+            dtype=self._dtype.name,
+            tokenizer=tokenizer.name,
+            tokenizer_identity=tokenizer.identity,
+            eos=tokenizer.eos,
+            vocab_size=tokenizer.vocab_size,
+            num_tokens=written.tokens,
+            num_documents=written.documents,
+            sha256=_sha256(tokens, offsets),
+            source=source,
+            recipe=recipe,
+            domains=written.domains if any(written.domains) else [],
+            left_out=written.left_out,
+            cut=written.cut,
+        )
 
-def array_sizes(num_tokens: int, num_documents: int, tokenizer: Tokenizer) -> tuple[int, int, int]:
-    """Return the bytes of tokens.bin, documents.bin and domains.bin for these counts."""
-    dtype = _DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
-    return (
-        num_tokens * dtype.itemsize,
-        (num_documents + 1) * _OFFSET.itemsize,
-        num_documents * _DOMAIN.itemsize,
-    )
+
+def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
+    return _DTYPES["uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"]
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -412,22 +388,16 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarray:
-    try:
+    place, expected = f"{origin}: {path.name}", count * dtype.itemsize
+    with explain_read_errors(place, f"{place} is missing. Prepare the store again."):
         size = path.stat().st_size
-        if size != count * dtype.itemsize:
+        if size != expected:
             raise ConfigError(
-                f"{origin}: {path.name} has {size:,} bytes but {META} implies "
-                f"{count * dtype.itemsize:,}. "
-                f"The store is truncated or mixed up: prepare it again."
+                f"{place} has {size:,} bytes but {META} implies {expected:,}. The store is "
+                "truncated or mixed up: prepare it again."
             )
-        # A plain view, because slicing the memmap class itself costs microseconds each time.
+        # Return a plain view: every slice of a np.memmap costs microseconds.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
-    except FileNotFoundError:
-        raise ConfigError(f"{origin}: {path.name} is missing. Prepare the store again.") from None
-    except OSError as error:
-        raise read_failure(
-            error, f"{origin}: {path.name} cannot be read ({error.strerror})"
-        ) from None
 
 
 def _sha256(tokens: np.ndarray, offsets: np.ndarray) -> str:

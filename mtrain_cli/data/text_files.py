@@ -1,7 +1,7 @@
 """Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
 
-A .txt, .md or .py file is one document; .jsonl and .parquet files have one per record. A new format
-is one reader function and one entry in ``READERS``. Every mistake in a file is a one-line
+A .txt, .md or .py file is one document; .jsonl and .parquet files have one per record. To add a
+format, write a reader function and add it to ``READERS``. Every fault in a file is a one-line
 ConfigError.
 """
 
@@ -12,17 +12,17 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import IO, Any
 
 from mtrain_cli import install_command
 from mtrain_cli.config.schema import ConfigError, DataConfig
+from mtrain_cli.data.checked_files import explain_read_errors
 from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_corpus
 from mtrain_cli.data.parquet_pages import rows_per_read
-from mtrain_cli.launch.failures import read_failure
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
 # Key or column with a record's domain. Without it, the domain is the first folder of its path.
@@ -31,16 +31,16 @@ LONGEST_LINE = 1 << 30  # bytes of a .jsonl line
 _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 
 
+@dataclass(frozen=True)
 class TextKey:
     """The key or column that holds the text, and the option that sets it."""
 
-    def __init__(self, name: str, option: str) -> None:
-        self.name = name
-        self.option = option
+    name: str
+    option: str
 
     def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
         """Return the error for a record or file that has only the keys ``present``."""
-        names = ", ".join(list(present)[:12]) or "none"
+        names = ", ".join(islice(present, 12)) or "none"
         return ConfigError(
             f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
         )
@@ -72,60 +72,48 @@ def text_corpus(
     modification times, so it is cheap for a corpus of any size.
 
     Raises:
-        ConfigError: the path is missing or holds no readable kind of file. Broken files raise when
-            read.
+        ConfigError: the path is missing or holds no readable kind of file. A broken file raises
+            when it is read.
     """
-    origin = f"{path_option}={path}"
-    root = Path(path).expanduser()
-    key = TextKey(text_key, key_option)
+    origin, root = f"{path_option}={path}", Path(path).expanduser()
+    key, kinds = TextKey(text_key, key_option), _readable_kinds()
     if root.is_dir():
         files = sorted(_files_below(root), key=lambda file: file.relative_to(root).parts)
         if not files:
-            raise ConfigError(f"{origin}: the folder holds no {_readable_kinds()} file")
+            raise ConfigError(f"{origin}: the folder holds no {kinds} file")
     elif root.suffix.lower() in READERS or not root.exists():
         files = [root]
     else:
         raise ConfigError(
-            f"{origin}: cannot read a {root.suffix or 'nameless'} file as text. Give a "
-            f"{_readable_kinds()} file, or a folder of them."
+            f"{origin}: cannot read a {root.suffix or 'nameless'} file as text. Give a {kinds} "
+            "file, or a folder of them."
         )
     digest = hashlib.sha256(text_key.encode())
     units = []
     for file in files:
-        try:
+        hint = "" if file == root else f" as {file}"
+        missing = f"{origin}: no such file{hint}. Give a {kinds} file, or a folder of them."
+        with explain_read_errors(f"{origin}: {file}", missing):
             status = file.stat()
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{origin}: no such file{_relative_hint(file, root)}. Give a {_readable_kinds()} "
-                "file, or a folder of them."
-            ) from None
-        except OSError as error:
-            raise read_failure(
-                error, f"{origin}: {file} cannot be read ({error.strerror})"
-            ) from None
         name = file.relative_to(root).as_posix() if root.is_dir() else file.name
-        digest.update(
-            f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode("utf-8", "surrogateescape")
-        )
+        facts = f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        digest.update(facts.encode("utf-8", "surrogateescape"))
         reader = READERS[file.suffix.lower()]
         label = origin if file == root else f"{origin}: {file}"
         domain = name.partition("/")[0] if "/" in name else ""
-        units.append(
-            Unit(name, status.st_size, partial(_read_guarded, reader, file, label, key, domain))
-        )
+        documents = partial(_read_guarded, reader, file, label, key, domain)
+        units.append(Unit(name, status.st_size, documents))
     return Corpus(str(path), origin, digest.hexdigest(), tuple(units))
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    for folder, folders, files in os.walk(root):
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name != "__pycache__"
-        ]
-        yield from (
-            Path(folder, name)
-            for name in files
-            if not name.startswith(".") and Path(name).suffix.lower() in READERS
-        )
+    def is_visible(name: str) -> bool:
+        return not name.startswith(".") and name != "__pycache__"
+
+    for folder, folders, names in os.walk(root):
+        folders[:] = filter(is_visible, folders)
+        files = (Path(folder, name) for name in filter(is_visible, names))
+        yield from (file for file in files if file.suffix.lower() in READERS)
 
 
 def _readable_kinds() -> str:
@@ -133,31 +121,23 @@ def _readable_kinds() -> str:
     return f"{', '.join(first)} or {last}"
 
 
-def _relative_hint(file: Path, root: Path) -> str:
-    return "" if file == root else f" as {file}"
-
-
 def _read_guarded(
     reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
 ) -> Iterator[Document]:
-    """Yield the documents of ``reader``, and report file system errors in one line.
+    """Yield the documents of ``reader``. Documents without a domain get ``domain``.
 
-    The line begins with ``label``. Documents without a domain get ``domain``.
+    Raises:
+        ConfigError, RunError: the file cannot be read. The line begins with ``label``.
     """
-    try:
+    with explain_read_errors(f"{label}:"):
         for document in reader(path, label, key, skip):
             yield document if document.domain or not domain else replace(document, domain=domain)
-    except OSError as error:
-        raise read_failure(
-            error, f"{label}: cannot be read ({error.strerror or _one_line(error)})"
-        ) from None
 
 
 def _read_plain(path: Path, label: str, _key: TextKey, skip: int) -> Iterator[Document]:
     if skip == 0:
-        yield Document(
-            path.name, split_text(_decode_blocks(path, label)), record=1, end=path.stat().st_size
-        )
+        pieces = split_text(_decode_blocks(path, label))
+        yield Document(path.name, pieces, record=1, end=path.stat().st_size)
 
 
 def _decode_blocks(path: Path, label: str) -> Iterator[str]:
@@ -165,20 +145,18 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     position = 0
     try:
-        with path.open("rb") as file:
+        with explain_read_errors(f"{label}:"), path.open("rb") as file:
             while block := file.read(_BLOCK):
                 yield decoder.decode(block)
                 position += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         # The decoder's offset counts from the bytes that it carried over from the previous block.
+        byte, offset = error.object[error.start], position + error.start
         raise ConfigError(
-            f"{label}: not UTF-8 text (byte {error.object[error.start]:#04x} near offset "
-            f"{position + error.start:,}). "
-            f"Convert it first, for example with iconv -t UTF-8."
+            f"{label}: not UTF-8 text (byte {byte:#04x} near offset {offset:,}). Convert it first, "
+            "for example with iconv -t UTF-8."
         ) from None
-    except OSError as error:
-        raise read_failure(error, f"{label}: cannot be read ({error.strerror})") from None
 
 
 def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Document]:
@@ -189,40 +167,40 @@ def _read_jsonl(path: Path, label: str, key: TextKey, skip: int) -> Iterator[Doc
             end += len(line)
             if not line.strip():
                 continue
-            location = f"{label} line {number}"
-            try:
-                record = json.loads(line.decode("utf-8-sig"))
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{location}: not UTF-8 text (byte {error.start})") from None
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise ConfigError(f"{location}: not JSON ({error})") from None
-            if not isinstance(record, dict):
-                raise ConfigError(
-                    f"{location}: is {_json_kind(record)}, not a JSON object with the key "
-                    f"{key.name}"
-                )
+            record = _parse_record(line, f"{label} line {number}", key)
+            location = f"{path} line {number}"
             if key.name not in record:
-                raise key.missing_error(f"{path} line {number}", record)
-            pieces = _text_pieces(record[key.name], key, f"{path} line {number}")
-            yield Document(
-                f"{path.name}:{number}",
-                pieces,
-                record=number,
-                end=end,
-                domain=_domain(record.get(DOMAIN)),
-            )
+                raise key.missing_error(location, record)
+            pieces = _text_pieces(record[key.name], key, location)
+            domain = _domain(record.get(DOMAIN))
+            yield Document(f"{path.name}:{number}", pieces, number, end, domain)
+
+
+def _parse_record(line: bytes, location: str, key: TextKey) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{location}: not UTF-8 text (byte {error.start})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{location}: not JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"{location}: is {_json_kind(record)}, not a JSON object with the key {key.name}"
+        )
+    return record
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
-    """Yield lines, and refuse one that is too long for a document before reading all of it."""
-    number = 0
-    while line := file.readline(LONGEST_LINE + 1):
-        number += 1
+    """Yield lines. Refuse a line above ``LONGEST_LINE`` before all of it is read."""
+    for number in count(1):
+        line = file.readline(LONGEST_LINE + 1)
         if len(line) > LONGEST_LINE:
             raise ConfigError(
                 f"{label} line {number}: is longer than {LONGEST_LINE:,} bytes. Put one document "
                 "on each line."
             )
+        if not line:
+            return
         yield line
 
 
@@ -234,52 +212,44 @@ def _read_parquet(path: Path, label: str, key: TextKey, skip: int) -> Iterator[D
         raise ConfigError(
             f"{label}: reading parquet needs the pyarrow package: {install_command('data')}"
         ) from None
-    size = path.stat().st_size
-    row = 0
+    row = skip
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if key.name not in file.schema_arrow.names:
-                raise key.missing_error(str(path), file.schema_arrow.names)
-            columns = [
-                key.name,
-                *([DOMAIN] if DOMAIN in file.schema_arrow.names and key.name != DOMAIN else []),
-            ]
-            rows = max(1, file.metadata.num_rows)
-            for group in range(file.num_row_groups):
-                in_group = file.metadata.row_group(group).num_rows
-                if row + in_group <= skip:
-                    row += in_group
-                    continue
-                batch_rows = rows_per_read(
-                    path,
-                    file.metadata.row_group(group),
-                    columns,
-                    f"{label}: row group {group}",
-                    _MAX_ROWS,
-                )
-                for batch in file.iter_batches(batch_rows, row_groups=[group], columns=columns):
-                    texts = batch.column(key.name).to_pylist()
-                    domains = (
-                        batch.column(DOMAIN).to_pylist() if len(columns) == 2 else [""] * len(texts)
-                    )
-                    for text, domain in zip(texts, domains, strict=True):
-                        row += 1
-                        if row > skip:
-                            pieces = _text_pieces(text, key, f"{path} row {row}")
-                            yield Document(
-                                f"{path.name}:{row}",
-                                pieces,
-                                row,
-                                size * row // rows,
-                                _domain(domain),
-                            )
+            for document in _parquet_documents(file, path, label, key, skip):
+                yield document
+                row = document.record
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{label}: not UTF-8 text in the {_MAX_ROWS} rows after row {row} (byte "
             f"{error.object[error.start]:#04x})"
         ) from None
     except pyarrow.ArrowException as error:
-        raise ConfigError(f"{label}: not a readable parquet file ({_one_line(error)})") from None
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{label}: not a readable parquet file ({reason})") from None
+
+
+def _parquet_documents(
+    file: Any, path: Path, label: str, key: TextKey, skip: int
+) -> Iterator[Document]:
+    names, size, rows = file.schema_arrow.names, path.stat().st_size, file.metadata.num_rows
+    if key.name not in names:
+        raise key.missing_error(str(path), names)
+    columns = [key.name, *({DOMAIN} & set(names) - {key.name})]
+    row = 0
+    for number in range(file.num_row_groups):
+        group = file.metadata.row_group(number)
+        if row + group.num_rows <= skip:
+            row += group.num_rows
+            continue
+        batch_rows = rows_per_read(path, group, columns, f"{label}: row group {number}", _MAX_ROWS)
+        for batch in file.iter_batches(batch_rows, row_groups=[number], columns=columns):
+            texts = batch.column(key.name).to_pylist()
+            domains = batch.column(DOMAIN).to_pylist() if len(columns) == 2 else repeat("")
+            for text, domain in zip(texts, domains, strict=False):
+                row += 1
+                if row > skip:
+                    pieces, end = _text_pieces(text, key, f"{path} row {row}"), size * row // rows
+                    yield Document(f"{path.name}:{row}", pieces, row, end, _domain(domain))
 
 
 def _domain(value: Any) -> str:
@@ -298,28 +268,12 @@ def _text_pieces(text: Any, key: TextKey, location: str) -> Iterable[str]:
     return split_text([text])
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
-
-
 def _json_kind(value: Any) -> str:
-    kinds = {
-        bool: "a boolean",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-        str: "a string",
-        bytes: "bytes",
-    }
-    return kinds.get(type(value), "null" if value is None else f"a {type(value).__name__}")
+    names = {bool: "a boolean", int: "a number", float: "a number", list: "a list"}
+    names |= {dict: "an object", str: "a string", bytes: "bytes", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")
 
 
 Reader = Callable[[Path, str, TextKey, int], Iterator[Document]]
-READERS: dict[str, Reader] = {
-    ".txt": _read_plain,
-    ".md": _read_plain,
-    ".py": _read_plain,
-    ".jsonl": _read_jsonl,
-    ".parquet": _read_parquet,
-}
+READERS: dict[str, Reader] = dict.fromkeys((".txt", ".md", ".py"), _read_plain)
+READERS |= {".jsonl": _read_jsonl, ".parquet": _read_parquet}

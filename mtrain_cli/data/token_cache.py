@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -21,10 +20,11 @@ from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.prepare import tokenise
 from mtrain_cli.data.store import DOCUMENTS, TOKENS, VERSION, StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import Tokenizer
+from mtrain_cli.launch.temporary_folders import lies_at
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """Return the token store of a corpus, from the cache if it is there, and describe its location.
+    """Return the token store of a corpus, from the cache if present, and describe its location.
 
     Any number of processes may call this at once: one tokenises, the others wait and map the same
     files. If the cache folder cannot be written (read-only, full, no home), the store is made in
@@ -33,51 +33,52 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
     Raises:
         ConfigError: the corpus is broken.
     """
-    key = hashlib.sha256(f"{VERSION} {tokenizer.identity} {corpus.signature}".encode()).hexdigest()[
-        :32
-    ]
+    facts = f"{VERSION} {tokenizer.identity} {corpus.signature}"
+    key = hashlib.sha256(facts.encode()).hexdigest()[:32]
     try:
-        root = _cache_root()
-        root.mkdir(parents=True, exist_ok=True)
-        entry = root / key
-        with _lock(root / f"{key}.lock", entry) as has_lock:
+        with _locked_entry(key) as (entry, has_lock):
             store = _open_entry(entry, has_lock)
             if store is None:
                 _write_entry(corpus, tokenizer, entry, has_lock)
                 store = TokenStore.open(entry)
             # Another path may hold the same corpus.
-            return replace(
-                store, meta=replace(store.meta, source=corpus.description)
-            ), f"cached in {entry}"
+            meta = replace(store.meta, source=corpus.description)
+            return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
-        reason = error.strerror or error
-        return _memory_store(
-            corpus, tokenizer
-        ), f"in memory, since the cache folder cannot be written ({reason})"
+        location = (
+            f"in memory, since the cache folder cannot be written ({error.strerror or error})"
+        )
+        return _memory_store(corpus, tokenizer), location
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array that ``make`` returns, from the cache folder if it is there.
+    """Return the array from the cache folder. If it is missing, make and cache it.
 
     ``key`` identifies the content.
     """
     try:
-        root = _cache_root()
-        root.mkdir(parents=True, exist_ok=True)
-        entry = root / f"{key}.npy"
-        with _lock(root / f"{key}.lock", entry):
+        with _locked_entry(f"{key}.npy") as (entry, _):
             try:
                 return np.load(entry, allow_pickle=False)
             except (FileNotFoundError, ValueError, EOFError):
                 array = make()
                 with tempfile.NamedTemporaryFile(
-                    dir=root, prefix=f"{key}.tmp", delete=False
+                    dir=entry.parent, prefix=f"{key}.tmp", delete=False
                 ) as file:
                     np.save(file, array)
                 os.replace(file.name, entry)
                 return array
     except OSError:
         return make()
+
+
+@contextmanager
+def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
+    """Lock an entry of the cache. Yield its path, and whether the file system has locks."""
+    root = _cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    with _lock(root / f"{name.removesuffix('.npy')}.lock", root / name) as has_lock:
+        yield root / name, has_lock
 
 
 def _cache_root() -> Path:
@@ -98,8 +99,8 @@ def _cache_root() -> Path:
 def _lock(path: Path, entry: Path) -> Iterator[bool]:
     """Wait for an exclusive lock and hold it. Yield False if the file system has no locks.
 
-    Without locks, atomic renames alone keep the cache intact. If no ``entry`` was made, as for a
-    broken corpus, remove the lock's file.
+    Without locks, atomic renames alone keep the cache intact. If no ``entry`` was made, for example
+    from a broken corpus, remove the lock file.
     """
     while True:
         with path.open("a") as lock:
@@ -110,7 +111,7 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
                 has_lock = False
             # The previous holder may have removed the file. A lock on a removed file excludes
             # nobody.
-            if has_lock and not _lies_at(path, lock):
+            if has_lock and not lies_at(path, lock.fileno()):
                 continue
             try:
                 yield has_lock
@@ -119,13 +120,6 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
                     with suppress(OSError):
                         path.unlink()
             return
-
-
-def _lies_at(path: Path, file: IO[str]) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
 
 
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
@@ -172,5 +166,5 @@ def _memory_store(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
 def _tokenise_all(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter) -> None:
     for _ in tokenise(corpus, tokenizer, writer):
         pass
-    if writer.num_documents == 0:
+    if writer.written.documents == 0:
         raise ConfigError(f"{corpus.origin}: holds no text")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,10 +13,9 @@ import numpy as np
 from mtrain_cli import install_command
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.failures import read_failure
+from mtrain_cli.data.checked_files import explain_read_errors
 
-# End tokens to look for, in this order, if no tokenizer_config.json next to the tokenizer names
-# one.
+# End tokens to look for, in this order, if no tokenizer_config.json names one.
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 END_TOKEN = _USUAL_END_TOKENS[0]
 # A byte-level BPE has 256 bytes and the end token before the first merge.
@@ -49,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then begin, end and padding, rounded up to a multiple of 8."""
+    """UTF-8 bytes as ids 0 to 255, then begin, end and padding. 264 ids, a multiple of 8."""
 
     name = "bytes"
     identity = "bytes-1"
@@ -129,27 +127,17 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
     path = Path(choice).expanduser()
     if path.is_dir():
         path = path / "tokenizer.json"
-    try:
+    place = f"{option}={choice}"
+    missing = f"{place}: no such file. Give bytes, or the path of a Hugging Face tokenizer.json."
+    with explain_read_errors(f"{place}:", missing):
         content = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{option}={choice}: no such file. Give bytes, or the path of a Hugging Face "
-            "tokenizer.json."
-        ) from None
-    except OSError as error:
-        raise read_failure(error, f"{option}={choice}: cannot be read ({error.strerror})") from None
-    library = _import_tokenizers(f"{option}={choice}")
+    library = _import_tokenizers(place)
     try:
         tokenizer = library.Tokenizer.from_str(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{option}={choice}: not a Hugging Face tokenizer.json ({documents.reason(error)})"
-        ) from None
     except Exception as error:  # the package raises plain Exception
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"{option}={choice}: not a Hugging Face tokenizer.json ({reason})"
-        ) from None
+        is_text = not isinstance(error, UnicodeDecodeError)
+        reason = " ".join(str(error).split())[:200] if is_text else documents.reason(error)
+        raise ConfigError(f"{place}: not a Hugging Face tokenizer.json ({reason})") from None
     return FileTokenizer(path, content, tokenizer)
 
 
@@ -178,11 +166,11 @@ def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
 
 def _require_ids(documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
     for ids in documents:
-        if ids.size and (int(ids.max()) >= tokenizer.vocab_size or int(ids.min()) < 0):
-            token = int(ids.max()) if int(ids.max()) >= tokenizer.vocab_size else int(ids.min())
+        outside = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+        if outside.size:
             raise ConfigError(
-                f"--from-tokenizer: token {token} is outside the {tokenizer.vocab_size:,} ids of "
-                f"{tokenizer.name}. Give the tokenizer that made these tokens."
+                f"--from-tokenizer: token {outside.max()} is outside the {tokenizer.vocab_size:,} "
+                f"ids of {tokenizer.name}. Give the tokenizer that made these tokens."
             )
 
 
@@ -194,28 +182,22 @@ def _import_tokenizers(key: str) -> Any:
         import tokenizers.pre_tokenizers
         import tokenizers.trainers
     except ImportError:
-        raise ConfigError(
-            f"{key}: needs the tokenizers package: {install_command('data')}. Or use the byte "
-            "tokenizer."
-        ) from None
+        advice = f"{install_command('data')}. Or use the byte tokenizer."
+        raise ConfigError(f"{key}: needs the tokenizers package: {advice}") from None
     return tokenizers
 
 
 def _find_end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
     """Return the token that ends a document.
 
-    tokenizer_config.json next to the file names it. Otherwise take the first usual name in the
-    vocabulary.
+    Use the one that tokenizer_config.json names, in the same folder. Otherwise use the first of
+    the usual names that the vocabulary has.
     """
     try:
-        named = json.loads(path.with_name("tokenizer_config.json").read_text(encoding="utf-8")).get(
-            "eos_token"
-        )
+        named = documents.read_json(path.with_name("tokenizer_config.json")).get("eos_token")
     except (OSError, ValueError, AttributeError):
         named = None
     if isinstance(named, dict):
         named = named.get("content")
-    for token in (named, *_USUAL_END_TOKENS):
-        if isinstance(token, str) and token in vocabulary:
-            return token
-    return None
+    candidates = (named, *_USUAL_END_TOKENS)
+    return next((t for t in candidates if isinstance(t, str) and t in vocabulary), None)

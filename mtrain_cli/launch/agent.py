@@ -1,8 +1,8 @@
 """Start, watch and stop the workers of one machine through torch's elastic agent.
 
-The elastic agent picks the first failure at a resolution of one second, and counts workers that it
-stopped itself. `WorkerAgent` looks at the workers before it stops any of them, and gives the worker
-whose failure explains the others a moment to report it.
+The elastic agent compares failure times in whole seconds, and its failures include the workers that
+it stopped itself. `WorkerAgent` therefore reads the failures before it stops any worker. If they
+are all consequences, it first waits briefly for their cause.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 import uuid
@@ -27,21 +28,21 @@ from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.rendezvous import SingleMachineRendezvous
 
 POLL_S = 0.1
-# The launcher may see that a worker ended before it sees that the worker's peer died.
+# The launcher may see the worker that lost a peer before it sees that the peer has exited.
 CAUSE_GRACE_S = 2.0
-# Workers die of SIGTERM at once. This limit is for a worker that hangs in the kernel.
+# SIGTERM ends a worker immediately. This limit is for a worker that hangs in the kernel.
 STOP_GRACE_S = 5
-# How far beyond topology.timeout_s a wait may go before the launcher ends it, where gloo or NCCL
-# should have done so, and how often the launcher checks.
+# gloo or NCCL should end a wait after topology.timeout_s. If neither does, the launcher ends it
+# OVERDUE_S later. The launcher checks every OVERDUE_CHECK_S.
 OVERDUE_S, OVERDUE_CHECK_S = 30.0, 5.0
 # Time for a worker that hangs to write its stack to its log. It takes milliseconds.
 STACK_DUMP_S = 0.3
 
 
 class WorkerFiles(LogsSpecs):
-    """Tell the agent where workers leave their failures, and set the workers' variables.
+    """Set each worker's environment variables and failure file.
 
-    Workers send their output to the run's logs themselves, so this leaves both streams alone.
+    Workers send their output to the run's logs themselves, so both streams stay as they are.
     """
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
@@ -75,8 +76,8 @@ class WorkerFiles(LogsSpecs):
 class WorkerAgent(LocalElasticAgent):
     """Run ``command`` once for each of the ``workers`` ranks of this machine, without restarts.
 
-    After `run_to_end`, ``failures`` lists the workers that failed and ``where`` what each worker
-    was doing.
+    After `run_to_end`, ``failures`` lists the workers that failed. ``where`` lists what each worker
+    was doing, one line per worker.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class WorkerAgent(LocalElasticAgent):
         """Prepare the agent.
 
         Args:
-            timeout_s: how long a worker waits for another before it gives up.
+            timeout_s: seconds that a worker waits for another before it gives up.
         """
         _silence_agent_logs()
         spec = WorkerSpec(
@@ -109,7 +110,7 @@ class WorkerAgent(LocalElasticAgent):
         self.where: list[str] = []
         self._timeout_s = timeout_s
         self._last_check = time.monotonic()
-        self._overdue_found: list[Failure] = []
+        self._overdue: list[Failure] = []
 
     def run_to_end(self) -> None:
         """Start the workers and wait until all have ended. As soon as one fails, stop the others.
@@ -126,8 +127,7 @@ class WorkerAgent(LocalElasticAgent):
     def kill_workers(self) -> None:
         """Kill every worker and the processes that it started."""
         for worker in self.get_worker_group().workers:
-            # Each worker leads a process group, which lives as long as one of the worker's children
-            # does.
+            # Each worker leads a process group, which may outlive the worker through its children.
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.killpg(worker.id, signal.SIGKILL)
 
@@ -137,39 +137,40 @@ class WorkerAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _failures_so_far(self) -> list[Failure]:
-        assert self._pcontext is not None
-        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         found = (
-            failures.read_record(rank, handler.proc.poll(), self._files.failure_file(rank))
-            for rank, handler in handlers.items()
+            failures.read_record(rank, process.poll(), self._files.failure_file(rank))
+            for rank, process in self._processes().items()
         )
         return [failure for failure in found if failure is not None]
 
+    def _processes(self) -> dict[int, subprocess.Popen]:
+        """Return the workers' processes by rank."""
+        assert self._pcontext is not None
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
+        return {rank: handler.proc for rank, handler in handlers.items()}
+
+    def _activities(self) -> dict[int, WorkerActivity]:
+        """Return what the workers recorded last, by rank."""
+        files = {rank: self._files.activity_file(rank) for rank in self._processes()}
+        return progress_record.read_activities(files)
+
     def _find_overdue(self) -> list[Failure]:
-        """Return the workers that have waited too long for another one.
+        """Return the workers whose wait for another worker is overdue.
 
         NCCL's watchdog ends most waits, but not all. Check only every ``OVERDUE_CHECK_S`` seconds.
         """
         if time.monotonic() - self._last_check < OVERDUE_CHECK_S:
             return []
         self._last_check = time.monotonic()
-        assert self._pcontext is not None
-        overdue = []
-        for rank in self._pcontext.subprocess_handlers:  # type: ignore[attr-defined]
-            record = progress_record.read_activity(self._files.activity_file(rank))
-            if (
-                record is None
-                or record.waits_for is None
-                or time.time() - record.time < self._timeout_s + OVERDUE_S
-            ):
-                continue
-            message = (
-                f"topology.timeout_s={self._timeout_s:g}: rank {rank} waited longer than this for "
-                "another worker, and nothing ended its wait"
-            )
-            overdue.append(Failure(rank, None, "peer lost", message, "", record.time))
-        self._overdue_found = overdue
-        return overdue
+        limit = f"topology.timeout_s={self._timeout_s:g}"
+        self._overdue = []
+        for rank, record in self._activities().items():
+            waited = time.time() - record.time
+            if record.waits_for is not None and waited >= self._timeout_s + OVERDUE_S:
+                message = f"{limit}: rank {rank} waited longer than this for another worker, and "
+                message += "nothing ended its wait"
+                self._overdue.append(Failure(rank, None, "peer lost", message, "", record.time))
+        return self._overdue
 
     def _determine_failures(self) -> None:
         """Record who failed and what each worker was doing, then stop the other workers.
@@ -177,29 +178,22 @@ class WorkerAgent(LocalElasticAgent):
         If all failures so far are consequences, first wait up to ``CAUSE_GRACE_S`` for the cause.
         """
         deadline = time.monotonic() + CAUSE_GRACE_S
-        failed = self._failures_so_far() or self._overdue_found
+        failed = self._failures_so_far() or self._overdue
         while all(failure.is_consequence for failure in failed) and time.monotonic() < deadline:
             time.sleep(POLL_S / 2)
-            failed = self._failures_so_far() or self._overdue_found
-        assert self._pcontext is not None
-        handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
-        processes = {rank: handler.proc for rank, handler in handlers.items()}
-        records = {
-            rank: record
-            for rank in processes
-            if (record := progress_record.read_activity(self._files.activity_file(rank)))
-        }
+            failed = self._failures_so_far() or self._overdue
+        records = self._activities()
         reported = {failure.rank for failure in failed}
         running = {
             rank: process.pid
-            for rank, process in processes.items()
+            for rank, process in self._processes().items()
             if rank not in reported and process.poll() is None
         }
         failed += self._find_silent(failed, running, records)
-        self.where = progress_record.activity_lines(
-            records, [failures.find_cause(failed).rank], time.time()
-        )
+        cause = failures.find_cause(failed)
+        self.where = progress_record.activity_lines(records, [cause.rank], time.time())
         self.failures = failed
+        assert self._pcontext is not None
         self._pcontext.close(signal.SIGTERM, STOP_GRACE_S)
 
     def _find_silent(
@@ -211,22 +205,16 @@ class WorkerAgent(LocalElasticAgent):
             running: process ids of the workers that still run, by rank.
         """
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
-        not_waiting = [
-            rank for rank in running if rank not in records or records[rank].waits_for is None
-        ]
-        # NCCL's watchdog ends a process without a record. A worker that had recorded nothing for a
-        # long time was waiting, and is not at fault.
+        not_waiting = progress_record.ranks_not_waiting(running, records)
+        # NCCL's watchdog ends a process without a record. If the worker's last note is old, the
+        # worker was waiting and is not at fault.
         quiet = [
             f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2
             for f in failed
             if f.is_abort
         ]
-        silent = failures.find_silent_rank(
-            failed,
-            stopped,
-            not_waiting,
-            f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else "",
-        )
+        waited = f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else ""
+        silent = failures.find_silent_rank(failed, stopped, not_waiting, waited)
         if silent is None:
             return []
         # Ask a worker that hangs to write the stacks of all its threads to its log. A stopped
@@ -257,7 +245,8 @@ def _silence_agent_logs() -> None:
 def worker_command(module: str, *arguments: str) -> list[str]:
     """Return the command line of a worker that imports the same code as this process.
 
-    It has the current folder on its path only if this process has.
+    Pass ``-P``, which keeps the current folder off the import path, unless this process has it
+    there.
     """
     from_here = "" in sys.path or os.getcwd() in sys.path
     return [sys.executable, *([] if from_here else ["-P"]), "-u", "-m", module, *arguments]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.job import current_job
+from mtrain_cli.launch.parallel_dims import ParallelDims
 
 if TYPE_CHECKING:
     import torch
@@ -19,27 +20,21 @@ CPU_WORKERS = 2
 
 @dataclass(frozen=True)
 class Environment:
-    """The resolved ``auto`` values of the topology, and the place of this process in it.
+    """The topology with every ``auto`` resolved, and this process's place in it.
 
     device: ``cuda`` or ``cpu``.
-    workers: number of workers, ``dp`` x ``cp``.
-    cp: context-parallel size. The ranks of a context group are consecutive.
-    dp: data-parallel size, the number of context groups.
+    dims: how the workers divide the work.
     workers_per_node: size of a node, real or virtual (``topology.gpus_per_node``).
-    nodes: number of such nodes.
     rank: global rank of this process.
     local_rank: rank of this process on its machine.
     launcher: ``mtrain``, ``torchrun`` or ``slurm``.
     local_workers: workers that really run on this machine.
-    restarts: how often this run has lost workers and started them again.
+    restarts: number of restarts of this run's workers so far.
     """
 
     device: str
-    workers: int
-    cp: int
-    dp: int
+    dims: ParallelDims
     workers_per_node: int
-    nodes: int
     rank: int
     local_rank: int
     launcher: str
@@ -47,9 +42,9 @@ class Environment:
     restarts: int = 0
 
     @property
-    def dp_rank(self) -> int:
-        """Index of this worker's context group."""
-        return self.rank // self.cp
+    def nodes(self) -> int:
+        """Number of nodes, real or virtual."""
+        return self.dims.workers // self.workers_per_node
 
 
 def resolve_environment(config: Config, *, planning: bool = False) -> Environment:
@@ -60,7 +55,7 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
             this process belongs to.
 
     Raises:
-        ConfigError: sizes do not match each other, this machine or the job, one line each.
+        ConfigError: sizes contradict each other, this machine or the job. One line per problem.
     """
     topology = config.topology
     job = None if planning else current_job()
@@ -91,24 +86,21 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
     workers_per_node = _parse_divisor(
         "topology.gpus_per_node", topology.gpus_per_node, local_size, workers, problems
     )
-    dp = workers // cp
+    dims = ParallelDims.of(workers, cp=cp)
 
-    per_pass = dp * config.train.micro_batch
+    per_pass = dims.dp * config.train.micro_batch
     if not problems and config.train.global_batch % per_pass:
         problems.append(
             f"train.global_batch={config.train.global_batch}: must be a multiple of {per_pass} = "
-            f"{dp} context groups (topology.workers={workers} / context_parallel={cp}) x "
+            f"{dims.dp} context groups (topology.workers={workers} / context_parallel={cp}) x "
             f"train.micro_batch={config.train.micro_batch}"
         )
     if problems:
         raise ConfigError(*problems)
     return Environment(
         device=device,
-        workers=workers,
-        cp=cp,
-        dp=dp,
+        dims=dims,
         workers_per_node=workers_per_node,
-        nodes=workers // workers_per_node,
         rank=job.rank if job else 0,
         local_rank=job.local_rank if job else 0,
         launcher=job.launcher if job else "mtrain",
@@ -129,12 +121,11 @@ def describe_host_memory() -> str:
 
 
 def memory_limits(root: Path = Path("/")) -> list[int]:
-    """Return the memory limits in bytes of this process's cgroups and of all groups above.
+    """Return the memory limits, in bytes, of this process's cgroups and their ancestors.
 
-    docker, Kubernetes and SLURM set such limits. Both versions of cgroups are read. Inside a
-    container a process may see its own group as the root while /proc names it as the host does, so
-    the root's limit is read too. Without a limit, version 2 adds nothing and version 1 a number
-    near 2^63.
+    docker, Kubernetes and SLURM set such limits. Read cgroups v1 and v2. Read the root's limit too:
+    a container may mount its own group as the root, while /proc gives the group's path on the host.
+    Without a limit, v2 adds no number and v1 adds one near 2^63.
 
     Args:
         root: root of the file system.
@@ -175,22 +166,22 @@ def gpu_index(environment: Environment) -> int:
         return 0
     if environment.local_rank >= gpus:
         raise ConfigError(
-            f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU: "
-            f"only {gpus} visible here"
+            f"topology.device=cuda: worker {environment.local_rank} of this machine has no GPU. "
+            f"Start one worker per visible GPU ({gpus})."
         )
     return environment.local_rank
 
 
 def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
-    """Return environment variables that make a hang in NCCL end in time.
+    """Return environment variables that make NCCL end a hang in time.
 
-    Set them before the process starts torch, and only where the user has not.
+    Set each one before the process group is created, unless the user has set it.
 
     NCCL's watchdog ends a process whose collective takes longer than ``topology.timeout_s``. Two
     defaults delay that. The watchdog itself may be stuck for 8 minutes in a call to a device that
-    does not respond. After it finds a late collective, it waits four times 15 seconds for all ranks
-    to dump what they posted last. Four times 2.5 seconds are enough here, since the dump is small
-    and goes to the run's logs.
+    does not respond. After it finds a late collective, it waits 4 x 15 seconds for all ranks to
+    dump what they posted last. 4 x 2.5 seconds are enough here, because the dump is small and goes
+    to the run's logs.
     """
     trace = str(logs / "nccl-rank-")
     return {
@@ -236,9 +227,7 @@ def _visible_gpus() -> int:
 
 
 def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
-    """Return a positive count, or None for ``auto`` and for a problem, which is added to
-    ``problems``.
-    """
+    """Return a positive count, or None for ``auto``. Report other values in ``problems``."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -1,9 +1,9 @@
-"""How the ranks of a torchrun or srun job learn that one of them is gone, and which failed first.
+"""Tell all ranks of a torchrun or srun job that a rank is gone, and find which one failed first.
 
 Such a job has no mtrain launcher. A rank that waits inside NCCL cannot see that a peer died, and
 srun without --kill-on-bad-exit does not report it. So every rank keeps one TCP connection to rank
-0. The kernel closes it when the rank's process ends, for whatever reason and however busy its
-interpreter is. Rank 0 then prints the cause once, and all ranks exit with the same code.
+0. The kernel closes the connection when the rank's process ends, for any reason. Rank 0 then prints
+the cause once, and all ranks exit with the same code.
 """
 
 from __future__ import annotations
@@ -28,101 +28,86 @@ from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
 from mtrain_cli.launch.progress_record import WorkerActivity
+from mtrain_cli.launch.run_state import HEARTBEAT_S
 from mtrain_cli.printable import printable
 
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
-# Equal to `launch.run_state.HEARTBEAT_S`, which cannot be imported before rank 0 has a run.
-HEARTBEAT_S = 10.0
 # A machine that loses power sends nothing. The kernel gives up after 10 + 3 * 5 seconds of silence.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
-_GREETING_BYTES = 96  # longer than a token and a rank
+_GREETING_BYTES = 96  # more than a token and a rank take
+
+
+@dataclass(frozen=True)
+class RankZeroDuties:
+    """What rank 0 does for the job.
+
+    on_mistake: called before rank 0 exits because of a user's mistake.
+    on_failure: called before rank 0 exits because of any other failure. Returns a line to print.
+    beat: called every few seconds.
+    """
+
+    on_mistake: Callable[[], object]
+    on_failure: Callable[[Failure], str] = lambda _: ""
+    beat: Callable[[], object] = lambda: None
 
 
 class FailureChannel:
     """This rank's end of the connection to rank 0. Rank 0 also runs the `_Hub`."""
 
-    def __init__(
-        self,
-        job: Job,
-        on_mistake: Callable[[], object],
-        logs: Path | None = None,
-        on_failure: Callable[[Failure], str] = lambda _: "",
-        beat: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Connect to rank 0 and return once it answers.
+    def __init__(self, job: Job, duties: RankZeroDuties, logs: Path | None = None) -> None:
+        """Connect to rank 0 and return after it answers.
 
         Args:
-            on_mistake: called by rank 0 before it exits because of a user's mistake.
-            logs: folder of the ranks' activity records (`progress_record.job_record_path`), as far
-                as they share a disk.
-            on_failure: called by rank 0 before it exits because of another failure. Returns a line
-                to print.
-            beat: called by rank 0 every few seconds.
+            logs: folder of the activity records (`progress_record.job_record_path`). It holds those
+                of the ranks that share this disk.
 
         Raises:
             ConfigError: this machine cannot reach rank 0's port.
         """
         store = job_store(job)
-        self._hub = (
-            _Hub(job.world_size, on_mistake, logs, on_failure, beat, _server(job))
-            if job.rank == 0
-            else None
-        )
+        self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
         if self._hub:
             # With a job secret, the token never goes through the store, which anybody may read.
-            store.set(
-                _STORE_KEY, f"{self._hub.port} {'-' if shared_key(_STORE_KEY) else self._hub.token}"
-            )
+            token = "-" if shared_key(_STORE_KEY) else self._hub.token
+            store.set(_STORE_KEY, f"{self._hub.port} {token}")
         port, token = _port_and_token(store.get(_STORE_KEY))
         host = self._hub.host if self._hub else job.address
         try:
-            self._socket = socket.create_connection(
-                (host, port), timeout=STORE_TIMEOUT.total_seconds()
-            )
+            timeout = STORE_TIMEOUT.total_seconds()
+            self._socket = socket.create_connection((host, port), timeout=timeout)
         except OSError as error:
             raise ConfigError(
                 f"MASTER_ADDR={job.master_addr}: rank {job.rank} cannot connect to port {port} of "
-                f"rank 0 ({error.strerror or error}). "
-                f"Workers must reach each other on any port, or set {PORT} to an open one."
+                f"rank 0 ({error.strerror or error}). Open all ports between the machines, or set "
+                f"{PORT} to an open port."
             ) from error
         self._socket.settimeout(None)
-        self._rank = job.rank
-        self._world_size = job.world_size
-        self._logs = logs
+        self._rank, self._world_size, self._logs = job.rank, job.world_size, logs
         self._closing = self._failed = False
         self._write(f"{token} {job.rank}")
         self._watcher = threading.Thread(target=self._watch, name="failure channel", daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
-        """Report that this rank is done. Rank 0 also waits for the others, which need its store."""
+        """Report that this rank is done. Rank 0 then waits for the others: they need its store."""
         self._closing = True
-        self._send({"done": True})
+        self._write(json.dumps({"done": True}))
         if self._hub:
             self._hub.join()
 
     def fail(self, failure: Failure) -> NoReturn:
-        """Report this rank's failure and exit once rank 0 has printed the cause.
+        """Report this rank's failure and exit after rank 0 has printed the cause.
 
         If rank 0 does not answer, print the failure here.
         """
         self._failed = True
-        own = {
-            "kind": failure.kind,
-            "message": failure.message,
-            "trace": failure.trace,
-            "time": failure.time,
-        }
-        self._send({"failure": own})
+        self._write(json.dumps({"failure": failure.record}))
         self._watcher.join(VERDICT_WAIT_S)
         print_cause(failure)
         exit_now(2 if failure.kind == "config" else 1)
-
-    def _send(self, message: dict[str, object]) -> None:
-        self._write(json.dumps(message))
 
     def _write(self, line: str) -> None:
         # If rank 0 is gone, the watcher notices.
@@ -137,17 +122,18 @@ class FailureChannel:
             verdict = b""
         if verdict:
             exit_now(verdict[0])
-        # A rank that failed prints its own failure (`fail`): rank 0 may exit before its answer is
-        # read.
+        # Rank 0 may exit before this rank reads the answer. A failed rank prints its own failure
+        # (`fail`).
         if not self._closing and not self._failed:
             if self._rank == 1:
-                print_cause(_lost(0), _activity_lines(_records(self._logs, self._world_size), 0))
+                records = _records(self._logs, self._world_size)
+                print_cause(_lost(0), progress_record.activity_lines(records, [0], time.time()))
             exit_now(1)
 
 
 @dataclass
 class _Peer:
-    """One connection at the hub. ``rank`` is None until it has shown the token."""
+    """One connection at the hub. ``rank`` is None until the peer has sent the token."""
 
     socket: socket.socket
     rank: int | None = None
@@ -160,10 +146,8 @@ class _Hub:
     def __init__(
         self,
         world_size: int,
-        on_mistake: Callable[[], object],
+        duties: RankZeroDuties,
         logs: Path | None = None,
-        on_failure: Callable[[Failure], str] = lambda _: "",
-        beat: Callable[[], object] = lambda: None,
         server: socket.socket | None = None,
     ) -> None:
         """Start to listen.
@@ -171,22 +155,15 @@ class _Hub:
         Args:
             server: listening socket. None opens one on loopback.
         """
-        self._on_mistake = on_mistake
-        self._on_failure = on_failure
-        self._beat = beat
-        self._world_size = world_size
-        self._logs = logs
+        self._world_size, self._duties, self._logs = world_size, duties, logs
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ)
         self._expected = set(range(world_size))
         self._peers: list[_Peer] = []
         self._failures: list[Failure] = []
-        bound = self._server.getsockname()
-        self.host, self.port = (
-            "localhost" if ipaddress.ip_address(bound[0]).is_unspecified else bound[0],
-            bound[1],
-        )
+        host, self.port = self._server.getsockname()[:2]
+        self.host = "localhost" if ipaddress.ip_address(host).is_unspecified else host
         self.token = shared_key(_STORE_KEY) or secrets.token_hex(16)
         self._thread = threading.Thread(target=self._serve, name="failure hub", daemon=True)
         self._thread.start()
@@ -200,7 +177,7 @@ class _Hub:
         beaten = -HEARTBEAT_S
         while self._expected:
             if time.monotonic() - beaten >= HEARTBEAT_S:
-                self._beat()
+                self._duties.beat()
                 beaten = time.monotonic()
             for key, _ in self._selector.select(timeout=0.2):
                 if key.data is None:
@@ -209,9 +186,8 @@ class _Hub:
                     self._read(key.data)
             if self._failures:
                 deadline = deadline or time.monotonic() + CAUSE_GRACE_S
-                if time.monotonic() > deadline or not all(
-                    failure.is_consequence for failure in self._failures
-                ):
+                only_consequences = all(failure.is_consequence for failure in self._failures)
+                if not only_consequences or time.monotonic() > deadline:
                     self._end_job()
 
     def _accept(self) -> None:
@@ -243,26 +219,23 @@ class _Hub:
         if peer.rank is None:
             # Anyone may connect to this port. Only the job's workers can read the token from its
             # store.
-            greeting = lines.pop(0) if lines else None
-            peer.rank = None if greeting is None else self._rank_of(greeting)
+            if not lines and len(peer.received) <= _GREETING_BYTES:
+                return
+            peer.rank = self._rank_of(lines.pop(0)) if lines else None
             if peer.rank is None:
-                if greeting is not None or len(peer.received) > _GREETING_BYTES:
-                    self._drop(peer)
+                self._drop(peer)
                 return
         for line in lines:
             self._handle_message(peer.rank, line)
 
     def _rank_of(self, greeting: bytes) -> int | None:
-        """Return the rank that shows the token, or None for a stranger.
+        """Return the rank in a greeting with the right token, or None for a stranger.
 
         A stranger's bytes are never parsed.
         """
         token, _, rank = greeting.partition(b" ")
-        return (
-            int(rank)
-            if secrets.compare_digest(token, self.token.encode()) and rank.isdigit()
-            else None
-        )
+        is_ours = secrets.compare_digest(token, self.token.encode())
+        return int(rank) if is_ours and rank.isdigit() else None
 
     def _handle_message(self, rank: int, line: bytes) -> None:
         message = json.loads(line)
@@ -277,26 +250,31 @@ class _Hub:
         peer.socket.close()
 
     def _end_job(self) -> NoReturn:
-        """Print the cause and make every rank exit, this one last.
-
-        Read what the others still send: unread bytes would reset their connections.
-        """
+        """Print the cause and make every rank exit, this one last."""
         records = _records(self._logs, self._world_size)
         cause = self._cause(records)
-        print_cause(cause, _activity_lines(records, cause.rank))
+        print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1
-        if code == 1 and (line := self._on_failure(cause)):
-            with contextlib.suppress(OSError):
-                print(printable(line), file=sys.stderr, flush=True)
+        if code == 1 and (line := self._duties.on_failure(cause)):
+            _print_error(line)
+        self._dismiss_others(code)
+        if code == 2:
+            # Only after the others have exited: they write to the run folder that this may delete.
+            self._duties.on_mistake()
+        exit_now(code)
+
+    def _dismiss_others(self, code: int) -> None:
+        """Send the other ranks their exit code and wait until they have gone.
+
+        Read what they still send: unread bytes would reset their connections.
+        """
         deadline = time.monotonic() + FAREWELL_S
         # Includes workers that have not identified themselves yet.
         others = [peer.socket for peer in self._peers if peer.rank != 0]
-        # A mistake may be known before the last worker has connected, which must exit the same way.
-        while (
-            code == 2
-            and len(others) < self._world_size - 1
-            and (left := deadline - time.monotonic()) > 0
-        ):
+        # A mistake may be known before the last worker has connected. That worker must get the
+        # code, too.
+        expected = self._world_size - 1 if code == 2 else 0
+        while len(others) < expected and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(OSError):
                 self._server.settimeout(left)
                 others.append(self._server.accept()[0])
@@ -310,19 +288,11 @@ class _Hub:
                     connection.settimeout(left)
                     if not connection.recv(65536):
                         break
-        if code == 2:
-            # Only after the others have exited: they write to the run folder that this may delete.
-            self._on_mistake()
-        exit_now(code)
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Return the first failure, or blame a rank that the others waited for."""
         reported = {failure.rank for failure in self._failures}
-        not_waiting = [
-            rank
-            for rank in self._expected - reported
-            if rank not in records or records[rank].waits_for is None
-        ]
+        not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
         silent = failures.find_silent_rank(self._failures, [], not_waiting)
         return failures.find_cause([*self._failures, silent] if silent else self._failures)
 
@@ -341,10 +311,8 @@ def _server(job: Job) -> socket.socket:
     try:
         return listen(job, int(given))
     except OSError as error:
-        raise ConfigError(
-            f"{PORT}={given}: rank 0 cannot listen there ({error.strerror or error}). Give a free "
-            "port."
-        ) from error
+        reason = f"rank 0 cannot listen there ({error.strerror or error})"
+        raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error
 
 
 def _port_and_token(entry: bytes) -> tuple[int, str]:
@@ -364,18 +332,11 @@ def _port_and_token(entry: bytes) -> tuple[int, str]:
 
 
 def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
-    """Return the activity of each rank, as far as this machine sees the others' files."""
+    """Return the activity of each rank whose record this machine can read."""
     if logs is None:
         return {}
-    return {
-        rank: record
-        for rank in range(world_size)
-        if (record := progress_record.read_activity(progress_record.job_record_path(logs, rank)))
-    }
-
-
-def _activity_lines(records: Mapping[int, WorkerActivity], rank: int) -> list[str]:
-    return progress_record.activity_lines(records, [rank], time.time())
+    paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
+    return progress_record.read_activities(paths)
 
 
 def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
@@ -384,15 +345,16 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
     Args:
         where: lines on what each worker was doing (`failures.format_report`).
     """
-    config = failure.kind == "config"
-    lines = (
-        [f"error: {line}" for line in failure.message.splitlines()]
-        if config
-        else [failures.format_report(failure, None, where)]
-    )
+    if failure.kind == "config":
+        _print_error("\n".join(f"error: {line}" for line in failure.message.splitlines()))
+    else:
+        _print_error(failures.format_report(failure, None, where))
+
+
+def _print_error(text: str) -> None:
     # Even without a terminal, the process must exit with the right code.
     with contextlib.suppress(OSError):
-        print(printable("\n".join(lines)), file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def exit_now(code: int) -> NoReturn:
@@ -400,7 +362,7 @@ def exit_now(code: int) -> NoReturn:
 
     After a failure, threads of a save or a communicator may wait for peers that are gone. After
     success, torch 2.11 sometimes aborts during shutdown ("terminate called without an active
-    exception"), which would make a good run look like a failed one.
+    exception"), and a good run would look like a failed one.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
@@ -409,11 +371,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 def _lost(rank: int) -> Failure:
-    return Failure(
-        rank,
-        None,
-        "died",
-        "is gone: its process was killed (host out of memory? see dmesg) or its machine failed",
-        "",
-        time.time(),
+    message = (
+        "is gone: its process was killed (host out of memory? see dmesg) or its machine failed"
     )
+    return Failure(rank, None, "died", message, "", time.time())

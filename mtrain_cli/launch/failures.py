@@ -1,7 +1,7 @@
-"""Why a worker ended: the record it leaves, which failure is the cause, and what the user reads.
+"""Failures of workers: the record that a worker leaves, the search for the cause, and the report.
 
-When one worker dies, its peers fail within moments with a closed connection or an aborted
-collective. Those failures are consequences.
+After one worker exits, its peers soon fail with a closed connection or an aborted collective. Those
+failures are consequences.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
 
@@ -45,7 +46,7 @@ READ_FAILURES = frozenset(
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, for a reason that the message explains fully: no traceback.
+    """The run cannot go on. The message explains why, so the user sees no traceback.
 
     Examples are a full disk or a loss that is not finite.
     """
@@ -56,12 +57,12 @@ class PeerLostError(RunError):
 
 
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return RunError for a failed or full disk, else ConfigError: the user may not write there."""
+    """Return RunError if the disk failed or is full, else ConfigError (no permission to write)."""
     return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
 
 
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return RunError for a failed disk or network, else ConfigError: the user may not read it."""
+    """Return RunError if the disk or network failed, else ConfigError (no permission to read)."""
     return RunError(text) if error.errno in READ_FAILURES else ConfigError(text)
 
 
@@ -86,17 +87,22 @@ class Failure:
     time: float
 
     @property
+    def record(self) -> dict[str, Any]:
+        """The fields that the worker itself knows, for JSON."""
+        return {name: getattr(self, name) for name in ("kind", "message", "trace", "time")}
+
+    @property
     def is_consequence(self) -> bool:
         """Whether another worker's failure may explain this one."""
         return self.severity >= 4
 
     @property
     def severity(self) -> int:
-        """Place of this failure in the search for the cause, 0 first.
+        """Order in which failures count as the cause, 0 first.
 
         0: a user's mistake. 1: death by a signal or an unexplained exit. 2: an exception. 3: a
-        worker that keeps the others waiting. 4: an abort, the way NCCL's watchdog ends a process
-        when a peer is gone. 5: a lost connection.
+        worker that keeps the others waiting. 4: an abort, because NCCL's watchdog aborts a process
+        whose peer is gone. 5: a lost peer.
         """
         if self.kind == "died":
             return 4 if self.is_abort else 1
@@ -106,7 +112,7 @@ class Failure:
     def is_abort(self) -> bool:
         """Whether the process aborted itself.
 
-        NCCL's watchdog does that after a wait that was too long, and so does a failed check in C++.
+        NCCL's watchdog aborts a process that waited too long. A failed check in C++ aborts it, too.
         """
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
 
@@ -114,32 +120,22 @@ class Failure:
     def exceeded_timeout(self) -> str:
         """``topology.timeout_s=60`` if the worker waited longer than that, else empty.
 
-        If the peer only went away, the failure has a traceback.
+        If the peer closed the connection instead, the failure has a traceback.
         """
         return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
 def failure_from(error: BaseException) -> Failure:
-    """Return the failure that ``error`` stands for. The collector fills in the rank."""
-    lost = (
-        isinstance(error, PeerLostError)
-        or getattr(error, "peer_lost", False)
-        or _PEER_LOST.search(str(error))
-    )
+    """Return the failure for ``error``, with rank -1: the reader of the record knows the rank."""
+    lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False)
+    lost = lost or _PEER_LOST.search(str(error)) is not None
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
-    name = type(error).__name__
-    explained = isinstance(error, RunError)
-    message = (
-        str(error) if kind == "config" or explained else f"{name}: {error}" if str(error) else name
-    )
-    return Failure(
-        -1,
-        1,
-        kind,
-        message,
-        "" if explained else "".join(traceback.format_exception(error)),
-        time.time(),
-    )
+    if isinstance(error, ConfigError | RunError):
+        message = str(error)
+    else:
+        message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    trace = "" if isinstance(error, RunError) else "".join(traceback.format_exception(error))
+    return Failure(-1, 1, kind, message, trace, time.time())
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -148,11 +144,9 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of such an error, without its line of C++ code and its advice."""
-    lines = str(error).strip().splitlines()
-    return (
-        re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0] if lines else type(error).__name__
-    )
+    """Return the first sentence of a torch error, without C++ location and advice."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0]
 
 
 def find_silent_rank(
@@ -163,31 +157,28 @@ def find_silent_rank(
     Args:
         failed: failures so far.
         stopped: ranks whose process a signal has stopped.
-        running: ranks that run on and, as far as is known, wait for nobody.
-        waited: `Failure.exceeded_timeout` of a worker that could not report it itself.
+        running: ranks that still run and are not known to wait for another rank.
+        waited: `Failure.exceeded_timeout` for a worker that left no record.
 
     Returns:
         The failure, or None if other failures explain the wait.
     """
-    waited = next(
-        (failure.exceeded_timeout for failure in failed if failure.exceeded_timeout), waited
-    )
-    if not all(failure.is_consequence for failure in failed) or not (
-        stopped or (waited and running)
-    ):
+    waited = next(filter(None, (failure.exceeded_timeout for failure in failed)), waited)
+    if not all(failure.is_consequence for failure in failed):
+        return None
+    if not stopped and not (waited and running):
         return None
     ranks = sorted(stopped or running)
-    one = len(ranks) == 1
-    message = f"rank{'s' * (not one)} {' and '.join(map(str, ranks))} kept the others waiting"
+    several = len(ranks) > 1
+    message = f"rank{'s' * several} {' and '.join(map(str, ranks))} kept the others waiting"
     if waited:
         message = f"{waited}: {message} longer than this"
     if stopped:
-        processes = "its process is" if one else "their processes are"
+        processes = "their processes are" if several else "its process is"
         message += f": {processes} stopped (SIGSTOP or a debugger)"
     else:
-        culprit = "it" if one else "one of them"
         message += (
-            f" without reporting an error: {culprit} hangs or is slow. "
+            f" without reporting an error: {'one of them' if several else 'it'} hangs or is slow. "
             "If it is slow, increase the value."
         )
     return Failure(ranks[0], None, "silent", message, "", time.time())
@@ -201,18 +192,16 @@ def is_timeout(error: BaseException) -> bool:
 def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
     """Write ``failure`` to ``path`` atomically; do nothing if ``path`` is empty.
 
-    The layout is that of torch's elastic agent, so torchrun shows the failure.
+    The file has the format of torch's elastic agent, so torchrun shows the failure.
     """
     if not path:
         return
-    own = {name: getattr(failure, name) for name in ("kind", "message", "trace", "time")}
     extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
+    message = {"message": failure.message, "extraInfo": extra}
     partial = Path(f"{os.fspath(path)}.partial")
     # On a full disk, only the exit code reports the failure.
     with contextlib.suppress(OSError):
-        partial.write_text(
-            json.dumps({"message": {"message": failure.message, "extraInfo": extra}, "mtrain": own})
-        )
+        partial.write_text(json.dumps({"message": message, "mtrain": failure.record}))
         os.replace(partial, path)
 
 
@@ -222,11 +211,7 @@ def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
     ``exit_code`` is None while the worker runs. Returns None if it did not fail.
     """
     if path.exists():
-        return Failure(
-            rank,
-            exit_code,
-            **json.loads(path.read_text())["mtrain"],
-        )
+        return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"])
     if not exit_code:
         return None
     return Failure(rank, exit_code, "died", _describe_exit(exit_code), "", time.time())
@@ -238,48 +223,42 @@ def find_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
-    """Return what to tell the user about the cause.
+    """Return the report of the cause for the user.
 
-    The first line names the rank and the reason. Then follows the traceback or the end of the
-    worker's output.
+    The first line names the rank and the reason. The traceback or the end of the worker's output
+    follows.
 
     Args:
         log: the worker's log.
-        where: lines on what each worker was doing, shown if a worker ended without an exception or
-            lost a peer.
+        where: lines on what each worker was doing. The report shows them if a worker ended without
+            an exception or lost a peer.
     """
-    explained = failure.kind != "died" and not failure.trace
-    if failure.kind == "died":
+    died, lost_peer = failure.kind == "died", failure.kind == "peer lost"
+    explained = not died and not failure.trace
+    if died:
         lines = [f"error: rank {failure.rank} {failure.message}"]
     elif explained:
         lines = [f"error: {failure.message}"]
     else:
-        lines = [
-            f"error: rank {failure.rank} failed: {failure.message.splitlines()[0]}",
-            failure.trace.rstrip(),
-        ]
-    if where and failure.kind in ("died", "silent", "peer lost"):
+        first = failure.message.splitlines()[0]
+        lines = [f"error: rank {failure.rank} failed: {first}", failure.trace.rstrip()]
+    if where and (died or lost_peer or failure.kind == "silent"):
         lines += ["Where each worker was:", *where]
-    if failure.kind == "died":
-        words = (
-            log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
-            if log and log.is_file()
-            else []
-        )
-        lines += ["Last lines of its output:", *(f"  {line}" for line in words)] if words else []
-    if failure.kind == "peer lost" and not explained:
+    has_output = log is not None and log.is_file() and log.stat().st_size > 0
+    if died and log and has_output:
+        tail = log.read_text(errors="replace").splitlines()[-_LOG_TAIL_LINES:]
+        lines += ["Last lines of its output:", *(f"  {line}" for line in tail)]
+    if lost_peer and not explained:
         lines.append(
             "No worker reported another error: a wait exceeded topology.timeout_s, or a worker on "
             "another machine is gone."
         )
-    if log and log.is_file() and log.stat().st_size:
-        if failure.kind == "silent":
-            lines.append(f"Its stack, if it could still write it, is at the end of {log}.")
-        elif not explained:
-            contents = (
-                "Library output and its traceback are" if failure.rank == 0 else "Its output is"
-            )
-            lines.append(f"{contents} in {log}; the other workers were stopped.")
+    if has_output and failure.kind == "silent":
+        lines.append(f"If the worker could still write its stack, {log} ends with it.")
+    elif has_output and not explained:
+        is_first = failure.rank == 0
+        contents = "Library output and its traceback are" if is_first else "Its output is"
+        lines.append(f"{contents} in {log}; the other workers were stopped.")
     return "\n".join(lines)
 
 

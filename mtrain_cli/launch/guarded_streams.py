@@ -1,8 +1,7 @@
-"""Keep the process alive when stdout or stderr is lost: a closed terminal, a closed pipe, a full
-disk.
+"""Keep the process alive without stdout or stderr: a closed terminal or pipe, or a full disk.
 
-A command whose output is its result must fail then. A training has its result on disk and goes on
-without output.
+A command that prints its result must fail then. A training run writes its result to disk, so it
+continues without output.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ import contextlib
 import errno
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 CLOSED_PIPE = 141  # 128 + SIGPIPE: what a shell reports for a tool whose reader has gone
 
 
 class OutputLostError(Exception):
-    """Standard output accepts no more text. Not an OSError, so that no file handler catches it."""
+    """Standard output is lost. This is not an OSError, so that no file handler catches it."""
 
     def __init__(self, error: OSError | ValueError) -> None:
         super().__init__(f"standard output: {getattr(error, 'strerror', None) or error}")
@@ -27,8 +27,7 @@ class OutputLostError(Exception):
 class GuardedStream:
     """A text stream that fails at most once and then points its descriptor to the null device.
 
-    After that, buffered text and whatever libraries and child processes write to the descriptor
-    cannot fail either.
+    After that, no write to the descriptor fails: from the buffer, a library or a child process.
     """
 
     def __init__(self, stream: TextIO, required: bool) -> None:
@@ -40,16 +39,12 @@ class GuardedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write ``text``, or drop it once the stream is lost.
+        """Write ``text``. Drop it if the stream is already lost.
 
         Raises:
-            OutputLostError: the stream is required and was lost just now.
+            OutputLostError: the stream is required and this write lost it.
         """
-        try:
-            if not self._lost:
-                self._stream.write(text)
-        except (OSError, ValueError) as error:
-            self._lose(error)
+        self._attempt(self._stream.write, text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -59,9 +54,12 @@ class GuardedStream:
 
     def flush(self) -> None:
         """Flush the stream. Raises OutputLostError as `write` does."""
+        self._attempt(self._stream.flush)
+
+    def _attempt(self, action: Callable[..., object], *arguments: object) -> None:
         try:
             if not self._lost:
-                self._stream.flush()
+                action(*arguments)
         except (OSError, ValueError) as error:
             self._lose(error)
 
@@ -69,7 +67,7 @@ class GuardedStream:
         if isinstance(error, UnicodeError):  # the text is wrong, not the stream
             raise error
         self._lost = True
-        # A stream of a test has no descriptor, and a closed stream no longer has one.
+        # A test's stream has no descriptor, and a closed stream has lost its descriptor.
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -81,8 +79,8 @@ class GuardedStream:
 def guard_streams(output_required: bool) -> None:
     """Guard this process's standard streams.
 
-    Call it again to change ``output_required``, whether losing stdout is an error. Losing stderr
-    never is.
+    Losing stdout is an error if ``output_required``; losing stderr never is. A later call may
+    change ``output_required``.
     """
     _open_closed_descriptors()
     for name, required in (("stdout", output_required), ("stderr", False)):
@@ -101,7 +99,7 @@ def divert_native_output(log: TextIO) -> None:
     """
     descriptor = os.dup(2)
     encoding = sys.stderr.encoding
-    # Open as long as the process lives.
+    # Stays open until the process exits.
     kept = open(descriptor, "w", 1, encoding, "backslashreplace")  # noqa: SIM115
     os.dup2(log.fileno(), 2)
     sys.stderr = cast(TextIO, GuardedStream(kept, required=False))
@@ -116,11 +114,10 @@ def _open_closed_descriptors() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # os.open takes the lowest free number, which is the missing one: those below it are
-            # open.
+            # os.open takes the lowest free number. The numbers below this one are open.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:
-            # Open as long as the process lives.
+            # Stays open until the process exits.
             stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mtrain_cli.config.schema import ConfigError
 
@@ -37,12 +37,12 @@ class Job:
     """Place of this process among the processes of a job.
 
     launcher: ``torchrun`` or ``slurm``.
-    rank, world_size: of all processes, from 0.
-    local_rank, local_world_size: of the processes on this machine.
+    rank, world_size: global rank from 0, and number of processes.
+    local_rank, local_world_size: the same among this machine's processes.
     master_addr, master_port: where the job's store listens.
     restarts: how often torchrun or SLURM has restarted the job.
-    max_restarts: how often it may restart the job, None if unknown.
-    name: equal after a restart and different for other jobs. Empty if that cannot be known.
+    max_restarts: how often torchrun may restart the job, None if unknown.
+    name: stays the same after a restart and differs between jobs. Empty if unknown.
     """
 
     launcher: str
@@ -65,8 +65,8 @@ class Job:
     def started_again(self) -> bool:
         """Whether this job may have been started before.
 
-        torchrun does not count restarts after its set of nodes changed. Then only the agent's
-        process, which stays the same, identifies the job.
+        torchrun does not count a restart after its set of nodes changed. Then only the agent's
+        process identifies the job, because it survives the restart.
         """
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
@@ -75,7 +75,8 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to, from the variables of torchrun or srun.
 
     A single srun task is not a job, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker
-    for each GPU itself. Nor is a batch script outside srun, which has SLURM_PROCID but no step.
+    for each GPU itself. A batch script outside srun is not a job either: it has SLURM_PROCID but
+    no step.
 
     Raises:
         ConfigError: the variables contradict each other, or one is missing.
@@ -107,32 +108,26 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in variables]
     if missing:
-        raise ConfigError(
-            f"RANK={variables['RANK']}: the environment sets a rank but not {', '.join(missing)}. "
-            "torchrun sets all of them."
-        )
-    rank, world_size, local_rank, local_world_size, port = (
-        _number(variables[name], name) for name in names if name != "MASTER_ADDR"
-    )
+        problem = f"the environment sets a rank but not {', '.join(missing)}"
+        raise ConfigError(f"RANK={variables['RANK']}: {problem}. torchrun sets all of them.")
+    numbers: dict[str, Any] = {
+        name.lower(): _number(variables[name], name) for name in names if name != "MASTER_ADDR"
+    }
     count, limit = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
     return Job(
-        "torchrun",
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        variables["MASTER_ADDR"],
-        port,
+        launcher="torchrun",
+        master_addr=variables["MASTER_ADDR"],
         restarts=_number(variables.get(count, "0"), count),
         max_restarts=_number(variables.get(limit, "0"), limit),
         name=_torchrun_name(variables.get("TORCHELASTIC_RUN_ID", "none")),
+        **numbers,
     )
 
 
 def _torchrun_name(run_id: str) -> str:
     """Return torchrun's --rdzv-id if the user gave one, else an id of the agent's process.
 
-    The agent is the parent of this process, before and after a restart.
+    The agent is this process's parent. It stays the same after a restart.
     """
     if run_id and run_id != "none":
         return f"torchrun {run_id}"
@@ -143,38 +138,28 @@ def _torchrun_name(run_id: str) -> str:
 
 
 def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
-    per_node = (
-        variables.get("SLURM_STEP_TASKS_PER_NODE")
-        or variables.get("SLURM_NTASKS_PER_NODE")
-        or variables.get("SLURM_TASKS_PER_NODE")
-    )
+    def first(*names: str) -> str:
+        return next((variables[name] for name in names if variables.get(name)), "")
+
+    per_node = first("SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     local_sizes = set(re.findall(r"(?:^|,)(\d+)", per_node or str(tasks)))
     if len(local_sizes) != 1:
-        raise ConfigError(
-            f"SLURM_TASKS_PER_NODE={per_node}: every node must run the same number of workers. Use "
-            "srun --ntasks-per-node."
-        )
-    nodes = (
-        variables.get("SLURM_STEP_NODELIST")
-        or variables.get("SLURM_JOB_NODELIST")
-        or variables.get("SLURM_NODELIST")
-        or "127.0.0.1"
-    )
+        problem = "every node must run the same number of workers. Use srun --ntasks-per-node."
+        raise ConfigError(f"SLURM_TASKS_PER_NODE={per_node}: {problem}")
+    nodes = first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "127.0.0.1"
     # Steps of one job may run at the same time, so the port depends on the step.
-    cluster, step = variables.get("SLURM_CLUSTER_NAME", ""), variables.get("SLURM_STEP_ID", "0")
-    identity = 16 * _number(variables.get("SLURM_JOB_ID", "0"), "SLURM_JOB_ID") + int(step)
+    step, job_id = first("SLURM_STEP_ID") or "0", first("SLURM_JOB_ID")
+    default_port = 20000 + (16 * _number(job_id or "0", "SLURM_JOB_ID") + int(step)) % 20000
     return Job(
         launcher="slurm",
         rank=_number(variables["SLURM_PROCID"], "SLURM_PROCID"),
         world_size=tasks,
         local_rank=_number(variables.get("SLURM_LOCALID", "0"), "SLURM_LOCALID"),
         local_world_size=int(local_sizes.pop()),
-        master_addr=variables.get("MASTER_ADDR") or first_host(nodes),
-        master_port=_number(
-            variables.get("MASTER_PORT") or str(20000 + identity % 20000), "MASTER_PORT"
-        ),
-        restarts=_number(variables.get("SLURM_RESTART_COUNT") or "0", "SLURM_RESTART_COUNT"),
-        name=f"slurm {cluster} {variables.get('SLURM_JOB_ID', '')}.{step}",
+        master_addr=first("MASTER_ADDR") or first_host(nodes),
+        master_port=_number(first("MASTER_PORT") or str(default_port), "MASTER_PORT"),
+        restarts=_number(first("SLURM_RESTART_COUNT") or "0", "SLURM_RESTART_COUNT"),
+        name=f"slurm {first('SLURM_CLUSTER_NAME')} {job_id}.{step}",
     )
 
 
@@ -199,7 +184,7 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store that all processes of ``job`` share.
 
-    Create it once: under srun rank 0 serves it.
+    The store is created once, because under srun rank 0 serves it.
 
     Raises:
         ConfigError: the store's address does not answer, or its port is taken.
@@ -208,22 +193,16 @@ def job_store(job: Job) -> Store:
 
     torchrun_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     try:
-        if torchrun_serves or job.rank != 0:
-            host = job.master_addr if torchrun_serves else job.address
-            store = dist.TCPStore(
-                host, job.master_port, job.world_size, is_master=False, timeout=STORE_TIMEOUT
-            )
-        else:
+        serves = job.rank == 0 and not torchrun_serves
+        store = dist.TCPStore(
+            job.master_addr if torchrun_serves else job.address,
+            job.master_port,
+            job.world_size,
+            is_master=serves,
+            timeout=STORE_TIMEOUT,
             # By default torch would listen on every interface.
-            descriptor = listen(job, job.master_port).detach()
-            store = dist.TCPStore(
-                job.address,
-                job.master_port,
-                job.world_size,
-                is_master=True,
-                timeout=STORE_TIMEOUT,
-                master_listen_fd=descriptor,
-            )
+            master_listen_fd=listen(job, job.master_port).detach() if serves else None,
+        )
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
         where = f"MASTER_ADDR={job.master_addr} MASTER_PORT={job.master_port}"
@@ -239,42 +218,37 @@ def job_store(job: Job) -> Store:
 def listen(job: Job, port: int) -> socket.socket:
     """Open a listening socket of rank 0 at ``job.address``; port 0 picks a free port.
 
-    Listen on all interfaces if that address is not one of this machine's, such as the address of a
-    service in front of it. Do so too if several machines must connect but the name means loopback
-    here, as in the /etc/hosts of some systems.
+    Listen on all interfaces if the address belongs to another machine, such as a proxy in front of
+    this one. Do the same if several machines must connect but the name resolves to loopback here,
+    as in some systems' /etc/hosts.
 
     Raises:
         OSError: the port is taken.
     """
-    several = job.local_world_size != job.world_size
+    several, backlog = job.local_world_size != job.world_size, max(128, job.world_size)
     with contextlib.suppress(socket.gaierror):
-        for family, _, _, _, place in socket.getaddrinfo(
-            job.address, port, type=socket.SOCK_STREAM
-        ):
+        places = socket.getaddrinfo(job.address, port, type=socket.SOCK_STREAM)
+        for family, _, _, _, place in places:
             if several and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
                 continue
             try:
-                return socket.create_server(
-                    place[:2], family=family, backlog=max(128, job.world_size)
-                )
+                return socket.create_server(place[:2], family=family, backlog=backlog)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(
-        ("", port), family=family, backlog=max(128, job.world_size), dualstack_ipv6=both
-    )
+    return socket.create_server(("", port), family=family, backlog=backlog, dualstack_ipv6=both)
 
 
 def shared_key(purpose: str) -> str | None:
     """Return a key that only ranks with the job's secret know, or None without a secret."""
     secret = os.environ.get(SECRET, "")
-    return (
-        hmac.digest(secret.encode(), f"mtrain {purpose}".encode(), "sha256").hex()
-        if secret
-        else None
-    )
+    return _digest(secret, f"mtrain {purpose}") if secret else None
+
+
+def _digest(key: str, text: str) -> str:
+    return hmac.digest(key.encode(), text.encode(), "sha256").hex()
 
 
 def _seal(name: str, text: str) -> str:
@@ -283,9 +257,7 @@ def _seal(name: str, text: str) -> str:
     Anyone who reaches the store's port can write to it.
     """
     key = shared_key("decision")
-    seal = (
-        "" if key is None else hmac.digest(key.encode(), f"{name}\0{text}".encode(), "sha256").hex()
-    )
+    seal = "" if key is None else _digest(key, f"{name}\0{text}")
     return f"{seal}\n{text}"
 
 
@@ -293,7 +265,7 @@ def _unseal(name: str, content: bytes) -> str:
     """Return the sealed text.
 
     Raises:
-        ConfigError: it does not come from a rank with this rank's secret.
+        ConfigError: the writer did not have this rank's secret.
     """
     text = content.decode(errors="replace").partition("\n")[2]
     if not hmac.compare_digest(content, _seal(name, text).encode()):
@@ -307,8 +279,8 @@ def _unseal(name: str, content: bytes) -> str:
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
     """Run ``action`` on global rank 0 only and return its text on every rank.
 
-    Without a job, just run it. All ranks must call this equally often. If the action fails, rank 0
-    raises the error and the other ranks exit silently with the same exit code.
+    Without a job, just run it. All ranks must make the same sequence of calls. If the action fails,
+    rank 0 raises the error and the other ranks exit silently with the same exit code.
     """
     job = current_job()
     if job is None or job.world_size == 1:
@@ -318,10 +290,8 @@ def decide_on_rank_zero(action: Callable[[], str]) -> str:
         try:
             text = action()
         except Exception as error:
-            store.set(
-                key,
-                _seal(key, json.dumps({"exit_code": 2 if isinstance(error, ConfigError) else 1})),
-            )
+            code = 2 if isinstance(error, ConfigError) else 1
+            store.set(key, _seal(key, json.dumps({"exit_code": code})))
             raise
         store.set(key, _seal(key, json.dumps({"text": text})))
         return text

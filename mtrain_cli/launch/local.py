@@ -9,11 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from mtrain_cli.config import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, run_state
 from mtrain_cli.launch.environment import Environment, loopback_variables, nccl_variables
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 TRAIN = "mtrain_cli.commands.train_worker:train"
 MEASURING_TARGETS = "mtrain_cli.profiling."  # targets that write no checkpoints
 KILLED_CODE = 130
+NO_CHECKPOINT = "there is no checkpoint to resume from"
 DISPLAY_LINES = 2  # height of the live display of `training.progress`
 # 128 + the signal, as in a shell. A hangup gets the code of SIGTERM, since the system sends both.
 _STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
@@ -61,10 +63,10 @@ def launch(
             must have the same one.
 
     Returns:
-        Exit code. 0: success. 130 (SIGINT) or 143 (SIGTERM, SIGHUP): stopped on request, so that
-            `mtrain train && evaluate` does not evaluate an unfinished training. 1: a worker failed.
-            130: killed. After the last two, stderr shows the cause and how to resume from the
-            newest checkpoint.
+        Exit code. 0: success. 1: a worker failed. 130 (SIGINT) or 143 (SIGTERM, SIGHUP): stopped on
+            request, so that `mtrain train && evaluate` does not evaluate an unfinished training.
+            130 also: killed by a second Ctrl-C. After a failure or a kill, stderr shows the cause
+            and how to resume from the newest checkpoint.
 
     Raises:
         ConfigError: a worker found a user's mistake, such as a corpus that is too short.
@@ -77,39 +79,37 @@ def launch(
 
     run_dir.stop_request.unlink(missing_ok=True)
     measuring = target.startswith(MEASURING_TARGETS)
-    restarts = RestartPolicy(run_dir, compose.load(run_dir.resolved), resume)
+    saved = resolved_file.load(run_dir.resolved)
+    restarts = RestartPolicy(run_dir, saved, resume)
+    workers = _Workers(run_dir, target, saved.topology.timeout_s)
+    devices: tuple[str, ...] | None = None
     with (
         _heartbeat(run_dir),
         _SignalRequests(run_dir, "end" if measuring else "save a checkpoint") as requests,
     ):
-        attempt = _Attempt(run_dir, environment, resume, target, requests)
         while True:
-            code, failure = attempt.run()
+            code, failure = workers.run(requests, environment, resume, devices)
             if failure is None:
                 return code
+            decision: RestartDecision | str = ""
             if not measuring:
                 run_state.set_phase(run_dir, "failed", failure_summary(failure))
-            decision = (
-                ""
-                if requests.requested or measuring
-                else restarts.after(failure, attempt.environment)
-            )
+                if not requests.requested:
+                    decision = restarts.after(failure, environment)
             if isinstance(decision, str):
                 for line in filter(None, (decision, _resume_hint(run_dir))):
                     _print_line(line)
                 return code
             if not _wait_for_restart(run_dir, decision, requests):
                 return _stopped_before_restart(run_dir, requests)
-            attempt = _Attempt(
-                run_dir, decision.environment, decision.resume, target, requests, decision.devices
-            )
+            environment, resume, devices = decision.environment, decision.resume, decision.devices
 
 
 @contextlib.contextmanager
 def _heartbeat(run_dir: RunDir) -> Iterator[None]:
-    """Renew the run's lock every few seconds, whatever this thread waits for.
+    """Renew the run's lock every few seconds on another thread.
 
-    It may wait for workers, for GPUs that do not respond, or before a restart.
+    The launching thread may be waiting for workers, for GPUs that do not respond, or for a restart.
     """
     ended = threading.Event()
 
@@ -150,65 +150,59 @@ def _stopped_before_restart(run_dir: RunDir, requests: _SignalRequests) -> int:
     assert requests.requested is not None
     run_dir.stop_request.unlink(missing_ok=True)
     run_state.set_phase(run_dir, "stopped", "on request, before a restart")
-    _print_line(_resume_hint(run_dir) or "there is no checkpoint to resume from")
+    _print_line(_resume_hint(run_dir) or NO_CHECKPOINT)
     return _STOP_CODES[requests.requested]
 
 
-class _Attempt:
-    """One start of all workers, until they end."""
+@dataclass(frozen=True)
+class _Workers:
+    """Start all workers of a run, for the first attempt and for each restart."""
 
-    def __init__(
+    run_dir: RunDir
+    target: str
+    timeout_s: float
+
+    def run(
         self,
-        run_dir: RunDir,
+        requests: _SignalRequests,
         environment: Environment,
         resume: bool,
-        target: str,
-        requests: _SignalRequests,
-        devices: tuple[str, ...] | None = None,
-    ) -> None:
-        """Prepare the attempt. ``devices`` are the GPUs that the workers see, None for all."""
-        self.environment = environment
-        self._run_dir, self._requests, self._devices = run_dir, requests, devices
-        arguments = [
-            str(run_dir.path),
-            "--launcher-pid",
-            str(os.getpid()),
-            "--target",
-            target,
-            *(["--resume"] if resume else []),
-        ]
-        self._arguments = [*arguments, "--restarts", str(environment.restarts)]
-        self._timeout_s = compose.load(run_dir.resolved).topology.timeout_s
+        devices: tuple[str, ...] | None,
+    ) -> tuple[int, Failure | None]:
+        """Start all workers and wait until they end.
 
-    def run(self) -> tuple[int, Failure | None]:
-        """Return the exit code and the failure that ended the attempt, which has been reported.
+        Args:
+            devices: the GPUs that the workers see, None for all.
+
+        Returns:
+            The exit code, and the failure that ended the workers. It has been printed.
 
         Raises:
             ConfigError: a worker found a user's mistake.
         """
         from mtrain_cli.launch.agent import WorkerAgent, worker_command
 
-        run_dir, environment = self._run_dir, self.environment
+        arguments = [str(self.run_dir.path), *(["--resume"] if resume else [])]
+        arguments += ["--launcher-pid", str(os.getpid()), "--target", self.target]
+        arguments += ["--restarts", str(environment.restarts)]
+        variables = _variables(environment, self.run_dir, self.timeout_s)
+        if devices is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         with private_folder() as folder:
-            command = worker_command(
-                "mtrain_cli.launch.worker", *self._arguments, "--store", str(folder)
-            )
-            variables = _variables(environment, run_dir, self._timeout_s)
-            if self._devices is not None:
-                variables["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
+            command = worker_command("mtrain_cli.launch.worker", *arguments, "--store", str(folder))
             try:
                 agent = WorkerAgent(
-                    environment.workers, command, folder, variables, self._timeout_s
+                    environment.dims.workers, command, folder, variables, self.timeout_s
                 )
             except (RuntimeError, OSError) as error:
                 return _report_start_failure(error), None
-            return _wait(agent, run_dir, folder, self._requests)
+            return _wait(agent, self.run_dir, folder, requests)
 
 
 def _wait(
     agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
-    """Run the agent in a thread, so that this thread gets signals, and report how it ended."""
+    """Run the agent in a thread, so that this thread can handle signals. Report how it ended."""
     problem: list[Exception] = []
 
     def run() -> None:
@@ -225,22 +219,19 @@ def _wait(
         agent.kill_workers()
         thread.join(2.0)
         _restore_terminal()
-    # The request is done, whether or not the workers heeded it.
+    # The workers have ended. Whether they saw the request no longer matters.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
         run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
-        _print_line(
-            "killed, nothing was saved; "
-            f"{_resume_hint(run_dir) or 'there is no checkpoint to resume from'}"
-        )
+        _print_line(f"killed, nothing was saved; {_resume_hint(run_dir) or NO_CHECKPOINT}")
         return KILLED_CODE, None
     if agent.failures:
         return 1, _report_failure(agent, run_dir)
     if problem:
         return _report_start_failure(problem[0]), None
-    return _STOP_CODES[requests.requested] if requests.requested and was_stopped(
-        folder
-    ) else 0, None
+    if requests.requested and was_stopped(folder):
+        return _STOP_CODES[requests.requested], None
+    return 0, None
 
 
 def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
@@ -256,29 +247,22 @@ def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
         if run_dir.state.exists():
             run_state.set_phase(run_dir, "failed", failure.message.splitlines()[0])
         raise ConfigError(*failure.message.splitlines())
-    print(
-        printable(
-            failures.format_report(failure, run_dir.logs / f"rank-{failure.rank}.log", agent.where)
-        ),
-        file=sys.stderr,
-        flush=True,
-    )
+    log = run_dir.logs / f"rank-{failure.rank}.log"
+    _print_line(failures.format_report(failure, log, agent.where))
     return failure
 
 
 def _resume_hint(run_dir: RunDir) -> str:
     """Return how to resume from the newest checkpoint, or nothing without one."""
     step = run_dir.last_step()
-    return (
-        ""
-        if step is None
-        else f"resume from the checkpoint of step {step}: {run_dir.resume_command}"
-    )
+    if step is None:
+        return ""
+    return f"resume from the checkpoint of step {step}: {run_dir.resume_command}"
 
 
 def _report_start_failure(error: Exception) -> int:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    print(f"error: cannot start the workers on this machine: {reason}", file=sys.stderr, flush=True)
+    _print_line(f"error: cannot start the workers on this machine: {reason}")
     return 1
 
 
@@ -321,23 +305,18 @@ class _SignalRequests:
             if self.waiting:
                 _print_line("stopping: the restart is cancelled")
                 return
+            kill = "press Ctrl-C again to kill them"
             try:
                 self._file.touch()
-                _print_line(
-                    f"stopping: the workers {self._on_stop} after this step; press Ctrl-C again to "
-                    "kill them",
-                    over_display=True,
-                )
+                line = f"stopping: the workers {self._on_stop} after this step; {kill}"
             except OSError as error:
-                _print_line(
-                    f"cannot ask the workers to stop ({self._file}: {error.strerror}); press "
-                    "Ctrl-C again to kill them",
-                    over_display=True,
-                )
+                reason = f"{self._file}: {error.strerror}"
+                line = f"cannot ask the workers to stop ({reason}); {kill}"
+            _print_line(line, over_display=True)
 
 
 def _print_line(line: str, over_display: bool = False) -> None:
-    """Print one line to stderr. Set ``over_display`` if a live display may be on the terminal."""
+    """Print to stderr. Set ``over_display`` if a live display may be on the terminal."""
     line = printable(line)
     if over_display and sys.stderr.isatty():
         # The cursor is at the end of the display's last line, and the next refresh clears the
@@ -349,7 +328,7 @@ def _print_line(line: str, over_display: bool = False) -> None:
 
 
 def _restore_terminal() -> None:
-    """Show the cursor again at the start of a line, which a killed worker could not do."""
+    """Show the cursor at the start of an empty line. A killed worker could not restore it."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -358,19 +337,15 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Return the variables to add to the workers' environment where the user has not set them."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    defaults = dict(_defaults(cores, environment.workers))
+    """Return the variables to add to the workers' environment, unless the user has set them."""
+    machine_has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if machine_has_affinity else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // environment.dims.workers)),
+        # When a peer exits, c10d prints long warnings about lost sockets before the cause is known.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
     if environment.device == "cuda":
         defaults |= nccl_variables(run_dir.logs, timeout_s)
-    return {name: value for name, value in defaults.items() if name not in os.environ} | dict(
-        loopback_variables()
-    )
-
-
-def _defaults(cores: int, workers: int) -> Iterator[tuple[str, str]]:
-    yield "OMP_NUM_THREADS", str(max(1, cores // workers))
-    # When a peer dies, c10d prints long warnings about lost sockets before the cause is known.
-    yield "TORCH_CPP_LOG_LEVEL", "ERROR"
+    unset = {name: value for name, value in defaults.items() if name not in os.environ}
+    return unset | loopback_variables()

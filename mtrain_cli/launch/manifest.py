@@ -1,7 +1,7 @@
 """The manifest that makes a folder a complete checkpoint: size and checksum of every file.
 
-`manifest.json` is written last; only then does the folder get its final name `step-N`. Imports no
-torch.
+The checkpoint's writer writes `manifest.json` last and then gives the folder its final name
+`step-N`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Manifest:
     step: completed optimizer steps.
     workers: number of ranks that wrote it.
     torch: version of PyTorch that wrote it.
-    files: by name.
+    files: size and checksum of each file, by name.
     trainer: the trainer's own small state; empty for an import, which holds only weights.
     """
 
@@ -93,14 +93,14 @@ class Manifest:
         return manifest
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-        """Check the files of reader `part` of `parts` (each takes a share, largest files first)."""
+        """Check the files ``part::parts``, ordered by size. Return a line for each problem."""
         names = sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
         checked = (_problem(folder / name, self.files[name]) for name in names[part::parts])
         return [problem for problem in checked if problem]
 
 
 def checksum(path: Path) -> FileEntry:
-    """Compute the size and crc32 of a file as it reads now."""
+    """Read a file and compute its size and crc32."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -118,11 +118,9 @@ def committed_steps(directory: Path) -> list[int]:
     """List the steps of the checkpoints in `directory`, newest first."""
     if not directory.is_dir():
         return []
-    steps = ((_STEP.fullmatch(folder.name), folder) for folder in directory.iterdir())
-    return sorted(
-        (int(match[1]) for match, folder in steps if match and (folder / NAME).is_file()),
-        reverse=True,
-    )
+    committed = (folder.name for folder in directory.iterdir() if (folder / NAME).is_file())
+    matches = filter(None, map(_STEP.fullmatch, committed))
+    return sorted((int(match[1]) for match in matches), reverse=True)
 
 
 def manifest_file(directory: Path, step: int) -> Path:

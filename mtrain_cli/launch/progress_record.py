@@ -1,9 +1,9 @@
 """Record what each worker did last, in a small file that outlives its process.
 
 A worker that is killed, hangs or is ended by NCCL's watchdog can no longer report anything. So each
-worker keeps a record in memory mapped to a file. A note costs about a microsecond and no system
-call, and the launcher reads it when it reports a failure. On a GPU the host posts its exchanges
-ahead of the device: the record shows what was posted last, and the device may be behind.
+worker keeps a record in memory that is mapped to a file. A note costs about a microsecond and no
+system call. The launcher reads the file when it reports a failure. On a GPU the host runs ahead of
+the device: the record shows the exchange that the host posted last, and the device may be behind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _NOBODY = -2
 # seconds since the epoch, training step, rank that the worker waits for
 _HEAD = struct.Struct("<dii")
 _SLOT = 256
-# The first byte says which of two slots holds the record. The other one is written, so a reader
-# never sees half a note.
+# The first byte selects the slot that holds the record. The next note goes to the other slot, so a
+# reader never sees half a note.
 _SLOTS = (_SLOT, 2 * _SLOT)
 _SIZE = 3 * _SLOT
 _SHOWN = 8
@@ -35,8 +35,8 @@ class WorkerActivity:
 
     time: seconds since the epoch.
     training_step: counted from 1; 0 before the first.
-    doing: such as ``ring, layer 3, forward, step 2 of 4``.
-    waits_for: the rank that it needs to go on, SEVERAL in a collective, else None.
+    doing: the activity, such as ``ring, layer 3, forward, step 2 of 4``.
+    waits_for: the rank that this one waits for, SEVERAL in a collective, else None.
     """
 
     time: float
@@ -47,11 +47,8 @@ class WorkerActivity:
     def text(self, now: float) -> str:
         """Return one line, with the age of the record if that is a second or more."""
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
-        step = (
-            f"training step {self.training_step}"
-            if self.training_step
-            else "before the first training step"
-        )
+        number = self.training_step
+        step = f"training step {number}" if number else "before the first training step"
         return f"{step}{', ' if self.doing else ''}{self.doing}{ago}"
 
 
@@ -102,26 +99,26 @@ def begin_step(training_step: int) -> None:
         _record.write("", _NOBODY)
 
 
-def launcher_record_path(error_file: str | os.PathLike[str], rank: int) -> Path:
-    """Return the record of a worker of mtrain's own launcher, next to the workers' failures."""
+def launcher_record_path(error_file: str | os.PathLike[str], rank: int | str) -> Path:
+    """Return the path of a worker's record under mtrain's launcher, next to the failure files."""
     return Path(error_file).with_name(f"where-{rank}")
 
 
-def job_record_path(logs: Path, rank: int) -> Path:
-    """Return the record of a rank of a torchrun or srun job, which has no folder but the run's.
+def job_record_path(logs: Path, rank: int | str) -> Path:
+    """Return the path of a rank's record under torchrun or srun, in the run's folder of logs.
 
-    Rank 0 reads the records of other machines if they share a disk. On a network file system they
-    may be seconds old.
+    Rank 0 reads the records of other machines if they share a disk. On a network file system the
+    records may be seconds old.
     """
     return logs / f"rank-{rank}.where"
 
 
 def record_pattern(logs: Path, launcher: str) -> str:
     """Return the path of the ranks' records in this run, with {rank} in place of the number."""
+    if launcher != "mtrain":
+        return str(job_record_path(logs, "{rank}"))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if launcher == "mtrain":
-        return str(Path(error_file).with_name("where-{rank}")) if error_file else ""
-    return str(logs / "rank-{rank}.where")
+    return str(launcher_record_path(error_file, "{rank}")) if error_file else ""
 
 
 def own_activity() -> WorkerActivity | None:
@@ -131,11 +128,20 @@ def own_activity() -> WorkerActivity | None:
 
 def read_activity(path: Path) -> WorkerActivity | None:
     """Return the activity recorded at ``path``, or None if there is none."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    return _parsed(content)
+    with contextlib.suppress(OSError):
+        return _parsed(path.read_bytes())
+    return None
+
+
+def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
+    """Return the activity of each rank whose record can be read here."""
+    records = {rank: read_activity(path) for rank, path in paths.items()}
+    return {rank: record for rank, record in records.items() if record}
+
+
+def ranks_not_waiting(ranks: Iterable[int], records: Mapping[int, WorkerActivity]) -> list[int]:
+    """Return the ranks that wait for no other rank, as far as is known."""
+    return [rank for rank in ranks if rank not in records or records[rank].waits_for is None]
 
 
 def _parsed(content: bytes) -> WorkerActivity | None:
@@ -152,8 +158,7 @@ def activity_lines(
 ) -> list[str]:
     """Return a line for each rank, or a single line if all ranks did the same.
 
-    Of more than eight ranks, show those in ``about``, then those that wait for one of them, then
-    the first ones.
+    Show up to eight ranks: those in ``about``, those that wait for one of them, then the lowest.
     """
     texts = {rank: record.text(now) for rank, record in records.items()}
     if len(texts) > 1 and len(set(texts.values())) == 1:

@@ -6,7 +6,6 @@ nothing listens.
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,8 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousStoreInfo,
 )
 
+from mtrain_cli.launch.temporary_folders import is_private
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -25,7 +26,7 @@ STORE = "store"
 
 
 class SingleMachineRendezvous(RendezvousHandler):
-    """A rendezvous of torch's elastic agent with itself only, in its own memory."""
+    """The rendezvous of a single elastic agent, in the agent's own memory."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -56,13 +57,12 @@ class SingleMachineRendezvous(RendezvousHandler):
 
 
 def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
-    """Open the store of a run on one machine, in its launcher's private folder, on every worker.
+    """Open the store of a single-machine run, on every worker, in the launcher's private folder.
 
     Raises:
         OSError: other users can open the folder.
     """
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+    if not is_private(folder):
         raise PermissionError(f"{folder}: other users can open the folder")
     store = FileStore(str(folder / STORE), workers)
     store.set_timeout(timeout)

@@ -1,4 +1,4 @@
-"""Decide whether a run that lost a worker restarts, from where, on how many workers, and when.
+"""Decide whether a run restarts after a failure, from which step, on how many workers, and when.
 
 A restart helps against failures of a machine: a killed process, a failed device, a peer that hangs.
 Failures of the program or its input would happen again, so mistakes, exceptions, losses that are
@@ -19,7 +19,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import compress
 from pathlib import Path
+from typing import TypeVar
 
 from mtrain_cli.config import documents, validate
 from mtrain_cli.config.schema import Config, ConfigError
@@ -27,12 +29,13 @@ from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 
-# Wait before the first restart within an hour, the second and so on. The last value repeats.
+T = TypeVar("T")
+# Seconds to wait before the first, second, ... restart within an hour. The last value repeats.
 WAITS_S = (1.0, 5.0, 15.0, 30.0, 60.0)
 RECENT_S = 3600.0
 PROBE_S = 120.0
-# Errors of a device, driver or network, in the words of torch, CUDA and the kernel. Out of memory
-# and bugs in a kernel are excluded by _PROGRAM.
+# Messages of torch, CUDA and Linux about a failed device, driver or network. _PROGRAM excludes out
+# of memory and bugs in CUDA kernels.
 _MACHINE = re.compile(
     r"CUDA error|AcceleratorError|CUDNN_STATUS|CUBLAS_STATUS|NCCL|[Uu]ncorrectable|\bECC\b"
     r"|GPU is lost|no CUDA-capable device"
@@ -43,6 +46,7 @@ _PROGRAM = re.compile(
     r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image"
     r"|NotImplementedError"
 )
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl
 _DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
 
@@ -68,7 +72,7 @@ class Restart:
 
 @dataclass(frozen=True)
 class _LoggedStep:
-    """The fields of a line of metrics.jsonl that a restart needs."""
+    """The fields that a restart needs from a line of metrics.jsonl."""
 
     step: int
     loss: float | None = None
@@ -78,7 +82,7 @@ class _LoggedStep:
 class RestartDecision:
     """What the launcher must do.
 
-    environment: of the next attempt.
+    environment: the next attempt's.
     resume: whether to resume from a checkpoint.
     wait_s: seconds to wait first.
     entry: the restart to record.
@@ -95,7 +99,7 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """Decides about the restarts of one launch."""
+    """Decides about each restart of one launch."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
         """Start with no restarts.
@@ -108,15 +112,40 @@ class RestartPolicy:
         self._resume = resume
         self._limit = None if config.run.restarts == "auto" else int(config.run.restarts)
         self._restarts: list[Restart] = []
-        # time of the newest checkpoint at the previous failure
+        # Time of the newest checkpoint at the previous failure.
         self._last_commit: int | None = None
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
         """Decide what follows a failure.
 
         Returns:
-            The restart, or a line that says why there is none. The line is empty if no restart was
-            to be expected.
+            The restart, or a line that says why there is none. The line is empty if nobody would
+            expect a restart.
+        """
+        step, reached = self._run.last_step(), last_step_done(self._run)
+        refusal = self._refusal(failure, step, reached)
+        if refusal is not None:
+            return refusal
+        choice = self._choose_workers(environment)
+        if isinstance(choice, str):
+            return choice
+        environment, devices, remark = choice
+        now = time.time()
+        recent = sum(entry.time > now - RECENT_S for entry in self._restarts)
+        reason, workers = failure_summary(failure), environment.dims.workers
+        entry = Restart(now, reason, failure.rank, reached, step or 0, workers)
+        self._restarts.append(entry)
+        _append(self._run, entry)
+        environment = replace(environment, restarts=len(self._restarts))
+        resume, wait_s = self._resume or step is not None, WAITS_S[min(recent, len(WAITS_S) - 1)]
+        return RestartDecision(environment, resume, wait_s, entry, devices, remark)
+
+    def _refusal(self, failure: Failure, step: int | None, reached: int) -> str | None:
+        """Return why there is no restart (empty if nobody expects one), or None for a restart.
+
+        Args:
+            step: step of the newest checkpoint, None without one.
+            reached: last step done.
         """
         if self._limit == 0 or failure.kind == "config":
             return ""
@@ -124,50 +153,18 @@ class RestartPolicy:
             return "no restart: the same failure would happen again"
         if self._limit is not None and len(self._restarts) >= self._limit:
             return f"no restart: the limit run.restarts={self._limit} is reached"
-        commit, step, reached = (
-            self._run.last_commit(),
-            self._run.last_step(),
-            last_step_done(self._run),
-        )
         if step is None and self._limit is None:
             # A failure before the first checkpoint usually means that the run is set up wrong.
-            return (
-                "no restart: there is no checkpoint yet. Set run.restarts=N to restart from step 0."
-                if reached
-                else ""
-            )
+            advice = "Set run.restarts=N to restart from step 0."
+            return f"no restart: there is no checkpoint yet. {advice}" if reached else ""
         if step is None and not reached:
             return "no restart: the run failed before its first step"
+        commit = self._run.last_commit()
         if self._last_commit is not None and commit <= self._last_commit:
-            return (
-                "no restart: no checkpoint was written since the previous restart, "
-                "so the run would make no progress"
-            )
+            reason = "no checkpoint was written since the previous restart"
+            return f"no restart: {reason}, so the run would make no progress"
         self._last_commit = commit
-        choice = self._choose_workers(environment)
-        if isinstance(choice, str):
-            return choice
-        environment, devices, remark = choice
-        recent = sum(entry.time > time.time() - RECENT_S for entry in self._restarts)
-        entry = Restart(
-            time.time(),
-            failure_summary(failure),
-            failure.rank,
-            reached,
-            step or 0,
-            environment.workers,
-        )
-        self._restarts.append(entry)
-        _append(self._run, entry)
-        environment = replace(environment, restarts=len(self._restarts))
-        return RestartDecision(
-            environment,
-            self._resume or step is not None,
-            WAITS_S[min(recent, len(WAITS_S) - 1)],
-            entry,
-            devices,
-            remark,
-        )
+        return None
 
     def _choose_workers(
         self, before: Environment
@@ -175,29 +172,26 @@ class RestartPolicy:
         """Return environment, devices and remark for the restart, or why none is possible."""
         if before.device != "cuda":
             return before, None, ""
-        listed = visible_devices(before.workers)
+        listed = visible_devices(before.dims.workers)
         answering = answering_devices(listed)
         if len(answering) == len(listed):
             return before, None, ""
         lost = ", ".join(device for device in listed if device not in answering)
-        if len(answering) >= before.workers:
-            return (
-                before,
-                tuple(answering[: before.workers]),
-                f"without GPU {lost}, which does not respond",
-            )
+        if len(answering) >= before.dims.workers:
+            return before, tuple(answering[: before.dims.workers]), _without(lost)
         return shrink_environment(self._config, before, answering, lost)
+
+
+def _without(lost: str) -> str:
+    return f"without GPU {lost}, which does not respond"
 
 
 def is_machine_failure(failure: Failure) -> bool:
     """Return whether a restart may get past this failure."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
-    return (
-        failure.kind == "error"
-        and bool(_MACHINE.search(failure.message))
-        and not _PROGRAM.search(failure.message)
-    )
+    text = failure.message if failure.kind == "error" else ""
+    return bool(_MACHINE.search(text)) and not _PROGRAM.search(text)
 
 
 def shrink_environment(
@@ -205,14 +199,14 @@ def shrink_environment(
 ) -> tuple[Environment, tuple[str, ...], str] | str:
     """Return the environment with the most workers that fit the remaining GPUs, or why none fits.
 
-    The global batch stays, so every step computes the same.
+    The global batch stays the same, so every step computes the same.
     """
     left = len(answering)
     if config.topology.workers != "auto":
         return (
             f"no restart: GPU {lost} does not respond, and "
-            f"topology.workers={config.topology.workers} "
-            f"does not fit the {left} that are left. Resume with topology.workers=auto."
+            f"topology.workers={config.topology.workers} does not fit the {left} that are left. "
+            "Resume with topology.workers=auto."
         )
     problem = "none is left"
     for workers in range(left, 0, -1):
@@ -221,18 +215,12 @@ def shrink_environment(
             conflicts = [line for line in validate.problems(tried) if "topology." in line]
             if not conflicts:
                 environment = replace(resolve_environment(tried), launcher=before.launcher)
-                return (
-                    environment,
-                    tuple(answering[:workers]),
-                    f"without GPU {lost}, which does not respond",
-                )
+                return environment, tuple(answering[:workers]), _without(lost)
         except ConfigError as error:
             conflicts = list(error.problems)
         problem = conflicts[0] if workers == left else problem
-    return (
-        f"no restart: GPU {lost} does not respond, and the run does not fit the {left} that are "
-        f"left: {problem}"
-    )
+    reason = f"the run does not fit the {left} that are left: {problem}"
+    return f"no restart: GPU {lost} does not respond, and {reason}"
 
 
 def visible_devices(workers: int) -> list[str]:
@@ -240,12 +228,8 @@ def visible_devices(workers: int) -> list[str]:
 
     Without that variable, return at least one for each of the workers.
     """
-    named = [
-        name.strip()
-        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if name.strip()
-    ]
-    if named:
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if named := [name.strip() for name in names if name.strip()]:
         return named
     import torch
 
@@ -255,42 +239,32 @@ def visible_devices(workers: int) -> list[str]:
 def answering_devices(devices: Sequence[str]) -> list[str]:
     """Return the devices on which a new process can compute.
 
-    What this process knows about them may date from before the failure.
+    What this process knows about the devices may be older than the failure.
     """
 
     def answers(device: str) -> bool:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": device}
-        with contextlib.suppress(subprocess.SubprocessError, OSError):
-            command = [sys.executable, "-c", _DEVICE_PROBE]
-            return (
-                subprocess.run(
-                    command, env=environment, capture_output=True, timeout=PROBE_S
-                ).returncode
-                == 0
+        command = [sys.executable, "-c", _DEVICE_PROBE]
+        try:
+            subprocess.run(
+                command, env=environment, capture_output=True, timeout=PROBE_S, check=True
             )
-        return False
+        except (subprocess.SubprocessError, OSError):
+            return False
+        return True
 
     with ThreadPoolExecutor(len(devices)) as pool:
-        return [
-            device for device, good in zip(devices, pool.map(answers, devices), strict=True) if good
-        ]
+        return list(compress(devices, pool.map(answers, devices)))
 
 
 def read_restarts(run: RunDir) -> list[Restart]:
     """Return the restarts of a run, oldest first, without lines that cannot be read."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in run.restarts.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                found.append(documents.checked(Restart, json.loads(line)))
-    return found
+    return _parse_lines(_read_text(run.restarts), Restart)
 
 
 def count_unreadable_lines(run: RunDir) -> int:
     """Return how many lines of restarts.jsonl `read_restarts` skips."""
-    with contextlib.suppress(OSError):
-        return len(run.restarts.read_text(errors="replace").splitlines()) - len(read_restarts(run))
-    return 0
+    return len(_read_text(run.restarts).splitlines()) - len(read_restarts(run))
 
 
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
@@ -298,13 +272,8 @@ def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
 
     Read only the end of a long file.
     """
-    found = []
-    with contextlib.suppress(OSError):
-        for line in _tail(run.metrics).splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                row = documents.checked(_LoggedStep, json.loads(line))
-                found.append((row.step, row.loss))
-    return found
+    rows = _parse_lines(_read_text(run.metrics, _TAIL_BYTES), _LoggedStep)
+    return [(row.step, row.loss) for row in rows]
 
 
 def last_step_done(run: RunDir) -> int:
@@ -321,33 +290,38 @@ def failure_summary(failure: Failure) -> str:
 def describe_restart(decision: RestartDecision, number: int) -> str:
     """Return the line that announces a restart."""
     entry = decision.entry
-    start = (
-        f"resumes from the checkpoint of step {entry.step}"
-        if decision.resume
-        else "starts again from step 0 (no checkpoint)"
-    )
-    lost = ""
-    if entry.reached > entry.step:
-        steps = (
-            f"{entry.step + 1}"
-            if entry.reached == entry.step + 1
-            else f"{entry.step + 1} to {entry.reached}"
-        )
-        several = entry.reached > entry.step + 1
-        lost = f"; step{'s' * several} {steps} {'are' if several else 'is'} repeated"
-    workers = f"{entry.workers} worker{'s' * (entry.workers > 1)}" + (
-        f" ({decision.remark})" if decision.remark else ""
-    )
-    return f"restart {number}: {start} on {workers} in {decision.wait_s:g} s{lost}"
-
-
-def _tail(path: Path) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - (1 << 16)))
-        return file.read().decode(errors="replace")
+    start = "starts again from step 0 (no checkpoint)"
+    if decision.resume:
+        start = f"resumes from the checkpoint of step {entry.step}"
+    workers = f"{entry.workers} worker{'s' * (entry.workers > 1)}"
+    if decision.remark:
+        workers += f" ({decision.remark})"
+    repeated, first = "", entry.step + 1
+    if entry.reached == first:
+        repeated = f"; step {first} is repeated"
+    elif entry.reached > first:
+        repeated = f"; steps {first} to {entry.reached} are repeated"
+    return f"restart {number}: {start} on {workers} in {decision.wait_s:g} s{repeated}"
 
 
 def _append(run: RunDir, entry: Restart) -> None:
     with contextlib.suppress(OSError), run.restarts.open("a") as file:
         file.write(json.dumps(dataclasses.asdict(entry)) + "\n")
+
+
+def _parse_lines(text: str, kind: type[T]) -> list[T]:
+    """Parse each line of JSON. Skip lines that cannot be read."""
+    found = []
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError, RecursionError):
+            found.append(documents.checked(kind, json.loads(line)))
+    return found
+
+
+def _read_text(path: Path, last_bytes: int | None = None) -> str:
+    """Return the text of a file, or of its last bytes. Return nothing if it cannot be read."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+        return file.read().decode(errors="replace")
+    return ""

@@ -15,13 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
 import mtrain_cli
-from mtrain_cli.config import compose, documents
+from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
@@ -33,71 +33,49 @@ PLAN = "plan.json"  # marks the folder of a measurement, not of a run
 LOCK_ATTEMPTS = 3
 
 
+class _Inside:
+    """The path of a file or folder in a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir] | None = None) -> Path:
+        return run.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDir:
     """A run's folder and the files in it.
 
     The process that created or opened it may hold its lock. Workers do not.
+
+    resolved: the complete configuration. Its existence marks the folder as a run.
+    overrides: the overrides of the command line, one per line.
+    environment: versions, devices and revision at the start of the run.
+    metrics: one JSON object per step.
+    log: what the run printed on the terminal.
+    logs: folder of the workers' output, ``rank-N.log``.
+    checkpoints: folder of the checkpoints ``step-N``.
+    stop_request: asks the workers to save and stop after the current step, if it exists.
+    state: the current state for `mtrain status` (`launch.run_state`).
+    restarts: the restarts of the run, one JSON object each (`launch.restart`).
     """
 
     path: Path
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
-    _origin: str = field(default="opened", repr=False, compare=False)
-    _latest_before: str | None = field(default=None, repr=False, compare=False)
-    _new_parents: tuple[Path, ...] = field(
-        default=(), repr=False, compare=False
-    )  # Parent folders made for this one, the nearest first.
+    _created: _Creation | None = field(default=None, repr=False, compare=False)
     _before_rewrite: _PreviousContent | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def resolved(self) -> Path:
-        """The complete configuration. Its existence marks the folder as a run."""
-        return self.path / "resolved.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        """The overrides of the command line, one per line."""
-        return self.path / "overrides.txt"
-
-    @property
-    def environment(self) -> Path:
-        """Versions, devices and revision at the start of the run."""
-        return self.path / "environment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Metrics, one JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        """What the run printed on the terminal."""
-        return self.path / "log.txt"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the workers' output: ``rank-N.log``."""
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints ``step-N``."""
-        return self.path / "checkpoints"
-
-    @property
-    def stop_request(self) -> Path:
-        """File that asks the workers to save and stop after the current step, if it exists."""
-        return self.path / "stop_request"
-
-    @property
-    def state(self) -> Path:
-        """Current state of the run for `mtrain status`; see `launch.run_state`."""
-        return self.path / "state.json"
-
-    @property
-    def restarts(self) -> Path:
-        """The restarts of the run, one JSON object each; see `launch.restart`."""
-        return self.path / "restarts.jsonl"
+    resolved = _Inside("resolved.yaml")
+    overrides = _Inside("overrides.txt")
+    environment = _Inside("environment.json")
+    metrics = _Inside("metrics.jsonl")
+    log = _Inside("log.txt")
+    logs = _Inside("logs")
+    checkpoints = _Inside("checkpoints")
+    stop_request = _Inside("stop_request")
+    state = _Inside("state.json")
+    restarts = _Inside("restarts.jsonl")
 
     @property
     def resume_command(self) -> str:
@@ -109,38 +87,34 @@ class RunDir:
         return next(iter(committed_steps(self.checkpoints)), None)
 
     def last_commit(self) -> int:
-        """Return when the latest checkpoint was committed, 0 without one.
+        """Return the time of the last checkpoint commit, in nanoseconds since the epoch, or 0.
 
-        The time is in nanoseconds since the epoch, by the clock of the disk.
+        The time comes from the disk's clock.
         """
         times = [0]
         for step in committed_steps(self.checkpoints):
-            with contextlib.suppress(OSError):  # removed meanwhile in favour of newer ones
+            with contextlib.suppress(OSError):  # a newer one has replaced it
                 times.append(manifest_file(self.checkpoints, step).stat().st_mtime_ns)
         return max(times)
 
     def beat(self) -> None:
-        """Renew the lock's time stamp for processes on other machines, if this process holds it."""
+        """Renew the lock's time stamp, which other machines read. Do nothing without the lock."""
         if self._lock is not None:
             self._lock.beat()
 
     def require_steps_left(self, steps: int) -> None:
-        """Refuse to resume towards a step before the newest checkpoint, and release the lock.
-
-        Asking for exactly that step is harmless.
+        """Check that the newest checkpoint is not later than ``steps``.
 
         Raises:
-            ConfigError: the newest checkpoint is later than ``steps``.
+            ConfigError: it is later. The lock is released.
         """
 
         def check() -> str:
             done = self.last_step()
             if done is not None and done > steps:
                 self.release()
-                raise ConfigError(
-                    f"train.steps={steps}: the run is already at step {done}. Give more than "
-                    f"{done}."
-                )
+                problem = f"the run is already at step {done}. Give more than {done}."
+                raise ConfigError(f"train.steps={steps}: {problem}")
             return ""
 
         decide_on_rank_zero(check)
@@ -154,29 +128,26 @@ class RunDir:
         Raises:
             ConfigError: the folder cannot be written. The previous files are intact.
         """
-        rewritten: list[RunDir] = []
 
-        def write() -> str:
+        def write() -> RunDir:
             with _as_config_error(self.path):
-                files = tuple(
-                    (file, file.read_bytes() if file.exists() else None)
+                files = {
+                    file: file.read_bytes() if file.exists() else None
                     for file in (self.resolved, self.overrides)
-                )
-                before = _PreviousContent(
-                    files, frozenset(map(hash, _whole_lines(self.metrics))), self.last_commit()
-                )
-                rewritten.append(dataclasses.replace(self, _before_rewrite=before))
+                }
+                metrics = frozenset(map(hash, _whole_lines(self.metrics)))
+                before = _PreviousContent(files, metrics, self.last_commit())
+                rewritten = dataclasses.replace(self, _before_rewrite=before)
                 try:
-                    compose.save(config, self.resolved)
+                    resolved_file.save(config, self.resolved)
                     with self.overrides.open("a") as file:
                         file.writelines(f"{line}\n" for line in overrides)
                 except OSError:
-                    rewritten[0].discard()
+                    rewritten.discard()
                     raise
-            return ""
+            return rewritten
 
-        decide_on_rank_zero(write)
-        return rewritten[0] if rewritten else self
+        return _share_run(write)
 
     def discard(self) -> bool:
         """Undo `create` or `rewrite`, so that a user's mistake leaves nothing behind.
@@ -186,54 +157,58 @@ class RunDir:
         Returns:
             Whether the folder is gone.
         """
-        if self._before_rewrite is not None and not self._has_stepped_since(self._before_rewrite):
-            for file, content in self._before_rewrite.files:
+        before, created = self._before_rewrite, self._created
+        if before is not None and not self._has_stepped_since(before):
+            for file, content in before.files.items():
                 _restore_file(file, content)
-        began = any(self.checkpoints.glob("step-*")) or (
-            self.metrics.exists() and self.metrics.stat().st_size
-        )
-        if self._origin == "opened" or began:
+        if created is None or any(self.checkpoints.glob("step-*")):
             return False
-        _restore_latest(self.path, self._latest_before)
-        if self._origin == "new folder":
+        if self.metrics.exists() and self.metrics.stat().st_size:
+            return False
+        _restore_latest(self.path, created.latest_before)
+        if created.is_new_folder:
             for _ in range(3):  # another thread may still write to it
                 shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # in use by now
-                for parent in self._new_parents:
+            with contextlib.suppress(OSError):  # another run uses it by now
+                for parent in created.new_parents:
                     parent.rmdir()
-        else:
-            # The folder was empty except for the lock, which another process may wait for by now.
-            written = (
-                self.resolved,
-                self.overrides,
-                self.environment,
-                self.metrics,
-                self.log,
-                self.state,
-                self.restarts,
-            )
-            for file in (*written, self.stop_request):
-                file.unlink(missing_ok=True)
-            for folder in (self.logs, self.checkpoints):
-                shutil.rmtree(folder, ignore_errors=True)
+            return True
+        # The folder held only the lock. That file stays, since another process may wait for it.
+        for file in (self.resolved, self.overrides, self.environment, self.metrics):
+            file.unlink(missing_ok=True)
+        for file in (self.log, self.state, self.restarts, self.stop_request):
+            file.unlink(missing_ok=True)
+        for folder in (self.logs, self.checkpoints):
+            shutil.rmtree(folder, ignore_errors=True)
         return True
 
     def _has_stepped_since(self, before: _PreviousContent) -> bool:
         """Return whether a step has run since ``before``.
 
-        A run that starts may cut off metrics after its checkpoint. So fewer lines are no step, but
-        a different last line is.
+        A starting run may cut off metrics after its checkpoint, so the number of lines proves
+        nothing. A new last line proves a step.
         """
-        last = _whole_lines(self.metrics)[-1:]
-        return (
-            any(hash(line) not in before.metrics for line in last)
-            or self.last_commit() > before.commit
-        )
+        last = {hash(line) for line in _whole_lines(self.metrics)[-1:]}
+        return not last <= before.metrics or self.last_commit() > before.commit
 
     def release(self) -> None:
-        """Release the lock if this process holds it. The end of the process does so too."""
+        """Release the lock if this process holds it. The kernel does so when the process ends."""
         if self._lock is not None:
             self._lock.release()
+
+
+@dataclass(frozen=True)
+class _Creation:
+    """How `create` found the folder.
+
+    is_new_folder: `create` made it. Otherwise it was empty.
+    new_parents: parent folders that `create` made, the nearest first.
+    latest_before: target of the link ``latest``.
+    """
+
+    is_new_folder: bool
+    new_parents: tuple[Path, ...]
+    latest_before: str | None
 
 
 @dataclass(frozen=True)
@@ -241,11 +216,11 @@ class _PreviousContent:
     """An opened run as `rewrite` found it.
 
     files: the files that it replaces, with their content, None for a missing file.
-    metrics: hashes of the lines of metrics.jsonl.
+    metrics: hash of each line of metrics.jsonl.
     commit: `RunDir.last_commit`.
     """
 
-    files: tuple[tuple[Path, bytes | None], ...]
+    files: dict[Path, bytes | None]
     metrics: frozenset[int]
     commit: int
 
@@ -266,13 +241,11 @@ class RunLock:
         except BlockingIOError:
             holder = path.read_text(errors="replace").strip() or "another process"
             self.release()
-            raise ConfigError(
-                f"run.dir={folder}: in use by {holder}. Wait for that run, stop it, or choose "
-                "another run.dir."
-            ) from None
+            advice = "Wait for that run, stop it, or choose another run.dir."
+            raise ConfigError(f"run.dir={folder}: in use by {holder}. {advice}") from None
         except OSError:
-            # Some network file systems have no locks. Train anyway: the user must avoid two runs in
-            # one folder.
+            # Some network file systems have no locks. Train without one: the user must avoid two
+            # runs in one folder.
             self.release()
             return
         # On a full disk the lock still holds.
@@ -305,22 +278,15 @@ class RunLock:
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
     """Create and lock the folder of a new run and write its first files.
 
-    They are resolved.yaml, overrides.txt and environment.json. In a torchrun or srun job, global
-    rank 0 does so and the other ranks get the path from it, even if ``run.dir=auto`` would give
-    them another one.
+    They are resolved.yaml, overrides.txt and environment.json. In a torchrun or srun job only
+    global rank 0 does this. The other ranks get the path from rank 0, because ``run.dir=auto`` may
+    give each rank another one.
 
     Raises:
         ConfigError: the folder already holds a run or anything else, is in use, or cannot be
             written.
     """
-    created: list[RunDir] = []
-
-    def make() -> str:
-        created.append(_create_here(config, overrides))
-        return str(created[0].path)
-
-    path = decide_on_rank_zero(make)
-    return created[0] if created else RunDir(Path(path))
+    return _share_run(lambda: _create_here(config, overrides))
 
 
 def open(path: str | os.PathLike[str]) -> RunDir:
@@ -332,18 +298,30 @@ def open(path: str | os.PathLike[str]) -> RunDir:
     Raises:
         ConfigError: there is no run, its configuration cannot be read, or it is in use.
     """
-    opened: list[RunDir] = []
+    return _share_run(lambda: _open_here(Path(path).expanduser()))
 
-    def find() -> str:
-        opened.append(_open_here(Path(path).expanduser()))
-        return str(opened[0].path)
 
-    found = decide_on_rank_zero(find)
-    return opened[0] if opened else RunDir(Path(found))
+def _share_run(action: Callable[[], RunDir]) -> RunDir:
+    """Call ``action`` on rank 0 and return its run. Other ranks get the run without its lock."""
+    runs: list[RunDir] = []
+
+    def act() -> str:
+        runs.append(action())
+        return str(runs[0].path)
+
+    path = decide_on_rank_zero(act)
+    return runs[0] if runs else RunDir(Path(path))
+
+
+def list_runs() -> list[RunDir]:
+    """Return the runs in ``runs/``, the latest first."""
+    files = [file for file in RUNS.glob("*/resolved.yaml") if not file.parent.is_symlink()]
+    files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
+    return [RunDir(file.parent) for file in files]
 
 
 def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
-    """Return the run that an earlier start of this command created, not locked, or None.
+    """Return the run, without its lock, that an earlier start of this command created, or None.
 
     If ``config`` gives a folder or a name, that is the run. Otherwise it is the newest run of this
     torchrun or SLURM job.
@@ -354,25 +332,16 @@ def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
 
     def find() -> str:
         job = current_job()
-        name = job.name if job else ""
         if config.run.dir == "auto" and config.run.name == "auto":
-            candidates = sorted(
-                RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
-            )
+            folders = [run.path for run in list_runs()]
         else:
-            folder = (
-                RUNS / config.run.name
-                if config.run.dir == "auto"
-                else Path(config.run.dir).expanduser()
-            )
-            candidates = [file for file in [folder.absolute() / "resolved.yaml"] if file.is_file()]
-            if candidates and not this_job:
-                return str(folder.absolute())
-        mine = (
-            file.parent.resolve()
-            for file in candidates
-            if name and _recorded_job(file.parent) == name
-        )
+            is_named = config.run.dir == "auto"
+            folder = RUNS / config.run.name if is_named else Path(config.run.dir).expanduser()
+            folders = [folder.absolute()] if (folder / "resolved.yaml").is_file() else []
+            if folders and not this_job:
+                return str(folders[0])
+        name = job.name if job else ""
+        mine = (folder.resolve() for folder in folders if name and _recorded_job(folder) == name)
         return str(next(mine, ""))
 
     path = decide_on_rank_zero(find)
@@ -388,57 +357,53 @@ def _recorded_job(folder: Path) -> str | None:
 
 
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
-    name = config.run.name
+    name, picks_folder = config.run.name, config.run.dir == "auto"
     if name == "auto":
         # The model may be named after a folder, whose name may hold any character.
         model = re.sub(r"[^\w.+=-]+", "-", config.model.name)
         name = f"{model}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    wanted = RUNS / name if config.run.dir == "auto" else Path(config.run.dir).expanduser()
+    wanted = RUNS / name if picks_folder else Path(config.run.dir).expanduser()
     with _as_config_error(wanted):
-        new_parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
-        path, new_folder = _make_folder(
-            wanted, must_be_new=config.run.dir == "auto" and config.run.name == "auto"
-        )
-        run = RunDir(
-            path.absolute(),
-            None,
-            "new folder" if new_folder else "new files",
-            _new_parents=new_parents,
-        )
-        if not new_folder and not run.resolved.exists() and (entries := _entries(path)):
+        parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
+        path, is_new = _make_folder(wanted, picks_folder and config.run.name == "auto")
+        creation = _Creation(is_new, parents, _latest_target(path.absolute().parent))
+        run = RunDir(path.absolute(), None, creation)
+        # The lock stays in the folder of a discarded run.
+        entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
+        if entries and not run.resolved.exists():
             shown = ", ".join(entries[:3]) + (" and more" if len(entries) > 3 else "")
-            raise ConfigError(
-                f"run.dir={path}: is not empty and holds no run ({shown}). Choose a new or an "
-                "empty folder."
-            )
+            problem = f"is not empty and holds no run ({shown})"
+            raise ConfigError(f"run.dir={path}: {problem}. Choose a new or an empty folder.")
         try:
             run = dataclasses.replace(run, _lock=RunLock(path))
             if run.resolved.exists():
                 run.release()
-                if (path / PLAN).is_file():
-                    raise ConfigError(
-                        f"run.dir={path}: already holds a measurement. Choose another run.name or "
-                        "run.dir."
-                    )
-                raise ConfigError(
-                    f"run.dir={path}: already holds a run. Resume it with --resume "
-                    f"{shlex.quote(str(path))}, or choose another run.dir."
-                )
+                raise _occupied_error(path)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
             run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
             # Last, because its existence marks the folder as a run.
-            named = dataclasses.replace(
-                config.run, name=path.name if config.run.dir == "auto" else name, dir=str(run.path)
-            )
-            compose.save(dataclasses.replace(config, run=named), run.resolved)
+            chosen = path.name if picks_folder else name
+            named = dataclasses.replace(config.run, name=chosen, dir=str(run.path))
+            resolved_file.save(dataclasses.replace(config, run=named), run.resolved)
         except OSError:
             run.discard()
             run.release()
             raise
     if run.path.parent == RUNS.absolute():
-        run = dataclasses.replace(run, _latest_before=_latest_target(run.path.parent))
         _point_latest(run.path.parent, run.path.name)
     return run
+
+
+def _occupied_error(path: Path) -> ConfigError:
+    """Return the error for a folder that already holds a run or a measurement."""
+    if (path / PLAN).is_file():
+        return ConfigError(
+            f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
+        )
+    return ConfigError(
+        f"run.dir={path}: already holds a run. Resume it with --resume {shlex.quote(str(path))}, "
+        "or choose another run.dir."
+    )
 
 
 def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
@@ -451,31 +416,26 @@ def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
         path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
         try:
             path.mkdir(parents=True)
+            return path, True
         except FileExistsError:
             if not path.is_dir():
                 raise
             if not must_be_new:
                 return path, False
-        else:
-            return path, True
     raise FileExistsError(f"a thousand folders like {wanted} exist")
 
 
 def _open_here(path: Path) -> RunDir:
     if not path.exists() and (RUNS / path).is_dir():
         path = RUNS / path
-    path = path.resolve()
+    path, advice = path.resolve(), "Give the folder of a run, such as runs/latest."
     if not path.is_dir():
-        raise ConfigError(
-            f"--resume {path}: no such folder. Give the folder of a run, such as runs/latest."
-        )
+        raise ConfigError(f"--resume {path}: no such folder. {advice}")
     run = RunDir(path)
     if not run.resolved.is_file():
-        raise ConfigError(
-            f"--resume {path}: holds no run (resolved.yaml is missing). Give the folder of a run, "
-            "such as runs/latest."
-        )
-    compose.load(run.resolved)
+        problem = "holds no run (resolved.yaml is missing)"
+        raise ConfigError(f"--resume {path}: {problem}. {advice}")
+    resolved_file.load(run.resolved)
     with _as_config_error(path):
         lock = RunLock(path)
         run.stop_request.unlink(missing_ok=True)
@@ -491,7 +451,7 @@ def _whole_lines(file: Path) -> list[bytes]:
 
 
 def _restore_file(file: Path, content: bytes | None) -> None:
-    """Restore a file's content atomically, None for no file.
+    """Restore a file's content atomically, or remove the file if ``content`` is None.
 
     Ignore errors: the user must see the original mistake instead.
     """
@@ -505,11 +465,6 @@ def _restore_file(file: Path, content: bytes | None) -> None:
     part.unlink(missing_ok=True)
 
 
-def _entries(folder: Path) -> list[str]:
-    """Return the names in a folder, except the lock that a discarded run leaves there."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != LOCK)
-
-
 def _latest_target(runs: Path) -> str | None:
     """Return the target of the link ``latest``, or None without such a link."""
     link = runs / "latest"
@@ -518,8 +473,7 @@ def _latest_target(runs: Path) -> str | None:
 
 def _point_latest(runs: Path, target: str) -> None:
     partial = runs / f".latest-{os.getpid()}"
-    # The link is a convenience. Train even if a folder has its name or the file system has no
-    # links.
+    # Train without the link if a folder has its name or the file system has no links.
     with contextlib.suppress(OSError):
         partial.symlink_to(target)
         os.replace(partial, runs / "latest")
@@ -527,7 +481,7 @@ def _point_latest(runs: Path, target: str) -> None:
 
 
 def _restore_latest(run: Path, before: str | None) -> None:
-    """Point ``latest`` to its target before ``run`` was made, unless a later run has moved it."""
+    """Point ``latest`` back to ``before`` if it still points to ``run``."""
     if _latest_target(run.parent) != run.name:
         return
     if before is not None and (run.parent / before).exists():
@@ -537,16 +491,14 @@ def _restore_latest(run: Path, before: str | None) -> None:
 
 
 @contextlib.contextmanager
-def _as_config_error(path: Path):
+def _as_config_error(path: Path) -> Iterator[None]:
     """Turn an OSError on the run's folder into a one-line ConfigError."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
-        raise ConfigError(
-            f"run.dir={path}: cannot write there ({reason}). Choose a folder on a writable disk "
-            "with free space."
-        ) from error
+        advice = "Choose a folder on a writable disk with free space."
+        raise ConfigError(f"run.dir={path}: cannot write there ({reason}). {advice}") from error
 
 
 def _environment_facts() -> dict[str, object]:
@@ -577,10 +529,9 @@ def _git_revision() -> str | None:
     checkout = Path(mtrain_cli.__file__).resolve().parent.parent
     if not (checkout / ".git").exists():
         return None
-    revision = _output_of("git", "-C", str(checkout), "rev-parse", "HEAD")
-    changes = _output_of(
-        "git", "-C", str(checkout), "status", "--porcelain", "--untracked-files=no"
-    )
+    git = ("git", "-C", str(checkout))
+    revision = _output_of(*git, "rev-parse", "HEAD")
+    changes = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
     return revision + "+changes" * bool(changes) if revision else None
 
 
@@ -590,8 +541,7 @@ def _output_of(*command: str) -> str:
     Training does not depend on it.
     """
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -2,9 +2,9 @@
 
 The first worker writes `state.json` as steps finish, at most once a second. The launcher writes how
 the run ended if the workers cannot. A killed process leaves that file unchanged, so the lock on the
-run's folder shows whether the run is alive: the kernel releases it when its holder ends. From
-another machine the lock may look free although it is held. There the time stamp of its file counts,
-which the holder renews.
+run's folder shows whether the run is alive: the kernel releases it when its holder ends. On another
+machine a held lock may look free. That machine checks the lock file's time stamp, which the holder
+renews.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from mtrain_cli.config import documents
 from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir
 
 HEARTBEAT_S = 10.0  # between renewals of the lock's time stamp
-# Without a renewal for so long the run is gone. Network file systems may be half a minute late.
+# A run that has not renewed its lock for this long is gone. Network file systems may be half a
+# minute late.
 SILENT_S = 60.0
 WRITE_S = 1.0  # between two writes of the first worker
 WARNINGS = 20  # number of latest warnings to keep
@@ -40,11 +41,11 @@ class RunState:
 
     phase: starting, training, restarting (a worker was lost), finished, stopped (on request) or
         failed.
-    time: of the last write.
+    time: when the state was written.
     began: start of this attempt.
     step, steps: last step done, and the goal.
     stepped: when the last step finished.
-    seconds: duration of a usual step.
+    seconds: duration of a typical step.
     seconds_left: None while unknown.
     workers: host and device of each rank.
     records: path of the ranks' activity records, with {rank} in it (`launch.progress_record`).
@@ -84,22 +85,20 @@ def read_state(run: RunDir) -> RunState | None:
 
 
 def write_state(run: RunDir, state: RunState) -> None:
-    """Write the state atomically. A full disk is no reason to end a run."""
+    """Write the state atomically. Ignore a full disk."""
     part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        try:
-            part.write_text(json.dumps(dataclasses.asdict(state)))
-            part.replace(run.state)
-        finally:
-            part.unlink(missing_ok=True)
+        part.write_text(json.dumps(dataclasses.asdict(state)))
+        part.replace(run.state)
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
 
 
 def set_phase(run: RunDir, phase: str, reason: str = "") -> None:
-    """Record that a run continues or ended, when its first worker can no longer do so."""
+    """Record a phase for a run whose first worker can no longer do so."""
     now = time.time()
-    before = read_state(run) or RunState(
-        phase=phase, time=now, began=now, host=socket.gethostname()
-    )
+    host = socket.gethostname()
+    before = read_state(run) or RunState(phase=phase, time=now, began=now, host=host)
     write_state(run, dataclasses.replace(before, phase=phase, reason=reason, time=now))
 
 
@@ -119,7 +118,6 @@ class StateReporter:
         before = read_state(run)
         now = time.time()
         self._run = run
-        self._written = 0.0
         self._state = RunState(
             phase="starting",
             time=now,
@@ -132,7 +130,7 @@ class StateReporter:
             records=records,
             warnings=before.warnings if before else (),
         )
-        self._write()
+        self._update()
 
     @property
     def name(self) -> str:
@@ -147,29 +145,21 @@ class StateReporter:
             last: write it even right after the previous write.
             values: fields of `RunState`.
         """
-        now = time.time()
-        self._state = dataclasses.replace(
-            self._state, phase="training", time=now, stepped=now, **values
-        )
-        if last or time.monotonic() - self._written >= WRITE_S:
-            self._write()
+        due = last or time.monotonic() - self._written >= WRITE_S
+        self._update(due, phase="training", stepped=time.time(), **values)
 
     def warn(self, text: str) -> None:
-        now = time.time()
-        self._state = dataclasses.replace(
-            self._state, time=now, warnings=(*self._state.warnings, (now, text))[-WARNINGS:]
-        )
-        self._write()
+        latest = (*self._state.warnings, (time.time(), text))
+        self._update(warnings=latest[-WARNINGS:])
 
     def end(self, phase: str) -> None:
-        self._state = dataclasses.replace(
-            self._state, phase=phase, time=time.time(), seconds_left=None
-        )
-        self._write()
+        self._update(phase=phase, seconds_left=None)
 
-    def _write(self) -> None:
-        self._written = time.monotonic()
-        write_state(self._run, self._state)
+    def _update(self, write: bool = True, **values: Any) -> None:
+        self._state = dataclasses.replace(self._state, time=time.time(), **values)
+        if write:
+            self._written = time.monotonic()
+            write_state(self._run, self._state)
 
 
 @dataclass(frozen=True)
@@ -178,7 +168,7 @@ class Liveness:
 
     alive: whether a process works on the run.
     holder: that process, such as ``process 12 on node7``.
-    silent: seconds since it last renewed the lock.
+    silent: seconds since the holder last renewed the lock.
     """
 
     alive: bool
@@ -204,9 +194,8 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
     if host is None:  # a file system without locks
         state = read_state(run)
         silent = min(silent, now - state.time) if state else silent
-        return Liveness(
-            state is not None and state.phase not in ENDED and silent < SILENT_S, "", silent
-        )
+        alive = state is not None and state.phase not in ENDED and silent < SILENT_S
+        return Liveness(alive, "", silent)
     return Liveness(silent < SILENT_S, holder, silent)
 
 

@@ -1,4 +1,4 @@
-"""Everything that can be seen of a run from outside: state, liveness, checkpoints and restarts."""
+"""The status of a run as other processes see it: state, liveness, checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mtrain_cli.config import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import progress_record, restart, run_state
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
 from mtrain_cli.launch.restart import Restart
-from mtrain_cli.launch.run_dir import RUNS, RunDir
+from mtrain_cli.launch.run_dir import RunDir, list_runs
 from mtrain_cli.launch.run_state import RunState
 
-# A step that takes longer than this, and this many times a usual step, may never end.
+# A step counts as stalled if it takes longer than STALLED_S and STALLED_STEPS typical steps.
 STALLED_S = 60.0
 STALLED_STEPS = 5.0
 
@@ -38,10 +38,10 @@ class RunStatus:
     detail: a further sentence, or empty.
     step, steps: last step done, and the goal.
     holder: the process that holds the lock.
-    silent: seconds since it last renewed the lock.
+    silent: seconds since the holder last renewed the lock.
     since_step: seconds since the last step.
     damaged: a line for each file that cannot be read.
-    losses: of the latest steps.
+    losses: training losses of the latest steps.
     where: what each rank does, if the run is stalled.
     written: the run's own state, None before its first write and for runs of older versions.
     """
@@ -70,7 +70,7 @@ def read_status(run: RunDir) -> RunStatus:
     """Return the status of the run now."""
     now = time.time()
     life = run_state.check_liveness(run, now)
-    # read it after the liveness check: a run that has ended by then has written how
+    # Read the state after the liveness check: a dead run has written its last state.
     written = run_state.read_state(run)
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
@@ -97,14 +97,6 @@ def read_status(run: RunDir) -> RunStatus:
     )
 
 
-def list_runs() -> list[RunDir]:
-    """Return the runs of this folder, the latest first."""
-    files = sorted(
-        RUNS.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True
-    )
-    return [RunDir(file.parent) for file in files if not file.parent.is_symlink()]
-
-
 def find_latest_run() -> RunDir:
     """Return the run that was last started or resumed in this folder; prefer one that is alive.
 
@@ -116,10 +108,9 @@ def find_latest_run() -> RunDir:
         raise ConfigError("there are no runs in runs/. Give the folder of a run.")
 
     def last_activity(run: RunDir) -> tuple[bool, float]:
-        written = run_state.read_state(run)
-        return run_state.check_liveness(run, time.time()).alive, max(
-            run.resolved.stat().st_mtime, written.time if written else 0.0
-        )
+        written, started = run_state.read_state(run), run.resolved.stat().st_mtime
+        is_alive = run_state.check_liveness(run, time.time()).alive
+        return is_alive, max(started, written.time if written else 0.0)
 
     return max(runs, key=last_activity)
 
@@ -130,10 +121,8 @@ def _classify(
     if not alive:
         if written is not None and written.phase in run_state.ENDED:
             return written.phase, written.reason
-        if written is None and not run.metrics.exists():
-            return "not begun", ""
         if written is None:
-            return "stopped", ""
+            return ("stopped" if run.metrics.exists() else "not begun"), ""
         return "lost", "it ended without a report: it was killed, or its machine failed"
     if written is None or written.phase == "starting":
         return "starting", ""
@@ -153,7 +142,7 @@ def _damaged(run: RunDir) -> Iterator[str]:
     """
     try:
         if run.resolved.exists():
-            compose.load(run.resolved)
+            resolved_file.load(run.resolved)
     except ConfigError as error:
         yield f"{error.problems[0]}; the run cannot be resumed or exported until this is fixed"
     if lines := restart.count_unreadable_lines(run):
@@ -164,27 +153,24 @@ def _steps(run: RunDir, written: RunState | None) -> int:
     if written is not None and written.steps:
         return written.steps
     with contextlib.suppress(ConfigError):
-        return compose.load(run.resolved).train.steps
+        return resolved_file.load(run.resolved).train.steps
     return 0
 
 
 def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
     for step in committed_steps(run.checkpoints):
         with contextlib.suppress(OSError):
-            return NewestCheckpoint(
-                step, max(0.0, now - manifest_file(run.checkpoints, step).stat().st_mtime)
-            )
+            committed = manifest_file(run.checkpoints, step).stat().st_mtime
+            return NewestCheckpoint(step, max(0.0, now - committed))
     return None
 
 
 def _activities(written: RunState | None, now: float) -> list[str]:
-    """Return what each rank does, as far as its record can be read from here."""
+    """Return what the ranks do whose records this machine can read."""
     if written is None or not written.records:
         return []
-    records = {
-        rank: progress_record.read_activity(Path(written.records.format(rank=rank)))
-        for rank in range(len(written.workers))
-    }
-    return progress_record.activity_lines(
-        {rank: record for rank, record in records.items() if record}, [], now
+    pattern, ranks = written.records, range(len(written.workers))
+    records = progress_record.read_activities(
+        {rank: Path(pattern.format(rank=rank)) for rank in ranks}
     )
+    return progress_record.activity_lines(records, [], now)

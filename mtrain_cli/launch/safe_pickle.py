@@ -1,4 +1,4 @@
-"""Unpickle without running code: only classes on a list are created, by name.
+"""Unpickle without running code: create listed classes only.
 
 torch writes the metadata of a checkpoint as a pickle, and ranks exchange objects as pickles. A
 foreign pickle may name any function and have it called.
@@ -18,82 +18,54 @@ from typing import IO, Any
 
 import torch
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_FILES = "torch.distributed.checkpoint.filesystem"
-_PLANNER = "torch.distributed.checkpoint.planner"
-_CONTAINERS = {
-    "builtins": {
-        "set",
-        "frozenset",
-        "complex",
-        "bytearray",
-        "slice",
-        "range",
-        "list",
-        "dict",
-        "tuple",
-        "int",
-        "float",
-        "str",
-    },
-    "collections": {"OrderedDict", "defaultdict", "Counter", "deque"},
-}
+
+def _allowed(table: str) -> dict[str, set[str]]:
+    """Parse lines of ``module: names``."""
+    lines = (line.partition(":") for line in table.strip().splitlines())
+    return {module.strip(): set(names.split()) for module, _, names in lines}
+
+
 # Classes in .metadata files of torch.distributed.checkpoint. _get_layout only looks up a name in a
-# table. Only containers that grow no larger than the file are allowed: range(2**36) takes a few
+# table. A container must not outgrow the file, so `range` is missing: range(2**36) takes a few
 # bytes.
-METADATA = {
-    "builtins": {"set"},
-    "collections": {"OrderedDict"},
-    _METADATA: {
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-        "MetadataIndex",
-        "StorageMeta",
-    },
-    _FILES: {"_StorageInfo"},
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-}
+METADATA = _allowed("""
+builtins: set
+collections: OrderedDict
+torch.distributed.checkpoint.metadata: Metadata TensorStorageMetadata BytesStorageMetadata \
+    ChunkStorageMetadata TensorProperties _MEM_FORMAT_ENCODING MetadataIndex StorageMeta
+torch.distributed.checkpoint.filesystem: _StorageInfo
+torch: Size
+torch.serialization: _get_layout
+""")
 # Classes that ranks exchange while they save a checkpoint.
-MESSAGES = {
-    **METADATA,
-    **_CONTAINERS,
-    _FILES: {"_StorageInfo", "_StoragePrefix"},
-    _PLANNER: {
-        "SavePlan",
-        "WriteItem",
-        "WriteItemType",
-        "TensorWriteData",
-        "BytesIOWriteData",
-        "LoadPlan",
-        "ReadItem",
-        "LoadItemType",
-    },
-    "torch.distributed.checkpoint.storage": {"WriteResult"},
-    "torch.distributed.checkpoint.api": {"CheckpointException"},
-    "traceback": {"StackSummary", "FrameSummary"},
-    "numpy": {"ndarray", "dtype"},
-    **{f"numpy.{core}.multiarray": {"_reconstruct", "scalar"} for core in ("core", "_core")},
-    **{f"numpy.{core}.numeric": {"_frombuffer"} for core in ("core", "_core")},
-}
-_PATHS = {
-    "PosixPath": PurePosixPath,
-    "PurePosixPath": PurePosixPath,
-    "WindowsPath": PureWindowsPath,
-    "PureWindowsPath": PureWindowsPath,
-}
+MESSAGES = METADATA | _allowed("""
+builtins: set frozenset complex bytearray slice range list dict tuple int float str
+collections: OrderedDict defaultdict Counter deque
+torch.distributed.checkpoint.filesystem: _StorageInfo _StoragePrefix
+torch.distributed.checkpoint.planner: SavePlan WriteItem WriteItemType TensorWriteData \
+    BytesIOWriteData LoadPlan ReadItem LoadItemType
+torch.distributed.checkpoint.storage: WriteResult
+torch.distributed.checkpoint.api: CheckpointException
+traceback: StackSummary FrameSummary
+numpy: ndarray dtype
+numpy.core.multiarray: _reconstruct scalar
+numpy._core.multiarray: _reconstruct scalar
+numpy.core.numeric: _frombuffer
+numpy._core.numeric: _frombuffer
+""")
+_PATHS = dict.fromkeys(("PosixPath", "PurePosixPath"), PurePosixPath) | dict.fromkeys(
+    ("WindowsPath", "PureWindowsPath"), PureWindowsPath
+)
 
 
 class RefusedError(pickle.UnpicklingError):
     """A pickle names something that is not on the list. The message names it."""
 
 
-class _Unpickler(pickle.Unpickler):
-    allowed: dict[str, set[str]]
+class MetadataUnpickler(pickle.Unpickler):
+    """Creates the classes in `METADATA` and no others."""
+
+    allowed = METADATA
 
     def find_class(self, module: str, name: str) -> Any:
         if name in self.allowed.get(module, ()):
@@ -108,13 +80,7 @@ class _Unpickler(pickle.Unpickler):
         raise RefusedError("holds a persistent id, which mtrain does not load")
 
 
-class MetadataUnpickler(_Unpickler):
-    """Creates the classes in `METADATA` and no others."""
-
-    allowed = METADATA
-
-
-class MessageUnpickler(_Unpickler):
+class MessageUnpickler(MetadataUnpickler):
     """Creates the classes in `MESSAGES` and mtrain's dataclasses, enumerations and exceptions.
 
     It imports nothing for a message.
@@ -157,7 +123,7 @@ def load_metadata(file: IO[bytes]) -> Any:
 
 
 def _require_small_memo(content: bytes) -> None:
-    """Refuse a memo index beyond the file's size: the unpickler makes a table of that length."""
+    """Refuse a memo index beyond the file's size: the unpickler allocates a table that long."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
             raise RefusedError("numbers more objects than it can hold")

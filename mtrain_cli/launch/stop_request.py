@@ -28,7 +28,7 @@ class StopFlag:
         self._heeds_signals = environment.launcher != "mtrain"
 
     def requested(self) -> bool:
-        """Return True once a stop was requested. Costs one file system lookup."""
+        """Return whether a stop was requested. Costs one file system lookup."""
         return (self._heeds_signals and _signalled.is_set()) or os.path.exists(self._path)
 
 
@@ -45,9 +45,9 @@ def save_and_stop_on_signals() -> None:
 
 
 def mark_stopped(error_file: str | os.PathLike[str] | None) -> None:
-    """Tell mtrain's launcher that the run stopped on request before its last step.
+    """Record for mtrain's launcher that the run stopped on request before its last step.
 
-    A request may also come too late to matter.
+    Without the mark, the request came too late to matter.
 
     Args:
         error_file: where this worker would leave a failure. The mark is an empty file next to it.

@@ -1,4 +1,4 @@
-"""Temporary folders that end with the process that made them.
+"""Temporary folders that are removed when the process that made them ends.
 
 If that process was killed, the next start of mtrain removes its folder.
 """
@@ -36,10 +36,9 @@ def private_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """Make a folder and lock it: its path and the descriptor that holds the lock.
+    """Make a folder and lock it. Return its path and the descriptor that holds the lock.
 
-    Until the lock is held, a process that starts at the same time may take the folder for abandoned
-    and remove it. Then make another one.
+    Another process may remove the folder as abandoned before it is locked. Then make a new one.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -47,10 +46,10 @@ def _locked_folder() -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        # Some network file systems have no locks. There nobody removes the folders of others.
+        # Some network file systems have no locks. There no process removes another's folder.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        if _lies_at(folder, descriptor):
+        if lies_at(folder, descriptor):
             return folder, descriptor
         os.close(descriptor)
 
@@ -60,14 +59,20 @@ def own_folder() -> Path | None:
     try:
         base = Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}"
         base.mkdir(mode=0o700, exist_ok=True)
-        found = base.lstat()
+        return base if is_private(base) else None
     except OSError:
         return None
-    return (
-        base
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
-        else None
-    )
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether this is a folder of this user that no other user can open.
+
+    Raises:
+        OSError: nothing is there.
+    """
+    found = folder.lstat()
+    is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return is_mine and not found.st_mode & 0o077
 
 
 def remove_abandoned() -> None:
@@ -80,20 +85,20 @@ def remove_abandoned() -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not is_private(folder):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process is alive
-        if _lies_at(folder, descriptor):
+        if lies_at(folder, descriptor):
             shutil.rmtree(folder, ignore_errors=True)
     finally:
         os.close(descriptor)
 
 
-def _lies_at(folder: Path, descriptor: int) -> bool:
+def lies_at(path: Path, descriptor: int) -> bool:
+    """Return whether the open file is still at ``path``, so that a lock on it excludes others."""
     try:
-        return os.path.samestat(folder.lstat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False

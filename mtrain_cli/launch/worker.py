@@ -11,17 +11,17 @@ import contextlib
 import ctypes
 import dataclasses
 import faulthandler
-import importlib
 import os
+import pkgutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from mtrain_cli.config import compose, keys
+from mtrain_cli.config import keys, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import failures, guarded_streams, progress_record, restart, run_state
 from mtrain_cli.launch.environment import (
@@ -31,7 +31,7 @@ from mtrain_cli.launch.environment import (
     nccl_variables,
     resolve_environment,
 )
-from mtrain_cli.launch.failure_channel import FailureChannel, exit_now
+from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, exit_now
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
@@ -54,22 +54,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        help="how often the launcher has restarted the workers",
-    )
+    parser.add_argument("--restarts", type=int, default=0, help="restarts of the workers so far")
     parser.add_argument("--launcher-pid", type=int, help="exit when this parent process ends")
-    parser.add_argument(
-        "--store",
-        type=Path,
-        required=True,
-        help="the launcher's private folder, where workers find each other",
-    )
-    parser.add_argument(
-        "--target", required=True, help="module:function to run; see launch.local.launch"
-    )
+    parser.add_argument("--store", type=Path, required=True, help="the launcher's private folder")
+    parser.add_argument("--target", required=True, help="module:function (see launch.local.launch)")
     arguments = parser.parse_args()
     guarded_streams.guard_streams(output_required=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -82,18 +70,18 @@ def main() -> None:
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         progress_record.start_record(progress_record.launcher_record_path(error_file, rank))
     try:
-        config = compose.load(run_dir.resolved)
+        config = resolved_file.load(run_dir.resolved)
         environment = dataclasses.replace(
             resolve_environment(config), launcher="mtrain", restarts=arguments.restarts
         )
         from mtrain_cli.launch.rendezvous import open_store
 
-        store = open_store(arguments.store, environment.workers, STORE_TIMEOUT)
+        store = open_store(arguments.store, environment.dims.workers, STORE_TIMEOUT)
         if _run_target(config, run_dir, environment, arguments.resume, arguments.target, store):
-            mark_stopped(os.environ.get("TORCHELASTIC_ERROR_FILE"))
+            mark_stopped(error_file)
     except BaseException as error:
         failure = failures.failure_from(error)
-        failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
+        failures.write_record(failure, error_file)
         with contextlib.suppress(OSError):
             traceback.print_exception(error, file=log)
         exit_now(2 if failure.kind == "config" else 1)
@@ -109,8 +97,8 @@ def run_in_job(
 ) -> NoReturn:
     """Run ``target`` in this process, a rank of a torchrun or srun job, and exit.
 
-    SIGTERM, SIGHUP and the first SIGINT mean save and stop. Exit code: 0, or 1 or 2 once rank 0 has
-    printed the cause.
+    SIGTERM, SIGHUP and the first SIGINT mean save and stop. Exit with 0, or with 1 or 2 after rank
+    0 has printed the cause.
 
     Args:
         config: the configuration as this rank composed it. It must equal rank 0's.
@@ -130,9 +118,8 @@ def run_in_job(
         run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
         return _resume_hint(run_dir, job)
 
-    channel = FailureChannel(
-        job, on_mistake=run_dir.discard, logs=run_dir.logs, on_failure=failed, beat=run_dir.beat
-    )
+    duties = RankZeroDuties(run_dir.discard, failed, run_dir.beat)
+    channel = FailureChannel(job, duties, run_dir.logs)
     record = progress_record.job_record_path(run_dir.logs, job.rank)
     try:
         agreed = _rank_zero_config(run_dir)
@@ -165,15 +152,10 @@ def _resume_hint(run_dir: RunDir, job: Job) -> str:
     if step is None:
         return ""
     if job.max_restarts is not None and job.restarts < job.max_restarts:
-        return (
-            f"torchrun restarts the workers (restart {job.restarts + 1} of {job.max_restarts}) "
-            f"from the checkpoint of step {step}"
-        )
-    automatic = (
-        "torchrun --max-restarts=3"
-        if job.launcher == "torchrun"
-        else "a requeued job (sbatch --requeue)"
-    )
+        count = f"restart {job.restarts + 1} of {job.max_restarts}"
+        return f"torchrun restarts the workers ({count}) from the checkpoint of step {step}"
+    is_torchrun = job.launcher == "torchrun"
+    automatic = "torchrun --max-restarts=3" if is_torchrun else "a requeued job (sbatch --requeue)"
     return (
         f"resume from the checkpoint of step {step}: run the same command with "
         f"--resume {run_dir.path}; {automatic} resumes automatically"
@@ -207,32 +189,29 @@ def _run_target(
     store = dist.PrefixStore("process_group", store)
     with _explain_timeouts(config, job.rank):
         progress_record.note("waits for all ranks to join", progress_record.SEVERAL)
+        backend, device = "gloo", None
         if environment.device == "cuda":
             import torch
 
-            device = torch.device("cuda", gpu_index(environment))
+            backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", gpu_index(environment))
             torch.cuda.set_device(device)
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl",
-                store=store,
-                rank=job.rank,
-                world_size=job.world_size,
-                timeout=timeout,
-                device_id=device,
-            )
-        else:
-            dist.init_process_group(
-                "gloo", store=store, rank=job.rank, world_size=job.world_size, timeout=timeout
-            )
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timeout,
+            device_id=device,
+        )
         progress_record.note("prepares")
-        stopped = _load_target(target)(config, run_dir, environment, resume)
+        stopped = pkgutil.resolve_name(target)(config, run_dir, environment, resume)
         dist.destroy_process_group()
     return bool(stopped)
 
 
 @contextlib.contextmanager
 def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
-    """Report a wait that ``topology.timeout_s`` ended in one line.
+    """Replace a timeout error by a one-line `PeerLostError`.
 
     The traceback stays in this worker's log.
     """
@@ -244,47 +223,35 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
         details = f" ({error})" if getattr(error, "peer_lost", False) else ""
         raise failures.PeerLostError(
             f"topology.timeout_s={config.topology.timeout_s:g}: rank {rank} waited longer than "
-            f"this for another worker{details}, "
-            "and no worker reported an error. Increase the value, or look in the run's logs/ for "
-            "the worker that hangs."
+            f"this for another worker{details}, and no worker reported an error. Increase the "
+            "value, or look in the run's logs/ for the worker that hangs."
         ) from error
 
 
-def _load_target(target: str) -> Callable[[Config, RunDir, Environment, bool], bool | None]:
-    module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def _rank_zero_config(run_dir: RunDir) -> Config:
-    """Return the resolved configuration as rank 0 has it on disk.
-
-    Other machines may not see that disk.
-    """
+    """Return the resolved configuration from rank 0's disk, which other machines may not see."""
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     with private_folder() as folder:
         copy = folder / "resolved.yaml"
         copy.write_text(text)
-        return compose.load(copy)
+        return resolved_file.load(copy)
 
 
 def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
     """Check that this rank has the configuration of rank 0.
 
-    Ranks with different settings would wait for each other in different places, so they exit before
-    that.
+    Ranks with different settings would deadlock in mismatched collectives.
 
     Raises:
-        ConfigError: a line for every key that differs, except the run's folder, which rank 0
-            chooses.
+        ConfigError: keys differ, one line each. Keys under ``run.`` may differ: rank 0 sets them.
     """
     if mine is None:
         return
     theirs = keys.values(agreed)
     problems = [
         f"{name}={keys.show(value)}: rank {rank} was started with this value, rank 0 with "
-        f"{keys.show(theirs[name])}. "
-        "Start all ranks with the same settings."
+        f"{keys.show(theirs[name])}. Start all ranks with the same settings."
         for name, value in keys.values(mine).items()
         if not name.startswith("run.") and value != theirs[name]
     ]
@@ -293,7 +260,7 @@ def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None
 
 
 def _die_with_parent(launcher: int) -> None:
-    """Make the kernel kill this process when its parent ends (Linux), or exit if it has ended."""
+    """Make the kernel kill this process with its parent (Linux). Exit if the parent is gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -301,7 +268,7 @@ def _die_with_parent(launcher: int) -> None:
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:
-    """Open the file of this worker's tracebacks and of what libraries write to standard error.
+    """Open this worker's log. It gets tracebacks and what libraries write to standard error.
 
     Ranks other than 0 send all their output there and leave the terminal to rank 0.
     """
@@ -313,7 +280,7 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
     else:
         guarded_streams.divert_native_output(log)
     faulthandler.enable(file=log)
-    # The launcher asks a worker that hangs for its stack before it ends it.
+    # Before the launcher ends a worker that hangs, it asks the worker for its stack.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     return log
 

@@ -8,23 +8,20 @@ frequencies, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from mtrain_cli.config.schema import CHECKPOINTS, LOSS_GRADIENTS, ModelConfig
-from mtrain_cli.model.feed_forward import feed_forward
-from mtrain_cli.model.loss import with_z_loss
+from mtrain_cli.config.schema import ModelConfig
+from mtrain_cli.model.loss import LossOptions, with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
-from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.model.token_losses import token_losses
-from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
+
+if TYPE_CHECKING:
+    from mtrain_cli.model.layer_execution import LayerExecution
 
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: contiguous inputs, scores q.k / sqrt(D).
@@ -77,6 +74,10 @@ class Attention(nn.Module):
             q_BNHD, k_BNKD = self.q_norm(q_BNHD), self.k_norm(k_BNKD)
         return rotate(q_BNHD, cos_BN1F, sin_BN1F), rotate(k_BNKD, cos_BN1F, sin_BN1F), v_BNKD
 
+    def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend, layer: int) -> Tensor:
+        out_BNHD = attend(*self.project(x_BNC, rope.cos_BN1F, rope.sin_BN1F), layer)
+        return self.o_proj(out_BNHD.flatten(-2))
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv:2002.05202, equation 6)."""
@@ -92,158 +93,25 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer: `project`, attention, `finish`.
+    """One pre-norm layer.
 
-    With any ``activation_checkpoint`` but none, a layer keeps only its input, and backward starts
-    with a second forward pass. That pass repeats `project`, takes attention from what attention
-    kept for itself, and computes only the inputs of `finish` (`feed_forward.py`). The checkpoint
-    modes differ in what attention keeps.
-
-    offload: where the layer's input is kept until backward; None: on the device.
-    tile_bytes: most bytes of temporaries in `finish`; 0: no bound.
-    keep_mlp: `finish` keeps the results of its products for backward (`feed_forward`). Without a
-        checkpoint and tiles, autograd keeps everything anyway.
+    execution: computes the layer in less memory or time, if set (`parallelize.py`).
     """
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        index: int,
-        *,
-        activation_checkpoint: str,
-        compile: bool,
-        tile_bytes: int = 0,
-        offload: ActivationOffload | None = None,
-        keep_mlp: bool = False,
-    ) -> None:
+    def __init__(self, model: ModelConfig, index: int) -> None:
         super().__init__()
-        assert activation_checkpoint in CHECKPOINTS, activation_checkpoint
-        assert offload is None or activation_checkpoint != "none", (
-            "only the input of a second forward pass can be offloaded"
-        )
         self.index = index
-        self.recomputed = activation_checkpoint != "none"
-        self.offload = offload
-        self.compiled = compile
-        self.tile_bytes = tile_bytes
-        self.keep_mlp = keep_mlp
-        self.model = model
         self.input_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.mlp = SwiGLU(model)
-
-    def project(
-        self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn.project(self.input_layernorm(x_BNC), cos_BN1F, sin_BN1F)
-
-    def finish(self, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
-        x_BNC = x_BNC + self.self_attn.o_proj(out_BNHD.flatten(-2))
-        return x_BNC + self.mlp(self.post_attention_layernorm(x_BNC))
+        self.execution: LayerExecution | None = None
 
     def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
-        passes = _Passes()
-        layer: Callable[[Tensor], Tensor] = partial(
-            self._layer, rope=rope, attend=attend, passes=passes
-        )
-        if not self.recomputed:
-            return layer(x_BNC)
-        # Recomputation starts inside forward, so FSDP's hooks, which gather parameters around
-        # forward, are neither rerun nor compiled.
-        with nullcontext() if self.offload is None else self._input_offloaded(self.offload):
-            return _checkpointed(passes, layer, x_BNC)
-
-    def _layer(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
-        project, finish = _stages(self.compiled)
-        q_BNHD, k_BNKD, v_BNKD = project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F)
-        out_BNHD = attend(q_BNHD, k_BNKD, v_BNKD, self.index)
-        del q_BNHD, k_BNKD, v_BNKD
-        tokens, model = x_BNC.shape[0] * x_BNC.shape[1], self.model
-        rows = tile_rows(
-            tokens,
-            model.hidden_size,
-            model.intermediate_size,
-            x_BNC.element_size(),
-            self.tile_bytes,
-        )
-        if not self.recomputed and rows == tokens:
-            return finish(self, x_BNC, out_BNHD)
-        norm, mlp = self.post_attention_layernorm, self.mlp
-        weights = (
-            self.self_attn.o_proj.weight,
-            norm.weight,
-            mlp.gate_proj.weight,
-            mlp.up_proj.weight,
-            mlp.down_proj.weight,
-        )
-        keep = self.keep_mlp and torch.is_grad_enabled()
-        return feed_forward(
-            x_BNC,
-            out_BNHD,
-            weights,
-            norm.eps,
-            rows,
-            self.index,
-            compile=self.compiled,
-            inputs_only=passes.second,
-            keep=keep,
-        )
-
-    def _input_offloaded(self, offload: ActivationOffload) -> AbstractContextManager[None]:
-        """Return a context in which the checkpointed layer's input is saved to host memory."""
-
-        def offload_input(saved: Tensor) -> Kept:
-            # Some versions of `checkpoint` also save an empty tensor of their own.
-            return offload.put(self.index, saved) if saved.numel() else saved
-
-        return torch.autograd.graph.saved_tensors_hooks(
-            offload_input, lambda kept: kept if isinstance(kept, Tensor) else kept.get()
-        )
-
-
-def _checkpointed(passes: _Passes, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Return function(*args), keeping only the arguments until backward."""
-    # Nothing in the decoder is random. Preserving the random state would synchronise with the GPU.
-    return checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=passes.contexts
-    )
-
-
-class _Passes:
-    """Which forward pass of a layer call is running.
-
-    second: the one that recomputes what backward needs.
-    """
-
-    def __init__(self) -> None:
-        self.second = False
-
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of the first and the second pass, as `checkpoint` expects them."""
-        return nullcontext(), self._second_pass()
-
-    @contextmanager
-    def _second_pass(self) -> Iterator[None]:
-        self.second = True
-        try:
-            yield
-        finally:
-            self.second = False
-
-
-@cache
-def _stages(compile: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return `project` and `finish` as functions of a layer.
-
-    All layers share one pair, so each is compiled once and not once per layer.
-    """
-    stages = (DecoderLayer.project, DecoderLayer.finish)
-    return (
-        (torch.compile(stages[0], dynamic=False), torch.compile(stages[1], dynamic=False))
-        if compile
-        else stages
-    )
+        if self.execution is not None:
+            return self.execution.run(self, x_BNC, rope, attend)
+        x_BNC = x_BNC + self.self_attn(self.input_layernorm(x_BNC), rope, attend, self.index)
+        return x_BNC + self.mlp(self.post_attention_layernorm(x_BNC))
 
 
 class Decoder(nn.Module):
@@ -257,42 +125,15 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self,
-        model: ModelConfig,
-        *,
-        rope_factor: float,
-        loss_chunk_bytes: int,
-        activation_checkpoint: str,
-        compile: bool,
-        tile_bytes: int = 0,
-        offload: ActivationOffload | None = None,
-        loss_gradients: str = "forward",
-        z_loss: float = 0.0,
-        keep_mlp: bool | int = False,
+        self, model: ModelConfig, rope_factor: float = 1.0, loss: LossOptions | None = None
     ) -> None:
         super().__init__()
-        assert loss_gradients in LOSS_GRADIENTS, loss_gradients
         self.model_config = model
-        self.loss_chunk_bytes = loss_chunk_bytes
-        self.compile_loss = compile
-        self.recompute_logits = loss_gradients == "recompute"
-        self.z_loss = z_loss
+        self.loss = loss or LossOptions()
         self.inverse_frequencies_F = inverse_frequencies(model.rope, model.head_dim, rope_factor)
         self.attention_factor = attention_factor(model.rope, rope_factor)
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(
-                model,
-                index,
-                activation_checkpoint=activation_checkpoint,
-                compile=compile,
-                tile_bytes=tile_bytes,
-                offload=offload,
-                keep_mlp=index
-                >= model.num_layers - layers_with_products(keep_mlp, model.num_layers),
-            )
-            for index in range(model.num_layers)
-        )
+        self.layers = nn.ModuleList(DecoderLayer(model, n) for n in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         if not model.tie_word_embeddings:
             self.lm_head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
@@ -318,10 +159,9 @@ class Decoder(nn.Module):
         """
         x_NC = self.hidden(tokens_BN, positions_BN, attend).flatten(0, 1)
         total, loss = with_z_loss(
-            x_NC, self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes, loss_scale,
-            self.z_loss, recompute=self.recompute_logits, compile=self.compile_loss,
-        )  # fmt: skip
-        return loss + (total - total.detach()) if self.z_loss else total
+            x_NC, self._head_weight(), labels_BN.flatten(), loss_scale, self.loss
+        )
+        return loss + (total - total.detach()) if self.loss.z_loss else total
 
     def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
         """Return the final normalised hidden states ``[B, N, C]``."""
@@ -340,7 +180,7 @@ class Decoder(nn.Module):
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)
             losses_N = token_losses(
-                x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss_chunk_bytes
+                x_BNC.flatten(0, 1), self._head_weight(), labels_BN.flatten(), self.loss.chunk_bytes
             )
         return losses_N.view(labels_BN.shape)
 

@@ -1,9 +1,9 @@
 """A layer's output projection, norm and MLP, computed in tiles along the sequence.
 
-Only the inputs are kept. A tile's forward is recomputed in its own backward, so the MLP's wide
-tensors exist for one tile at a time (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). If memory
-allows, the results of the products are kept instead. Backward is written out by hand: autograd
-would make a weight gradient per tile, while here all tiles add to one sum in float32.
+Only the inputs are kept. Each tile's backward recomputes its forward, so the MLP's wide tensors
+exist for one tile at a time (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). If memory allows,
+the results of the products are kept instead. Backward is written by hand: autograd would make one
+weight gradient per tile, but here all tiles add to one float32 sum.
 
 N tokens of all sequences of a batch, R tokens of a tile, C hidden, A width of the attention output,
 I intermediate.
@@ -12,8 +12,9 @@ I intermediate.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,55 +24,88 @@ from torch.nn import functional
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.model.loss import add_matmul
 
+if TYPE_CHECKING:
+    from mtrain_cli.model.decoder import DecoderLayer
+
+
+class FeedForwardWeights(NamedTuple):
+    """Weights of the output projection, the norm and the MLP."""
+
+    o_CA: Tensor
+    norm_C: Tensor
+    gate_IC: Tensor
+    up_IC: Tensor
+    down_CI: Tensor
+
+    @staticmethod
+    def of(layer: DecoderLayer) -> FeedForwardWeights:
+        norm, mlp = layer.post_attention_layernorm, layer.mlp
+        return FeedForwardWeights(
+            layer.self_attn.o_proj.weight,
+            norm.weight,
+            mlp.gate_proj.weight,
+            mlp.up_proj.weight,
+            mlp.down_proj.weight,
+        )
+
+
+@dataclass(frozen=True)
+class FeedForwardOptions:
+    """How to compute `feed_forward`.
+
+    eps: epsilon of the norm.
+    rows: tokens per tile (`tile_rows`).
+    layer: layer number, for messages.
+    compile: compile the operations between the products.
+    inputs_only: keep the inputs and return a placeholder that must not be read. A second forward
+        pass needs no more.
+    keep_products: also keep h, gate(n) and up(n), so that backward repeats no product. They stay
+        from the first pass, even if a surrounding checkpoint runs a second one.
+    """
+
+    eps: float
+    rows: int
+    layer: int
+    compile: bool = False
+    inputs_only: bool = False
+    keep_products: bool = False
+
 
 def feed_forward(
-    x_BNC: Tensor, out_BNHD: Tensor, weights: tuple[Tensor, ...], eps: float, rows: int, layer: int,
-    *, compile: bool, inputs_only: bool = False, keep: bool = False,
-) -> Tensor:  # fmt: skip
+    x_BNC: Tensor, out_BNHD: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
+) -> Tensor:
     """Return h + down(silu(gate(n)) * up(n)), with h = x + o(out) and n = norm(h), shaped like x.
 
     Keeps x, out and the weights for backward.
-
-    Args:
-        weights: of o, norm, gate, up and down.
-        eps: of the norm.
-        rows: tokens per tile (`tile_rows`).
-        layer: its number, for messages.
-        inputs_only: compute nothing and return a placeholder that must not be read. For a second
-            forward pass that only has to keep the inputs.
-        keep: also keep h, gate(n) and up(n), so that backward repeats no product. They stay from
-            the first pass, even if a surrounding checkpoint runs a second one.
     """
-    return _FeedForward.apply(
-        x_BNC, out_BNHD, *weights, eps, rows, layer, compile, inputs_only, keep
-    )
+    return _FeedForward.apply(x_BNC, out_BNHD, *weights, options)
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BNC: Tensor, out_BNHD: Tensor, o_CA: Tensor, norm_C: Tensor,
-        gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor,
-        eps: float, rows: int, layer: int, compile: bool, inputs_only: bool, keep: bool,
+        gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor, options: FeedForwardOptions,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
-        ctx.eps, ctx.rows, ctx.layer, ctx.compile = eps, rows, layer, compile
+        # Messages about memory read the layer from here.
+        ctx.options, ctx.layer = options, options.layer
         # One entry per tile. Not a saved tensor: a checkpoint would drop it and recompute it.
         ctx.products = []
-        if inputs_only:
+        if options.inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
-        join, gated = _elementwise(compile)[:2]
+        join, gated = _elementwise(options.compile)[:2]
         # Detach weights for compiled code: it would treat a parameter here and the saved tensor in
         # backward as two types, and compile twice.
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         for x_RC, out_RA, result_RC in zip(
-            *(_tiles(t, rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True
+            *(_tiles(t, options.rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True
         ):
-            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), eps)
+            h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), options.eps)
             gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
             del n_RC
             inner_RI = gated(gate_RI, up_RI)
-            if keep:
+            if options.keep_products:
                 ctx.products.append((h_RC, gate_RI, up_RI))
             del gate_RI, up_RI
             torch.mm(inner_RI, down_CI.t(), out=result_RC)
@@ -83,23 +117,25 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BNC: Tensor) -> tuple[Tensor | None, ...]:
-        x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI = ctx.saved_tensors
-        join, _, gate_backward, norm_backward, normed = _elementwise(ctx.compile)
+        x_BNC, out_BNHD, *saved = ctx.saved_tensors
+        weights, rows, eps = FeedForwardWeights(*saved), ctx.options.rows, ctx.options.eps
+        o_CA, norm_C, gate_IC, up_IC, down_CI = weights
+        join, _, gate_backward, norm_backward, normed = _elementwise(ctx.options.compile)
         # New tensors are contiguous whatever the inputs are, so that tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
-        multiple_tiles = ctx.rows < x_BNC.shape[0] * x_BNC.shape[1]
+        multiple_tiles = rows < x_BNC.shape[0] * x_BNC.shape[1]
         sums = _GradientSums(multiple_tiles)
         # Free each product with its tile, and all of them if backward fails.
         products, ctx.products = ctx.products, []
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(
-            *(_tiles(t, ctx.rows) for t in tensors), strict=True
+            *(_tiles(t, rows) for t in tensors), strict=True
         ):
             if products:
                 h_RC, gate_RI, up_RI = products.pop(0)
-                n_RC = normed(h_RC, norm_C.detach(), ctx.eps)
+                n_RC = normed(h_RC, norm_C.detach(), eps)
             else:
-                h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), ctx.eps)
+                h_RC, n_RC = join(x_RC, out_RA @ o_CA.t(), norm_C.detach(), eps)
                 gate_RI, up_RI = n_RC @ gate_IC.t(), n_RC @ up_IC.t()
             gate_inputs = gate_RI, up_RI, grad_RC @ down_CI
             del gate_RI, up_RI
@@ -114,25 +150,18 @@ class _FeedForward(torch.autograd.Function):
             del dgate_RI
             dn_RC += dup_RI @ up_IC
             del dup_RI
-            dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, ctx.eps)
+            dh_RC, dnorm_C = norm_backward(h_RC, norm_C, dn_RC, grad_RC, eps)
             del h_RC, dn_RC
             sums.add_vector("norm", dnorm_C)
             dx_RC.copy_(dh_RC)
             torch.mm(dh_RC, o_CA, out=dout_RA)
             sums.add("o", dh_RC.t(), out_RA)
             del dh_RC
-        weights = {"o": o_CA, "norm": norm_C, "gate": gate_IC, "up": up_IC, "down": down_CI}
-        return (
-            dx_BNC,
-            dout_BNHD,
-            *(sums.take(name, weight) for name, weight in weights.items()),
-            None,
-            None,
-            None,
-            None,
-            None,
-            None,
+        gradients = (
+            sums.take(name, weight)
+            for name, weight in zip(("o", "norm", "gate", "up", "down"), weights, strict=True)
         )
+        return dx_BNC, dout_BNHD, *gradients, None
 
 
 class _GradientSums:

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from mtrain_cli.config.derived import shape_difference
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError, write_failure
+from mtrain_cli.launch.manifest import plain_name
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface_config import (
     config_json,
@@ -47,9 +47,7 @@ def hf_name(name: str) -> str:
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the name and shape of every parameter of a decoder, without allocating any."""
     with torch.device("meta"):
-        decoder = Decoder(
-            model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
-        )
+        decoder = Decoder(model)
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
 
 
@@ -66,7 +64,7 @@ def parameter_problems(
 
     Args:
         where: returns the file or folder of a tensor, for the message.
-        expected_by: what the shapes come from, for the message.
+        expected_by: source of the expected shapes, for the message.
     """
     problems = []
     for name, shape in expected.items():
@@ -81,11 +79,9 @@ def parameter_problems(
         f"{where(name)}: unexpected tensor {name}; {expected_by} describes no such tensor"
         for name in sorted(actual.keys() - expected)
     ]
-    if len(problems) > _SHOWN_PROBLEMS:
-        problems = [
-            *problems[:_SHOWN_PROBLEMS],
-            f"... and {len(problems) - _SHOWN_PROBLEMS} more like these",
-        ]
+    more = len(problems) - _SHOWN_PROBLEMS
+    if more > 0:
+        problems[_SHOWN_PROBLEMS:] = [f"... and {more} more like these"]
     return problems
 
 
@@ -127,37 +123,23 @@ class HuggingFaceFolder:
         """Return the file of every stored tensor."""
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
-                raise ConfigError(
-                    f"{self.path}: has neither {SINGLE} nor {INDEX}; mtrain reads no other weight "
-                    "format"
-                )
+                reads = "mtrain reads no other weight format"
+                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}; {reads}")
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
-        file_of = read_json(self.path / INDEX).get("weight_map")
-        if not isinstance(file_of, dict) or not all(
-            isinstance(file, str) for file in file_of.values()
-        ):
-            raise ConfigError(f"{self.path / INDEX}: weight_map must give a file for each tensor")
-        if bad_file := next(
-            (
-                file
-                for file in file_of.values()
-                if set(file) & set("/\\\0") or file in ("", ".", "..")
-            ),
-            None,
-        ):
-            raise ConfigError(
-                f"{self.path / INDEX}: weight_map names the file {bad_file!r}, which is not in "
-                "this folder"
-            )
-        for file in sorted(set(file_of.values())):
-            stored = set(self._open(file).keys())
-            missing = [
-                name for name, where in file_of.items() if where == file and name not in stored
-            ]
-            if missing:
+        index = self.path / INDEX
+        file_of = read_json(index).get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
+            raise ConfigError(f"{index}: weight_map must give a file for each tensor")
+        for file in file_of.values():
+            if not plain_name(file):
                 raise ConfigError(
-                    f"{self.path / file}: tensor {missing[0]} is missing, though {INDEX} places it "
-                    "here"
+                    f"{index}: weight_map names the file {file!r}, which is not in this folder"
+                )
+        stored = {file: set(self._open(file).keys()) for file in sorted(set(file_of.values()))}
+        for name, file in sorted(file_of.items(), key=lambda item: item[1]):
+            if name not in stored[file]:
+                raise ConfigError(
+                    f"{self.path / file}: tensor {name} is missing, though {INDEX} places it here"
                 )
         return file_of
 
@@ -170,11 +152,8 @@ class HuggingFaceFolder:
             for name in self._file_of.keys() - expected
             if name.endswith("rotary_emb.inv_freq") or self._repeats_embedding(name)
         }
-        actual = {
-            name: tuple(self._slice(name).get_shape())
-            for name in self._file_of
-            if name not in ignored
-        }
+        kept = self._file_of.keys() - ignored
+        actual = {name: tuple(self._slice(name).get_shape()) for name in kept}
         problems = parameter_problems(
             actual,
             expected,
@@ -213,7 +192,7 @@ def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
     config = source.path / "config.json"
     problems = [
         f"{name}={ours}: {config} says {theirs}"
-        for name, ours, theirs in shape_difference(model, source.model)
+        for name, ours, theirs in model.shape_differences(source.model)
     ]
     if problems:
         raise ConfigError(*problems)
@@ -228,12 +207,8 @@ def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
         not isinstance(placement, Shard) or placement.dim == 0 for placement in placements
     ), placements
     # Shard the row numbers in the same way to learn which rows are here, without communication.
-    rows = distribute_tensor(
-        torch.arange(parameter.shape[0], device=parameter.device),
-        mesh,
-        placements,
-        src_data_rank=None,
-    ).to_local()
+    numbers = torch.arange(parameter.shape[0], device=parameter.device)
+    rows = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
     local = parameter.to_local()
     assert rows.numel() == local.shape[0], (rows.shape, local.shape)
     if rows.numel():
@@ -309,14 +284,10 @@ def _write_weights(
     groups = list(_groups(shapes, dtype.itemsize, max_bytes))
     file_of: dict[str, str] = {}
     for number, names in enumerate(groups, 1):
-        file = (
-            SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        )
-        save_file(
-            {hf_name(name): tensor.to(dtype).contiguous() for name, tensor in read(names).items()},
-            folder / file,
-            {"format": "pt"},
-        )
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = file if len(groups) > 1 else SINGLE
+        tensors = {hf_name(name): t.to(dtype).contiguous() for name, t in read(names).items()}
+        save_file(tensors, folder / file, {"format": "pt"})
         # safetensors makes files readable by their owner only; an inference server may run as
         # another user.
         (folder / file).chmod((folder / "config.json").stat().st_mode)
@@ -334,8 +305,7 @@ def _groups(
 
     A file has at most ``max_bytes``, unless it holds a single larger tensor.
     """
-    group: list[str] = []
-    size = 0
+    group, size = list[str](), 0
     for name, shape in shapes.items():
         tensor_bytes = torch.Size(shape).numel() * item_bytes
         if group and size + tensor_bytes > max_bytes:

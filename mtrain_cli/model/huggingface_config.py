@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mtrain_cli.config import documents, validate
+from mtrain_cli.config import documents, keys
 from mtrain_cli.config.schema import ConfigError, ModelConfig, RopeConfig
 
 ARCHITECTURES = {
@@ -22,7 +22,7 @@ ARCHITECTURES = {
 }
 # transformers' defaults for keys that a config.json lacks.
 _MAX_POSITION = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
-_KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: as many as query heads
+_KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: the number of query heads
 # Settings that may be outside rope_parameters and rope_scaling.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
 # Keys that only some architectures have. Without sliding_window transformers gives Mistral a window
@@ -33,11 +33,17 @@ _FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": None},
 }
+# Settings of the ramp between scaled and unscaled frequencies.
+RAMP = {
+    "none": (),
+    "yarn": ("beta_fast", "beta_slow"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+}
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # defaults (YaRN, section 3.2)
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
 
-# The configuration key that takes each value and bounds it.
-_KEYS = {
+# The configuration key that takes each value and bounds it: first integers that every file has.
+_SHAPE_KEYS = {
     "vocab_size": "model.vocab_size",
     "hidden_size": "model.hidden_size",
     "num_hidden_layers": "model.num_layers",
@@ -45,6 +51,9 @@ _KEYS = {
     "num_key_value_heads": "model.num_kv_heads",
     "head_dim": "model.head_dim",
     "intermediate_size": "model.intermediate_size",
+}
+_KEYS = {
+    **_SHAPE_KEYS,
     "rms_norm_eps": "model.rms_norm_eps",
     "initializer_range": "model.init_std",
     "max_position_embeddings": "model.rope.original_max_position",
@@ -60,13 +69,9 @@ _KEYS = {
 
 def _format_value(value: Any) -> str:
     """Format a JSON value for a message; strings have no quotes."""
-    return (
-        _format_json(value)
-        if not isinstance(value, str)
-        else value
-        if len(value) <= 60
-        else f"{value[:60]}..."
-    )
+    if not isinstance(value, str):
+        return _format_json(value)
+    return value if len(value) <= 60 else f"{value[:60]}..."
 
 
 def _format_json(value: Any) -> str:
@@ -83,6 +88,9 @@ class _ConfigFields:
     def __init__(self, path: Path, raw: dict[str, Any]) -> None:
         self.path, self.raw, self.problems = path, raw, list[str]()
 
+    def problem(self, text: str) -> None:
+        self.problems.append(f"{self.path}: {text}")
+
     def number(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the positive number under ``key``, or ``default`` if it is missing or null.
 
@@ -90,27 +98,24 @@ class _ConfigFields:
         """
         value = self.raw.get(key)
         value = default if value is None else value
+        text = f"{key}={_format_value(value)}"
         if value is None:
-            self.problems.append(f"{self.path}: {key} is missing")
+            self.problem(f"{key} is missing")
             return kind(1)
+        bounds = keys.all_keys().get(_KEYS.get(key, ""))
         if not documents.is_number(value) or kind(value) != value or value <= 0:
-            self.problems.append(
-                f"{self.path}: {key}={_format_value(value)}: must be a positive "
-                + ("integer" if kind is int else "number")
-            )
-            return kind(1)
-        if key in _KEYS and (problem := validate.out_of_range(_KEYS[key], kind(value))) is not None:
-            self.problems.append(f"{self.path}: {key}={_format_value(value)}: {problem}")
-            return kind(1)
-        return kind(value)
+            self.problem(f"{text}: must be a positive {'integer' if kind is int else 'number'}")
+        elif bounds is not None and (wrong := bounds.out_of_range(kind(value))) is not None:
+            self.problem(f"{text}: {wrong}")
+        else:
+            return kind(value)
+        return kind(1)
 
     def flag(self, key: str) -> bool:
         """Return the boolean under ``key``; a missing or null value is false."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
-            self.problems.append(
-                f"{self.path}: {key}={_format_value(value)}: must be true or false"
-            )
+            self.problem(f"{key}={_format_value(value)}: must be true or false")
         return value is True
 
     def refuse(self, key: str, allowed: Any) -> None:
@@ -120,10 +125,8 @@ class _ConfigFields:
         """
         value = self.raw.get(key)
         if value is not None and value != allowed:
-            self.problems.append(
-                f"{self.path}: {key}={_format_json(value)} is not supported; only "
-                f"{json.dumps(allowed)} is"
-            )
+            only = json.dumps(allowed)
+            self.problem(f"{key}={_format_json(value)} is not supported; only {only} is")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -160,10 +163,12 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     fields.refuse("mlp_bias", False)
     _refuse_sliding_windows(fields, family)
     fields.refuse("quantization_config", None)
-    hidden_size, num_heads = (
-        fields.number("hidden_size", int),
-        fields.number("num_attention_heads", int),
-    )
+    hidden_size = fields.number("hidden_size", int)
+    num_heads = fields.number("num_attention_heads", int)
+    kv_heads = num_heads
+    if "num_key_value_heads" not in raw:
+        kv_heads = _KV_HEADS.get(family, num_heads)
+    head_dim = 128 if family == "qwen3" else max(1, hidden_size // num_heads)
     max_position = fields.number("max_position_embeddings", int, _MAX_POSITION[family])
     model = ModelConfig(
         name=folder.resolve().name,
@@ -172,12 +177,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         hidden_size=hidden_size,
         num_layers=fields.number("num_hidden_layers", int),
         num_heads=num_heads,
-        num_kv_heads=fields.number(
-            "num_key_value_heads", int, _default_kv_heads(fields, family, num_heads)
-        ),
-        head_dim=fields.number(
-            "head_dim", int, 128 if family == "qwen3" else max(1, hidden_size // num_heads)
-        ),
+        num_kv_heads=fields.number("num_key_value_heads", int, kv_heads),
+        head_dim=fields.number("head_dim", int, head_dim),
         intermediate_size=fields.number("intermediate_size", int),
         qkv_bias=family == "qwen2",
         qk_norm=family == "qwen3",
@@ -196,8 +197,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     if model.head_dim % 2:
         raise ConfigError(
             f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs "
-            "of "
-            "dimensions"
+            "of dimensions"
         )
     return model, max_position
 
@@ -209,27 +209,19 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
     inner.refuse("partial_rotary_factor", 1.0)
     outer.refuse("partial_rotary_factor", 1.0)
     kind = parameters.get("rope_type", "default")
-    scaling = (
-        {"default": "none", "yarn": "yarn", "llama3": "llama3"}.get(kind)
-        if isinstance(kind, str)
-        else None
-    )
-    if scaling is None:
-        outer.problems.append(
-            f"{outer.path}: rope_type={_format_value(kind)} is not supported; only default, yarn "
-            "and "
-            "llama3 are"
+    scaling = kind if kind in ("yarn", "llama3") else "none"
+    if kind not in ("default", "yarn", "llama3"):
+        outer.problem(
+            f"rope_type={_format_value(kind)} is not supported; only default, yarn and llama3 are"
         )
-        scaling = "none"
-    original = (
-        inner.number("original_max_position_embeddings", int, max_position)
-        if scaling != "none"
-        else max_position
-    )
+    original, factor = max_position, 1.0
+    if scaling != "none":
+        original = inner.number("original_max_position_embeddings", int, max_position)
+        factor = inner.number("factor", float, max_position / original)
     rope = RopeConfig(
         theta=inner.number("rope_theta", float, 10000.0),
         scaling=scaling,
-        factor=inner.number("factor", float, max_position / original) if scaling != "none" else 1.0,
+        factor=factor,
         original_max_position=original,
         beta_fast=inner.number("beta_fast", float, _BETA_FAST),
         beta_slow=inner.number("beta_slow", float, _BETA_SLOW),
@@ -249,10 +241,8 @@ def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
     """
     objects = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
     settings_by_name: dict[str, tuple[str, Any]] = {}
-    for place, settings in {
-        **objects,
-        "": {key: outer.raw.get(key) for key in _OUTER_ROPE},
-    }.items():
+    objects[""] = {key: outer.raw.get(key) for key in _OUTER_ROPE}
+    for place, settings in objects.items():
         for key, value in settings.items():
             name = f"{place}.{key}" if place else key
             key = "rope_type" if key == "type" else key
@@ -261,9 +251,9 @@ def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
                 if known is None:
                     settings_by_name[key] = (name, value)
                 else:
-                    outer.problems.append(
-                        f"{outer.path}: {first}={known} and {name}={value} contradict each other; "
-                        "keep one of them"
+                    outer.problem(
+                        f"{first}={known} and {name}={value} contradict each other; keep one of "
+                        "them"
                     )
     return {key: value for key, (_, value) in settings_by_name.items() if value is not None}
 
@@ -273,14 +263,13 @@ def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
     if settings is None:
         return {}
     if not isinstance(settings, dict):
-        outer.problems.append(f"{outer.path}: {key} must be a JSON object")
+        outer.problem(f"{key} must be a JSON object")
         return {}
     nested = [name for name, value in settings.items() if isinstance(value, dict)]
     if nested:
-        outer.problems.append(
-            f"{outer.path}: {key}.{nested[0]}: settings per layer type are not supported; give one "
-            "set "
-            "for all layers"
+        outer.problem(
+            f"{key}.{nested[0]}: settings per layer type are not supported; give one set for all "
+            "layers"
         )
         return {}
     return settings
@@ -291,28 +280,18 @@ def _refuse_sliding_windows(fields: _ConfigFields, family: str) -> None:
     fields.refuse("use_sliding_window", False)
     if family == "mistral":
         if "sliding_window" not in fields.raw:
-            fields.problems.append(
-                f"{fields.path}: sliding_window is missing, which means 4096 to transformers; only "
-                "null "
-                "is supported"
+            fields.problem(
+                "sliding_window is missing, which means 4096 to transformers; only null is "
+                "supported"
             )
         fields.refuse("sliding_window", None)
     kinds = fields.raw.get("layer_types")
-    other = (
-        next((kind for kind in kinds if kind != "full_attention"), None)
-        if isinstance(kinds, list)
-        else None
-    )
+    kinds = kinds if isinstance(kinds, list) else []
+    other = next((kind for kind in kinds if kind != "full_attention"), None)
     if other is not None:
-        fields.problems.append(
-            f"{fields.path}: layer_types has {json.dumps(other)}, which is not supported; only "
-            "full_attention is"
+        fields.problem(
+            f"layer_types has {json.dumps(other)}, which is not supported; only full_attention is"
         )
-
-
-def _default_kv_heads(fields: _ConfigFields, family: str, num_heads: int) -> int:
-    """Return the number of KV heads for a config.json that does not give it."""
-    return num_heads if "num_key_value_heads" in fields.raw else _KV_HEADS.get(family, num_heads)
 
 
 def remarks(folder: Path) -> list[str]:
@@ -343,14 +322,13 @@ def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
     if theirs is not None and not (
         isinstance(theirs, (int, float)) and math.isclose(theirs, ours, rel_tol=1e-6)
     ):
-        fields.problems.append(
-            f"{fields.path}: attention_factor={_format_value(theirs)} is not supported; YaRN gives "
-            f"{ours:.6g} for this factor"
+        fields.problem(
+            f"attention_factor={_format_value(theirs)} is not supported; YaRN gives {ours:.6g} for "
+            "this factor"
         )
     if fields.raw.get("mscale") and fields.raw.get("mscale_all_dim"):
-        fields.problems.append(
-            f"{fields.path}: mscale and mscale_all_dim are not supported; remove them from "
-            "rope_parameters"
+        fields.problem(
+            "mscale and mscale_all_dim are not supported; remove them from rope_parameters"
         )
     fields.refuse("truncate", True)
 
@@ -376,25 +354,17 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         raise ConfigError(
             f"model.num_heads={model.num_heads}: transformers has no llama model whose "
             f"model.hidden_size={model.hidden_size} they do not divide; model.family=mistral "
-            "computes "
-            "the same without that condition"
+            "computes the same without that condition"
         )
     rope = model.rope
-    stretched = rope.scaling != "none" and rope_factor > 1.0
     scaling: dict[str, Any] | None = None
-    if stretched:
+    if rope.scaling != "none" and rope_factor > 1.0:
         scaling = {
             "rope_type": rope.scaling,
             "factor": rope_factor,
             "original_max_position_embeddings": rope.original_max_position,
         }
-        if rope.scaling == "yarn":
-            scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        else:
-            scaling |= {
-                "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-            }
+        scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
     # transformers warns unless the ratio of the two lengths is YaRN's factor.
     max_position = (
         round(rope_factor * rope.original_max_position)
@@ -404,13 +374,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
     return {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
-        "intermediate_size": model.intermediate_size,
+        **{key: getattr(model, ours.removeprefix("model.")) for key, ours in _SHAPE_KEYS.items()},
         "hidden_act": "silu",
         **_FAMILY_KEYS[model.family],
         "tie_word_embeddings": model.tie_word_embeddings,

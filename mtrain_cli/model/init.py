@@ -22,8 +22,9 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
 
     Args:
         device: where numbers are drawn, by default where the parameters are; needs room for the
-            largest matrix. CPU and CUDA generators differ: pass the GPU if a GPU run keeps its
-            parameters in host memory, so that a seed gives the same weights, and faster.
+            largest matrix. CPU and CUDA generators differ. If a GPU run keeps its
+            parameters in host memory, pass the GPU: this is faster, and a seed gives the same
+            weights as with parameters on the GPU.
     """
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
     for name, parameter in decoder.named_parameters():

@@ -1,9 +1,9 @@
-"""LM head and cross entropy fused, with the logits of only a few rows in memory.
+"""Fuse LM head and cross entropy, with the logits of only a few rows in memory.
 
-By default both gradients are formed while a chunk's logits exist (BurstEngine, SC '25, algorithm
-3): three matrix products in all, no recomputation. Alternatively backward recomputes the logits, a
-fourth product, and only the inputs are kept until then. A chunk has a fixed number of bytes, so
-that its memory does not grow with the sequence.
+By default the gradients of the inputs and of the LM head are formed while a chunk's logits exist
+(BurstEngine, SC '25, algorithm 3), with three matrix products and no recomputation. Alternatively
+only the inputs are kept, and backward recomputes the logits with a fourth product. A chunk has a
+fixed number of bytes, which does not grow with the sequence.
 
 N local tokens, C hidden, V vocabulary, R rows of one chunk.
 """
@@ -24,16 +24,25 @@ from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel import profiler_labels
 
 
+@dataclass(frozen=True)
+class LossOptions:
+    """How to compute the loss.
+
+    chunk_bytes: bytes of float32 logits held at a time, that is ``max(1, chunk_bytes // (4 V))``
+        rows. With bfloat16 input, their bfloat16 gradient is held too.
+    z_loss: coefficient of the z-loss; 0 for the loss alone.
+    recompute: form the gradients in backward, from recomputed logits.
+    compile: fuse the operations between the matrix products.
+    """
+
+    chunk_bytes: int = 1 << 20
+    z_loss: float = 0.0
+    recompute: bool = False
+    compile: bool = False
+
+
 def with_z_loss(
-    x_NC: Tensor,
-    weight_VC: Tensor,
-    labels_N: Tensor,
-    chunk_bytes: int,
-    scale: float | Tensor,
-    z_loss: float,
-    *,
-    recompute: bool = False,
-    compile: bool = False,
+    x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, scale: float | Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
     """Return the loss with z-loss, and the loss alone without gradient.
 
@@ -51,12 +60,7 @@ def with_z_loss(
     row's gradient NaN, which the trainer's check for non-finite steps reports.
 
     Args:
-        chunk_bytes: the logits of ``max(1, chunk_bytes // (4 V))`` rows exist at a time in float32,
-            and for bfloat16 input their gradient in bfloat16.
         scale: a number, or a 0-dim tensor without gradient.
-        z_loss: coefficient; 0 for the loss alone.
-        recompute: form the gradients in backward, from recomputed logits.
-        compile: fuse what happens between the matrix products.
 
     Raises:
         ValueError: a label is outside [0, V) (CPU only).
@@ -68,31 +72,15 @@ def with_z_loss(
     assert x_NC.dtype == weight_VC.dtype, (x_NC.dtype, weight_VC.dtype)
     if labels_N.device.type == "cpu":
         _check_labels(labels_N, vocab_size)
-    rows = max(1, chunk_bytes // (accumulation_dtype(x_NC.dtype).itemsize * vocab_size))
     # Compiled code would treat a Python number as a constant and recompile for every new value.
     scale_tensor = (
         scale
         if isinstance(scale, Tensor)
         else torch.full((), scale, dtype=accumulation_dtype(x_NC.dtype), device=x_NC.device)
     )
-    options = _LossOptions(rows, float(z_loss), compile)
     return _FusedLinearCrossEntropy.apply(
-        x_NC, weight_VC, labels_N.long(), options, scale_tensor, torch.is_grad_enabled(), recompute
+        x_NC, weight_VC, labels_N.long(), options, scale_tensor, torch.is_grad_enabled()
     )
-
-
-@dataclass(frozen=True)
-class _LossOptions:
-    """Options of the loss.
-
-    rows: rows per chunk.
-    z_loss: coefficient.
-    compile: fuse what happens between the products.
-    """
-
-    rows: int
-    z_loss: float
-    compile: bool
 
 
 class _FusedLinearCrossEntropy(torch.autograd.Function):
@@ -102,18 +90,18 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
         x_NC: Tensor,
         weight_VC: Tensor,
         labels_N: Tensor,
-        options: _LossOptions,
+        options: LossOptions,
         scale: Tensor,
         grad_enabled: bool,
-        recompute: bool,
     ) -> tuple[Tensor, Tensor]:
         needed = tuple(needed and grad_enabled for needed in ctx.needs_input_grad[:2])
-        ctx.options, ctx.needed, ctx.recompute = options, needed, recompute
+        ctx.options, ctx.needed = options, needed
         with profiler_labels.label(profiler_labels.LOSS):
             total, loss, dx_NC, dweight_VC = _chunks(
-                x_NC, weight_VC, labels_N, options, scale, (False, False) if recompute else needed
-            )
-        if recompute:
+                x_NC, weight_VC, labels_N, options, scale,
+                (False, False) if options.recompute else needed,
+            )  # fmt: skip
+        if options.recompute:
             ctx.save_for_backward(x_NC, weight_VC, labels_N, scale)
         else:
             ctx.save_for_backward(dx_NC, dweight_VC)
@@ -124,7 +112,7 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         with profiler_labels.label(profiler_labels.LOSS):
-            if ctx.recompute:
+            if ctx.options.recompute:
                 x_NC, weight_VC, labels_N, scale = ctx.saved_tensors
                 dx_NC, dweight_VC = _chunks(
                     x_NC, weight_VC, labels_N, ctx.options, scale * grad, ctx.needed
@@ -133,14 +121,14 @@ class _FusedLinearCrossEntropy(torch.autograd.Function):
                 dx_NC, dweight_VC = (
                     None if gradient is None else gradient * grad for gradient in ctx.saved_tensors
                 )
-        return dx_NC, dweight_VC, None, None, None, None, None
+        return dx_NC, dweight_VC, None, None, None, None
 
 
 def _chunks(
     x_NC: Tensor,
     weight_VC: Tensor,
     labels_N: Tensor,
-    options: _LossOptions,
+    options: LossOptions,
     scale: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -154,11 +142,9 @@ def _chunks(
     total = torch.zeros_like(loss)
     gradient_dtype = x_NC.dtype if x_needed or weight_needed else None
     row_losses = _compiled(gradient_dtype == dtype) if options.compile else _row_losses
+    rows = max(1, options.chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))
     for x_RC, labels_R, dx_RC in zip(
-        x_NC.split(options.rows),
-        labels_N.split(options.rows),
-        dx_NC.split(options.rows),
-        strict=True,
+        x_NC.split(rows), labels_N.split(rows), dx_NC.split(rows), strict=True
     ):
         logits_RV = _matmul(x_RC, weight_VC.t(), dtype)
         loss_R, total_R, dlogits_RV = row_losses(
@@ -202,17 +188,12 @@ def _row_losses(
     )
     if gradient_dtype is None:
         return row.loss_R, row.total_R, exponentials_RV
-    gradient_RV = (
-        exponentials_RV
-        if gradient_dtype == logits_RV.dtype
-        else torch.empty_like(logits_RV, dtype=gradient_dtype)
-    )
+    gradient_RV = exponentials_RV
+    if gradient_dtype != logits_RV.dtype:
+        gradient_RV = torch.empty_like(logits_RV, dtype=gradient_dtype)
     torch.mul(exponentials_RV, row.factor_R1, out=gradient_RV)
-    return (
-        row.loss_R,
-        row.total_R,
-        gradient_RV.scatter_(1, label_R1, row.label_gradient_R1.to(gradient_dtype)),
-    )
+    gradient_RV.scatter_(1, label_R1, row.label_gradient_R1.to(gradient_dtype))
+    return row.loss_R, row.total_R, gradient_RV
 
 
 def _row_losses_out_of_place(
@@ -274,7 +255,7 @@ def _row_terms(
     scale: Tensor,
     z_loss: float,
 ) -> _RowTerms:
-    """Return the terms of every row.
+    """Return each row's cross entropy, its total with the z-loss, and its gradient's factors.
 
     Args:
         highest_R1: largest logit.

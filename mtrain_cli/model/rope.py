@@ -1,8 +1,8 @@
 """Rotary position embedding, plain or stretched beyond the model's original length.
 
 Plain: RoFormer (arXiv:2104.09864), section 3.2. Stretched: YaRN (arXiv:2309.00071), sections 3.2 to
-    3.4, or Llama 3.1's scaling. Heads have Hugging Face's half-split layout: dimension i turns with
-    dimension i + D/2.
+3.4, or Llama 3.1's scaling. Heads have Hugging Face's half-split layout: dimension i turns with
+dimension i + D/2.
 
 B batch, N local tokens, H heads (query or KV), D head dim, F = D/2 frequencies.
 """
@@ -64,8 +64,8 @@ def attention_factor(rope: RopeConfig, factor: float) -> float:
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
     """Return the radians per position of each pair of dimensions, float32 ``[F]`` on the CPU.
 
-    On the CPU even under ``torch.device("meta")``. float32 as in the models' own implementations,
-    since they were trained with exactly these roundings.
+    The result is on the CPU even under ``torch.device("meta")``. It is float32, because released
+    models were trained with exactly this rounding.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F

@@ -32,7 +32,7 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:
-    """Return how many of the last layers keep their MLP's first products for backward.
+    """Return how many of the last layers keep their MLP's gate and up outputs for backward.
 
     keep: ``train.keep_mlp``.
     """

@@ -14,11 +14,8 @@ from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
 
-TOKENIZER, TOKENIZER_CONFIG, GENERATION_CONFIG = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "generation_config.json",
-)
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NO_IDS: Mapping[str, Any] = dict.fromkeys(TOKEN_IDS)
 _FILES = (
@@ -26,7 +23,7 @@ _FILES = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION_CONFIG,
     "tokenization_as_it_stands.py",
 )  # fmt: skip
-# Strings that hardly occur in text: there, transformers would read them as tokens, mtrain as bytes.
+# Strings that hardly occur in text. If one does, transformers reads a token and mtrain bytes.
 BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
 # For qwen2 transformers 5 replaces the normalizer and pre-tokenizer of tokenizer.json by Qwen's
 # own, unless auto_map names a class. Without trust_remote_code that class does not run, and
@@ -44,7 +41,7 @@ _CODE_CONTENT = (
 class TokenizerFiles:
     """The files of a tokenizer.
 
-    name: of the tokenizer, for messages.
+    name: name of the tokenizer, for messages.
     files: contents by file name.
     ids: special token ids as in config.json.
     """
@@ -60,20 +57,16 @@ class TokenizerFiles:
         if family != "qwen2" or is_qwen2 or "auto_map" in config or TOKENIZER not in self.files:
             return self
         config["auto_map"] = {"AutoTokenizer": [None, f"{_CODE.removesuffix('.py')}.AsItStands"]}
-        return replace(
-            self, files={**self.files, TOKENIZER_CONFIG: _json(config), _CODE: _CODE_CONTENT}
-        )
+        files = {**self.files, TOKENIZER_CONFIG: _json(config), _CODE: _CODE_CONTENT}
+        return replace(self, files=files)
 
     def write(self, folder: Path) -> None:
         """Write the files, and a generation_config.json with the ids."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         generation = _parse_object(self.files.get(GENERATION_CONFIG, b"{}"))
-        ids = {
-            key: value
-            for key, value in self.ids.items()
-            if value is not None and generation.get(key) is None
-        }
+        known = {key: value for key, value in self.ids.items() if value is not None}
+        ids = {key: value for key, value in known.items() if generation.get(key) is None}
         if not _includes(generation.get("eos_token_id"), self.ids["eos_token_id"]):
             ids["eos_token_id"] = self.ids["eos_token_id"]
         if ids:
@@ -102,8 +95,7 @@ def of_file(path: Path, eos: int | None) -> TokenizerFiles:
 
     eos: id that ends each document of the run's data.
     """
-    files, ids = _complete({TOKENIZER: _read(path)}, NO_IDS, eos)
-    return TokenizerFiles(str(path), files, ids)
+    return TokenizerFiles(str(path), *_complete({TOKENIZER: _read(path)}, NO_IDS, eos))
 
 
 def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
@@ -114,36 +106,23 @@ def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for name, number in sorted(numbers.items(), key=lambda item: item[1])
     ]
-    characters = _byte_characters()
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    model = {
-        "type": "BPE",
-        "vocab": {character: byte for byte, character in enumerate(characters)},
-        "merges": [],
-    }
+    off = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), False)
+    byte_level = {"type": "ByteLevel", **off}
+    vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
     content = {
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added,
         "normalizer": None, "pre_tokenizer": byte_level, "post_processor": None,
         "decoder": byte_level, "model": model,
     }  # fmt: skip
-    files, ids = _complete(
-        {TOKENIZER: _json(content)},
-        {f"{name}_token_id": number for name, number in numbers.items()},
-        eos,
-    )
-    return TokenizerFiles("bytes", files, ids)
+    token_ids = {f"{name}_token_id": number for name, number in numbers.items()}
+    return TokenizerFiles("bytes", *_complete({TOKENIZER: _json(content)}, token_ids, eos))
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
     """Return the special token ids in the folder's config.json, None for each that is missing."""
-    config = (
-        _parse_object(_read(folder / "config.json")) if (folder / "config.json").is_file() else {}
-    )
+    path = folder / "config.json"
+    config = _parse_object(_read(path)) if path.is_file() else {}
     return {key: config.get(key) for key in TOKEN_IDS}
 
 
@@ -156,10 +135,9 @@ def _complete(
     writes 1 and 2 for some families, whatever the tokenizer. If ``eos`` is an end token already,
     the ids stay.
     """
-    ids = {
-        **ids,
-        "eos_token_id": ids["eos_token_id"] if _includes(ids["eos_token_id"], eos) else eos,
-    }
+    ids = dict(ids)
+    if not _includes(ids["eos_token_id"], eos):
+        ids["eos_token_id"] = eos
     if TOKENIZER_CONFIG in files:
         return dict(files), ids
     names = {number: token for token, number in _added_tokens(files[TOKENIZER]).items()}
@@ -178,40 +156,30 @@ def _complete(
 
 def _includes(ids: object, wanted: object) -> bool:
     """Return whether ``ids`` include ``wanted``, which may be one id, several or None."""
-    known = ids if isinstance(ids, list) else [ids]
-    return (
-        wanted is None
-        or wanted == ids
-        or all(one in known for one in (wanted if isinstance(wanted, list) else [wanted]))
-    )
+    known, asked = (value if isinstance(value, list) else [value] for value in (ids, wanted))
+    return wanted is None or wanted == ids or all(one in known for one in asked)
 
 
 def _named_eos(files: Mapping[str, bytes], default: int | None) -> int | None:
     """Return the id of the end token that tokenizer_config.json names, or ``default``."""
     named = _parse_object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
-    return (
-        _added_tokens(files[TOKENIZER]).get(named, default) if isinstance(named, str) else default
-    )
+    if not isinstance(named, str):
+        return default
+    return _added_tokens(files[TOKENIZER]).get(named, default)
 
 
 def _added_tokens(tokenizer: bytes) -> dict[str, int]:
     """Return the ids of the tokens listed in a tokenizer.json, by token."""
     content = _parse_object(tokenizer)
-    vocabulary = (
-        content.get("model", {}).get("vocab") if isinstance(content.get("model"), dict) else None
-    )
-    ids = (
-        {str(token): number for token, number in vocabulary.items()}
-        if isinstance(vocabulary, dict)
-        else {}
-    )
-    if isinstance(vocabulary, list):  # Unigram: tokens with their scores
-        ids = {
-            str(entry[0]): number
-            for number, entry in enumerate(vocabulary)
-            if isinstance(entry, list) and entry
-        }
+    model = content.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[str, int] = {}
+    if isinstance(vocabulary, dict):
+        ids = {str(token): number for token, number in vocabulary.items()}
+    elif isinstance(vocabulary, list):  # Unigram: tokens with their scores
+        scored = ((n, e) for n, e in enumerate(vocabulary) if isinstance(e, list) and e)
+        ids = {str(entry[0]): number for number, entry in scored}
     added = content.get("added_tokens")
     for entry in added if isinstance(added, list) else []:
         if isinstance(entry, dict) and isinstance(entry.get("id"), int):

@@ -70,13 +70,7 @@ def verify(
         model.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(seed)
     )
     with torch.device("meta"):
-        decoder = Decoder(
-            model,
-            rope_factor=rope_factor(model.rope, source.max_position),
-            loss_chunk_bytes=1,
-            activation_checkpoint="none",
-            compile=False,
-        )
+        decoder = Decoder(model, rope_factor(model.rope, source.max_position))
     decoder.to_empty(device="cpu")
     load_into(decoder, folder)
     transformers.logging.set_verbosity_error()
@@ -131,7 +125,12 @@ def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
     )
 
 
-def causal_attend(q_BNHD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, layer: int) -> Tensor:  # noqa: ARG001
+def causal_attend(
+    q_BNHD: Tensor,
+    k_BNKD: Tensor,
+    v_BNKD: Tensor,
+    layer: int,  # noqa: ARG001
+) -> Tensor:
     """Causal attention over one whole sequence in natural order, the same in every layer."""
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
     return (

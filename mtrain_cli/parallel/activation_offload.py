@@ -1,10 +1,10 @@
 """Keep activations in host memory between the forward and the backward pass of their layer.
 
-Copies run on their own stream. A layer's tensors leave while the next layer computes; they return
-while the layer after it is in backward. Apart from layers that are not offloaded, at most two
-layers of them are on the device. Streams wait for each other; the host never waits. Tensors share
-pinned host blocks. If sizes depend on data, new blocks are allocated only until the largest sizes
-have been seen. On a CPU the copies are plain copies.
+Copies run on their own stream. A layer's tensors move to the host while the next layer runs
+forward, and return while that layer runs backward. At most two offloaded layers have tensors on the
+device. Streams wait for each other; the host never waits. Tensors share pinned host blocks, so
+data-dependent sizes allocate blocks only until the largest sizes have occurred. On a CPU the copies
+are plain copies.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from mtrain_cli.parallel.pinned_memory import PinnedMemory
 
-# Bytes of a full block of host memory. It takes 0.3 ms over PCIe 5, long compared with a launch.
+# Bytes of a full host block. Its copy takes 0.3 ms over PCIe 5, much longer than a launch.
 FULL_BLOCK = 16 << 20
 
 
 def block_sizes(size: int) -> list[int]:
     """Return the bytes of the host blocks for a tensor of ``size`` bytes.
 
-    Full blocks, and for the rest one block of the next power of two: few sizes then serve all
+    Use full blocks, and for the rest one block of the next power of two: few sizes then serve all
     tensors.
     """
     rest = size % FULL_BLOCK
@@ -33,8 +33,8 @@ def block_sizes(size: int) -> list[int]:
 class OffloadedTensor:
     """One tensor between its forward and its backward pass.
 
-    device, host: where it is; both while it is copied. On the host it is split over blocks.
-    copied: end of the last copy; None on a CPU.
+    device, host: its copies; both exist during a transfer. The host copy is split over blocks.
+    copied: event at the end of the last transfer; None on a CPU.
     """
 
     # Not a dataclass, and neither is `ActivationOffload`: FSDP searches dataclass arguments of a
@@ -48,7 +48,7 @@ class OffloadedTensor:
         self.copied: torch.cuda.Event | None = None
 
     def get(self) -> torch.Tensor:
-        """Return the tensor on the device, for the current stream. Once: its blocks are reused."""
+        """Return the tensor on the device, for the current stream. This frees its host blocks."""
         return self.store.get(self)
 
 
@@ -58,7 +58,7 @@ Kept = torch.Tensor | OffloadedTensor
 def layers_on_host(offloaded: bool | int, layers: int) -> int:
     """Return how many of a decoder's first layers offload their activations.
 
-    The last layer never does: its backward pass comes at once.
+    The last layer never does, because its backward pass follows immediately.
 
     offloaded: ``train.offload_activations``.
     """
@@ -66,9 +66,9 @@ def layers_on_host(offloaded: bool | int, layers: int) -> int:
 
 
 class ActivationOffload:
-    """Host memory for what the layers of one decoder keep for backward; reused in every step.
+    """Host memory for the tensors that a decoder's layers keep for backward. Every step reuses it.
 
-    leaving: number of layers whose tensors leave; those of later layers stay on the device.
+    leaving: number of first layers that are offloaded. Later layers' tensors stay on the device.
     allocated: bytes of all host blocks.
     moved: bytes copied so far, in both directions.
     """
@@ -91,7 +91,7 @@ class ActivationOffload:
         return sum(len(row) for row in self._waiting.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
-        """Start to copy a tensor out, behind the work queued so far. Do not write to it then."""
+        """Start to copy a tensor to the host, behind the queued work. Do not change it any more."""
         if layer != self._at:
             self._begin(layer)
         kept = OffloadedTensor(self, layer, tensor.detach())
@@ -110,7 +110,7 @@ class ActivationOffload:
         return kept
 
     def _begin(self, layer: int) -> None:
-        """Start a layer. Free the device tensors of the layer before the last, once copied."""
+        """Start a layer. Free the device tensors of layer ``layer - 2`` after their copies."""
         self._at = layer
         if layer == 0:
             # Drop what is left of a forward pass that had no backward pass.
@@ -129,7 +129,7 @@ class ActivationOffload:
         self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)
-        assert kept.device is not None, "what is kept is taken once"
+        assert kept.device is not None, "a kept tensor is taken only once"
         tensor = kept.device
         self._wait(kept)
         self._release_blocks(kept)
@@ -162,7 +162,7 @@ class ActivationOffload:
     def _block(self, size: int) -> torch.Tensor:
         """Return the smallest free block that is large enough, or allocate one.
 
-        A tensor no larger than an earlier one thus always fits in existing blocks.
+        A tensor no larger than an earlier one always fits in existing blocks.
         """
         large_enough = size
         while large_enough <= FULL_BLOCK:
@@ -197,7 +197,7 @@ class ActivationOffload:
 def _split_over_blocks(
     tensor: torch.Tensor, blocks: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield the bytes of a contiguous tensor, part by part, with the part of the block for each."""
+    """Yield each part of a contiguous tensor, as bytes, and the part of the block that holds it."""
     flat, at = tensor.view(-1).view(torch.uint8), 0
     for block in blocks:
         part = flat[at : at + block.nbytes]

@@ -48,7 +48,7 @@ def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def start_all_gather(
     own: torch.Tensor, workers: int, group: dist.ProcessGroup | None = None
 ) -> tuple[torch.Tensor, dist.Work]:
-    """Start `all_gather`. The result is complete once the returned work has been waited for."""
+    """Start `all_gather`. The result is complete after the returned work's ``wait()``."""
     gathered = own.new_empty(workers, *own.shape)
     return gathered, _gather(
         gathered.view(-1), own.contiguous().view(-1), group=group, async_op=True
@@ -60,7 +60,7 @@ def start_reduce_scatter(
 ) -> tuple[torch.Tensor, dist.Work]:
     """Start to sum contiguous ``shards`` [workers, ...] over ranks; this rank gets shards[rank].
 
-    The result is complete once the returned work has been waited for.
+    The result is complete after the returned work's ``wait()``.
     """
     own = torch.empty_like(shards[0])
     return own, _scatter(own.view(-1), shards.view(-1), group=group, async_op=True)

@@ -10,30 +10,29 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mtrain_cli.attention.index import BlockBitmap, Index, IndexCounts, MaskWork, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, IndexCounts, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel import nvtx_ranges, profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.index_group import gather_rows, make_index_group, record_index_messages
-from mtrain_cli.parallel.layout import Layout, early_queries
-from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.parallel.transport import explain_peer_loss
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
 
-# Diagonals and columns, over all heads, to count at once: counting takes about 15 int64 for each.
+# Slashes and columns, over all heads, to count at once. Counting takes about 15 int64 for each.
 _COUNTED_AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)
 class IndexRecord:
-    """One estimate of an index: what it leaves to compute, and how long the estimate took.
+    """One estimate of an index: the work that the index leaves and the time that the estimate took.
 
     counts_or_index: the counts; until `DynamicIndex.count` runs, the index itself.
-    workers: how many workers divide the counts, each counting its own queries; 1 if this worker's
-        counts cover all queries.
+    workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
+        all queries.
     started, ended: CUDA events, or seconds on a CPU.
     """
 
@@ -45,7 +44,7 @@ class IndexRecord:
 
     @property
     def counts(self) -> IndexCounts:
-        """What the index leaves to compute. `DynamicIndex.count` must have run."""
+        """The work that the index leaves. `DynamicIndex.count` must have run."""
         assert isinstance(self.counts_or_index, IndexCounts)
         return self.counts_or_index
 
@@ -65,47 +64,17 @@ class DynamicIndex:
 
     foreign_queries: whether to gather block bitmaps from all workers, because this worker also
         computes for other workers' queries.
-    kept: by layer, the index from the forward to the backward pass; recomputation reuses it.
+    kept: each layer's index from forward to backward; recomputation reuses it.
     records: one per estimate.
-    estimated: by layer, every index, for a profile; None keeps none.
+    estimated: each layer's index, for a profile; None keeps none.
     """
 
     pattern: Pattern
     masked: MaskedPositions
-    work: MaskWork
     foreign_queries: bool = False
     kept: dict[int, Index] = field(default_factory=dict)
     records: list[IndexRecord] = field(default_factory=list)
     estimated: dict[int, Index] | None = None
-
-    @staticmethod
-    def make(
-        pattern: Pattern,
-        masks: Sequence[SequenceMask],
-        device: torch.device | str,
-        layout: Layout | None = None,
-        group: ContextGroup | None = None,
-        *,
-        foreign_queries: bool = False,
-    ) -> DynamicIndex:
-        """Make the index of a batch.
-
-        Args:
-            masks: one per sequence of the batch.
-            layout, group: who holds which tokens; None if one worker holds all.
-
-        Raises:
-            ValueError: the layout does not give every worker the same number of whole blocks.
-        """
-        request = pattern.request()
-        shards = (
-            None if layout is None else [layout.positions(rank) for rank in range(layout.workers)]
-        )
-        masked = MaskedPositions.make(
-            masks, request.block, device, shards, make_index_group(group or ContextGroup.alone())
-        )
-        work = MaskWork.make(masks, request.block, device, request.bitmap, masked.numbers)
-        return DynamicIndex(pattern, masked, work, foreign_queries)
 
     def of(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None = None
@@ -119,9 +88,7 @@ class DynamicIndex:
                 else recorder.span(INDEX, -1)
             )
             peer_errors = explain_peer_loss(
-                f"index, layer {layer}",
-                "estimates",
-                "a message of another worker did not arrive",
+                f"index, layer {layer}", "estimates", "a message of another worker did not arrive"
             )
             with torch.no_grad(), profiler_labels.label(profiler_labels.INDEX), span, peer_errors:
                 record_index_messages(self.masked.group, recorder)
@@ -131,7 +98,8 @@ class DynamicIndex:
                     counts_or_index, workers = index, 1
                 else:
                     # Count now: unlike slashes and columns, bitmaps are too large to keep.
-                    counts_or_index, workers = index.counts(self.work), self.masked.group.size
+                    counts_or_index = index.counts(self.masked.tables)
+                    workers = self.masked.group.size
                     assert isinstance(index, BlockBitmap)
                     index = gather_rows(index, self.masked) if self.foreign_queries else index
             ended = _now(q.device)
@@ -142,10 +110,10 @@ class DynamicIndex:
         return self.kept[layer]
 
     def count(self) -> None:
-        """Count what the slashes and columns of all layers leave to compute.
+        """Count the work that the slashes and columns of all layers leave.
 
-        One batch for all layers, at the end of a step: counting launches about fifty kernels, and
-        no layer should wait for a metric.
+        Count all layers in one batch at the end of a step: counting launches about fifty kernels,
+        and no layer should wait for a metric.
         """
         with profiler_labels.label(profiler_labels.INDEX):
             self._count()
@@ -163,7 +131,7 @@ class DynamicIndex:
             batch, waiting = waiting[:at_once], waiting[at_once:]
             counts = (
                 VerticalSlash.joined([lines for _, lines in batch])
-                .counts(self.work)
+                .counts(self.masked.tables)
                 .parts(len(batch))
             )
             for (i, _), counts_or_index in zip(batch, counts, strict=True):
@@ -182,23 +150,18 @@ def _now(device: torch.device) -> torch.cuda.Event | float:
 class ContextAttention:
     """Attention of one batch: ``attend(q, k, v, layer)``, exact over what mask and index allow.
 
-    tiles: what this rank computes, made once per batch.
+    plan: what this rank computes, on the device.
     index: None for dense attention.
-    early: number of queries, the first of this rank, to compute again in recomputation; out and lse
-        of the others are kept from the first pass. None keeps nothing.
-    early_tiles: the tiles of these early queries.
-    kept: by layer, what is kept for recomputation.
+    kept: each layer's tensors that recomputation needs.
     offload: host memory for `kept`; None keeps it on the device.
-    narrowed: by layer, `tiles` and `early_tiles` under its index, with what kernels derive from it
-        (`Tiles.of_index`), until its backward pass.
+    narrowed: each layer's tiles and early tiles under its index, with what kernels derive from the
+        index (`Tiles.index_cache`), until the layer's backward pass.
     """
 
     exchange: Exchange
     kernel: Kernel
-    tiles: ShardTiles
+    plan: Plan
     index: DynamicIndex | None = None
-    early: int | None = None
-    early_tiles: ShardTiles | None = None
     kept: dict[int, tuple[Kept, ...]] = field(default_factory=dict, repr=False, compare=False)
     offload: ActivationOffload | None = None
     narrowed: dict[int, tuple[ShardTiles, ShardTiles | None]] = field(
@@ -216,43 +179,37 @@ class ContextAttention:
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
     ) -> ContextAttention:
-        """Make the attention of a batch.
+        """Plan a batch and make its attention.
 
         Args:
             masks: one per sequence of the batch.
-            pattern: None for dense attention.
-            keep: share of this rank's queries, the last ones, whose out and lse recomputation takes
-                from the first forward pass.
-
-        Raises:
-            ValueError: the layout's shards are not whole blocks of the pattern.
+            pattern, offload: see `of`.
+            keep: see `Plan.make`, which also raises the ValueErrors.
         """
-        index = block = None
+        request = None if pattern is None else pattern.request()
+        plan = Plan.make(exchange, masks, request, keep=keep)
+        return ContextAttention.of(exchange, kernel, plan.to(device), pattern, offload)
+
+    @staticmethod
+    def of(
+        exchange: Exchange,
+        kernel: Kernel,
+        plan: Plan,
+        pattern: Pattern | None = None,
+        offload: ActivationOffload | None = None,
+    ) -> ContextAttention:
+        """Return the attention that runs a plan.
+
+        Args:
+            plan: a plan on the device, made for the pattern's kind of index.
+            pattern: None for dense attention.
+        """
+        index = None
         if pattern is not None:
-            index = DynamicIndex.make(
-                pattern,
-                masks,
-                device,
-                exchange.layout,
-                exchange.group,
-                foreign_queries=exchange.foreign_queries,
-            )
-            block = pattern.request().block
-        early = early_queries(exchange.num_queries, keep, block)
-        if early == exchange.num_queries:
-            return ContextAttention(
-                exchange, kernel, exchange.make_tiles(masks, device, block), index
-            )
-        early_tiles = exchange.make_tiles(masks, device, block, early=early) if early else None
-        return ContextAttention(
-            exchange,
-            kernel,
-            exchange.make_tiles(masks, device, block),
-            index,
-            early,
-            early_tiles,
-            offload=offload,
-        )
+            assert plan.masked is not None, "a pattern needs a plan for its index"
+            masked = plan.masked.with_group(make_index_group(exchange.group))
+            index = DynamicIndex(pattern, masked, exchange.foreign_queries)
+        return ContextAttention(exchange, kernel, plan, index, offload=offload)
 
     def for_next_batch(self) -> ContextAttention:
         """Return a copy for another batch under the same masks, with nothing estimated or kept."""
@@ -266,11 +223,6 @@ class ContextAttention:
         return (
             self if self.index is None else replace(self, index=replace(self.index, estimated={}))
         )
-
-    @property
-    def pairs(self) -> float:
-        """Query-key pairs that the masks leave this rank, per head and layer."""
-        return self.exchange.pairs(self.tiles)
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
@@ -286,7 +238,7 @@ class ContextAttention:
         """
         recorder = self.exchange.recorder
         # This call only joins kept tensors: no computation and no message to record.
-        quiet = layer in self.kept and self.early == 0 and self.exchange.recompute_is_local
+        quiet = layer in self.kept and self.plan.early == 0 and self.exchange.recompute_is_local
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),
@@ -298,13 +250,14 @@ class ContextAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None
     ) -> tuple[ShardTiles, ShardTiles | None]:
         """Return the tiles and the early tiles under the layer's index."""
+        tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
         if self.index is None:
-            return self.tiles, self.early_tiles
+            return tiles, early_tiles
         index = self.index.of(layer, q, k, recorder)
         if layer not in self.narrowed:
             self.narrowed[layer] = (
-                self.tiles.under(index),
-                None if self.early_tiles is None else self.early_tiles.under(index),
+                tiles.under(index),
+                None if early_tiles is None else early_tiles.under(index),
             )
         return self.narrowed[layer]
 
@@ -320,17 +273,18 @@ class ContextAttention:
         return 1.0 / math.sqrt(head_dim)
 
     def keep_for_recompute(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
-        """Keep what recomputation takes from a first pass. saved: by that pass."""
-        if self.early is None:
+        """Keep those tensors of ``saved``, from a first pass, that recomputation needs."""
+        early = self.plan.early
+        if early is None:
             return
         # Detach: out would keep its whole autograd graph alive.
-        stays = [t.detach() for t in self.exchange.kept_for_recompute(saved, self.early)]
+        stays = [t.detach() for t in self.exchange.kept_for_recompute(saved, early)]
         self.kept[layer] = tuple(
             stays if self.offload is None else [self.offload.put(layer, t) for t in stays]
         )
 
     def load_kept(self, layer: int) -> tuple[torch.Tensor, ...]:
-        """Return what was kept of a layer. It can be loaded once if it is offloaded."""
+        """Return a layer's kept tensors. Offloaded tensors can be loaded only once."""
         return tuple(
             t.detach() if isinstance(t, torch.Tensor) else t.get() for t in self.kept[layer]
         )
@@ -349,28 +303,17 @@ class _Attend(torch.autograd.Function):
         early_tiles: ShardTiles | None = None,
         keep: bool = False,
     ):
-        scale, label = attention.scale(q.shape[-1]), f"layer {layer}"
+        call = attention.kernel, attention.scale(q.shape[-1]), f"layer {layer}"
         if layer in attention.kept:
-            assert attention.early is not None
-            early = early_tiles or tiles  # without early queries the tiles are not used
-            out, saved = attention.exchange.recompute(
-                q,
-                k,
-                v,
-                attention.load_kept(layer),
-                attention.early,
-                early,
-                attention.kernel,
-                scale,
-                label,
-            )
+            early, kept = attention.plan.early, attention.load_kept(layer)
+            assert early is not None
+            rows = early_tiles or tiles  # without early queries the tiles are not used
+            out, saved = attention.exchange.recompute(q, k, v, kept, early, rows, *call)
         else:
-            out, _, saved = attention.exchange.forward(
-                q, k, v, tiles, attention.kernel, scale, label
-            )
+            out, _, saved = attention.exchange.forward(q, k, v, tiles, *call)
             if keep:
                 attention.keep_for_recompute(layer, saved)
-        ctx.attention, ctx.tiles, ctx.layer, ctx.scale = attention, tiles, layer, scale
+        ctx.attention, ctx.tiles, ctx.layer, ctx.call = attention, tiles, layer, call
         ctx.save_for_backward(*saved)
         return out
 
@@ -383,13 +326,6 @@ class _Attend(torch.autograd.Function):
             profiler_labels.label(profiler_labels.ATTENTION),
             nullcontext() if recorder is None else recorder.attention_pass(ctx.layer, BACKWARD),
         ):
-            gradients = attention.exchange.backward(
-                dout.contiguous(),
-                saved,
-                ctx.tiles,
-                attention.kernel,
-                ctx.scale,
-                f"layer {ctx.layer}",
-            )
+            gradients = attention.exchange.backward(dout.contiguous(), saved, ctx.tiles, *ctx.call)
         attention.release(ctx.layer)
         return *gradients, None, None, None, None, None

@@ -1,34 +1,32 @@
-"""Exchanges: bring keys and values to the queries of a context group, by executing a schedule.
+"""Exchanges: bring keys and values to the queries of a context group.
 
-k and v travel as one packed message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and
-gradients accumulate in float32 (float64 for float64 inputs); gradients also travel in that dtype.
+An exchange binds a schedule to a layout and to the ranks of a context group. Its programs
+(`lowering.lower`) are made once; the `Executor` runs them with any kernel.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.kernel import Kernel
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
-from mtrain_cli.launch import progress_record
-from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.attention.shared_columns import SharedColumns
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel.executor import Executor
+from mtrain_cli.parallel.layout import Joined, Layout
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.recording import FORWARD, Recorder
-from mtrain_cli.parallel.schedule import Schedule, ScheduleStep, Steps
+from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Part, Program, Shards
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
+from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
 
-Shards = tuple[int, ...]
 Saved = tuple[torch.Tensor, ...]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-WHOLE_SEQUENCE = (-1,)  # stands for all key shards, in sequence order
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class ShardTiles:
         return ShardTiles(self.tiles, index)
 
     def for_pair(
-        self, queries: Shards, keys: Shards, part: tuple[int, int] = (0, 1), *, columns: bool = True
+        self, queries: Shards, keys: Shards, part: Part = (0, 1), *, columns: bool = True
     ) -> Tiles:
         """Return the tiles of a pair of shards, narrowed by the index.
 
@@ -65,10 +63,14 @@ class ShardTiles:
         return self._narrow[key]
 
 
-class Exchange(ABC):
+class Exchange:
     """One way of moving keys and values, bound to a layout, a context group and a schedule.
 
-    part: (i, n), the part of the model's heads that its ranks compute; (0, 1) is all heads.
+    shared_columns: whether to gather the KV of an index's single columns once if shards circulate.
+        The steps then compute block diagonals only.
+    inside: the layout between the two all-to-alls, in which ranks that share heads are one.
+    part: (i, n), the part of the model's heads that this rank computes.
+    own: the shard of this rank, or of the ranks that share heads with it.
     """
 
     def __init__(
@@ -76,19 +78,22 @@ class Exchange(ABC):
         layout: Layout,
         group: ContextGroup,
         schedule: Schedule,
-        part: tuple[int, int] = (0, 1),
+        *,
+        shared_columns: bool = True,
     ) -> None:
         assert layout.workers == group.size == schedule.workers, (
             "A layout and a schedule are made for their context group."
         )
-        self.layout = layout
-        self.group = group
-        self.schedule = schedule
-        self.part = part
-        self.forward_steps: Steps = schedule.forward[group.rank]
-        self.backward_steps: Steps = schedule.backward[group.rank]
+        self.layout, self.group, self.schedule = layout, group, schedule
+        self.inside: Layout = layout if schedule.heads == 1 else Joined.of(layout, schedule.heads)
+        self.part: Part = (group.rank % schedule.heads, schedule.heads)
+        self.own: Shards = (group.rank // schedule.heads,)
+        self.gathers_columns = shared_columns and not schedule.gathers and schedule.groups > 1
         self.buffers = Buffers()
         self.recorder: Recorder | None = None
+        self.kv_heads = 0  # of the model; the first forward pass sets it
+        self._programs: dict[tuple[bool, Traits], Program] = {}
+        self._token_order: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def name(self) -> str:
@@ -98,105 +103,73 @@ class Exchange(ABC):
         """Record the times of all later passes; None stops recording."""
         self.recorder = recorder
 
+    def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
+        """Return what this rank executes in a pass."""
+        key = backward, traits or Traits()
+        if key not in self._programs:
+            self._programs[key] = lower(
+                self.schedule, self.group.rank, backward=backward, traits=traits
+            )
+        return self._programs[key]
+
     @property
     def foreign_queries(self) -> bool:
         """Whether this rank also computes attention for other ranks' queries."""
-        return False
+        return self.schedule.heads > 1 or self.schedule.queries_travel
 
     @property
-    def gathers_columns(self) -> bool:
-        """Whether single columns of an index are gathered once and computed outside the steps."""
-        return False
+    def num_queries(self) -> int:
+        """Number of queries per sequence for which this rank computes attention.
 
-    @abstractmethod
+        If ranks share heads, this counts the queries of all of them.
+        """
+        return self.inside.tokens_per_worker
+
+    @property
+    def recompute_is_local(self) -> bool:
+        """Whether `recompute` with ``early=0`` sends no messages."""
+        return self.schedule.heads == 1
+
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
     ) -> set[tuple[Shards, Shards]]:
         """Return the (query, key) shards of all tiles that `forward` and `backward` ask for.
 
-        forward_only: leave out those of `backward`.
+        forward_only: leave out the tiles of `backward`.
         """
+        passes = (False,) if forward_only else (False, True)
+        computes = (op for b in passes for op in self.program(backward=b).computes)
+        needed = {(op.queries, op.keys) for op in computes}
+        # Local queries attend to gathered columns anywhere in the sequence.
+        return needed | {(self.own, WHOLE_SEQUENCE)} if indexed and self.gathers_columns else needed
 
-    @property
-    def num_queries(self) -> int:
-        """Number of queries per sequence that this rank computes for.
+    def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
+        """Return the columns that are gathered once for the whole pass.
 
-        If ranks share heads, this counts the queries of all of them.
+        None if the ring steps compute them or the index has no columns.
         """
-        return self.layout.tokens_per_worker
-
-    @property
-    def recompute_is_local(self) -> bool:
-        """Whether `recompute` with ``early=0`` sends no messages."""
-        return True
-
-    def make_tiles(
-        self,
-        masks: Sequence[SequenceMask],
-        device: torch.device | str,
-        block: int | None = None,
-        *,
-        early: int | None = None,
-    ) -> ShardTiles:
-        """Make the tiles of this rank for one batch.
-
-        Args:
-            masks: one per sequence of the batch.
-            block: block size of the dynamic index that will narrow the tiles; None if dense.
-            early: make only the tiles of a forward pass over this rank's first ``early`` queries.
-
-        Raises:
-            ValueError: a shard does not consist of whole blocks of the index.
-        """
-        needed = sorted(
-            self.needed_tiles(indexed=block is not None, forward_only=early is not None)
+        if not self.gathers_columns or shard_tiles.index is None:
+            return None
+        whole, own = (
+            shard_tiles.for_pair(self.own, keys, self.part) for keys in (WHOLE_SEQUENCE, self.own)
         )
-        positions = {shards: self._positions(shards) for pair in needed for shards in pair}
-        everything = self._positions(WHOLE_SEQUENCE)
-        geometry = (
-            None
-            if block is None
-            else BlockGeometry.make(masks, everything, everything, block, device)
-        )
-        tiles = {}
-        for queries, keys in needed:
-            rows = positions[queries][:early]
-            spans = [mask.spans(rows, positions[keys]) for mask in masks]
-            between = (
-                None
-                if geometry is None
-                else geometry.between(rows, positions[keys], masks[0].padded)
+        return SharedColumns.make(whole, own)
+
+    def token_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the order that sorts the tokens of the ranks that share heads, and its inverse.
+
+        Unsorted, the tokens stand rank after rank. Both tensors are copied to the device once.
+        """
+        if device not in self._token_order:
+            first = self.own[0] * self.schedule.heads
+            ranks = range(first, first + self.schedule.heads)
+            order = np.argsort(
+                np.concatenate([self.layout.positions(rank) for rank in ranks]), kind="stable"
             )
-            tiles[queries, keys] = Tiles.make(spans, device, between)
-        return ShardTiles(tiles)
+            both = to_device(order, device), to_device(np.argsort(order), device)
+            self._token_order[device] = both
+        return self._token_order[device]
 
-    def pairs(self, shard_tiles: ShardTiles) -> float:
-        """Count the query-key pairs that the masks leave this rank, per head and layer.
-
-        A pair in 1/n of the heads counts as 1/n.
-        """
-        return sum(
-            shard_tiles.tiles[self._tile(step)].pairs / self._part(step)[1]
-            for step in self.forward_steps
-            if step.keys
-        )
-
-    @abstractmethod
-    def _tile(self, step: ScheduleStep) -> tuple[Shards, Shards]:
-        """Return the key of `ShardTiles.tiles` for a step."""
-
-    def _positions(self, shards: Shards):
-        """Return the global positions of a shard's slots, ascending."""
-        if shards == WHOLE_SEQUENCE:
-            return np.arange(self.layout.padded_seq, dtype=np.int64)
-        (shard,) = shards
-        return self.layout.positions(shard)
-
-    def _part(self, step: ScheduleStep) -> tuple[int, int]:
-        """Return the part of the model's heads that a step computes, as (i, n)."""
-        return self.part[0] * step.part[1] + step.part[0], self.part[1] * step.part[1]
-
-    @abstractmethod
     def forward(
         self,
         q: torch.Tensor,
@@ -212,13 +185,17 @@ class Exchange(ABC):
         Args:
             q: [batch, tokens, heads, head_dim].
             k, v: [batch, tokens, kv_heads, head_dim].
-            label: for messages, such as ``layer 3``.
+            label: name for messages, such as ``layer 3``.
 
         Returns:
             out like q; lse [batch, heads, tokens]; the tensors that `backward` needs.
         """
+        run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
+        run.run(run.program.operations)
+        run.transport.end()
+        out, lse = (run.tensors[name] for name in run.program.results)
+        return out, lse, tuple(run.tensors[name] for name in run.program.saved)
 
-    @abstractmethod
     def backward(
         self,
         dout: torch.Tensor,
@@ -229,6 +206,26 @@ class Exchange(ABC):
         label: str = "",
     ) -> Triple:
         """Return dq, dk, dv of this rank's own queries, keys and values."""
+        columns = self.columns_of(shard_tiles)
+        traits = Traits(kernel.needs_out, columns is not None)
+        program = self.program(backward=True, traits=traits)
+        tensors = dict(zip(self.program(backward=False, traits=traits).saved, saved, strict=True))
+        tensors["dout" if self.schedule.heads == 1 else "own dout"] = dout
+        transport = self._transport(label, BACKWARD, program)
+        run = Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
+        run.run(program.operations)
+        transport.end()
+        dq, dk, dv = (tensors[name] for name in program.results)
+        return dq, dk, dv
+
+    def _begin_forward(self, q, k, v, shard_tiles, kernel, scale, label) -> Executor:
+        self.kv_heads = k.shape[2]
+        columns = self.columns_of(shard_tiles)
+        program = self.program(backward=False, traits=Traits(kernel.needs_out, columns is not None))
+        own = "" if self.schedule.heads == 1 else "own "
+        tensors = {f"{own}q": q, f"{own}k": k, f"{own}v": v}
+        transport = self._transport(label, FORWARD, program)
+        return Executor(self, program, transport, shard_tiles, columns, kernel, scale, tensors)
 
     def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
         """Return the part of ``saved`` to keep for `recompute` of the first ``early`` queries.
@@ -241,7 +238,8 @@ class Exchange(ABC):
         if early:
             # Clone: a view would keep the whole tensor alive.
             return out[:, early:].clone(), lse[..., early:].clone()
-        return (out, lse) if self._saves_own_keys else (out, lse, keys, *columns)
+        own_keys = self.schedule.gathers or self.schedule.groups == 1
+        return (out, lse) if own_keys else (out, lse, keys, *columns)
 
     def recompute(
         self,
@@ -257,36 +255,43 @@ class Exchange(ABC):
     ) -> tuple[torch.Tensor, Saved]:
         """Run forward again, from what `kept_for_recompute` kept.
 
-        Computes the first ``early`` queries only. If there are any, KV travels again as in forward,
-        on all ranks.
+        Compute the first ``early`` queries only. If there are any, all ranks exchange KV again as
+        in forward.
 
         Args:
-            shard_tiles: of the early queries (`make_tiles`).
+            shard_tiles: tiles of the early queries (`Plan.early_tiles`).
 
         Returns:
             out, and the tensors that `backward` needs, as `forward` returned them.
         """
-        if not early:
-            out, lse, *foreign = kept
-            keys, *columns = foreign or [torch.stack([k, v])]
-            return out, (q, keys, out, lse, *columns)
-        late, late_lse = kept
-        first, first_lse, saved = self.forward(
-            q[:, :early].contiguous(), k, v, shard_tiles, kernel, scale, label
-        )
-        out, lse = torch.cat([first, late], 1), torch.cat([first_lse, late_lse], 2)
-        return out, (q, saved[1], out, lse, *saved[4:])
+        if self.recompute_is_local and not early:
+            return _restored(q, k, v, kept)
+        run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
+        operations, inside, tensors = run.program.operations, run.program.inside, run.tensors
+        run.run(operations[: inside.start])
+        if early:
+            q = tensors["q"]
+            tensors["q"] = q[:, :early].contiguous()
+            run.run(operations[inside])
+            out = torch.cat([tensors["out"], kept[0]], 1)
+            lse = torch.cat([tensors["lse"], kept[1]], 2)
+            _, keys, _, _, *columns = (tensors[name] for name in run.program.saved)
+            saved = q, keys, out, lse, *columns
+        else:
+            out, saved = _restored(tensors["q"], tensors["k"], tensors["v"], kept)
+        tensors["out"] = out
+        run.run(operations[inside.stop :])
+        run.transport.end()
+        return tensors[run.program.results[0]], saved
 
-    @property
-    def _saves_own_keys(self) -> bool:
-        """Whether the KV that `forward` saves is this rank's own."""
-        return True
+    def _transport(self, label: str, direction: str, program: Program) -> Transport:
+        return Transport(self.group, self.name, label, direction, program.steps, self.recorder)
 
-    @contextmanager
-    def _transport(self, label: str, direction: str) -> Iterator[Transport]:
-        """Open the transport of one pass; wait for all its transfers at the end."""
-        steps = self.forward_steps if direction == FORWARD else self.backward_steps
-        transport = Transport(self.group, self.name, label, direction, len(steps), self.recorder)
-        yield transport
-        transport.finish()
-        progress_record.note(f"after {transport.pass_name}")
+
+def _restored(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
+) -> tuple[torch.Tensor, Saved]:
+    """Return what `Exchange.recompute` returns if nothing is computed again."""
+    out, lse, *foreign = kept
+    keys, *columns = foreign or [torch.stack([k, v])]
+    return out, (q, keys, out, lse, *columns)

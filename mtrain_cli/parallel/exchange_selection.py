@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from functools import cache
 
 from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ExchangeTraits, exchange_name
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.program import Program, ShardSizes
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
-# use a ring, which holds a few shards at a time. Above _PART_SHARE, gather more and smaller parts
-# of the heads one after the other, as far as there are heads.
+# use a ring, which holds a few shards at a time. Above _PART_SHARE, gather the heads in more and
+# smaller parts, as long as there are heads to divide.
 _GATHER_SHARE = 0.1
 _PART_SHARE = 0.05
 _ASSUMED_MEMORY = 80 << 30
@@ -24,7 +28,7 @@ _ACCUMULATION_BYTES = 4
 class ExchangeChoice:
     """The exchange of a run and the reason for it; see `ScheduleOptions` for the numbers.
 
-    channels: those of its schedule; none if the workers only share heads.
+    channels: the schedule's channels; empty if the workers only share heads.
     """
 
     name: str
@@ -38,8 +42,21 @@ class ExchangeChoice:
     channels: tuple[str, ...] = (CONTEXT,)
 
     @property
+    def traits(self) -> ExchangeTraits:
+        return EXCHANGE_TRAITS[self.name]
+
+    @property
+    def queries_travel(self) -> bool:
+        """Whether queries circulate in backward instead of keys."""
+        return not self.traits.gathers and self.circulates == QUERIES
+
+    def circulates_among(self, workers: int) -> bool:
+        """Whether shards circulate among the workers of a context group of this size."""
+        return not self.traits.gathers and workers > self.heads
+
+    @property
     def communicators(self) -> int:
-        """Number of communicators: one for all ranks, two a channel, and those that share heads."""
+        """Number of communicators: one for all ranks, two per channel, the rest for Ulysses."""
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
@@ -61,7 +78,7 @@ class ExchangeChoice:
             more.append(f"{self.chunks} parts of the heads")
         if self.prefetch > 1:
             more.append(f"{self.prefetch} hops ahead")
-        if self.circulates == QUERIES:
+        if self.queries_travel:
             more.append("queries circulate in backward")
         return ", then ".join(parts) + (f" ({', '.join(more)})" if more else "")
 
@@ -70,14 +87,14 @@ class ExchangeChoice:
 class ExchangeNeeds:
     """What the choice of an exchange depends on.
 
-    workers: of the context group.
+    workers: size of the context group.
     per_node: workers of the group that share a node.
     tokens: padded sequence times micro-batch.
-    heads, kv_heads, head_dim: of the model.
-    dtype_bytes: of the compute dtype.
+    heads, kv_heads, head_dim: the model's.
+    dtype_bytes: bytes per number in the compute dtype.
     device_memory: bytes of one device; None if unknown.
-    index: of the dynamic pattern; None if dense.
-    columns: the most single columns that a head may have; None if there is no bound.
+    index: kind of the dynamic index; None if dense.
+    columns: upper bound on the single columns per head; None if unbounded.
     needs_out: whether the kernel needs out in backward.
     """
 
@@ -115,31 +132,28 @@ def gathered_bytes(
 
     Counts gathered KV, its gradients and their float32 sums.
 
-    chunks: parts of the heads gathered one after the other. With more than one, the KV of the next
-        part is there while one is computed.
+    chunks: parts of the heads gathered one after the other. With more than one, the next part's KV
+        is already held while a part is computed.
     """
     numbers = tokens * 2 * kv_heads * head_dim
     return numbers // chunks * ((2 if chunks == 1 else 3) * dtype_bytes + _ACCUMULATION_BYTES)
 
 
-def keys_bytes(needs: ExchangeNeeds) -> tuple[int, int]:
-    """Return the bytes that a worker sends in forward and in backward of a layer if KV moves."""
-    numbers = (needs.workers - 1) * needs.shard * 2 * needs.kv_heads * needs.head_dim
-    return numbers * needs.dtype_bytes, numbers * (needs.dtype_bytes + _ACCUMULATION_BYTES)
+def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
+    """Return the bytes that a worker sends for each other worker in backward of a layer.
 
-
-def queries_bytes(needs: ExchangeNeeds) -> int:
-    """Return the bytes that a worker sends in backward of a layer if queries circulate.
-
-    q, dout, lse, delta (or out, if the kernel needs it) and float32 dq (BurstEngine, section 3.1).
+    If queries circulate: q, dout, lse, delta (or out, if the kernel needs it) and float32 dq
+    (BurstEngine, section 3.1). Otherwise KV and its float32 gradient.
     """
-    row = needs.heads * needs.head_dim
-    travels = (
-        2 * row * needs.dtype_bytes
-        + 4 * needs.heads
-        + (row * needs.dtype_bytes if needs.needs_out else 4 * needs.heads)
-    )
-    return (needs.workers - 1) * needs.shard * (travels + row * _ACCUMULATION_BYTES)
+    sizes = ShardSizes(needs.shard, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
+    return int(_backward_of_two(circulates, needs.needs_out).sent(sizes))
+
+
+@cache
+def _backward_of_two(circulates: str, needs_out: bool) -> Program:
+    """Return the backward program of a two-worker ring, in which every shard hops once."""
+    schedule = make_schedule("ring", ScheduleOptions(2, 2, circulates=circulates))
+    return lower(schedule, 0, backward=True, traits=Traits(needs_out))
 
 
 def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeChoice:
@@ -171,7 +185,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
         min(needs.per_node, needs.workers),
         heads=heads,
         chunks=_chunks(topology, needs, name, groups, heads),
-        prefetch=topology.prefetch if name in ("ring", "hierarchical_ring") else 1,
+        prefetch=1 if EXCHANGE_TRAITS[name].gathers else topology.prefetch,
         circulates=_circulates(topology, needs, name),
         shared_columns=_shared_columns(topology, needs),
     )
@@ -193,9 +207,10 @@ def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
         heads = topology.ulysses
     fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]
     if heads not in fits:
+        sharing = f"{heads} of {needs.workers}" if heads != needs.workers else heads
         raise ConfigError(
             f"{key}: cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads "
-            f"among {heads} workers of {needs.workers} in nodes of {needs.per_node}; allowed for "
+            f"among {sharing} workers in nodes of {needs.per_node}; allowed for "
             f"topology.ulysses: {', '.join(map(str, fits))}"
         )
     return heads
@@ -218,7 +233,6 @@ def _fastest(
     memory = needs.device_memory or _ASSUMED_MEMORY
     groups_per_node = max(1, needs.per_node // heads)
     across = groups > groups_per_node > 1
-    prefix = "hierarchical_" if across else ""
     nodes = f"; every shard crosses to each of {needs.nodes} nodes once" if across else ""
     calls = "one collective and one kernel call a layer"
     if chunks > 1:
@@ -226,11 +240,11 @@ def _fastest(
     # If the user sets the number of parts, use all_gather in these parts.
     if size <= _GATHER_SHARE * memory or (given or 1) > 1:
         return (
-            prefix + "all_gather",
+            exchange_name(gathers=True, hierarchical=across),
             f"{calls}; gathered KV and dKV take {_format_bytes(size)} at once{nodes}",
         )
     return (
-        prefix + "ring",
+        exchange_name(gathers=False, hierarchical=across),
         f"gathered KV and dKV would take {_format_bytes(size)} at once, over {_GATHER_SHARE:.0%} "
         f"of {memory / 2**30:.0f} GiB{nodes}",
     )
@@ -244,7 +258,7 @@ def _gathered_bytes(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
 
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
-    """Return the number of parts of the heads to gather one after the other.
+    """Return in how many parts to gather the heads, one after the other.
 
     Two if the gather is large; more if memory requires it. More parts mean more and smaller kernel
     calls, and beyond two they hide little more communication.
@@ -261,9 +275,9 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
 
 
 def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """Return the number of parts of the heads to compute one after the other on one worker.
+    """Return in how many parts a single worker computes the heads, one after the other.
 
-    They bound the float32 gradient of all queries, which a kernel accumulates part by part.
+    The parts bound the memory of the float32 dq, which a kernel accumulates for one part at a time.
     """
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
@@ -275,7 +289,7 @@ def _chunks(
     topology: TopologyConfig, needs: ExchangeNeeds, name: str, groups: int, heads: int
 ) -> int:
     kv_heads = max(1, needs.kv_heads // heads)
-    gathers = name in ("all_gather", "hierarchical_all_gather")
+    gathers = EXCHANGE_TRAITS[name].gathers
     if topology.chunks == "auto":
         if not gathers or (groups == 1 and heads > 1):
             return 1
@@ -302,7 +316,7 @@ def _user_exchange(topology: TopologyConfig, name: str) -> str:
 
 
 def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> str:
-    rings = name in ("ring", "hierarchical_ring")
+    rings = not EXCHANGE_TRAITS[name].gathers
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
         raise ConfigError(
@@ -317,7 +331,7 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
         if rings
         and not bitmap
         and needs.workers > 1
-        and queries_bytes(needs) < keys_bytes(needs)[1]
+        and ring_backward_bytes(needs, QUERIES) < ring_backward_bytes(needs, KV)
         else KV
     )
 

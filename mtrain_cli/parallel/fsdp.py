@@ -6,7 +6,7 @@
     gradients   whole (ZeRO-2)         float32 shards      weights once + n x gradients
     optimizer   whole (ZeRO-1)         whole, float32      weights once + gradients once
 
-Under ``full``, too, weights outside the layers are gathered once a micro-batch: FSDP2 keeps the
+Even under ``full``, weights outside the layers are gathered once per micro-batch: FSDP2 keeps the
 root module whole from forward to backward. Optimizer states and float32 weights are always sharded,
 so all three modes write the same checkpoints.
 """
@@ -69,7 +69,7 @@ def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
 
 
 def reshard(decoder: nn.Module) -> None:
-    """Free all whole weights. The next gather reads the shards as they are then."""
+    """Free all gathered weights. The next gather reads the current shards."""
     for module in _units(decoder):
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -81,7 +81,7 @@ def _units(decoder: nn.Module) -> list[nn.Module]:
 
 
 def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
-    """Return the parameters of each layer, then those of the root, in FSDP2's packing order."""
+    """Return the parameters of each layer, then of the root, in FSDP2's packing order."""
     layers = [list(layer.parameters()) for layer in decoder.layers]  # type: ignore
     inside = {id(parameter) for layer in layers for parameter in layer}
     return [

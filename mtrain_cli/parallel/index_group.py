@@ -15,17 +15,16 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.parallel.collectives import all_gather
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import INDEX, WAIT, MessageTag, Recorder
-from mtrain_cli.parallel.schedule import CONTEXT
-from mtrain_cli.parallel.transport import UNSCHEDULED
+from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
 from mtrain_cli.sparsity.pattern import IndexGroup, MaskedPositions, SingleWorkerGroup
 
 
 @dataclass
 class DistributedIndexGroup:
-    """The process group of an estimate.
+    """The process group whose workers estimate one sparse index together.
 
-    rank, size: place in the process group, and its number of workers.
-    ranks: global ranks of its workers.
+    rank, size: this worker's rank in the group, and the number of workers.
+    ranks: their global ranks.
     """
 
     rank: int
@@ -55,7 +54,7 @@ class DistributedIndexGroup:
 
     @contextmanager
     def _recorded_wait(self, nbytes: int) -> Iterator[None]:
-        """Record a blocking message of the estimate. nbytes: sent, and received."""
+        """Record a blocking message of the estimate. nbytes: bytes sent, and bytes received."""
         recorder = self._recorder
         if recorder is None:
             yield
@@ -74,7 +73,7 @@ class DistributedIndexGroup:
 def make_index_group(group: ContextGroup) -> IndexGroup:
     """Return the group with which a context group's workers estimate an index.
 
-    Its communicator is separate from those of the exchange.
+    Its communicator is separate from the exchange's.
     """
     if group.size == 1:
         return SingleWorkerGroup()

@@ -2,7 +2,7 @@
 
 A layout is a bijection between positions ``0..padded_seq`` and (rank, slot). In every layout a
 worker's slots hold ascending positions, so the mask of any (query shard, key shard) pair is one
-interval a row (`mtrain_cli.attention.mask`). Lengths that do not divide are padded at the end.
+interval per row (`mtrain_cli.attention.mask`). Lengths that do not divide are padded at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TILE = 128  # queries per kernel tile
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """A distribution of the tokens of a sequence over workers.
+    """A distribution of a sequence's tokens over workers.
 
     workers: size of the context group.
     seq: tokens of a sequence, before padding.
@@ -41,12 +41,12 @@ class Layout(ABC):
 
     @property
     @abstractmethod
-    def _unit(self) -> int:
+    def _multiple(self) -> int:
         """`padded_seq` is a multiple of this."""
 
     @property
     def padded_seq(self) -> int:
-        return -(-self.seq // self._unit) * self._unit
+        return -(-self.seq // self._multiple) * self._multiple
 
     @property
     def tokens_per_worker(self) -> int:
@@ -95,7 +95,7 @@ class Contiguous(Layout):
     name = "contiguous"
 
     @property
-    def _unit(self) -> int:
+    def _multiple(self) -> int:
         return self.workers * self.unit
 
     def positions(self, rank: int) -> NDArray[np.int64]:
@@ -118,7 +118,7 @@ class Zigzag(Layout):
     name = "zigzag"
 
     @property
-    def _unit(self) -> int:
+    def _multiple(self) -> int:
         return 2 * self.workers * self.unit
 
     def positions(self, rank: int) -> NDArray[np.int64]:
@@ -154,7 +154,7 @@ class Striped(Layout):
     name = "striped"
 
     @property
-    def _unit(self) -> int:
+    def _multiple(self) -> int:
         return self.workers * math.lcm(self.block_size, self.unit)
 
     def positions(self, rank: int) -> NDArray[np.int64]:
@@ -198,9 +198,9 @@ class Joined(Layout):
         )
 
     @property
-    def _unit(self) -> int:
+    def _multiple(self) -> int:
         assert self.base is not None
-        return self.base._unit
+        return self.base._multiple
 
     def positions(self, rank: int) -> NDArray[np.int64]:
         assert self.base is not None
@@ -245,9 +245,9 @@ def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 
 
 
 def early_queries(queries: int, keep: float, block: int | None) -> int:
-    """Return how many of a worker's queries to compute again if the share ``keep`` is kept.
+    """Return how many of a worker's queries to recompute if it keeps the share ``keep`` of out.
 
-    Rounds to whole blocks of the index, or to kernel tiles where that changes the share little.
+    Rounds to whole blocks of the index, or to kernel tiles if that changes the share little.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.schedule import CONTEXT, GRADIENTS, HEADS, INNER, OUTER
 
 Channel = tuple[str, bool]  # (channel of a schedule, whether it carries gradients)
@@ -26,7 +27,7 @@ class ContextGroup:
     channels: communicators. Each channel of the exchange has one for data and one for gradients, so
         that neither queues behind the other. Empty for a group of one.
     heads: ranks that trade tokens for heads before keys move.
-    exchange: the group among which keys then move, with this rank in it; None if it is this group.
+    exchange: the ranks with this rank's heads, among which keys move; None if that is this group.
     """
 
     rank: int
@@ -45,9 +46,15 @@ class ContextGroup:
         """The communicator of all ranks, for dynamic indices and their shared columns."""
         return self.channels.get(WHOLE)
 
+    @property
+    def same_heads(self) -> ContextGroup:
+        """The ranks that hold the same heads; keys or queries move between them."""
+        return self.exchange or self
+
     def channel(self, name: str, payload: str) -> dist.ProcessGroup:
         """Return the communicator of a transfer."""
-        return self.channels[name, payload in GRADIENTS]
+        group = self if name == HEADS else self.same_heads
+        return group.channels[name, payload in GRADIENTS]
 
     @staticmethod
     def alone() -> ContextGroup:
@@ -56,8 +63,7 @@ class ContextGroup:
 
 def make_context_group(
     rank: int,
-    world: int,
-    cp: int,
+    dims: ParallelDims,
     device: torch.device,
     timeout: timedelta | None = None,
     *,
@@ -65,48 +71,38 @@ def make_context_group(
     heads: int = 1,
     channels: Sequence[str] = (CONTEXT, INNER, OUTER),
 ) -> ContextGroup:
-    """Make the context groups of consecutive ranks: ``dp_rank = rank // cp``.
+    """Make the communicators of all context groups and return this rank's group.
 
     All ranks must call this: `dist.new_group` is collective over the whole job.
 
     Args:
-        timeout: of one message; the peer then counts as hung. None for torch's default.
+        timeout: limit for one message, then the peer counts as hung. None for torch's default.
         per_node: ranks of a node; None if all share one.
         heads: ranks that trade tokens for heads.
-        channels: of the exchange.
+        channels: the exchange's channels.
     """
+    cp, ranks, place = dims.cp, dims.group("cp", rank), dims.coordinate("cp", rank)
     per_node = min(per_node or cp, cp)
-    first = rank // cp * cp
-    make = _GroupMaker(rank, world, cp, timeout)
+    make = _GroupMaker(rank, dims, timeout)
     whole = {WHOLE: make([range(cp)])} if cp > 1 else {}
     if heads == 1:
         groups = _channels(make, [list(range(cp))], per_node, channels)
-        group = ContextGroup(
-            rank - first, tuple(range(first, first + cp)), per_node, {**whole, **groups}
-        )
+        group = ContextGroup(place, ranks, per_node, {**whole, **groups})
     else:
         # Rank p of every head group exchanges keys with rank p of the other head groups.
-        places = [list(range(p, cp, heads)) for p in range(heads)]
+        counterparts = [list(range(p, cp, heads)) for p in range(heads)]
         groups_per_node = max(1, per_node // heads)
-        groups = _channels(make, places, min(groups_per_node, cp // heads), channels)
-        place = (rank - first) % heads
+        groups = _channels(make, counterparts, min(groups_per_node, cp // heads), channels)
         if cp > heads:
-            groups[WHOLE] = make(places)
+            groups[WHOLE] = make(counterparts)
         exchange = ContextGroup(
-            (rank - first) // heads,
-            tuple(first + r for r in places[place]),
+            place // heads,
+            ranks[place % heads :: heads],
             min(groups_per_node, cp // heads),
             {k: v for k, v in groups.items() if v},
         )
         head_groups = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
-        group = ContextGroup(
-            rank - first,
-            tuple(range(first, first + cp)),
-            per_node,
-            {**whole, **head_groups},
-            heads,
-            exchange,
-        )
+        group = ContextGroup(place, ranks, per_node, {**whole, **head_groups}, heads, exchange)
     for process_group in [
         *group.channels.values(),
         *(group.exchange.channels.values() if group.exchange else ()),
@@ -121,20 +117,19 @@ class _GroupMaker:
     """Make a communicator per set of context ranks, in every context group; return this rank's."""
 
     rank: int
-    world: int
-    cp: int
+    dims: ParallelDims
     timeout: timedelta | None
 
     def __call__(self, sets: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         own_group: dist.ProcessGroup | None = None
-        for first in range(0, self.world, self.cp):
-            for ranks in sets:
-                members = [first + r for r in ranks]
+        for group in self.dims.groups("cp"):
+            for places in sets:
+                members = [group[place] for place in places]
                 # Every rank must call new_group for every group, in the same order.
-                group = dist.new_group(members, timeout=self.timeout)
+                made = dist.new_group(members, timeout=self.timeout)
                 if self.rank in members:
                     assert own_group is None
-                    own_group = group
+                    own_group = made
         assert own_group is not None
         return own_group
 
@@ -162,6 +157,6 @@ def _channels(
     }
 
 
-def make_parameter_mesh(world: int, device: str) -> DeviceMesh:
+def make_parameter_mesh(dims: ParallelDims, device: str) -> DeviceMesh:
     """Make the flat mesh over all ranks that shards parameters, gradients and optimizer states."""
-    return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device, (dims.workers,), mesh_dim_names=("shard",))

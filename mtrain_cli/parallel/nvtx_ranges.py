@@ -60,7 +60,7 @@ _LISTENER: list[NvtxRanges | None] = []
 
 
 def listener() -> NvtxRanges | None:
-    """Return None if no profiler listens. Checked once: they attach before the program starts."""
+    """Return None if no profiler listens. Checked once: a profiler attaches before the start."""
     if not _LISTENER:
         _LISTENER.append(_make_ranges())
     return _LISTENER[0]

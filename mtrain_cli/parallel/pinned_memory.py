@@ -1,11 +1,10 @@
 """Pinned host memory for copies to and from a GPU.
 
 ``torch.empty(..., pin_memory=True)`` pins page by page on one thread: 1.6 to 2.7 GiB/s next to an
-H200, so two minutes for the 300 GiB that a long sequence offloads. This module maps whole arenas
-(in huge pages if the system grants them), writes to them from several threads at once, and
-registers
-them with CUDA: 20 GiB/s with eight threads (profiles/notes.md). torch also rounds each allocation
-up to a power of two.
+H200, so two minutes for the 300 GiB that a long sequence offloads. This module maps whole arenas,
+in huge pages if available, writes to them from several threads, and registers them with CUDA:
+20 GiB/s with eight threads (profiles/notes.md). torch also rounds each allocation up to a power of
+two.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ class PinnedMemory:
     A mapping is freed with the last tensor in it. This object itself holds the unused rest of up to
     two arenas.
 
-    mapped: bytes that this object has pinned so far, including these rests.
-    registers: False once CUDA has refused; torch pins from then on.
+    mapped: bytes pinned so far, including unused remainders.
+    registers: whether CUDA registration pins memory; False once CUDA has refused, after which torch
+        pins it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,16 +109,16 @@ class _Mapping(mmap.mmap):
 
 
 def touching_threads() -> int:
-    """Return the threads to use for one GPU's memory: the process' cores, shared by its GPUs."""
+    """Return the threads for one GPU's memory: the process's cores per GPU, up to a limit."""
     return max(
         1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
     )
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Make the system provide every page of fresh memory; most of the time of pinning goes here.
+    """Fault in every page of fresh memory. This takes most of the pinning time.
 
-    Several threads each write to a stretch of it.
+    Each thread writes to its own part.
 
     memory: bytes; the first byte of each page becomes 0.
     """
@@ -145,7 +145,7 @@ def register(address: int, size: int, device: torch.device) -> bool:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unpin what `register` pinned, once the device has finished its copies, or is lost."""
+    """Unpin what `register` pinned, after the device has finished its copies or is lost."""
     with suppress(RuntimeError):
         torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

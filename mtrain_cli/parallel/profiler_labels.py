@@ -1,8 +1,8 @@
-"""Labels in `torch.profiler` records, by which `mtrain profile step` attributes time to parts.
+"""Labels in `torch.profiler` records, with which `mtrain profile step` attributes time to parts.
 
 Kernel names are not enough: attention runs kernels from Triton, CuTe and CUDA C++, and the loss
-uses the same matrix products as the layers. The range in which a kernel is launched tells what it
-is for. Ranges lie outside of compiled functions. They cost nothing unless a profiler runs.
+uses the same matrix products as the layers. A label is a range. A kernel belongs to the range that
+launches it. Ranges lie outside compiled functions. They cost nothing unless a profiler runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.autograd import profiler
 
 PREFIX = "mtrain."
 ATTENTION, INDEX, LOSS, OPTIMIZER = "attention", "index", "loss", "optimizer"
-# A whole step; and inside it the wait for the device that the measurement itself adds.
+# STEP: a whole step. CLOSING: the wait for the device that the measurement adds to it.
 STEP, CLOSING = "step", "closing"
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

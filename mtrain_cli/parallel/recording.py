@@ -1,4 +1,4 @@
-"""Record where a rank's attention spends its time: which part of which step, its start and length.
+"""Record where a rank's attention spends its time, as spans of a step with start and length.
 
 On a GPU a span is a pair of events on the compute stream. A wait shows as the time for which that
 stream stands still; the end of a message is an event on a stream that does nothing else. Recording
@@ -27,8 +27,8 @@ Moment = torch.cuda.Event | float
 # overhead.
 INDEX, WAIT, ATTENTION, COLUMNS = "index", "wait", "attention", "columns"
 MERGE, ARRANGE, GAP = "merge", "arrange", "gap"
-# Messages, which overlap with these; and the spans that contain all others: one iteration, and one
-# pass of one layer's attention.
+# SEND, RECEIVE: messages, which overlap with the spans above. ITERATION and PASS (one pass of one
+# layer's attention) contain all other spans.
 SEND, RECEIVE, ITERATION, PASS = "send", "receive", "iteration", "pass"
 COMPUTING = (INDEX, WAIT, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP)
 KINDS = (*COMPUTING, SEND, RECEIVE, ITERATION, PASS)
@@ -42,11 +42,11 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 class MessageTag:
     """The message that a span is about.
 
-    link: channel.
+    link: the message's channel.
     shard, leaving: shards that arrive and leave; -1 for a collective.
     to, source: ranks; -1 for a collective.
     sent, received: bytes.
-    number: of the transfer in its pass; negative if it is not in a schedule.
+    number: the transfer's number in its pass; negative if it is not in a schedule.
     peers: ranks of a collective.
     """
 
@@ -177,8 +177,8 @@ class Recorder:
         if not self.recording or not self._cuda or number not in self._under_way:
             return
         step, message, began = self._under_way.pop(number)
-        # One stream per communicator, whose messages end in order. Nothing else runs on it, so its
-        # waits delay nobody.
+        # A communicator's messages end in order, so one stream per communicator can wait for them.
+        # No other work runs on that stream.
         key = message.link, message.payload.startswith("d"), message.number < 0
         if key not in self._watchers:
             self._watchers[key] = torch.cuda.Stream()

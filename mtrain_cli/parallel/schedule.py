@@ -1,7 +1,8 @@
 """Schedules: the steps of an exchange for every rank of a context group, as plain data.
 
-A schedule needs no process group. The exchanges execute it, the profiler and the simulator read it,
-and tests play it through without a device. A step is one kernel call with the transfers around it:
+A schedule needs no process group. `lowering.lower` turns it into a `Program`, which the executor
+runs and the simulator prices. Tests play it through without a device. A step is one kernel call
+with the transfers around it:
 
     post -> wait -> compute -> collect -> send
 
@@ -17,6 +18,8 @@ from functools import partial
 from itertools import count
 from typing import TypeVar
 
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ExchangeTraits
+
 T = TypeVar("T")
 
 # Channels: all ranks; the ranks of one node; counterparts (the ranks with the same local number).
@@ -24,6 +27,9 @@ CONTEXT, INNER, OUTER = "context", "inner", "outer"
 # Payloads. "heads" is also the channel of its own all-to-all.
 KV, DKV, QUERIES, DQ, HEADS = "kv", "dkv", "queries", "dq", "heads"
 GRADIENTS = (DKV, DQ)
+COLUMNS = "columns"  # single columns of an index, summed over all ranks outside the schedule
+SUM = "all_reduce"  # kind of the COLUMNS transfer
+UNSCHEDULED = -2  # number of the COLUMNS transfer
 
 
 @dataclass(frozen=True)
@@ -31,8 +37,8 @@ class Transfer:
     """One message of one rank.
 
     number: counts the transfers of a rank in a pass, from 0. All ranks of a communicator post its
-        transfers in the order of their numbers. Communicators are one per channel, and separate for
-        gradients.
+        transfers in the order of their numbers. Each channel has one communicator for data and one
+        for gradients.
     kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
         ``reduce_scatter`` or ``all_to_all``.
     payload: ``kv``; ``queries`` (all that another worker needs to compute their gradients); the
@@ -63,15 +69,15 @@ class Transfer:
 class ScheduleStep:
     """One kernel call of a rank and the transfers around it: post, wait, compute, collect, send.
 
-    queries, keys: shards to compute attention between. Both are empty in a step that only closes a
-        pass.
-    part: (i, n), compute the i-th of n equal parts of the heads.
-    post: start these first, so that they overlap with the computation.
+    queries, keys: shards whose attention the step computes. Both are empty in a step that only
+        closes a pass.
+    part: (i, n), the i-th of n equal parts of the heads.
+    post: transfers that start first, to overlap with the computation.
     wait: numbers of transfers that must complete before the computation.
-    collect: numbers of gradient transfers that must complete after the computation. Add the
-        gradient that a hop received to this rank's part; free the send buffer of a reduce-scatter
-        before the next one allocates its own.
-    send: start these gradient transfers last.
+    collect: numbers of gradient transfers that must complete after the computation. The rank then
+        adds a hop's gradient to its own part, or frees a reduce-scatter's send buffer before the
+        next one allocates its own.
+    send: gradient transfers that start last.
     """
 
     queries: tuple[int, ...]
@@ -119,15 +125,17 @@ class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
     exchange: its name.
+    traits: the exchange's traits. Callers test these, not the name.
     workers: ranks of the context group.
     per_node: ranks of a node.
-    forward, backward: by rank, the steps of a pass.
-    keeps: by rank, the key shards that it holds from forward to backward.
+    forward, backward: the steps of each pass, by rank.
+    keeps: the key shards that a rank holds from forward to backward, by rank.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
     heads: ranks that share heads by all-to-all (Ulysses) around the exchange; 1 if none.
     """
 
     exchange: str
+    traits: ExchangeTraits
     workers: int
     per_node: int
     forward: Sequence[Steps]
@@ -139,6 +147,21 @@ class Schedule:
     @property
     def nodes(self) -> int:
         return -(-self.workers // self.per_node)
+
+    @property
+    def groups(self) -> int:
+        """Sets of ranks that share heads; keys or queries move between these sets."""
+        return self.workers // self.heads
+
+    @property
+    def gathers(self) -> bool:
+        """Whether all keys are on a rank before its kernel runs. Otherwise shards circulate."""
+        return self.traits.gathers
+
+    @property
+    def queries_travel(self) -> bool:
+        """Whether queries circulate in backward instead of keys."""
+        return not self.gathers and self.circulates == QUERIES
 
     @property
     def channels(self) -> tuple[str, ...]:
@@ -175,10 +198,9 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     Raises:
         ValueError: the exchange does not exist, or the numbers do not fit together.
     """
-    if exchange not in EXCHANGES:
-        raise ValueError(
-            f"topology.exchange={exchange}: no such exchange; allowed: auto, {', '.join(EXCHANGES)}"
-        )
+    if exchange not in _EXCHANGES:
+        names = ", ".join(_EXCHANGES)
+        raise ValueError(f"topology.exchange={exchange}: no such exchange; allowed: auto, {names}")
     workers, heads = options.workers, options.heads
     if workers % heads:
         raise ValueError(
@@ -187,7 +209,7 @@ def make_schedule(exchange: str, options: ScheduleOptions) -> Schedule:
     if min(workers, options.per_node, options.chunks, options.prefetch, heads) < 1:
         raise ValueError(f"{options}: every number must be at least 1.")
     if workers > options.per_node and workers % options.per_node:
-        raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks a node.")
+        raise ValueError(f"{workers} workers: not a multiple of {options.per_node} ranks per node.")
     if heads == 1:
         return _EXCHANGES[exchange](options)
     groups = workers // heads
@@ -279,9 +301,9 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
         return tuple(result)
 
     forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))
-    return Schedule(
-        name, workers, options.per_node, forward, backward, PerRank(workers, lambda r: (r,))
-    )
+    keeps = PerRank(workers, lambda r: (r,))
+    traits = EXCHANGE_TRAITS[name]
+    return Schedule(name, traits, workers, options.per_node, forward, backward, keeps)
 
 
 def ring(options: ScheduleOptions) -> Schedule:
@@ -299,21 +321,21 @@ def hierarchical_ring(options: ScheduleOptions) -> Schedule:
 
 
 def _rings(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
-    rings = _Rings(
-        nodes, options.workers // nodes, options.prefetch, CONTEXT if name == "ring" else INNER
-    )
-    queries, workers = options.circulates == QUERIES, options.workers
+    queries, workers, traits = options.circulates == QUERIES, options.workers, EXCHANGE_TRAITS[name]
+    inner = INNER if traits.hierarchical else CONTEXT
+    rings = _Rings(nodes, workers // nodes, options.prefetch, inner)
     forward = PerRank(workers, rings.forward)
     backward = PerRank(workers, rings.backward_of_queries if queries else rings.backward_of_keys)
     keeps = PerRank(workers, lambda r: (r,) if queries else forward[r][-1].keys)
-    return Schedule(name, workers, options.per_node, forward, backward, keeps, options.circulates)
+    of_ranks = forward, backward, keeps
+    return Schedule(name, traits, workers, options.per_node, *of_ranks, options.circulates)
 
 
 @dataclass(frozen=True)
 class _Rings:
     """Rings of `size` ranks inside each of `nodes` nodes, and rings of counterparts across nodes.
 
-    A pass has one phase per node; a phase has one turn per rank of a node. One node: a flat ring.
+    A pass has one phase per node. A phase has one turn per rank of a node. One node is a flat ring.
     """
 
     nodes: int
@@ -334,8 +356,8 @@ class _Rings:
         A pass starts with the shard that arrived last in forward. It ends with every shard and its
         complete gradient on the owner. Each rank adds its part to a gradient and passes it on. At
         the end of a phase a node's sum is on the counterpart of the shard's owner. That rank adds
-        the sum of the nodes before and sends the total to the next node. Gradients thus take
-        size - 1 inner hops a phase and nodes - 1 outer hops a pass.
+        the sum of the nodes before and sends the total to the next node. Gradients take size - 1
+        inner hops per phase and nodes - 1 outer hops per pass.
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, KV, direction=-1, first=1))
@@ -377,10 +399,10 @@ class _Rings:
     def backward_of_queries(self, rank: int) -> Steps:
         """Keep KV in place; circulate queries, with their gradients one hop behind.
 
-        (BurstEngine, section 3.1.) This rank's part for the first queries of a phase stays here
-        until their gradient has gone round the inner ring. In the first phase these queries are its
-        own. In later phases they belong to a counterpart: the node's sum goes on to the next node,
-        until it reaches the owner.
+        See BurstEngine, section 3.1. This rank keeps its part of the gradient for the first queries
+        of a phase until the gradient has gone round the inner ring. In the first phase these
+        queries are its own. In later phases they belong to a counterpart: the node's sum goes to
+        the next node, until it reaches the owner.
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
@@ -573,15 +595,14 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
             options.workers, lambda r: lift_steps(of_groups[r // heads], r // heads, r % heads)
         )
 
-    return Schedule(
-        inner.exchange,
-        options.workers,
-        options.per_node,
-        spread(inner.forward),
-        spread(inner.backward),
-        PerRank(options.workers, lambda r: members(inner.keeps[r // heads])),
-        inner.circulates,
-        heads,
+    return replace(
+        inner,
+        workers=options.workers,
+        per_node=options.per_node,
+        forward=spread(inner.forward),
+        backward=spread(inner.backward),
+        keeps=PerRank(options.workers, lambda r: members(inner.keeps[r // heads])),
+        heads=heads,
     )
 
 
@@ -591,4 +612,3 @@ _EXCHANGES: dict[str, Callable[[ScheduleOptions], Schedule]] = {
     "ring": ring,
     "hierarchical_ring": hierarchical_ring,
 }
-EXCHANGES = tuple(_EXCHANGES)

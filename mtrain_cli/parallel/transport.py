@@ -6,7 +6,7 @@ does not block. With gloo the host itself waits.
 
 Deadlocks: the transfers of one communicator run in the order in which they are posted, so all ranks
 post them in the order of the schedule, even when they have nothing to compute. A hop posts its send
-and its receive as one batch: a ring of ranks that all send first cannot lock up.
+and its receive as one batch, so a ring in which all ranks send cannot deadlock.
 """
 
 from __future__ import annotations
@@ -25,9 +25,6 @@ from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatt
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
 from mtrain_cli.parallel.schedule import Transfer
-from mtrain_cli.parallel.wide_copy import contiguous
-
-UNSCHEDULED = -2  # number of a message that is not in the schedule
 
 
 class ExchangeError(RuntimeError):
@@ -43,12 +40,12 @@ class ExchangeError(RuntimeError):
 def explain_peer_loss(
     where: str, activity: str, failure: str, waits_for: int | None = None
 ) -> Iterator[None]:
-    """Record what this worker is doing; if it loses a peer inside, raise an error that says so.
+    """Record this worker's activity. If it loses a peer inside, raise `ExchangeError`.
 
     Args:
-        where: such as ``ring, layer 3, forward, step 2 of 4``.
-        activity: for `progress_record`, such as ``waits for kv from rank 1``.
-        failure: for the error, such as ``kv from rank 1 did not arrive``.
+        where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
+        activity: text for `progress_record`, such as ``waits for kv from rank 1``.
+        failure: text for the error, such as ``kv from rank 1 did not arrive``.
         waits_for: the rank waited for, or `progress_record.SEVERAL`; None if it waits for none.
 
     Raises:
@@ -97,10 +94,10 @@ class Buffers:
 
 @dataclass
 class Transport:
-    """The transfers of one pass of one layer on this rank. Records their times if asked to.
+    """This rank's transfers in one pass of one layer.
 
     group: ranks and communicators.
-    exchange, layer, direction: for messages, such as ``ring``, ``layer 3``, ``forward``.
+    exchange, layer, direction: names for messages, such as ``ring``, ``layer 3``, ``forward``.
     steps: number of steps.
     recorder: None to record nothing.
     at: index of the current step.
@@ -152,9 +149,8 @@ class Transport:
         self._record_end(transfer)
 
     def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
-        """Start an all-gather. Returns [peers, ...], valid after `wait`."""
+        """Start an all-gather of a contiguous tensor. Returns [peers, ...], valid after `wait`."""
         with self._posting(transfer):
-            own = contiguous(own)
             others = own.nbytes * (len(transfer.peers) - 1)
             self._record_post(transfer, others, others)
             gathered, work = start_all_gather(
@@ -190,37 +186,17 @@ class Transport:
             self.recorder.arrived(transfer.number)
         return arrived
 
-    def start_all_reduce(
-        self, tensor: torch.Tensor, link: str, payload: str, group: dist.ProcessGroup | None
-    ) -> dist.Work:
-        """Start an all-reduce outside the schedule; complete it by `wait_all_reduce`.
+    def start_all_reduce(self, transfer: Transfer, tensor: torch.Tensor) -> None:
+        """Start to sum a tensor in place over all ranks that hold the same heads.
 
-        Only one can be under way. No scheduled transfer uses the communicator ``group``, so the
-        all-reduce cannot come between them.
+        It is outside the schedule and has a communicator of its own. Only one may be in flight.
         """
-        message = MessageTag(
-            link,
-            payload,
-            sent=tensor.nbytes,
-            received=tensor.nbytes,
-            number=UNSCHEDULED,
-            peers=self.group.ranks,
-        )
-        self._messages[UNSCHEDULED] = message
-        if self.recorder is not None:
-            self.recorder.posted(self.at, message)
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        assert work is not None
-        if self.recorder is not None:
-            self.recorder.watch(UNSCHEDULED, [work])
-        return work
-
-    def wait_all_reduce(self, work: dist.Work) -> None:
-        """Wait for the all-reduce that `start_all_reduce` started."""
-        with self.span(WAIT, self._messages[UNSCHEDULED]):
-            work.wait()
-        if self.recorder is not None:
-            self.recorder.arrived(UNSCHEDULED)
+        with self._posting(transfer):
+            self._record_post(transfer, tensor.nbytes, tensor.nbytes)
+            work = dist.all_reduce(tensor, group=self.group.same_heads.whole, async_op=True)
+            assert work is not None
+            self._works[transfer.number] = [work]
+        self._record_end(transfer)
 
     def wait(self, number: int) -> None:
         """Wait for a transfer. With NCCL only the current stream waits, with gloo the host."""
@@ -238,17 +214,18 @@ class Transport:
             self.recorder.arrived(number)
         self._inputs.pop(number, None)
 
-    def finish(self) -> None:
-        """Wait for every transfer that no step waited for."""
-        for number in list(self._works):
-            self.wait(number)
+    def end(self) -> None:
+        """End the pass."""
+        assert not self._works, "every transfer has been waited for"
+        progress_record.note(f"after {self.pass_name}")
 
     def _record_post(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
         """Record that a transfer is posted now. sent, received: bytes."""
         ranks = self.group.ranks
-        shard, leaving = (
-            (transfer.receives[0], transfer.sends[0]) if transfer.kind == "p2p" else (-1, -1)
-        )
+        shard = leaving = -1
+        if transfer.kind == "p2p":
+            # Ranks that share heads hold one shard together.
+            shard, leaving = (s[0] // self.group.heads for s in (transfer.receives, transfer.sends))
         to, source = (
             -1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source)
         )

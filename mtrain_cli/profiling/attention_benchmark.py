@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from mtrain_cli.attention.index import Index
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementCase,
     MeasurementPlan,
     MeasurementProgress,
-    slowest,
+    rotated,
 )
 from mtrain_cli.profiling.peers import torch_context_parallel
 from mtrain_cli.profiling.profile_writer import ProfileWriter
+from mtrain_cli.profiling.recorded_work import estimated_indices
 
 PEER = "torch context_parallel, cuDNN"
 HEADER = (
@@ -34,30 +35,24 @@ HEADER = (
 )
 
 
-def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Measure every case of the plan on this worker. Returns whether it stopped early."""
-    bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: MeasurementPlan = bench.gather(
-        MeasurementPlan.load(run_dir) if environment.rank == 0 else None
-    )[0]
-    stop = StopFlag(run_dir, environment)
+def run(
+    config: Config,
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,  # noqa: ARG001 - a measurement starts afresh
+) -> bool:
+    """Measure every case of the plan on this worker. Return whether it stopped early."""
+    bench = Bench(config, run_dir, environment)
+    plan = bench.share(lambda: MeasurementPlan.load(run_dir))
     stopped = False
-    with MeasurementProgress(
-        environment.rank == 0 and not plan.quiet, plan.samples * len(plan.cases)
-    ) as progress:
-        cases = [bench.case(number, label, case) for number, (label, case) in enumerate(plan.cases)]
+    with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
+        cases = bench.cases(plan)
         writer = ProfileWriter(run_dir, plan, bench, cases)
         progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
-            stopped = stopped or _measure(
-                mine,
-                bench,
-                writer,
-                progress,
-                stop,
-                first_part=1 + plan.samples * cases.index(mine[0]),
-            )
+            first_part = 1 + plan.samples * cases.index(mine[0])
+            stopped = stopped or _measure(mine, bench, writer, progress, first_part)
             if not stopped and plan.peer:
                 peer = _measure_peer(mine[0].config, bench, plan.samples)
                 writer.peer(peer)
@@ -73,43 +68,37 @@ def _measure(
     bench: Bench,
     writer: ProfileWriter,
     progress: MeasurementProgress,
-    stop: StopFlag,
-    *,
     first_part: int,
 ) -> bool:
-    """Record all samples of cases of one length, interleaved. Returns whether it stopped early."""
-    inputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+    """Record all samples of cases of one length, interleaved. Return whether it stopped early.
+
+    first_part: number of the first part file
+    """
+    inputs: dict[tuple[str, int], _Inputs] = {}
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
     for attention in attentions:
         progress.now(f"{attention.case.label}: warm-up")
         attention(True)
         bench.collector.recorder.read()
     for sample in range(writer.plan.samples):
-        if any(bench.gather(stop.requested())):
+        if bench.stop_requested():
             return True
-        first = sample % len(cases)
-        for attention in [*attentions[first:], *attentions[:first]]:
+        for attention in rotated(attentions, sample):
             progress.now(attention.case.label)
             seconds = {}
-            # Rotate the order of cases, and of recorded and plain iterations: none is always first.
-            for recorded in (False, True) if sample % 2 == 0 else (True, False):
+            for recorded in rotated((False, True), sample):
                 seconds[recorded] = attention(recorded)
                 if recorded:
-                    writer.recorded(
-                        attention.case, sample + 1, [(attention.masks, attention.estimated)]
-                    )
+                    kept = [(attention.attend.plan.masks, attention.estimated)]
+                    writer.recorded(attention.case, sample + 1, kept)
             attention.times.append(seconds[False])
             writer.timed(attention.case, sum(seconds[False]), sum(seconds[True]))
             progress.done()
         last = cases[-1] is writer.cases[-1]
         writer.sampled(first_part + sample, sample + 1 if last else 0)
     for attention in attentions:
-        times = slowest(bench.gather(attention.times)) * 1e3
-        forward, backward = (float(ms) for ms in np.median(times, 0))
-        writer.measured(
-            attention.case, forward_ms=forward, backward_ms=backward, spread=_spread(times)
-        )
-        if writer.first:
+        writer.measured(attention.case, **_medians(bench, attention.times))
+        if bench.first:
             facts = writer.facts(attention.case)
             progress.say(_row(attention.case.label, facts["density"], facts))
     del attentions, inputs
@@ -117,132 +106,131 @@ def _measure(
     return False
 
 
+@dataclass(frozen=True)
+class _Inputs:
+    """Random q, k and v, and the gradient of the output."""
+
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    dout: torch.Tensor
+
+    @staticmethod
+    def of(tensors: Iterable[torch.Tensor]) -> _Inputs:
+        q, k, v, dout = tensors
+        return _Inputs((q.requires_grad_(), k.requires_grad_(), v.requires_grad_()), dout)
+
+    def time_passes(
+        self, attend: Callable[..., torch.Tensor], recorder: Recorder
+    ) -> tuple[float, float]:
+        """Return this worker's seconds of the forward and the backward pass."""
+        began = recorder.now()
+        out = attend(*self.qkv)
+        between = recorder.now()
+        torch.autograd.grad(out, self.qkv, self.dout)
+        ended = recorder.now()
+        return recorder.seconds(began, between), recorder.seconds(between, ended)
+
+
 @dataclass
 class _Attention:
     """One layer of a case on this worker.
 
-    masks: one per sequence of the batch
-    tensors: q, k, v and the gradient of the output
-    times: seconds of the forward and backward pass, per iteration without recording
-    estimated: the indices of the latest iteration, by layer
+    times: seconds of (forward, backward), one per iteration without recording
+    estimated: indices of the latest iteration, by layer
     """
 
     case: MeasurementCase
     bench: Bench
-    masks: list[SequenceMask]
     attend: ContextAttention
-    tensors: list[torch.Tensor]
+    inputs: _Inputs
     times: list[tuple[float, float]] = field(default_factory=list)
-    estimated: dict[int, Index] | None = None
+    estimated: Mapping[int, Index] | None = None
 
     @staticmethod
     def make(
-        case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], list[torch.Tensor]]
+        case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], _Inputs]
     ) -> _Attention:
         """Build the attention of a case; `inputs` shares tensors between cases of one layout."""
-        layout = case.choices.layout
-        masks = [
-            SequenceMask.causal(case.config.seq, layout.padded_seq)
-        ] * case.config.train.micro_batch
+        layout, choices = case.choices.layout, case.choices
+        mask = MaskRule.of(case.config.data)(None, case.config.seq, layout.padded_seq)
+        masks = [mask] * case.config.train.micro_batch
         attend = ContextAttention.make(
-            case.exchange, case.choices.kernel, masks, bench.device, case.choices.pattern
+            case.exchange, choices.kernel, masks, bench.device, choices.pattern
         )
         key = layout.name, layout.padded_seq
         if key not in inputs:
-            inputs[key] = _inputs(case, bench)
-        return _Attention(case, bench, masks, attend, inputs[key])
+            inputs[key] = _Inputs.of(_draw(case, bench))
+        return _Attention(case, bench, attend, inputs[key])
 
     def __call__(self, recorded: bool) -> tuple[float, float]:
-        """Run both passes, starting with all workers. Returns their seconds on this worker."""
-        batch, recorder = (
-            self.attend.for_next_batch().with_kept_indices(),
-            self.bench.collector.recorder,
-        )
-        q, k, v, dout = self.tensors
+        """Run both passes, starting with all workers. Return their seconds on this worker."""
+        batch = self.attend.for_next_batch().with_kept_indices()
+        recorder = self.bench.collector.recorder
         self.case.exchange.set_recorder(recorder if recorded else None)
         self.bench.synchronize()
         if recorded:
             self.bench.collector.start()
         with recorder.iteration():
-            began = recorder.now()
-            out = batch(q, k, v, 0)
-            between = recorder.now()
-            torch.autograd.grad(out, (q, k, v), dout)
-            ended = recorder.now()
+            seconds = self.inputs.time_passes(partial(batch, layer=0), recorder)
         self.case.exchange.set_recorder(None)
-        self.estimated = batch.index.estimated if batch.index is not None else None
-        return recorder.seconds(began, between), recorder.seconds(between, ended)
+        self.estimated = estimated_indices(batch)
+        return seconds
 
 
-def _inputs(case: MeasurementCase, bench: Bench) -> list[torch.Tensor]:
-    """Return this worker's tokens of random q, k, v and dout; layouts see the same sequences."""
-    model, layout, config = case.config.model, case.choices.layout, case.config
-    group = bench.environment.rank // bench.environment.cp
+def _heads(config: Config) -> tuple[int, ...]:
+    """Return the number of heads of q, k, v and dout."""
+    model = config.model
+    return model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads
+
+
+def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
+    """Yield this worker's tokens of random q, k, v and dout. All layouts see the same sequences."""
+    layout, config = case.choices.layout, case.config
+    head_dim = config.model.head_dim
+    options: dict[str, Any] = {"device": bench.device, "dtype": case.choices.dtype}
+    group = bench.environment.dims.coordinate("dp", bench.environment.rank)
     held = torch.from_numpy(layout.positions(case.exchange.group.rank)).to(bench.device)
     generator = torch.Generator(bench.device).manual_seed(config.seed + group)
-    tensors = []
-    for heads in (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads):
-        shape = (config.train.micro_batch, layout.tokens_per_worker, heads, model.head_dim)
-        tensor = torch.empty(shape, device=bench.device, dtype=case.choices.dtype)
+    for heads in _heads(config):
+        shape = config.train.micro_batch, layout.tokens_per_worker, heads, head_dim
+        tensor = torch.empty(shape, **options)
         # Draw one head at a time: no worker holds whole sequences of all heads.
         for sequence in tensor:
             for head in range(heads):
-                whole = torch.randn(
-                    config.seq,
-                    model.head_dim,
-                    device=bench.device,
-                    dtype=case.choices.dtype,
-                    generator=generator,
-                )
+                whole = torch.randn(config.seq, head_dim, generator=generator, **options)
                 sequence[:, head] = whole[held.clamp(max=config.seq - 1)]
-        tensors.append(tensor)
-    for t in tensors[:3]:
-        t.requires_grad_()
-    return tensors
+        yield tensor
 
 
 def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
     """Time PyTorch's context parallelism: same shapes, dense, bfloat16, one group of GPUs."""
-    model, world = config.model, bench.environment.cp
+    model, world = config.model, bench.environment.dims.cp
     call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
-    tokens = config.seq // world
     generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
-    heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)
-    shapes = [(config.train.micro_batch, h, tokens, model.head_dim) for h in heads]
-    q, k, v, dout = (
-        torch.randn(s, device=bench.device, dtype=torch.bfloat16, generator=generator)
-        for s in shapes
+    options: dict[str, Any] = {"device": bench.device, "dtype": torch.bfloat16}
+    shape = config.seq // world, model.head_dim
+    inputs = _Inputs.of(
+        torch.randn(config.train.micro_batch, heads, *shape, generator=generator, **options)
+        for heads in _heads(config)
     )
-    for t in (q, k, v):
-        t.requires_grad_()
-    clock = bench.collector.recorder
     times = []
-    for i in range(repeats + 1):
+    for _ in range(repeats + 1):
         bench.synchronize()
-        a = clock.now()
-        out = call(q, k, v)
-        b = clock.now()
-        torch.autograd.grad(out, (q, k, v), dout)
-        c = clock.now()
-        if i:
-            times.append((clock.seconds(a, b), clock.seconds(b, c)))
-    slowest_ms = slowest(bench.gather(times)) * 1e3
+        times.append(inputs.time_passes(call, bench.collector.recorder))
+    found = _medians(bench, times[1:])  # the first is a warm-up
     bench.free_memory()
-    forward, backward = (float(ms) for ms in np.median(slowest_ms, 0))
-    return {
-        "label": PEER,
-        "seq": config.seq,
-        "workers": world,
-        "forward_ms": forward,
-        "backward_ms": backward,
-        "spread": _spread(slowest_ms),
-    }
+    return {"label": PEER, "seq": config.seq, "workers": world, **found}
 
 
-def _spread(times: np.ndarray) -> float:
-    """Return (max - min) / median of forward plus backward; times is [iterations, 2]."""
-    both = times.sum(1)
-    return float((both.max() - both.min()) / np.median(both))
+def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Return median ms of the passes, and the spread of their sums: (max - min) / median.
+
+    times: seconds of each iteration on this worker
+    """
+    ms = bench.slowest(times) * 1e3
+    forward, backward = (float(median) for median in np.median(ms, 0))
+    both = ms.sum(1)
+    spread = float((both.max() - both.min()) / np.median(both))
+    return {"forward_ms": forward, "backward_ms": backward, "spread": spread}
 
 
 def _row(label: str, density: float, times: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """`mtrain profile kernels`: time this machine's attention kernels, dense and under fixed indices.
 
-The result is a calibration file, from which the simulator prices an index on this device.
+The simulator prices an index on this device from the resulting calibration file.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from mtrain_cli.attention.index import MaskWork
+from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, Kernel, KernelRequest
 from mtrain_cli.attention.kernel_registry import choose, survey
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.attention.partials import row_delta
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.sparsity.fixed import fixed_index
 
 SCHEMA = 1
@@ -33,8 +36,8 @@ class KernelCase:
     """One shape to time.
 
     seq, block: tokens
-    density: share of the causal blocks that the diagonals keep; None for dense attention
-    columns: single columns of each head
+    density: share of the causal blocks on slashes; None for dense attention
+    columns: single columns per head
     """
 
     seq: int
@@ -45,20 +48,31 @@ class KernelCase:
     density: float | None = None
     columns: int = 0
 
+    @property
+    def dense(self) -> KernelCase:
+        return replace(self, density=None, columns=0)
+
+    def index(self) -> VerticalSlash:
+        """Draw the index. Every call draws the same index."""
+        return fixed_index(
+            seed=0, batch=1, heads=self.heads, seq=self.seq, block=self.block, slashes=None,
+            columns=self.columns, density=self.density,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
     """Median times of one kernel on one case.
 
     pairs: computed query-key pairs over all heads (the useful work)
-    blocks: block pairs on diagonals, over all heads
+    blocks: block pairs on slashes, over all heads
     column_pairs: pairs of single columns, over all heads
-    forward_tflops, backward_tflops: 4 and 10 * head_dim FLOP per pair
+    forward_tflops, backward_tflops: TFLOP/s of the computed pairs (`work_counts.FLOP_PER_PAIR`)
     forward_ratio, backward_ratio: dense time of the same run / this time
-    form: class of the call (`simulation.calibration`); None: derived from the density
-    workers, what: the call is one worker's share of a run of `workers` (`profiling.worker_calls`)
+    form: form of the call (`simulation.calibration`); None: derived from the density
+    workers, what: size of the run, and which call of one worker it is (`profiling.worker_calls`)
     mask_pairs: pairs that the mask allows, without an index
-    skips: whether the kernel skips the pairs that the index drops
+    skips: whether the kernel skips the pairs that the index leaves out
     """
 
     kernel: str
@@ -78,166 +92,167 @@ class KernelTime:
     mask_pairs: int | None = None
     skips: bool = True
 
+    @staticmethod
+    def make(
+        kernel: Kernel,
+        case: KernelCase,
+        ms: tuple[float, float],
+        counts: tuple[int, int, int],
+        *,
+        dense: KernelTime | None = None,
+        **more: Any,
+    ) -> KernelTime:
+        """Derive throughput and ratios.
 
-def profile_kernels(
-    cases: Sequence[KernelCase],
-    kernels: Sequence[str],
-    dtype: torch.dtype,
-    device: str,
-    repeats: int,
-    report: Callable[[KernelTime], None],
-) -> list[KernelTime]:
-    """Time every kernel on every case that it supports.
+        Args:
+            ms: (forward, backward).
+            counts: (pairs, blocks, column_pairs).
+            dense: dense time of the same run.
+            more: other fields.
+        """
+        (forward, backward), (pairs, blocks, column_pairs) = ms, counts
+        products = case.head_dim * pairs
+        return KernelTime(
+            kernel=kernel.name,
+            case=case,
+            pairs=pairs,
+            blocks=blocks,
+            column_pairs=column_pairs,
+            forward_ms=forward,
+            backward_ms=backward,
+            forward_tflops=FLOP_PER_PAIR[FORWARD] * products / forward / 1e9,
+            backward_tflops=FLOP_PER_PAIR[BACKWARD] * products / backward / 1e9,
+            forward_ratio=dense.forward_ms / forward if dense else None,
+            backward_ratio=dense.backward_ms / backward if dense else None,
+            skips=kernel.skips,
+            **more,
+        )
 
-    The fastest dense kernel of each length runs first, as the reference of the ratios. Kernels that
-    do not support a case are skipped; `unsupported_kernels` names them.
 
-    Args:
-        kernels: names; empty for all that support a case.
-        report: called with each time as soon as it is measured.
+@dataclass(frozen=True)
+class KernelBench:
+    """Kernels to time, and how.
+
+    names: kernels to time; empty for all except `reference`
+    repeats: samples per time
     """
-    times: list[KernelTime] = []
-    dense: dict[tuple[int, int, int, int], tuple[float, float]] = {}
-    for case in cases:
-        shape = (case.seq, case.heads, case.kv_heads, case.head_dim)
-        if shape not in dense:
-            kernel, _ = choose("auto", request_of(case, dtype, device, None))
-            base = KernelCase(
-                seq=case.seq,
-                heads=case.heads,
-                kv_heads=case.kv_heads,
-                head_dim=case.head_dim,
-                block=case.block,
+
+    names: Sequence[str]
+    dtype: torch.dtype
+    device: str
+    repeats: int
+
+    def kernels(self, case: KernelCase) -> Iterator[Kernel]:
+        """Yield the kernels that support the case; for dense attention the choice of `auto`."""
+        names = ["auto"]
+        if case.density is not None:
+            names = [name for name, reason in self.survey(case) if reason is None]
+        for name in names:
+            yield choose(name, self._request(case))[0]
+
+    def survey(self, case: KernelCase) -> list[tuple[str, str | None]]:
+        """Return each kernel's name, and the reason if it cannot run the case."""
+        return [
+            (name, reason)
+            for name, reason in survey(self._request(case))
+            if (name in self.names if self.names else name != "reference")
+        ]
+
+    def _request(self, case: KernelCase) -> KernelRequest:
+        capability = torch.cuda.get_device_capability() if self.device == "cuda" else None
+        index = None if case.density is None else IndexRequest(case.block, bitmap=False)
+        return KernelRequest(
+            self.device, capability, _dtype_name(self.dtype), case.head_dim, case.heads,
+            case.kv_heads, index=index,
+        )  # fmt: skip
+
+    def unsupported(self, cases: Sequence[KernelCase]) -> list[tuple[str, str, bool]]:
+        """Return the kernels that cannot run a case: (name, reason, runs in no case)."""
+        surveyed = dict.fromkeys(found for case in cases for found in self.survey(case))
+        served = {name for name, reason in surveyed if reason is None}
+        return [(name, reason, name not in served) for name, reason in surveyed if reason]
+
+    def tiles(
+        self, mask: SequenceMask, queries: IntArray, keys: IntArray, case: KernelCase
+    ) -> Tiles:
+        tables = MaskTables.make([mask], case.block)
+        return Tiles.between([mask], queries, keys, tables).to(self.device)
+
+    def inputs(self, case: KernelCase, queries: int, keys: int) -> list[torch.Tensor]:
+        """Draw q, k, v and dout. Every call draws the same tensors."""
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        shapes = ((queries, case.heads), *[(keys, case.kv_heads)] * 2, (queries, case.heads))
+        return [
+            torch.randn(
+                1, n, h, case.head_dim, generator=generator, device=self.device, dtype=self.dtype
             )
-            measured = _measure(kernel, base, dtype, device, repeats, None)
-            dense[shape] = (measured.forward_ms, measured.backward_ms)
-            times.append(measured)
-            report(measured)
-        if case.density is None:
-            continue
-        for name, reason in _survey(case, kernels, dtype, device):
-            if reason is not None:
-                continue
-            kernel, _ = choose(
-                name, request_of(case, dtype, device, IndexRequest(case.block, bitmap=False))
-            )
-            measured = _measure(kernel, case, dtype, device, repeats, dense[shape])
-            times.append(measured)
-            report(measured)
-    return times
+            for n, h in shapes
+        ]
+
+    def time_passes(
+        self,
+        kernel: Kernel,
+        case: KernelCase,
+        tiles: Tiles,
+        inputs: Sequence[torch.Tensor],
+        *,
+        with_delta: bool = False,
+    ) -> tuple[float, float]:
+        """Return ms of the forward and the backward pass.
+
+        with_delta: compute delta before the backward pass if the kernel takes it, as a ring does.
+        """
+        q, k, v, dout = inputs
+        scale = case.head_dim**-0.5
+        out, lse = kernel.forward(q, k, v, tiles, scale)
+        delta = row_delta(out, dout) if with_delta and not kernel.needs_out else None
+        return (
+            self.median_ms(lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale)),
+            self.median_ms(lambda: kernel.backward(dout, q, k, v, out, lse, delta, tiles, scale)),
+        )
+
+    def median_ms(self, call: Callable[[], Any]) -> float:
+        return median_ms(call, self.device, self.repeats)
 
 
-def unsupported_kernels(
-    cases: Sequence[KernelCase], kernels: Sequence[str], dtype: torch.dtype, device: str
-) -> list[tuple[str, str, bool]]:
-    """Return the kernels that cannot run under an index: (name, reason, runs in no case)."""
-    reasons: dict[tuple[str, str], None] = {}
-    served: set[str] = set()
-    for case in cases:
-        for name, reason in _survey(case, kernels, dtype, device):
-            if reason is None:
-                served.add(name)
-            else:
-                reasons[name, reason] = None
-    return [(name, reason, name not in served) for name, reason in reasons]
+def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator[KernelTime]:
+    """Yield the time of every kernel on every case that the kernel supports.
 
-
-def _survey(
-    case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str
-) -> list[tuple[str, str | None]]:
-    """Return (name, reason why not or None) of the requested kernels.
-
-    Without a request: all but `reference`.
+    The dense choice of `auto` runs first for each length, as the reference of the ratios.
     """
-    reasons = survey(request_of(case, dtype, device, IndexRequest(case.block, bitmap=False)))
-    return [
-        (name, reason)
-        for name, reason in reasons
-        if (name in kernels if kernels else name != "reference")
-    ]
-
-
-def supported_kernels(
-    case: KernelCase, kernels: Sequence[str], dtype: torch.dtype, device: str
-) -> list[str]:
-    """Return the names of the requested kernels that support an index of this case."""
-    return [name for name, reason in _survey(case, kernels, dtype, device) if reason is None]
-
-
-def request_of(
-    case: KernelCase, dtype: torch.dtype, device: str, index: IndexRequest | None
-) -> KernelRequest:
-    capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    name = str(dtype).removeprefix("torch.")
-    return KernelRequest(
-        device, capability, name, case.head_dim, case.heads, case.kv_heads, index=index
-    )
+    dense: dict[KernelCase, KernelTime] = {}
+    for case in cases:
+        base = case.dense
+        if base not in dense:
+            (kernel,) = bench.kernels(base)
+            dense[base] = _measure(bench, kernel, base)
+            yield dense[base]
+        if case.density is not None:
+            for kernel in bench.kernels(case):
+                yield _measure(bench, kernel, case, dense[base])
 
 
 def _measure(
-    kernel: Kernel,
-    case: KernelCase,
-    dtype: torch.dtype,
-    device: str,
-    repeats: int,
-    dense: tuple[float, float] | None,
+    bench: KernelBench, kernel: Kernel, case: KernelCase, dense: KernelTime | None = None
 ) -> KernelTime:
     mask, everywhere = SequenceMask.causal(case.seq, case.seq), np.arange(case.seq)
-    geometry = BlockGeometry.make([mask], everywhere, everywhere, case.block, device)
-    tiles = Tiles.make([mask.spans(everywhere, everywhere)], device, geometry)
-    pairs, blocks, column_pairs = mask.pairs * case.heads, 0, 0
+    tiles = bench.tiles(mask, everywhere, everywhere, case)
+    counts = mask.pairs * case.heads, 0, 0
     if case.density is not None:
-        index = fixed_index(
-            seed=0,
-            batch=1,
-            heads=case.heads,
-            seq=case.seq,
-            block=case.block,
-            slashes=None,
-            columns=case.columns,
-            density=case.density,
-        )
-        counts = index.counts(MaskWork.make([mask], case.block))
-        pairs, blocks, column_pairs = (
-            int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
-        )
-        tiles = tiles.with_index(index.to(device))
-    generator = torch.Generator(device=device).manual_seed(0)
-    shapes = (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    q, k, v, dout = (
-        torch.randn(1, case.seq, h, case.head_dim, generator=generator, device=device, dtype=dtype)
-        for h in shapes
-    )
-    scale = case.head_dim**-0.5
-    out, lse = kernel.forward(q, k, v, tiles, scale)
-    forward = median_ms(
-        lambda: kernel.forward(q, k, v, tiles.without_index_cache(), scale), device, repeats
-    )
-    backward = median_ms(
-        lambda: kernel.backward(dout, q, k, v, out, lse, None, tiles, scale), device, repeats
-    )
-    flop = 4 * case.head_dim * pairs
-    return KernelTime(
-        kernel=kernel.name,
-        case=case,
-        pairs=pairs,
-        blocks=blocks,
-        column_pairs=column_pairs,
-        forward_ms=forward,
-        backward_ms=backward,
-        forward_tflops=flop / forward / 1e9,
-        backward_tflops=2.5 * flop / backward / 1e9,
-        forward_ratio=dense[0] / forward if dense else None,
-        backward_ratio=dense[1] / backward if dense else None,
-        mask_pairs=mask.pairs * case.heads,
-        skips=kernel.skips,
+        index = case.index()
+        found = index.counts(MaskTables.make([mask], case.block))
+        counts = int(found.pairs.sum()), int(found.blocks.sum()), int(found.column_pairs.sum())
+        tiles = tiles.with_index(index.to(bench.device))
+    ms = bench.time_passes(kernel, case, tiles, bench.inputs(case, case.seq, case.seq))
+    return KernelTime.make(
+        kernel, case, ms, counts, dense=dense, mask_pairs=mask.pairs * case.heads
     )
 
 
 def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
     """Return the median ms of single calls after two warm-up calls.
 
-    Timed with CUDA events on a GPU, with the monotonic clock on a CPU.
+    CUDA events time a GPU, the monotonic clock times a CPU.
     """
     for _ in range(2):
         call()
@@ -257,22 +272,36 @@ def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
     return statistics.median(times)
 
 
-def save_calibration(
-    times: Sequence[KernelTime], path: Path, command: str, dtype: torch.dtype, device: str
+def save_times(
+    path: Path,
+    times: Sequence[Any],
+    command: str,
+    dtype: torch.dtype,
+    device: str,
+    kind: str = "kernels",
+    **settings: Any,
 ) -> None:
-    """Write the calibration file: hardware, versions, the command and every time."""
+    """Write a calibration file: hardware, versions, command, settings and every time.
+
+    times: `KernelTime` or `NonAttentionTime`
+    """
     document = {
         "schema": SCHEMA,
-        "kind": "kernels",
+        "kind": kind,
         "device": device_name(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": _dtype_name(dtype),
         "threads": torch.get_num_threads() if device == "cpu" else None,
         "versions": versions(),
         "command": command,
+        **settings,
         "times": [asdict(t) for t in times],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def device_name(device: str) -> str:

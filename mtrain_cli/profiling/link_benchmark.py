@@ -1,9 +1,9 @@
 """`mtrain profile links`: time messages between workers, alone and during a computation.
 
 Each link class is measured separately: rings inside a node (inner) and rings between nodes (outer).
-Outer rings run one alone and all at once, which shows whether GPUs share a network card. Messages
-use the calls of `parallel.transport`. GPU times are device times (events): the stream stays busy
-until everything is queued. CPU times are wall-clock.
+One outer ring runs alone, then all at once, which shows whether GPUs share a network card. Messages
+use the calls of `parallel.transport`. CUDA events time a GPU, whose stream stays busy until
+everything is queued. The wall clock times a CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +23,13 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.run_dir import PLAN, RunDir
-from mtrain_cli.launch.stop_request import StopFlag
+from mtrain_cli.launch.environment import Environment, host_memory
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.profiling.kernel_benchmark import device_name, versions
-from mtrain_cli.profiling.measurement import Bench, MeasurementProgress
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.profiling.kernel_benchmark import device_name, median_ms, versions
+from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress
 from mtrain_cli.simulation.link_fit import (
     ALL_TO_ALL,
     GATHER,
@@ -54,76 +52,66 @@ FILE, CLUSTER = "links.json", "cluster.yaml"
 _IN_A_ROW = 4  # operations in a row, after one warm-up
 _AT_LEAST_US = 20_000.0  # duration of the messages that run while a computation is timed
 _MOST_IN_A_ROW = 200
-# Cycles that keep a GPU busy while the host queues a message (about 170 us) or a matrix product
-# (about 20 us).
+# Cycles that keep a GPU busy while the host queues a message (about 170 microseconds) or a matrix
+# product (about 20 microseconds).
 _CYCLES_OF_A_MESSAGE, _CYCLES_OF_A_PRODUCT = 300_000, 40_000
 _SMALLEST = 16  # bytes
 Start = Callable[[], list[dist.Work]]
 
 
 @dataclass(frozen=True)
-class LinkBenchmarkPlan:
-    """What to measure.
+class LinkBenchmarkPlan(BenchmarkPlan):
+    """Messages to measure.
 
-    sizes: bytes; of a hop, what a rank sends to one peer; of a collective, what it receives from
-        all peers together
+    sizes: bytes that a rank sends to one peer in a hop, or receives from all peers in a collective
     repeats: timed rounds per operation
     loaded: whether to also time messages during a computation
-    name: of the cluster file
-    nodes, per_node: of the described cluster; None: as measured
-    quiet: print no progress
+    name: name of the cluster file
+    nodes, per_node: size of the described cluster; None for the measured size
     """
 
-    sizes: tuple[int, ...]
+    sizes: Sequence[int]
     repeats: int
     loaded: bool
     name: str
     per_node: int | None = None
     nodes: int | None = None
-    quiet: bool = False
 
     @property
     def loaded_repeats(self) -> int:
         return max(1, self.repeats // 2) if self.loaded else 0
 
-    def save(self, run_dir: RunDir) -> None:
-        (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
 
-    @staticmethod
-    def load(run_dir: RunDir) -> LinkBenchmarkPlan:
-        values = json.loads((run_dir.path / PLAN).read_text())
-        return LinkBenchmarkPlan(**values | {"sizes": tuple(values["sizes"])})
-
-
-def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Measure all operations on this worker. Returns whether it stopped early."""
-    bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    plan: LinkBenchmarkPlan = bench.gather(
-        LinkBenchmarkPlan.load(run_dir) if environment.rank == 0 else None
-    )[0]
-    stop, first = StopFlag(run_dir, environment), environment.rank == 0
-    group = make_context_group(
-        environment.rank, environment.workers, environment.workers, bench.device, bench.timeout,
-        per_node=environment.workers_per_node, channels=(schedule.INNER, schedule.OUTER),
-    )  # fmt: skip
+def run(
+    config: Config,
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,  # noqa: ARG001 - a measurement starts afresh
+) -> bool:
+    """Measure all operations on this worker. Return whether it stopped early."""
+    bench = Bench(config, run_dir, environment)
+    plan = bench.share(lambda: LinkBenchmarkPlan.load(run_dir))
+    group = bench.context_group(
+        per_node=environment.workers_per_node,
+        channels=(schedule.INNER, schedule.OUTER),
+    )
     operations = list(_operations(group, bench.device))
     times: list[LinkTime] = []
     stopped = False
     bench.synchronize()
     load = _Load(bench.device)
-    with MeasurementProgress(
-        first and not plan.quiet, len(operations) * (plan.repeats + 1 + plan.loaded_repeats)
-    ) as progress:
+    rounds = plan.repeats + 1 + plan.loaded_repeats
+    with MeasurementProgress(bench, plan, len(operations) * rounds) as progress:
         for operation in operations:
             progress.now(f"{operation.link} {operation.what}")
-            measured = _measured(operation, plan, bench, load, progress, stop)
+            measured = _measured(operation, plan, bench, load, progress)
             stopped = measured is None
             if measured is None:
                 break
             times += measured
         progress.now("memory, launches")
         machine = _median_machine(bench.gather(_machine(bench.device)))
-    if first:
+    if bench.first:
         _write_results(run_dir, plan, environment, times, machine, complete=not stopped)
     return stopped
 
@@ -133,8 +121,8 @@ class _Operation:
     """One kind of message on one class of links.
 
     link, what: names in the results
-    ranks: participants
-    start: size -> (function that starts one operation, bytes that a rank sends with it)
+    ranks: number of ranks that take part
+    start: takes a size; returns a function that starts one operation, and the bytes per rank
     takes_part: whether this rank takes part
     """
 
@@ -207,16 +195,14 @@ class _Messages:
         return start, a.nbytes
 
     def gather(self, size: int) -> tuple[Start, int]:
-        mine = self._tensor(size // (self.ranks - 1))
-        return lambda: [start_all_gather(mine, self.ranks, self.group)[1]], mine.nbytes * (
-            self.ranks - 1
-        )
+        others = self.ranks - 1
+        mine = self._tensor(size // others)
+        return lambda: [start_all_gather(mine, self.ranks, self.group)[1]], mine.nbytes * others
 
     def scatter(self, size: int) -> tuple[Start, int]:
-        shards = self._tensor(size // (self.ranks - 1), self.ranks)
-        return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * (
-            self.ranks - 1
-        )
+        others = self.ranks - 1
+        shards = self._tensor(size // others, self.ranks)
+        return lambda: [start_reduce_scatter(shards, self.group)[1]], shards[0].nbytes * others
 
     def trade(self, size: int) -> tuple[Start, int]:
         parts = self._tensor(size // (self.ranks - 1), self.ranks)
@@ -238,54 +224,61 @@ def _measured(
     bench: Bench,
     load: _Load,
     progress: MeasurementProgress,
-    stop: StopFlag,
 ) -> list[LinkTime] | None:
-    """Time one operation at all sizes, interleaved. All ranks call it, also those that do not take
-    part. Returns None if a stop was requested.
+    """Time one operation at all sizes, interleaved. Return None if a stop was requested.
+
+    All ranks must call this. Ranks that do not take part only wait.
     """
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
     alone: list[list[float]] = [[] for _ in plan.sizes]
     loaded: list[list[float]] = [[] for _ in plan.sizes]
     slowdown: list[list[float]] = [[] for _ in plan.sizes]
+
+    def everyone(start: Start, count: int, load: _Load | None) -> list[tuple[float, float | None]]:
+        bench.synchronize()
+        return bench.gather(clock(start, count, load) if operation.takes_part else (0.0, None))
+
     for repeat in range(plan.repeats + 1):
-        if any(bench.gather(stop.requested())):
+        if bench.stop_requested():
             return None
         for at, (start, _) in enumerate(prepared):
-            bench.synchronize()
-            mine = clock(start, _IN_A_ROW, None)[0] if operation.takes_part else 0.0
-            us = max(bench.gather(mine))
+            us = max(us for us, _ in everyone(start, _IN_A_ROW, None))
             if repeat:
                 alone[at].append(us)
         progress.done()
     for _ in range(plan.loaded_repeats):
-        if any(bench.gather(stop.requested())):
+        if bench.stop_requested():
             return None
         for at, (start, _) in enumerate(prepared):
             expected = statistics.median(alone[at])
             in_a_row = int(min(max(_IN_A_ROW, np.ceil(_AT_LEAST_US / expected)), _MOST_IN_A_ROW))
             bench.synchronize()
             load.prepare(in_a_row * expected)
-            bench.synchronize()
-            own = clock(start, in_a_row, load) if operation.takes_part else (0.0, None)
-            everyone = bench.gather(own)
-            loaded[at].append(max(us for us, _ in everyone))
-            slowdown[at] += [factor for _, factor in everyone if factor is not None]
+            found = everyone(start, in_a_row, load)
+            loaded[at].append(max(us for us, _ in found))
+            slowdown[at] += [factor for _, factor in found if factor is not None]
         progress.done()
-    times = []
-    for at, (_, moved) in enumerate(prepared):
-        low, middle, high = (float(us) for us in np.percentile(alone[at], (10, 50, 90)))
-        median = [
-            float(np.median(values)) if values else None for values in (loaded[at], slowdown[at])
-        ]
-        times.append(
-            LinkTime(
-                operation.link, operation.what, moved, operation.ranks, middle, low, high, *median
-            )
-        )
+    sizes = [moved for _, moved in prepared]
     del prepared
     bench.free_memory()
-    return times
+    return [
+        LinkTime(
+            operation.link,
+            operation.what,
+            size,
+            operation.ranks,
+            *_percentiles(alone[at]),
+            *(float(np.median(v[at])) if v[at] else None for v in (loaded, slowdown)),
+        )
+        for at, size in enumerate(sizes)
+    ]
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the 50th, 10th and 90th percentile."""
+    middle, low, high = np.percentile(values, (50, 10, 90))
+    return float(middle), float(low), float(high)
 
 
 def _finish(works: Sequence[dist.Work]) -> None:
@@ -294,7 +287,7 @@ def _finish(works: Sequence[dist.Work]) -> None:
 
 
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    """Return us of one of ``count`` operations in a row, and the slowdown of the load."""
+    """Return microseconds per operation, for ``count`` in a row, and the slowdown of the load."""
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     # Keep the device busy while the host queues everything; `_machine` times the host.
@@ -349,10 +342,10 @@ def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
 
 
 class _Load:
-    """Matrix products of the shapes of attention, small enough that many fit into one message.
+    """Matrix products with attention's shapes, short enough that many run during one message.
 
-    times: how many to queue
-    alone: ms of one without messages
+    times: number of products to queue
+    alone: ms of one product without messages
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -369,9 +362,9 @@ class _Load:
         torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
 
     def prepare(self, us: float) -> None:
-        """Queue enough products to cover messages of ``us``.
+        """Set how many products to queue so that they outlast messages of ``us`` microseconds.
 
-        Times a product alone again, because device clocks and other work on the host change.
+        Measure one product by itself each time, because device clocks and host load change.
         """
         self.alone = self._alone()
         self.times = int(min(1000, 1.5 * us / 1e3 / self.alone + 4))
@@ -380,9 +373,7 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        """Return mean ms of one product, over many in a row."""
-        from mtrain_cli.profiling.kernel_benchmark import median_ms
-
+        """Return the mean ms of one product, over many in a row."""
         count = 20
 
         def many() -> None:
@@ -393,36 +384,30 @@ class _Load:
 
 
 def _machine(device: torch.device) -> MeasuredMachine:
-    from mtrain_cli.launch.environment import host_memory
-    from mtrain_cli.profiling.kernel_benchmark import median_ms
-
     kind, gpu = device.type, device.type == "cuda"
     numbers = (256 if gpu else 16) << 20
     a, b, c = (torch.ones(numbers // 4, device=device) for _ in range(3))
-    copied = 2 * numbers / median_ms(lambda: b.copy_(a), kind, 5) / 1e6
-    added = 3 * numbers / median_ms(lambda: torch.add(a, b, out=c), kind, 5) / 1e6
-    name = device_name(kind)
-    known = peak_flops(name)
     side, dtype = (8192, torch.bfloat16) if gpu else (1024, torch.float32)
     square = torch.randn(side, side, device=device, dtype=dtype)
     product = 2 * side**3 / median_ms(lambda: square @ square, kind, 5) * 1e3
-    peak, source = (product, "measured") if known is None else (known, "datasheet")
+    name = device_name(kind)
+    known = peak_flops(name)
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
     return MeasuredMachine(
-        name,
-        peak / 1e12,
-        source,
-        product / 1e12,
-        memory / 2**30,
-        copied,
-        added,
-        _launch_us(device),
-        kind,
+        gpu=name,
+        peak_tflops=(known or product) / 1e12,
+        peak_source="datasheet" if known else "measured",
+        matmul_tflops=product / 1e12,
+        memory_gib=memory / 2**30,
+        copy_gbps=2 * numbers / median_ms(lambda: b.copy_(a), kind, 5) / 1e6,
+        added_gbps=3 * numbers / median_ms(lambda: torch.add(a, b, out=c), kind, 5) / 1e6,
+        launch_us=_launch_us(device),
+        device=kind,
     )
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
-    """Return host us per small operation, many queued at once: 10th, 50th, 90th percentile."""
+    """Return the host's microseconds to launch a small operation: 10th, 50th, 90th percentile."""
     x, count, samples = torch.ones(64, device=device), 200, []
     for _ in range(12):
         if device.type == "cuda":
@@ -431,8 +416,8 @@ def _launch_us(device: torch.device) -> tuple[float, float, float]:
         for _ in range(count):
             torch.add(x, x, out=x)
         samples.append((time.perf_counter() - began) * 1e6 / count)
-    low, middle, high = np.percentile(samples[2:], (10, 50, 90))
-    return float(low), float(middle), float(high)
+    middle, low, high = _percentiles(samples[2:])
+    return low, middle, high
 
 
 def _median_machine(everyone: Sequence[MeasuredMachine]) -> MeasuredMachine:
@@ -451,23 +436,20 @@ def _write_results(
 ) -> None:
     facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
     virtual = environment.nodes > 1 and environment.workers_per_node < environment.local_workers
+    gpu = environment.device == "cuda"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
     document = {
         "schema": SCHEMA,
         "kind": "links",
         "complete": complete,
         "device": machine.gpu,
-        "backend": "nccl" if environment.device == "cuda" else "gloo",
-        "workers": environment.workers,
+        "backend": "nccl" if gpu else "gloo",
+        "workers": environment.dims.workers,
         "per_node": environment.workers_per_node,
         "nodes": environment.nodes,
         "virtual_nodes": virtual,
-        "threads": torch.get_num_threads() if environment.device == "cpu" else None,
-        "versions": versions()
-        | {
-            "nccl": ".".join(map(str, torch.cuda.nccl.version()))
-            if environment.device == "cuda"
-            else None
-        },
+        "threads": None if gpu else torch.get_num_threads(),
+        "versions": versions() | {"nccl": nccl},
         "command": facts.get("command", []),
         "environment": facts,
         "machine": asdict(machine),
@@ -479,20 +461,15 @@ def _write_results(
             link: {what: asdict(fit) for what, fit in by_operation.items()}
             for link, by_operation in fit_links(times).items()
         }
-        nodes, per_node = (
+        document["cluster"] = cluster_document(
+            plan.name,
             plan.nodes or environment.nodes,
             plan.per_node or environment.workers_per_node,
-        )
-        described = cluster_document(
-            plan.name,
-            nodes,
-            per_node,
             machine,
             times,
-            measured_ranks=environment.workers,
+            measured_ranks=environment.dims.workers,
             virtual=virtual,
         )
-        document["cluster"] = described
     draft = run_dir.path / f".{FILE}.part"
     draft.write_text(json.dumps(document, indent=1) + "\n")
     draft.replace(run_dir.path / FILE)
@@ -502,14 +479,10 @@ def cluster_text(document: dict[str, Any]) -> str:
     """Return the cluster file of a measurement; its first line says where it comes from."""
     import yaml
 
-    command = document["command"]
     # Drop the path of the program: it means nothing elsewhere.
-    shell_line = " ".join(["mtrain", *command[1:]])
-    head = (
-        f"# Measured on {document['workers']} x {document['device']} by {document['backend']}: "
-        f"{shell_line}\n"
-    )
-    return head + yaml.safe_dump(
+    command = " ".join(["mtrain", *document["command"][1:]])
+    machines = f"{document['workers']} x {document['device']} by {document['backend']}"
+    return f"# Measured on {machines}: {command}\n" + yaml.safe_dump(
         document["cluster"], sort_keys=False, default_flow_style=None, width=160, allow_unicode=True
     )
 

@@ -1,42 +1,62 @@
-"""Shared by all benchmarks: the plan, the cases, process groups and exchanges, the progress bar."""
+"""The common parts of benchmarks: plan, cases, process groups, exchanges and progress bar."""
 
 from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import PLAN, RunDir
+from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.record_collector import RecordCollector
+from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+T = TypeVar("T")
 ATTENTION_ONLY, TRAINING = "attention", "training"
-# Entry points of the workers, as strings: the command that starts workers need not import them.
+# Entry points of the workers. Strings, so that the command need not import the modules.
 TARGETS = {
     ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run",
     TRAINING: "mtrain_cli.profiling.step_benchmark:run",
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkPlan:
+    """What the workers measure. The command saves the plan in the measurement's folder.
+
+    quiet: print nothing
+    """
+
+    quiet: bool = False
+
+    def save(self, run_dir: RunDir) -> None:
+        (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def load(cls, run_dir: RunDir) -> Self:
+        return cls(**json.loads((run_dir.path / PLAN).read_text()))
+
+
 @dataclass(frozen=True)
-class MeasurementPlan:
-    """What to measure.
+class MeasurementPlan(BenchmarkPlan):
+    """Configurations to compare.
 
     mode: `ATTENTION_ONLY` or `TRAINING`
     cases: (label, configuration)
@@ -44,7 +64,6 @@ class MeasurementPlan:
     warmup: training steps before the first sample
     every: training steps from one sample to the next
     peer: whether to also time PyTorch's context parallelism
-    quiet: print nothing
     """
 
     mode: str
@@ -53,30 +72,27 @@ class MeasurementPlan:
     warmup: int = 0
     every: int = 1
     peer: bool = False
-    quiet: bool = False
 
     def save(self, run_dir: RunDir) -> None:
         folder = run_dir.path / "cases"
         folder.mkdir(exist_ok=True)
         for i, (_, config) in enumerate(self.cases):
-            compose.save(config, folder / f"{i}.yaml")
+            resolved_file.save(config, folder / f"{i}.yaml")
         document = {**asdict(self), "cases": [label for label, _ in self.cases]}
         (folder / PLAN).write_text(json.dumps(document, indent=1) + "\n")
 
-    @staticmethod
-    def load(run_dir: RunDir) -> MeasurementPlan:
+    @classmethod
+    def load(cls, run_dir: RunDir) -> Self:
         folder = run_dir.path / "cases"
         document = json.loads((folder / PLAN).read_text())
-        cases = [
-            (label, compose.load(folder / f"{i}.yaml"))
-            for i, label in enumerate(document.pop("cases"))
-        ]
-        return MeasurementPlan(cases=cases, **document)
+        labels = enumerate(document.pop("cases"))
+        cases = [(label, resolved_file.load(folder / f"{i}.yaml")) for i, label in labels]
+        return cls(cases=cases, **document)
 
 
 @dataclass(frozen=True)
 class MeasurementCase:
-    """One configuration, ready to be measured."""
+    """One configuration, ready to measure."""
 
     number: int
     label: str
@@ -97,8 +113,8 @@ class MeasurementCase:
             "model": model.name,
             "seq": config.seq,
             "micro_batch": config.train.micro_batch,
-            "workers": environment.workers,
-            "cp": environment.cp,
+            "workers": environment.dims.workers,
+            "cp": environment.dims.cp,
             "per_node": schedule.per_node,
             "heads": schedule.heads,
             "layers": model.num_layers,
@@ -111,56 +127,60 @@ class MeasurementCase:
 
     @property
     def flop(self) -> tuple[float, float]:
-        """FLOP per pair and head, forward and backward: 2 and 5 products of 2 * head_dim."""
-        return 4.0 * self.config.model.head_dim, 10.0 * self.config.model.head_dim
+        """Return the FLOP per pair and head, forward and backward."""
+        head_dim = self.config.model.head_dim
+        return float(FLOP_PER_PAIR[FORWARD] * head_dim), float(FLOP_PER_PAIR[BACKWARD] * head_dim)
 
 
-@dataclass
 class Bench:
-    """Device, process groups and record collector, shared by all cases of a measurement."""
+    """Device, process groups and record collector, shared by all cases of a measurement.
 
-    environment: Environment
-    timeout: timedelta
-    device: torch.device = field(init=False)
-    host_group: dist.ProcessGroup = field(init=False)
-    collector: RecordCollector = field(init=False)
-    _groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = field(
-        init=False, default_factory=dict
-    )
+    first: whether this worker prints and writes
+    host_group: gloo group of all workers
+    """
 
-    def __post_init__(self) -> None:
-        e = self.environment
+    def __init__(self, config: Config, run_dir: RunDir, environment: Environment) -> None:
+        self.environment, self.first = environment, environment.rank == 0
+        self._timeout = timedelta(seconds=config.topology.timeout_s)
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
-            if e.device == "cuda"
+            if environment.device == "cuda"
             else torch.device("cpu")
         )
-        self.host_group = dist.new_group(backend="gloo", timeout=self.timeout)
-        self.collector = RecordCollector(e.rank, e.workers, self.device, self.host_group)
+        self.host_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        self.collector = RecordCollector(
+            environment.rank, environment.dims.workers, self.device, self.host_group
+        )
+        self._stop = StopFlag(run_dir, environment)
+        self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
 
     def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
-        """Let cases of the same kind use communicators that already exist."""
+        """Use the communicators of ``group`` for all cases that need the same kind."""
         self._groups[_kind(choices)] = group
 
-    def case(self, number: int, label: str, config: Config) -> MeasurementCase:
-        """Resolve a configuration. In the label, ``auto`` becomes the chosen exchange."""
-        choices = resolve_run(config, self.environment)
-        tokens = [choices.exchange.label if word == "auto" else word for word in label.split()]
-        return MeasurementCase(number, " ".join(tokens), config, choices, self._exchange(choices))
+    def cases(self, plan: MeasurementPlan) -> list[MeasurementCase]:
+        """Resolve the configurations. The chosen exchange replaces ``auto`` in labels."""
+        cases = []
+        for number, (label, config) in enumerate(plan.cases):
+            choices = resolve_run(config, self.environment)
+            words = [choices.exchange.label if word == "auto" else word for word in label.split()]
+            exchange = self._exchange(choices)
+            cases.append(MeasurementCase(number, " ".join(words), config, choices, exchange))
+        return cases
+
+    def context_group(self, **options: Any) -> ContextGroup:
+        """Make the process groups of this worker's context group.
+
+        options: arguments of `make_context_group`
+        """
+        e = self.environment
+        return make_context_group(e.rank, e.dims, self.device, self._timeout, **options)
 
     def _exchange(self, choices: ResolvedRun) -> Exchange:
-        chosen, e = choices.exchange, self.environment
-        key = _kind(choices)
+        chosen, key = choices.exchange, _kind(choices)
         if key not in self._groups:
-            self._groups[key] = make_context_group(
-                e.rank,
-                e.workers,
-                e.cp,
-                self.device,
-                self.timeout,
-                per_node=chosen.per_node,
-                heads=chosen.heads,
-                channels=chosen.channels,
+            self._groups[key] = self.context_group(
+                per_node=chosen.per_node, heads=chosen.heads, channels=chosen.channels
             )
         return make_exchange(
             chosen.name,
@@ -173,11 +193,11 @@ class Bench:
         )
 
     def synchronize(self) -> None:
-        """Let all workers start together; on a GPU the last wait is for a message on the device."""
+        """Wait for all workers. On a GPU, also wait for an all-reduce between the devices."""
         dist.barrier(self.host_group)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            if self.environment.workers > 1:
+            if self.environment.dims.workers > 1:
                 dist.all_reduce(torch.zeros(1, device=self.device))
 
     def free_memory(self) -> None:
@@ -187,33 +207,47 @@ class Bench:
 
     def gather(self, mine: Any) -> list[Any]:
         """Return the value of every worker, on every worker."""
-        values: list[Any] = [None] * self.environment.workers
+        values: list[Any] = [None] * self.environment.dims.workers
         dist.all_gather_object(values, mine, group=self.host_group)
         return values
 
+    def share(self, make: Callable[[], T]) -> T:
+        """Call ``make`` on the first worker. Return its result on every worker."""
+        return self.gather(make() if self.first else None)[0]
+
+    def stop_requested(self) -> bool:
+        """Return whether any worker got a request to stop. All workers must call this."""
+        return any(self.gather(self._stop.requested()))
+
+    def slowest(self, mine: Sequence[Sequence[float]]) -> np.ndarray:
+        """Return the maximum over workers of each worker's times, [iterations, parts]."""
+        return np.array(self.gather(mine), dtype=np.float64).max(0)
+
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """Return what communicators depend on."""
+    """Return the choices that determine the communicators."""
     chosen = choices.exchange
     return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
-def slowest(everyone: Sequence[Sequence[Sequence[float]]]) -> np.ndarray:
-    """Reduce times [workers][iterations][parts] to the slowest worker, [iterations, parts]."""
-    return np.array(everyone, dtype=np.float64).max(0)
+def rotated(items: Sequence[T], sample: int) -> list[T]:
+    """Rotate the items by ``sample``, so that the first item changes with the sample."""
+    first = sample % len(items)
+    return [*items[first:], *items[:first]]
 
 
 class MeasurementProgress:
-    """A progress bar in a terminal, and lines that stay; only the first worker shows them."""
+    """Show a progress bar in a terminal and print lines, on the first worker only."""
 
-    def __init__(self, shown: bool, total: int) -> None:
+    def __init__(self, bench: Bench, plan: BenchmarkPlan, total: int) -> None:
+        """total: number of calls of `done`"""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
         from mtrain_cli.console import Console
 
         self._console = Console(highlight=False, soft_wrap=True)
-        self._shown = shown
+        self._shown = shown = bench.first and not plan.quiet
         self._bar = Bar(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
             TimeRemainingColumn(), console=self._console, transient=True,
@@ -235,7 +269,7 @@ class MeasurementProgress:
         self._bar.advance(self._task)
 
     def sampled(self, done: int, of: int) -> None:
-        """Print progress as a line where there is no bar."""
+        """Print progress as a line if there is no bar."""
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 

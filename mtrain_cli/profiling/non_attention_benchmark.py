@@ -1,16 +1,15 @@
 """`mtrain profile non-attention`: time a training step without attention, on one device.
 
-Parts: a layer without its attention, the loss with the embedding, and one index estimate, for
-several token counts per worker. `simulation.non_attention_cost` counts the work of the same parts;
-time and work together price whole steps for any number of workers.
+The parts are a layer without attention, the loss with the embedding, and one index estimate, for
+several numbers of tokens per worker. `simulation.non_attention_cost` counts the work of the same
+parts. From time and work, the simulator predicts whole steps for any number of workers.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,18 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.model.rope import rope_factor, rotation
 from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
-from mtrain_cli.profiling.kernel_benchmark import SCHEMA, device_name, median_ms, versions
+from mtrain_cli.profiling.kernel_benchmark import median_ms, save_times
 from mtrain_cli.simulation.calibration import LOSS, NON_ATTENTION_FILE
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, NonAttentionCost
+from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
 from mtrain_cli.training.run_plan import plan_resolved
 
-LAYERS = 3  # in a row, as in a model: from the second on the host runs ahead
+LAYERS = 3  # in a row, as in a model: from the second layer on, the host runs ahead
 _WARM_UP = 2
 
 
@@ -40,11 +41,11 @@ class NonAttentionTime:
 
     part: forward or backward (with recomputation) of a layer without attention; loss (embedding,
         last norm and LM head, both directions); or index (one estimate)
-    tokens: of one worker
-    rows: tokens of one tile of the MLP
-    flop: of matrix products, as the simulator counts them; 0 for an index
-    moved: bytes of element-wise kernels, likewise
-    heads: query heads
+    tokens: tokens of one worker
+    rows: tokens per tile of the MLP
+    flop: FLOP of matrix products, as the simulator counts them; 0 for an index
+    moved: bytes of element-wise kernels, as the simulator counts them; 0 for an index
+    heads: number of query heads
     """
 
     part: str
@@ -56,54 +57,34 @@ class NonAttentionTime:
     heads: int
 
 
-def profile_non_attention(
-    configs: Sequence[Config], repeats: int, report: Callable[[NonAttentionTime], None]
-) -> list[NonAttentionTime]:
-    """Time all parts for configurations of one worker and one micro-batch each.
-
-    report: called with each time as soon as it is measured.
-    """
-    times = []
+def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[NonAttentionTime]:
+    """Yield the times of all parts. Each configuration has one worker and one micro-batch."""
     for config in configs:
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
-        for measured in _of_length(config, repeats):
-            times.append(measured)
-            report(measured)
-    return times
-
-
-def _of_length(config: Config, repeats: int) -> list[NonAttentionTime]:
-    environment = resolve_environment(config)
-    choices = resolve_run(config, environment)
-    plan = plan_resolved(config, environment, choices)
-    non_attention, tokens = (
-        NonAttentionCost.of(plan),
-        plan.layout.tokens_per_worker * config.train.micro_batch,
-    )
-
-    def time(part: str, ms: float, work: ComputeCost) -> NonAttentionTime:
-        heads = config.model.num_heads
-        return NonAttentionTime(
-            part=part,
-            tokens=tokens,
-            rows=non_attention.rows,
-            ms=ms,
-            flop=work.flop,
-            moved=work.moved,
-            heads=heads,
-        )
-
-    device = torch.device(environment.device)
-    bench = _Bench(config, choices, device)
-    forward, backward = bench.layer(tokens, repeats)
-    times = [
-        time(FORWARD, forward, non_attention.forward),
-        time(BACKWARD, backward, non_attention.backward + non_attention.recomputed),
-    ]
-    times.append(time(LOSS, bench.loss(tokens, repeats), non_attention.loss))
-    if choices.pattern is not None:
-        times.append(time(INDEX, bench.index(config.seq, repeats), ComputeCost()))
-    return times
+        environment = resolve_environment(config)
+        choices = resolve_run(config, environment)
+        plan = plan_resolved(config, environment, choices)
+        work = NonAttentionCost.of(plan)
+        tokens = plan.layout.tokens_per_worker * config.train.micro_batch
+        bench = _Bench(config, choices, torch.device(environment.device))
+        forward, backward = bench.layer(tokens, repeats)
+        parts = [
+            (FORWARD, forward, work.forward),
+            (BACKWARD, backward, work.backward + work.recomputed),
+            (LOSS, bench.loss(tokens, repeats), work.loss),
+        ]
+        if choices.pattern is not None:
+            parts.append((INDEX, bench.index(config.seq, repeats), ComputeCost()))
+        for part, ms, cost in parts:
+            yield NonAttentionTime(
+                part=part,
+                tokens=tokens,
+                rows=work.rows,
+                ms=ms,
+                flop=cost.flop,
+                moved=cost.moved,
+                heads=config.model.num_heads,
+            )
 
 
 class _Bench:
@@ -111,19 +92,9 @@ class _Bench:
 
     def __init__(self, config: Config, choices: ResolvedRun, device: torch.device) -> None:
         self.config, self.choices, self.device = config, choices, device
-        train = config.train
         with torch.device("meta"):
-            decoder = Decoder(
-                config.model,
-                rope_factor=rope_factor(config.model.rope, config.seq),
-                loss_chunk_bytes=train.loss_chunk_mib << 20,
-                activation_checkpoint=train.activation_checkpoint,
-                compile=choices.compile,
-                tile_bytes=train.tile_mib << 20,
-                loss_gradients=train.loss_gradients,
-                z_loss=train.z_loss,
-                keep_mlp=train.keep_mlp,
-            )
+            decoder = Decoder(config.model, rope_factor(config.model.rope, config.seq))
+        set_execution(decoder, config.train, compile=choices.compile)
         self.decoder = decoder.to(choices.dtype).to_empty(device=device)
         self.generator = torch.Generator(device).manual_seed(0)
         with torch.no_grad():
@@ -160,7 +131,7 @@ class _Bench:
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
-        """Return ms of embedding, last norm, LM head and loss, both directions together."""
+        """Return ms of embedding, last norm, LM head and loss, sum of both directions."""
         decoder, layers = self.decoder, self.decoder.layers
         drawn = torch.randint(
             self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device
@@ -184,8 +155,9 @@ class _Bench:
             self._numbers(1, seq, heads, model.head_dim)
             for heads in (model.num_heads, model.num_kv_heads)
         )
-        mask = SequenceMask.causal(seq, seq)
-        estimates = DynamicIndex.make(pattern, [mask], self.device)
+        masks, request = [SequenceMask.causal(seq, seq)], pattern.request()
+        masked = MaskedPositions.make(masks, request.block, bitmap=request.bitmap)
+        estimates = DynamicIndex(pattern, masked.to(self.device))
 
         def estimate() -> None:
             estimates.kept.clear()
@@ -217,7 +189,12 @@ class _NoAttention(torch.autograd.Function):
         return dout, torch.zeros_like(k), torch.zeros_like(v)
 
 
-def _no_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int) -> torch.Tensor:  # noqa: ARG001 - as the decoder calls it
+def _no_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: int,  # noqa: ARG001 - as the decoder calls it
+) -> torch.Tensor:
     return _NoAttention.apply(q, k, v)
 
 
@@ -225,20 +202,15 @@ def save_non_attention(
     times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str
 ) -> None:
     """Write the file that the simulator reads: hardware, versions, command, settings, all times."""
-    model, train = config.model, config.train
-    document = {
-        "schema": SCHEMA,
-        "kind": NON_ATTENTION_FILE,
-        "device": device_name(device),
-        "dtype": str(compute_dtype(config, device)).removeprefix("torch."),
-        "threads": torch.get_num_threads() if device == "cpu" else None,
-        "versions": versions(),
-        "command": command,
-        "model": model.name,
-        "pattern": config.sparsity.pattern,
-        "activation_checkpoint": train.activation_checkpoint,
-        "keep_mlp": train.keep_mlp,
-        "times": [asdict(t) for t in times],
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    save_times(
+        path,
+        times,
+        command,
+        compute_dtype(config, device),
+        device,
+        NON_ATTENTION_FILE,
+        model=config.model.name,
+        pattern=config.sparsity.pattern,
+        activation_checkpoint=config.train.activation_checkpoint,
+        keep_mlp=config.train.keep_mlp,
+    )

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch.environment import Environment, loopback_variables, resolve_environment
@@ -27,13 +26,13 @@ from mtrain_cli.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """One query head of one layer under one pattern, in one training step.
+    """Density and recall of one query head, by layer, pattern and training step.
 
     density: computed pairs / causal pairs, without document mask
     of_mask: computed pairs / pairs that the mask allows
     recall: share of dense attention kept, mean over sampled queries that no pattern probes
-    worst: the same of the query that keeps least
-    slashes, columns: block diagonals and single columns; both 0 for patterns that list blocks
+    worst: lowest recall of a sampled query
+    slashes, columns: number of each; both 0 for patterns that list blocks
     """
 
     step: int
@@ -59,7 +58,7 @@ def profile_sparsity(
 
     Args:
         rows: queries to sample per layer, seeded by the step. Queries that a pattern probes are
-            excluded, since an index always serves the queries that it was estimated from.
+            excluded, because the index was estimated from them.
         progress: called with step and loss after each step.
 
     Raises:
@@ -72,8 +71,8 @@ def profile_sparsity(
     environment = resolve_environment(config)
     with _alone(environment):
         trainer = Trainer(config, environment)
-        # Close the loader: if it still runs when Python exits, compiled modules stay alive and
-        # print long warnings about leaks.
+        # Close the loader: if it runs when Python exits, compiled modules stay alive and print long
+        # warnings about leaks.
         with closing(trainer):
             measurement = _Measurement(patterns, rows, config.seq)
             trainer.callbacks.append(measurement)
@@ -85,7 +84,7 @@ def profile_sparsity(
 
 
 class _Measurement(Callback):
-    """Measures the patterns on each layer of a step, at the first call of its attention."""
+    """Measure the patterns on each layer of a step, at the first call of the layer's attention."""
 
     def __init__(self, patterns: Sequence[Pattern], rows: int, seq: int) -> None:
         self.records: list[HeadRecord] = []
@@ -94,7 +93,7 @@ class _Measurement(Callback):
         self._measured: set[tuple[str, int]] = set()
 
     def start(self, step: int | None) -> None:
-        """Begin a step; None: it is not measured."""
+        """Begin a training step. step: its number, or None to measure nothing."""
         self._step = step
         self._measured.clear()
 
@@ -146,36 +145,30 @@ def _heads(
     seq: int,
 ) -> Iterator[HeadRecord]:
     masks, request = batch.masks[:1], pattern.request()
-    masked = MaskedPositions.make(masks, request.block, q.device)
+    masked = MaskedPositions.make(masks, request.block, bitmap=request.bitmap).to(q.device)
     index = pattern.estimate(q, k, masked, layer)
-    counts = index.counts(MaskWork.make(masks, request.block, q.device, request.bitmap))
+    counts = index.counts(masked.tables)
     kept = recall(index, q, k, masked, torch.from_numpy(sampled).to(q.device))[0]
-    numbers = zip(
-        counts.pairs[0].tolist(),
-        kept.mean(-1).tolist(),
-        kept.amin(-1).tolist(),
-        counts.slashes[0].tolist(),
-        counts.columns[0].tolist(),
-        strict=True,
-    )
-    for head, (pairs, mean, worst, slashes, columns) in enumerate(numbers):
+    means, worst = kept.mean(-1), kept.amin(-1)
+    for head in range(len(kept)):
+        pairs = counts.pairs[0, head].item()
         yield HeadRecord(
-            step,
-            pattern.name,
-            layer,
-            head,
-            pairs / causal_pairs(seq),
-            pairs / masks[0].pairs,
-            mean,
-            worst,
-            int(slashes),
-            int(columns),
+            step=step,
+            pattern=pattern.name,
+            layer=layer,
+            head=head,
+            density=pairs / causal_pairs(seq),
+            of_mask=pairs / masks[0].pairs,
+            recall=means[head].item(),
+            worst=worst[head].item(),
+            slashes=int(counts.slashes[0, head]),
+            columns=int(counts.columns[0, head]),
         )
 
 
 @contextmanager
 def _alone(environment: Environment) -> Iterator[None]:
-    """Provide a process group of this process alone."""
+    """Provide a process group that contains only this process."""
     backend = "cpu:gloo,cuda:nccl" if environment.device == "cuda" else "gloo"
     device = (
         torch.device("cuda", torch.cuda.current_device()) if environment.device == "cuda" else None

@@ -1,4 +1,4 @@
-"""Other implementations to compare with, on the same shapes in the same run."""
+"""Other implementations of context parallelism, to time in the same run."""
 
 from __future__ import annotations
 

@@ -7,65 +7,55 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.pattern_settings import DenseSettings
+from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Attend
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.profiling.measurement import TRAINING, Bench, MeasurementCase, MeasurementPlan
 from mtrain_cli.profiling.profile_writer import ProfileWriter
+from mtrain_cli.profiling.recorded_work import estimated_indices
 from mtrain_cli.records import record_files
 from mtrain_cli.training.batch import Batch
 from mtrain_cli.training.callback import Callback, FinishedStep
+from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.trainer import Trainer
 
 FOLDER = "profile"
-# Facts that must match for rows of an earlier attempt to belong to the same case.
+# Rows of an earlier attempt belong to the same case if these facts match.
 _SAME = (
-    "layout",
-    "exchange",
-    "pattern",
-    "kernel",
-    "model",
-    "seq",
-    "micro_batch",
-    "workers",
-    "cp",
-    "per_node",
-    "heads",
-    "steps",
+    *("layout", "exchange", "pattern", "kernel", "model", "seq", "micro_batch", "workers", "cp"),
+    *("per_node", "heads", "steps"),
 )
 
 
 class TrainingProfile(Callback):
     """Record every `profile.every`-th step of a training run.
 
-    Files go to ``profile/`` of the run, one part per recorded step, after those of an earlier
-    attempt. Dense first steps of a sparse run are a case of their own; so are the steps of an
-    attempt with other workers, layout or exchange.
-
-    A file that cannot be written stops the profile, not the training; a warning says so.
+    Files go to the run's folder ``profile/``, one part per recorded step; parts of an earlier
+    attempt stay. Dense first steps of a sparse run are a separate case. So are the steps of an
+    attempt with other workers, layout or exchange. If a file cannot be written, the profile warns
+    and the training continues.
     """
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
         """message: shows a line to the user; takes ``warning=True``."""
-        config, e = trainer.config, trainer.environment
+        config = trainer.config
         self._trainer, self._message = trainer, message
-        self._bench = Bench(e, timedelta(seconds=config.topology.timeout_s))
+        self._bench = Bench(config, run_dir, trainer.environment)
         self._folder = run_dir.path / FOLDER
         self.problem: str | None = None
         cases = self._cases()
-        earlier, samples = self._bench.gather(self._earlier_attempts() if e.rank == 0 else None)[0]
+        earlier, self._samples = self._bench.share(self._earlier_attempts)
         kept, self._by_kind = _numbered(earlier, cases, trainer)
-        self._samples = samples
         plan = MeasurementPlan(
             TRAINING,
             [(case.label, case.config) for case in cases],
             config.train.steps // config.profile.every,
         )
-        self._seen: list[tuple[list[SequenceMask], ContextAttention]] = []
+        self._seen: list[ContextAttention] = []
         self._plain: list[float] = []
         self._recorded: list[float] = []
         self._after: list[float] = []
@@ -79,36 +69,30 @@ class TrainingProfile(Callback):
                 f"{self._folder}: cannot be written ({error.strerror or error}); "
                 "no steps are recorded"
             )
-        # All or none: collecting needs every worker.
+        # Collecting needs every worker: all record, or none.
         if not all(self._bench.gather(self._writer is not None)):
             self._writer = None
 
     def _cases(self) -> list[MeasurementCase]:
-        """Return the cases of this attempt: its steps, and dense first steps separately."""
+        """Return the cases of this attempt: its steps and, separately, dense first steps."""
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
 
-        def label(pattern: str) -> str:
-            return f"{pattern} {config.layout} {choices.exchange.label}"
+        def case(number: int, config: Config, choices: ResolvedRun, what: str) -> MeasurementCase:
+            label = f"{config.sparsity.pattern} {config.layout} {choices.exchange.label}{what}"
+            return MeasurementCase(number, label, config, choices, trainer.exchange)
 
-        cases = [
-            MeasurementCase(0, label(config.sparsity.pattern), config, choices, trainer.exchange)
-        ]
-        if choices.dense_kernel is not None and trainer.step < (config.sparsity.dense_steps or 0):
-            dense = replace(config, sparsity=replace(config.sparsity, pattern="dense"))
+        cases = [case(0, config, choices, "")]
+        if choices.dense_kernel is not None and trainer.step < config.sparsity.dense_steps:
+            dense = replace(config, sparsity=DenseSettings())
             dense_choices = replace(choices, kernel=choices.dense_kernel[0], pattern=None)
-            cases.append(
-                MeasurementCase(
-                    1, f"{label('dense')}, first steps", dense, dense_choices, trainer.exchange
-                )
-            )
+            cases.append(case(1, dense, dense_choices, ", first steps"))
         return cases
 
     def _earlier_attempts(self) -> tuple[list[dict[str, Any]], int]:
-        """Return cases and number of samples of earlier attempts.
+        """Return the cases and the number of samples of earlier attempts.
 
-        Deletes samples of steps that this attempt repeats. Moves a folder aside that holds no
-        profile, or a damaged one.
+        Delete samples of steps that this attempt repeats. Rename a folder without a usable profile.
         """
         if not self._folder.exists():
             return [], 0
@@ -135,10 +119,8 @@ class TrainingProfile(Callback):
     @property
     def due(self) -> bool:
         """Whether the next step is recorded."""
-        return (
-            self._writer is not None
-            and (self._trainer.step + 1) % self._trainer.config.profile.every == 0
-        )
+        every = self._trainer.config.profile.every
+        return self._writer is not None and (self._trainer.step + 1) % every == 0
 
     def before_step(self) -> None:
         if self.due:
@@ -146,13 +128,13 @@ class TrainingProfile(Callback):
             self._trainer.record(self._bench.collector.recorder)
             self._bench.collector.start()
 
-    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:
-        """Keep the indices of a recorded step beyond its backward pass."""
+    def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002
+        """Keep the indices of a recorded step after its backward pass."""
         if self._trainer.recorder is None:
             return attend
         assert isinstance(attend, ContextAttention)
         kept = attend.with_kept_indices()
-        self._seen.append((batch.masks, kept))
+        self._seen.append(kept)
         return kept
 
     def after_step(self, step: FinishedStep) -> None:
@@ -160,20 +142,16 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _collect(self, seconds: float) -> None:
-        """Collect and write the step if it was recorded; ``seconds`` is the whole step's time."""
+        """Collect and write the step if it was recorded. seconds: time of the whole step."""
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
         began = time.perf_counter()
         self._trainer.record(None)
-        estimated = [
-            (masks, attend.index.estimated if attend.index is not None else None)
-            for masks, attend in self._seen
-        ]
+        estimated = [(attend.plan.masks, estimated_indices(attend)) for attend in self._seen]
         self._seen.clear()
-        dense = self._trainer.choices.pattern is None or any(
-            index is None for _, index in estimated
-        )
+        dense = any(indices is None for _, indices in estimated)
+        dense = dense or self._trainer.choices.pattern is None
         case = self._by_kind.get(dense) or next(iter(self._by_kind.values()))
         self._writer.recorded(case, self._trainer.step, estimated)
         self._samples += 1
@@ -194,15 +172,15 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _complete(self) -> str:
-        """Return a sentence on what was recorded; empty if nothing was."""
+        """Complete the profile. Return a summary for the user; empty if no step was recorded."""
         if self._writer is None:
             return ""
         steady = self._plain[1:]  # the first step compiles and connects
         if self._recorded and steady:
-            # Take the first worker's times: in a later step, the others wait until it has written.
-            times = self._bench.gather(
-                (statistics.median(steady), statistics.median(self._recorded))
-            )[0]
+            # Take the first worker's times: the others wait in a later step until it has written.
+            times = self._bench.share(
+                lambda: (statistics.median(steady), statistics.median(self._recorded))
+            )
             self._writer.timed(next(iter(self._by_kind.values())), *times)
         try:
             self._writer.finish(analysed=False)
@@ -222,7 +200,7 @@ class TrainingProfile(Callback):
         )
 
     def _warn(self) -> None:
-        """Show what went wrong since the last call."""
+        """Show a problem that occurred since the last call."""
         problem, self.problem = self.problem, None
         if problem:
             self._message(problem, warning=True)
@@ -234,28 +212,23 @@ def _numbered(
     """Number the cases so that they match the rows.
 
     Returns:
-        The summary's entries (earlier cases, then new ones), and the cases by whether they are
-        dense.
+        The summary's entries (earlier cases, then new cases), and the cases by "is dense".
     """
     kept, numbered = list(earlier), {}
     for case in cases:
-        facts = case.facts(trainer.environment)
         # Pass through JSON, as the earlier entries did.
-        facts = json.loads(json.dumps(facts))
+        facts = json.loads(json.dumps(case.facts(trainer.environment)))
         same = [
             n
             for n, other in enumerate(earlier)
             if all(other[name] == facts[name] for name in _SAME)
         ]
-        dense = case.choices.pattern is None
         if same:
-            numbered[dense] = replace(case, number=same[-1], label=earlier[same[-1]]["label"])
+            number, label = same[-1], earlier[same[-1]]["label"]
         else:
-            label = (
-                f"{case.label}, from step {trainer.step + 1}"
-                if any(o["label"] == case.label for o in kept)
-                else case.label
-            )
-            numbered[dense] = replace(case, number=len(kept), label=label)
+            number, label = len(kept), case.label
+            if any(other["label"] == label for other in kept):
+                label = f"{label}, from step {trainer.step + 1}"
             kept.append(facts | {"label": label})
+        numbered[case.choices.pattern is None] = replace(case, number=number, label=label)
     return kept, numbered

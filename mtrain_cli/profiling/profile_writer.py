@@ -14,15 +14,12 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling.measurement import (
     ATTENTION_ONLY,
     Bench,
     MeasurementCase,
     MeasurementPlan,
-    slowest,
 )
 from mtrain_cli.profiling.recorded_work import Estimated, own_work
 from mtrain_cli.records import record_files
@@ -36,11 +33,11 @@ from mtrain_cli.training.flops import causal_pairs
 
 
 class ProfileWriter:
-    """Writes the samples of a profile. All workers call the same methods; the first one writes.
+    """Write the samples of a profile. All workers call the same methods; the first worker writes.
 
-    cases: the cases to record, with their numbers in the summary
-    folder: where to write; None: the run's folder
-    entries: the summary's entries for these and earlier cases; None: for `cases` alone
+    cases: cases to record, with their numbers in the summary
+    folder: folder to write to; None for the run's folder
+    entries: all entries of the summary, with those of earlier cases; None for those of `cases`
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class ProfileWriter:
             "kind": "profile",
             "mode": plan.mode,
             "complete": False,
-            "workers": bench.environment.workers,
+            "workers": bench.environment.dims.workers,
             "samples_wanted": plan.samples,
             "samples": 0,
             "environment": json.loads(facts.read_text()) if self.first and facts.exists() else {},
@@ -85,18 +82,15 @@ class ProfileWriter:
     def recorded(
         self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]
     ) -> None:
-        """Collect the iteration that was just recorded.
+        """Collect the iteration that just ended.
 
         Args:
             iteration: training step, or sample of an attention-only profile.
             estimated: masks and indices of each micro-batch.
         """
         # Keep the indices in host memory.
-        held = [
-            (
-                masks,
-                None if indices is None else {n: index.to("cpu") for n, index in indices.items()},
-            )
+        held: list[Estimated] = [
+            (masks, indices and {layer: index.to("cpu") for layer, index in indices.items()})
             for masks, indices in estimated
         ]
         work = own_work(case.exchange, case.config.model.num_heads, self._layers(case), held)
@@ -110,7 +104,7 @@ class ProfileWriter:
         return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
 
     def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
-        """Add this worker's seconds of one iteration, without and with recording."""
+        """Add this worker's seconds per iteration, without and with recording."""
         self._times[case.number].append((plain, recorded))
 
     def sampled(self, number: int, samples: int) -> None:
@@ -129,7 +123,7 @@ class ProfileWriter:
 
     def measured(self, case: MeasurementCase, **values: float) -> None:
         """Add values to the case's entry in the summary."""
-        self._document["cases"][case.number].update(values)
+        self.facts(case).update(values)
 
     def peer(self, measured: dict[str, Any]) -> None:
         """Add the times of another implementation to the summary."""
@@ -140,29 +134,19 @@ class ProfileWriter:
         return self._document["cases"][case.number]
 
     def _note_density(self, rows: np.ndarray) -> None:
-        """Set the density of the cases in rows: computed pairs / causal pairs.
-
-        Both are sums over heads, layers and sequences.
-        """
+        """Set each case's density: computed / causal pairs over heads, layers and sequences."""
+        alone = self.plan.mode == ATTENTION_ONLY
         forward = rows[rows["direction"] == record_files.WORDS["direction"].index("forward")]
         for case in self.cases:
-            config = case.config
+            config, train = case.config, case.config.train
             sequences = (
-                config.train.micro_batch
-                if self.plan.mode == ATTENTION_ONLY
-                else config.train.global_batch
+                train.micro_batch * self.bench.environment.dims.dp if alone else train.global_batch
             )
-            every = (
-                config.model.num_heads
-                * len(self._layers(case))
-                * sequences
-                * causal_pairs(config.seq)
-            )
-            if self.plan.mode == ATTENTION_ONLY:
-                every *= self.bench.environment.dp
-            mine = forward["pairs"][forward["case"] == case.number]
-            if len(mine):
-                self._document["cases"][case.number]["density"] = float(mine.sum() / every)
+            layers = len(self._layers(case))
+            every = config.model.num_heads * layers * sequences * causal_pairs(config.seq)
+            pairs = forward["pairs"][forward["case"] == case.number]
+            if len(pairs):
+                self.facts(case)["density"] = float(pairs.sum() / every)
 
     def finish(self, *, analysed: bool = True) -> None:
         """Write indices, trace and summary on the first worker.
@@ -174,17 +158,14 @@ class ProfileWriter:
         if not self.first:
             return
         for case in self.cases:
-            times = [mine[case.number] for mine, _ in everyone]
-            if times[0]:
-                plain, recorded = slowest(times).T
+            times = np.array([mine[case.number] for mine, _ in everyone], dtype=np.float64)
+            if times.size:  # [workers, iterations, 2]
+                plain, recorded = times.max(0).T
                 self.measured(case, overhead=float(np.median(recorded / plain) - 1))
                 for name, seconds in (("iteration_ms", plain), ("recorded_ms", recorded)):
                     self.facts(case)[name] = [round(float(ms), 4) for ms in seconds * 1e3]
-        overheads = [
-            facts["overhead"]
-            for facts in self._document["cases"]
-            if facts.get("overhead") is not None
-        ]
+        known = [facts.get("overhead") for facts in self._document["cases"]]
+        overheads = [overhead for overhead in known if overhead is not None]
         self._document["overhead"] = statistics.fmean(overheads) if overheads else None
         self._document["clock"] = {
             "uncertainty_us": max(uncertainty for _, uncertainty in everyone) * 1e6
@@ -196,60 +177,48 @@ class ProfileWriter:
         if not self._latest:
             return
         if analysed:
-            self._document["results"] = [
-                case_analysis.to_json()
-                for case_analysis in analyse(record_files.open_records(self.folder))
-            ]
+            analyses = analyse(record_files.open_records(self.folder))
+            self._document["results"] = [analysed.to_json() for analysed in analyses]
             record_files.write_summary(self.folder, self._document)
-        write_trace(
-            np.concatenate(list(self._latest.values())),
-            self._document,
-            self.folder / record_files.TRACE,
-        )
+        latest = np.concatenate(list(self._latest.values()))
+        write_trace(latest, self._document, self.folder / record_files.TRACE)
 
     def show(self) -> None:
-        """Print the tables and where the files are, on the first worker."""
+        """Print the tables and the paths of the files, on the first worker."""
         if not self.first or not self._latest:
             return
-        source = open_source(self.folder)
-        console = make_console()
-        show_sources(console, [source])
+        console, folder = make_console(), shlex.quote(str(self.folder))
+        show_sources(console, [open_source(self.folder)])
         if (cost := recording_cost(self._document)) is not None:
             console.print(f"recording  {cost}", soft_wrap=True)
         console.print(f"files  {self.folder}", soft_wrap=True)
-        console.print(f"draw   mtrain report {shlex.quote(str(self.folder))}", soft_wrap=True)
-        console.print(
-            f"other  mtrain profile what-if {shlex.quote(str(self.folder))}", soft_wrap=True
-        )
+        console.print(f"draw   mtrain report {folder}", soft_wrap=True)
+        console.print(f"other  mtrain profile what-if {folder}", soft_wrap=True)
 
     def save_indices(self) -> None:
-        """Write the last sample's indices, one set per pattern.
+        """Write each pattern's indices from the last sample.
 
-        They are those of the first forward pass of the first context group.
+        They come from the first forward pass of the first context group.
         """
         first = self.cases[0]
-        chosen = {
-            case.config.sparsity.pattern: case
-            for case in reversed(self.cases)
-            if case.config.seq == first.config.seq
-        }
-        cases = [
-            chosen[name]
-            for name in dict.fromkeys(case.config.sparsity.pattern for case in self.cases)
-            if name in chosen
-        ]
-        cases = [case for case in cases if case.number in self._last]
+        chosen: dict[str, MeasurementCase] = {}
+        for case in self.cases:
+            if case.config.seq == first.config.seq:
+                chosen.setdefault(case.config.sparsity.pattern, case)
+        cases = [case for case in chosen.values() if case.number in self._last]
         if not cases:
             return
         masks, _ = self._last[cases[0].number][0]
-        columns = {case.config.sparsity.pattern: _most_columns(case.config) for case in cases}
+        columns = {
+            case.config.sparsity.pattern: case.config.sparsity.column_bound for case in cases
+        }
         setup = RecordedSetup(
             seq=first.config.seq,
             heads=first.config.model.num_heads,
             kv_heads=first.config.model.num_kv_heads,
             head_dim=first.config.model.head_dim,
             dtype_bytes=first.choices.dtype.itemsize,
-            workers=self.bench.environment.cp,
+            workers=self.bench.environment.dims.cp,
             per_node=first.exchange.schedule.per_node,
             layout=first.config.layout,
             exchange=first.exchange.schedule.exchange,
@@ -260,76 +229,45 @@ class ProfileWriter:
         )
         parts = self._parts_of_indices(cases)
         if self.first:
-            self._write_indices(setup, masks, parts)
+            path = self.folder / record_files.INDEX
+            try:
+                save_indices(path, setup, masks, parts)
+            except OSError as error:
+                self.problem = f"{path}: could not be written ({error.strerror or error})"
         for _ in parts:  # to the end on every worker, since some parts need a gather
             pass
-
-    def _write_indices(
-        self,
-        setup: RecordedSetup,
-        masks: Sequence[SequenceMask],
-        parts: Iterator[tuple[str, int, Index | None]],
-    ) -> None:
-        try:
-            save_indices(self.folder / record_files.INDEX, setup, masks, parts)
-        except OSError as error:
-            path = self.folder / record_files.INDEX
-            self.problem = f"{path}: could not be written ({error.strerror or error})"
 
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]
     ) -> Iterator[tuple[str, int, Index | None]]:
-        """Yield (pattern, layer, index) layer by layer.
-
-        All workers iterate; the first one gets all parts.
-        """
+        """Yield (pattern, layer, index) layer by layer. All workers iterate; the first gets all."""
         e = self.bench.environment
+        first_group = e.dims.coordinate("dp", e.rank) == 0
         for case in cases:
+            pattern = case.config.sparsity.pattern
             _, indices = self._last[case.number][0]
             for layer in self._layers(case):
-                index = indices.get(layer) if indices is not None else None
-                mine = (
-                    index.to("cpu")
-                    if index is not None and e.rank < e.cp and (self.first or _in_parts(index))
-                    else None
-                )
-                everyone = [mine] if self.first else None
-                if index is not None and _in_parts(index):
-                    everyone = self._gathered(mine)
                 if indices is None:
-                    yield case.config.sparsity.pattern, layer, None
-                for part in everyone or ():
-                    if part is not None:
-                        yield case.config.sparsity.pattern, layer, part
+                    yield pattern, layer, None
+                elif (index := indices.get(layer)) is not None:
+                    mine = index if first_group else None
+                    for part in self._gathered(mine) if _in_parts(index) else [mine]:
+                        if part is not None:
+                            yield pattern, layer, part
 
-    def _gathered(self, mine: Index | None) -> list[Index | None] | None:
-        """Gather the bitmaps of all workers on the first one, as arrays."""
+    def _gathered(self, mine: Index | None) -> Sequence[Index | None]:
+        """Gather the bitmaps of all workers on the first worker; the others get none."""
         assert mine is None or isinstance(mine, BlockBitmap)
-        sent = (
-            None
-            if mine is None
-            else (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
-        )
-        everyone: list[Any] | None = [None] * self.bench.environment.workers if self.first else None
+        sent = mine and (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
+        workers = self.bench.environment.dims.workers
+        everyone: list[Any] | None = [None] * workers if self.first else None
         dist.gather_object(sent, everyone, group=self.bench.host_group)
-        if everyone is None:
-            return None
         return [
-            None
-            if part is None
-            else BlockBitmap(part[0], part[1], torch.from_numpy(part[2]), torch.from_numpy(part[3]))
-            for part in everyone
+            BlockBitmap(block, blocks, torch.from_numpy(bits), torch.from_numpy(rows))
+            for block, blocks, bits, rows in filter(None, everyone or ())
         ]
 
 
 def _in_parts(index: Index) -> bool:
-    """Whether each worker holds only the rows of its own queries."""
+    """Return whether each worker holds only the rows of its own queries."""
     return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks
-
-
-def _most_columns(config: Config) -> int | None:
-    """Return the column bound for `exchange_selection.ExchangeNeeds`."""
-    sparsity = config.sparsity
-    if sparsity.pattern == "vertical_slash":
-        return sparsity.max_columns or None
-    return sparsity.columns or 0

@@ -40,8 +40,8 @@ _PINGS = 16
 class Clock:
     """A rank's clock relative to rank 0, in seconds.
 
-    offset: added to this rank's monotonic clock, gives that of rank 0
-    uncertainty: of the offset
+    offset: rank 0's monotonic clock - this rank's monotonic clock
+    uncertainty: largest error of the offset
     """
 
     offset: float
@@ -56,10 +56,10 @@ def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
 
 
 def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
-    """Measure this rank's clock offset. All ranks call it; ``boots`` is from `boots_of_all`.
+    """Measure this rank's clock offset. All ranks must call this; ``boots``: see `boots_of_all`.
 
-    Rank 0 repeatedly asks each rank on another machine for its time. The fastest round trip counts:
-    the rank read its clock between question and reply.
+    Rank 0 asks each rank on another machine for its time, several times. The rank reads its clock
+    between question and reply, so the fastest round trip gives the best estimate.
     """
     mine = Clock(0.0, 0.0)
     for other in [r for r in range(len(boots)) if boots[r] != boots[0]]:
@@ -92,24 +92,16 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-# Rows with further facts about messages, which match the messages of two workers.
-RAW = np.dtype(
-    [
-        *ROW.descr,
-        ("number", np.int32),
-        ("to", np.int16),
-        ("source", np.int16),
-        ("first", np.int16),
-        ("peers", np.int16),
-    ]
-)
-# of one worker: (micro-batch, layer) -> direction -> work
+# Rows with additional fields, which match the messages of two ranks.
+_TAGS = ("to", "source", "first", "peers")
+RAW = np.dtype([*ROW.descr, ("number", np.int32), *((name, np.int16) for name in _TAGS)])
+# one worker's work: (micro-batch, layer) -> direction -> work
 Work = dict[tuple[int, int], dict[str, StepWork]]
 
 
 @dataclass
 class RecordCollector:
-    """Records iterations of this rank and collects those of all ranks on rank 0."""
+    """Record this rank's iterations, and collect the records of all ranks on rank 0."""
 
     rank: int
     workers: int
@@ -126,7 +118,7 @@ class RecordCollector:
         self.recorder = Recorder(self.device)
 
     def start(self) -> None:
-        """Start an iteration. With several machines, align the clocks again: they drift."""
+        """Start an iteration. Across machines, align the clocks again, because they drift."""
         if len(set(self.boots)) > 1:
             self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
@@ -137,11 +129,11 @@ class RecordCollector:
         """Collect the rows of the iteration that just ended.
 
         Args:
-            work: of this rank.
-            flop: per query-key pair, forward and backward.
+            work: this rank's work.
+            flop: FLOP per query-key pair, forward and backward.
 
         Returns:
-            Rows of dtype `records.ROW` of all ranks on rank 0; no rows elsewhere.
+            On rank 0 the rows of all ranks, of dtype `ROW`; no rows on other ranks.
         """
         mine = own_rows(with_gaps(self.recorder.read()), self.rank, self.clock.offset, work, flop)
         everyone: list[np.ndarray | None] | None = [None] * self.workers if self.rank == 0 else None
@@ -156,57 +148,44 @@ class RecordCollector:
 def own_rows(
     spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
 ) -> np.ndarray:
-    """Turn one rank's spans into rows of `RAW`; start_us is in microseconds of rank 0's clock."""
+    """Turn one rank's spans into rows of dtype `RAW`, with start_us on rank 0's clock."""
     table = np.zeros(len(spans), RAW)
+    table["rank"], table["peer"] = rank, -1
     counted: set[tuple[int, int, str, int, str]] = set()
-    for at, span in enumerate(spans):
-        row, message = table[at], span.message
-        row["micro"], row["layer"], row["step"], row["rank"] = (
-            span.micro,
-            span.layer,
-            span.step,
-            rank,
-        )
+    for row, span in zip(table, spans, strict=True):
+        message = span.message
+        row["micro"], row["layer"], row["step"] = span.micro, span.layer, span.step
         row["direction"], row["phase"] = _DIRECTION[span.direction], _KIND[span.kind]
         row["link"], row["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
         row["start_us"], row["dur_us"] = (span.start + offset) * 1e6, span.seconds * 1e6
-        row["shard"], row["peer"] = message.shard, -1
+        row["shard"] = message.leaving if span.kind == SEND else message.shard
         if span.kind in (SEND, RECEIVE, WAIT):
             row["number"], row["to"], row["source"] = message.number, message.to, message.source
             row["first"], row["peers"] = min(message.peers, default=-1), len(message.peers)
             row["bytes"] = message.sent if span.kind == SEND else message.received
             row["peer"] = message.to if span.kind == SEND else message.source
-            row["shard"] = message.leaving if span.kind == SEND else message.shard
         elif span.kind in (ATTENTION, COLUMNS):
-            # Several kernels share one piece of work (single columns: before and after the steps).
-            # Count it once.
-            key = (
-                span.micro,
-                span.layer,
-                span.direction,
-                span.step if span.kind == ATTENTION else -1,
-                span.kind,
-            )
-            step_work = work.get((span.micro, span.layer), {}).get(
-                FORWARD if span.direction == RECOMPUTE else span.direction
-            )
-            if step_work is not None and key not in counted:
-                counted.add(key)
-                if span.kind == ATTENTION:
-                    row["blocks"], row["pairs"] = (
-                        step_work.blocks[0, span.step],
-                        step_work.pairs[0, span.step],
-                    )
-                else:
-                    row["columns"], row["pairs"] = step_work.columns[0], step_work.column_pairs[0]
-                row["flop"] = float(row["pairs"]) * flop[span.direction == BACKWARD]
+            # Several kernels may share one count of work, for example single columns before and
+            # after the steps. Count it once.
+            step = span.step if span.kind == ATTENTION else -1
+            key = span.micro, span.layer, span.direction, step, span.kind
+            direction = FORWARD if span.direction == RECOMPUTE else span.direction
+            done = work.get((span.micro, span.layer), {}).get(direction)
+            if done is None or key in counted:
+                continue
+            counted.add(key)
+            if span.kind == ATTENTION:
+                row["blocks"], row["pairs"] = done.blocks[0, step], done.pairs[0, step]
+            else:
+                row["columns"], row["pairs"] = done.columns[0], done.column_pairs[0]
+            row["flop"] = float(row["pairs"]) * flop[span.direction == BACKWARD]
     return table
 
 
 def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
     """Join the rows of all ranks as `ROW`, with start_us from the start of the iteration.
 
-    Fills in which rank each wait was for, and how late that rank was.
+    Set peer and late_us of waits.
     """
     table = np.concatenate(tables)
     if not len(table):
@@ -227,66 +206,43 @@ _PASS = ["micro", "layer", "direction", "payload"]
 
 
 def _find_late(table: np.ndarray) -> None:
-    """Fill peer and late_us of waits. A message starts once all its participants have posted it."""
+    """Set peer and late_us of waits. A message starts after all participants have posted it."""
     import pandas
 
-    columns = [
-        *_PASS,
-        "phase",
-        "rank",
-        "number",
-        "to",
-        "source",
-        "first",
-        "peers",
-        "link",
-        "start_us",
-        "dur_us",
-    ]
+    more = "phase rank number to source first peers link start_us dur_us"
+    columns = [*_PASS, *more.split()]
     rows = pandas.DataFrame({name: table[name] for name in columns})
     waits = rows[rows.phase == _KIND[WAIT]].drop(columns="phase")
     posted = rows[rows.phase == _KIND[SEND]].drop(columns=["phase", "dur_us"])
     hops = posted[posted.to >= 0].sort_values([*_PASS, "rank", "number"])
-    # The k-th message of a pass that one rank sends to another is the k-th that the other receives.
+    # In a pass, the k-th message that a rank sends to a peer is the k-th that the peer receives.
     hops["sent"] = hops.groupby([*_PASS, "rank", "to"]).cumcount()
     hops["taken"] = hops.groupby([*_PASS, "rank", "source"]).cumcount()
     mine = waits.reset_index().merge(
         hops[[*_PASS, "rank", "number", "sent", "taken"]], on=[*_PASS, "rank", "number"]
     )
-    by_sender = hops[[*_PASS, "rank", "to", "sent", "start_us"]].rename(
-        columns={"rank": "source", "to": "rank", "sent": "taken"}
-    )
-    by_taker = hops[[*_PASS, "rank", "source", "taken", "start_us"]].rename(
-        columns={"rank": "to", "source": "rank", "taken": "sent"}
-    )
-    mine = mine.merge(
-        by_sender, on=[*_PASS, "rank", "source", "taken"], how="left", suffixes=("", "_source")
-    )
-    mine = mine.merge(by_taker, on=[*_PASS, "rank", "to", "sent"], how="left", suffixes=("", "_to"))
+    # Join the k-th message that the source posted to this rank, and that the receiver posted.
+    for end, back, mine_of, its in (
+        ("source", "to", "taken", "sent"),
+        ("to", "source", "sent", "taken"),
+    ):
+        theirs = hops[[*_PASS, "rank", back, its, "start_us"]].rename(
+            columns={"rank": end, back: "rank", its: mine_of}
+        )
+        keys = [*_PASS, "rank", end, mine_of]
+        mine = mine.merge(theirs, on=keys, how="left", suffixes=("", f"_{end}"))
     from_source, from_to = (
         mine[name].fillna(-np.inf).to_numpy() for name in ("start_us_source", "start_us_to")
     )
-    _note(
-        table,
-        mine,
-        np.maximum(from_source, from_to),
-        np.where(from_to > from_source, mine.to, mine.source),
-    )
+    later = np.where(from_to > from_source, mine.to, mine.source)
+    _note(table, mine, np.maximum(from_source, from_to), later)
     among = [*_PASS, "link", "number", "first", "peers"]
-    collectives = (
-        posted[posted.to < 0].sort_values("start_us").drop_duplicates(among, keep="last")
-    )  # the last to arrive
-    mine = (
-        waits[waits.peers > 0]
-        .reset_index()
-        .merge(collectives[[*among, "rank", "start_us"]], on=among, suffixes=("", "_last"))
-    )
-    _note(
-        table,
-        mine,
-        mine.start_us_last.to_numpy(),
-        np.where(mine.rank_last == mine["rank"], -1, mine.rank_last),
-    )
+    collectives = posted[posted.to < 0].sort_values("start_us")
+    last = collectives.drop_duplicates(among, keep="last")[[*among, "rank", "start_us"]]
+    waiting = waits[waits.peers > 0].reset_index()
+    mine = waiting.merge(last, on=among, suffixes=("", "_last"))
+    others = np.where(mine.rank_last == mine["rank"], -1, mine.rank_last)
+    _note(table, mine, mine.start_us_last.to_numpy(), others)
 
 
 def _note(table: np.ndarray, waits: pandas.DataFrame, posted: np.ndarray, peer: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.profiling.record_collector import Work
 from mtrain_cli.simulation.work_counts import WorkCounter
@@ -14,13 +15,18 @@ from mtrain_cli.simulation.work_counts import WorkCounter
 Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
 
 
+def estimated_indices(attend: ContextAttention) -> Mapping[int, Index] | None:
+    """Return the indices estimated for a batch, by layer; None for dense attention."""
+    return None if attend.index is None else attend.index.estimated
+
+
 def own_work(
     exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]
 ) -> Work:
     """Return the work by (micro-batch, layer).
 
     Args:
-        heads: query heads of the model.
+        heads: number of query heads.
         layers: layers whose attention ran.
         micro_batches: masks and indices; bitmaps hold only the rows that this worker computes.
     """
@@ -38,9 +44,7 @@ def own_work(
         )
         if indices is None:
             dense = counter.count(None, rank)
-            work.update({(micro, layer): dense for layer in layers})
+            work |= {(micro, layer): dense for layer in layers}
         else:
-            work.update(
-                {(micro, layer): counter.count(index, rank) for layer, index in indices.items()}
-            )
+            work |= {(micro, layer): counter.count(index, rank) for layer, index in indices.items()}
     return work

@@ -1,4 +1,4 @@
-"""`mtrain profile step`: train a few steps, record the last with `torch.profiler`, report parts."""
+"""`mtrain profile step`: train, record the last steps with `torch.profiler`, report their parts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,10 @@ import torch
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.run_dir import PLAN, RunDir
+from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.profiling.measurement import Bench, MeasurementProgress
+from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress
 from mtrain_cli.records import record_files
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
@@ -35,33 +34,24 @@ from mtrain_cli.training.trainer import StepResult, Trainer
 
 TARGET = "mtrain_cli.profiling.step_profile:run"
 SHOWN = 10  # kernels or operators in the table
-_COMPRESSION = 5  # the trace of a large step is 100 MB; level 9 is hardly smaller
+_COMPRESSION = 5  # the trace of a large step is 100 MB; level 9 makes it hardly smaller
 
 
 @dataclass(frozen=True)
-class StepProfilePlan:
+class StepProfilePlan(BenchmarkPlan):
     """What to record.
 
     warmup: training steps before the recorded ones
-    alike: number of the first step, from 1, to compare with the recorded ones: not a dense first
-        step of a sparse run and, if possible, not the first of its kind, which compiles
-    steps: recorded steps
+    alike: number, from 1, of the first step to compare with the recorded steps. It is not a dense
+        first step of a sparse run and, if possible, not the first of its kind, which compiles.
+    steps: number of recorded steps
     trace: whether to keep the trace of every rank
-    quiet: print nothing
     """
 
     warmup: int
     alike: int
     steps: int
     trace: bool
-    quiet: bool
-
-    def save(self, run_dir: RunDir) -> None:
-        (run_dir.path / PLAN).write_text(json.dumps(asdict(self)) + "\n")
-
-    @staticmethod
-    def load(run_dir: RunDir) -> StepProfilePlan:
-        return StepProfilePlan(**json.loads((run_dir.path / PLAN).read_text()))
 
 
 @dataclass(frozen=True)
@@ -69,9 +59,9 @@ class _RankSummary:
     """The results of one rank.
 
     breakdown: parts of the recorded steps
-    plain: seconds of each step without recording, from `StepProfilePlan.alike` on
+    plain: seconds of each unrecorded step, starting with step `StepProfilePlan.alike`
     recorded: seconds of each recorded step
-    peak_gib: peak memory of the former, None on a CPU
+    peak_gib: peak memory of the steps in `plain`; None on a CPU
     """
 
     breakdown: StepBreakdown
@@ -80,15 +70,19 @@ class _RankSummary:
     peak_gib: float | None
 
 
-def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool) -> bool:  # noqa: ARG001 - a measurement starts afresh
-    """Train and record the last steps, on this worker. Returns whether it stopped early."""
-    bench = Bench(environment, timedelta(seconds=config.topology.timeout_s))
-    first = environment.rank == 0
-    plan: StepProfilePlan = bench.gather(StepProfilePlan.load(run_dir) if first else None)[0]
+def run(
+    config: Config,
+    run_dir: RunDir,
+    environment: Environment,
+    resume: bool,  # noqa: ARG001 - a measurement starts afresh
+) -> bool:
+    """Train and record the last steps, on this worker. Return whether it stopped early."""
+    bench = Bench(config, run_dir, environment)
+    plan = bench.share(lambda: StepProfilePlan.load(run_dir))
     stop = StopFlag(run_dir, environment)
     results: list[StepResult] = []
     with (
-        MeasurementProgress(first and not plan.quiet, plan.warmup + plan.steps) as progress,
+        MeasurementProgress(bench, plan, plan.warmup + plan.steps) as progress,
         explain_out_of_memory(config, environment, run_dir) as about,
     ):
         progress.now("preparing")
@@ -96,7 +90,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
         progress.say(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
 
         def step(kind: str) -> float:
-            """Run one training step between two moments of idle devices. Returns its seconds."""
+            """Run one training step, with idle devices before and after. Return its seconds."""
             number = trainer.step + 1
             progress.now(f"step {number}, {kind}")
             bench.synchronize()
@@ -120,7 +114,7 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
             if number >= plan.alike:
                 plain.append(seconds)
                 metrics.append(trainer.metrics(results[-1], seconds))
-        # Warm up the profiler: the first of a process takes seconds to start and records slowly.
+        # Warm up: the first profiler of a process takes seconds to start and records slowly.
         with _profiler(bench):
             torch.zeros(1, device=bench.device).add_(1)
             _idle(bench)
@@ -132,15 +126,13 @@ def run(config: Config, run_dir: RunDir, environment: Environment, resume: bool)
                     return True
         progress.now("reading the trace")
         trainer.close()
-        peaks = [m.peak_memory_gib for m in metrics if m.peak_memory_gib is not None]
-        mine = _RankSummary(
-            _read(profiler, run_dir.path, plan, bench), plain, recorded, max(peaks, default=None)
-        )
+        breakdown = _read(profiler, run_dir.path, plan, bench)
+        peak = max(filter(None, (m.peak_memory_gib for m in metrics)), default=None)
+        mine = _RankSummary(breakdown, plain, recorded, peak)
         everyone: list[_RankSummary] = bench.gather(mine)
-    if first:
-        document = _document(
-            trainer, run_dir, plan, everyone, metrics, [result.loss for result in results]
-        )
+    if bench.first:
+        losses = [result.loss for result in results]
+        document = _document(trainer, run_dir, plan, everyone, metrics, losses)
         _write_results(run_dir.path, document, everyone)
         if not plan.quiet:
             _show(run_dir.path, document, plan)
@@ -159,7 +151,7 @@ def _profiler(bench: Bench) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # acc_events: one cycle; without it, torch warns of events lost between cycles.
+    # Without acc_events, torch warns of events lost between cycles; here is one cycle only.
     return torch.profiler.profile(activities=activities, acc_events=True)
 
 
@@ -214,8 +206,8 @@ def _document(
     """Return summary.json. Times are ms of one step.
 
     Args:
-        metrics: of the steps without recording, from `StepProfilePlan.alike` on.
-        losses: of all steps.
+        metrics: unrecorded steps, starting with step `StepProfilePlan.alike`.
+        losses: losses of all steps.
     """
     config, choices, e = trainer.config, trainer.choices, trainer.environment
     gpu = trainer.device.type == "cuda"
@@ -228,7 +220,7 @@ def _document(
         "versions": facts.get("versions", {}),
         "device": torch.cuda.get_device_name(trainer.device) if gpu else "CPU",
         "gpu": gpu,
-        "workers": e.workers,
+        "workers": e.dims.workers,
         "warmup": plan.warmup,
         "steps": plan.steps,
         "settings": {
@@ -236,7 +228,7 @@ def _document(
             "layers": config.model.num_layers,
             "seq": config.seq,
             "global_batch": config.train.global_batch,
-            "cp": e.cp,
+            "cp": e.dims.cp,
             "layout": config.layout,
             "exchange": choices.exchange.label,
             "pattern": config.sparsity.pattern,
@@ -251,18 +243,11 @@ def _document(
         "plain": {
             "first": plan.alike,
             "steps": len(metrics),
-            "tokens_per_second_per_gpu": statistics.median(
-                m.tokens_per_second_per_gpu for m in metrics
-            ),
-            "density": statistics.median(m.density for m in metrics),
             **{
                 name: _median([getattr(m, name) for m in metrics])
-                for name in ("mfu_model", "mfu_executed")
+                for name in ("tokens_per_second_per_gpu", "density", "mfu_model", "mfu_executed")
             },
-            "peak_memory_gib": max(
-                (summary.peak_gib for summary in everyone if summary.peak_gib is not None),
-                default=None,
-            ),
+            "peak_memory_gib": max(filter(None, (s.peak_gib for s in everyone)), default=None),
         },
         "ranks": [_of_rank(rank, summary) for rank, summary in enumerate(everyone)],
         "top": _top([summary.breakdown for summary in everyone]),
@@ -275,10 +260,10 @@ def _median(values: Sequence[float | None]) -> float | None:
 
 
 def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
-    breakdown = summary.breakdown
+    breakdown, steps = summary.breakdown, summary.breakdown.steps
 
     def ms(ns: float) -> float:
-        return ns / 1e6 / breakdown.steps
+        return ns / 1e6 / steps
 
     return {
         "rank": rank,
@@ -287,10 +272,10 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
         "recorded_ms": statistics.fmean(summary.recorded) * 1e3,
         "parts": {name: ms(ns) for name, ns in breakdown.parts.items()},
         "links_hidden_ms": ms(breakdown.hidden),
-        "unmatched": breakdown.unmatched / breakdown.steps,
-        "launches": breakdown.launches / breakdown.steps,
+        "unmatched": breakdown.unmatched / steps,
+        "launches": breakdown.launches / steps,
         "launching_ms": ms(breakdown.launching),
-        "syncs": breakdown.syncs / breakdown.steps,
+        "syncs": breakdown.syncs / steps,
         "syncing_ms": ms(breakdown.syncing),
         "ahead_us": None if breakdown.ahead is None else breakdown.ahead / 1e3,
     }
@@ -341,8 +326,6 @@ def _show(folder: Path, document: dict[str, Any], plan: StepProfilePlan) -> None
     show_step(console, document)
     console.print(f"files  {folder}", soft_wrap=True)
     if plan.trace:
-        console.print(
-            "trace  trace-rank-N.json.gz, for https://ui.perfetto.dev or chrome://tracing",
-            soft_wrap=True,
-        )
+        viewers = "https://ui.perfetto.dev or chrome://tracing"
+        console.print(f"trace  trace-rank-N.json.gz, for {viewers}", soft_wrap=True)
     console.print(f"again  mtrain report {shlex.quote(str(folder))}", soft_wrap=True)

@@ -1,6 +1,6 @@
-"""Analyse a profile or simulation: imbalance degrees, where time goes and why workers wait.
+"""Analyse a profile or simulation: imbalance degrees, time by category and causes of waits.
 
-`profiles/definitions.md` defines every figure. Rows are read in batches, once.
+`profiles/definitions.md` defines every number. Rows are read in batches.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from mtrain_cli.records.record_sums import (
     iterations,
     survey,
 )
-from mtrain_cli.records.wait_causes import WaitAttribution, WaitCause
+from mtrain_cli.records.wait_attribution import WaitAttribution
+from mtrain_cli.records.wait_causes import WaitCause, causes_of
 
 DEGREES = ("worker", "step", "total", "critical")
-# Where the time of a pass goes. `exposed LINK` splits exposed communication by link.
+# Categories of a pass's time. `exposed LINK` splits exposed communication by link.
 BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
 MOST_VALUES = 1 << 21  # step times kept for percentiles
 MOST_TABLES = 48  # samples kept for distributions
@@ -51,8 +52,8 @@ class Estimate:
 
         Args:
             values: the samples, any shape.
-            iterations: the iteration of each sample. Layers of one iteration are slow or fast
-                together, so the error counts each iteration's mean as one value.
+            iterations: the iteration of each sample. Layers of one iteration are correlated, so
+                `error` takes each iteration's mean as one value.
         """
         values = np.asarray(values, np.float64).reshape(-1)
         if not len(values):
@@ -69,9 +70,6 @@ class Estimate:
             error,
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return {"mean": _rounded(self.mean), "std": _rounded(self.std), "n": self.n}
-
 
 @dataclass(frozen=True)
 class Degrees:
@@ -82,45 +80,46 @@ class Degrees:
     total: Estimate
     critical: Estimate
 
-    @staticmethod
-    def of(values: np.ndarray, iterations: np.ndarray) -> Degrees:
-        """Estimate from values [4, samples] and the iteration of each sample."""
-        return Degrees(*(Estimate.of(v, iterations) for v in values))
-
-    def to_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name).to_json() for name in DEGREES}
-
 
 @dataclass(frozen=True)
 class Ratios:
-    """Computation ratios over samples, see `ComputationRatios`."""
+    """Computation ratios over samples, see `ratios`."""
 
     step: Estimate
     total: Estimate
 
-    def to_json(self) -> dict[str, Any]:
-        return {"step": self.step.to_json(), "total": self.total.to_json()}
+
+def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> dict[str, Any]:
+    """Return the fields time, work and computation of an analysis.
+
+    Args:
+        degrees: [ms and pairs, 4 degrees, samples].
+        ratios: [2 ratios, samples].
+        owners: the iteration of each sample.
+    """
+    time, work = (Degrees(*(Estimate.of(v, owners) for v in kind)) for kind in degrees)
+    computation = Ratios(*(Estimate.of(v, owners) for v in ratios))
+    return {"time": time, "work": work, "computation": computation}
 
 
 @dataclass(frozen=True)
 class PassAnalysis:
     """One direction (forward, recompute or backward) of a case. Times in ms.
 
-    A worker is a position in a context group; figures are means over samples.
+    A worker is a position in a context group. Arrays are means over samples.
 
-    direction: forward, recompute or backward
     attention: [workers, steps], attention kernels
-    elapsed: [workers, steps], all time of a step
+    elapsed: [workers, steps], whole steps
     late: [workers, steps], waits before the peer started sending
     exposed: [workers, steps], exposed communication
     pairs, blocks: [workers, steps], computed query-key pairs and block pairs
-    columns: [workers], single columns gathered once
+    columns: [workers], attention to single columns, which are gathered once per pass
     column_pairs: [workers], query-key pairs of these columns
     time, work: imbalance degrees of ms and of pairs
     computation: computation ratios
     duration: one layer on the slowest worker, over iterations
     p50, p95, longest: elapsed time of one worker's step
-    layers: per layer, ms of the slowest worker; mean ms of attention, late and exposed waits
+    layers: per layer, ms of the slowest worker; mean ms of attention, late waits, exposed waits
     across_workers: [steps, 5], quantiles (`QUANTILES`) of attention time over workers
     across_steps: [workers, 5], quantiles of attention time over steps
     """
@@ -148,28 +147,20 @@ class PassAnalysis:
     def to_json(self) -> dict[str, Any]:
         return {
             "direction": self.direction,
-            "time": self.time.to_json(),
-            "work": self.work.to_json(),
-            "computation": self.computation.to_json(),
-            "duration_ms": self.duration.to_json(),
-            "step_ms": {
-                "p50": _rounded(self.p50),
-                "p95": _rounded(self.p95),
-                "max": _rounded(self.longest),
-            },
-            "attention_ms": _rounded(self.attention),
-            "step_time_ms": _rounded(self.elapsed),
-            "late_ms": _rounded(self.late),
-            "exposed_ms": _rounded(self.exposed),
-            "pairs": np.rint(self.pairs).astype(np.int64).tolist(),
-            "blocks": np.rint(self.blocks).astype(np.int64).tolist(),
-            "columns_ms": _rounded(self.columns),
-            "column_pairs": np.rint(self.column_pairs).astype(np.int64).tolist(),
-            "layers": [
-                {name: _rounded(value) for name, value in layer.items()} for layer in self.layers
-            ],
-            "across_workers_ms": _rounded(self.across_workers),
-            "across_steps_ms": _rounded(self.across_steps),
+            **{name: _json(getattr(self, name)) for name in ("time", "work", "computation")},
+            "duration_ms": _json(self.duration),
+            "step_ms": _json({"p50": self.p50, "p95": self.p95, "max": self.longest}),
+            "attention_ms": _json(self.attention),
+            "step_time_ms": _json(self.elapsed),
+            "late_ms": _json(self.late),
+            "exposed_ms": _json(self.exposed),
+            "pairs": _whole(self.pairs),
+            "blocks": _whole(self.blocks),
+            "columns_ms": _json(self.columns),
+            "column_pairs": _whole(self.column_pairs),
+            "layers": _json(self.layers),
+            "across_workers_ms": _json(self.across_workers),
+            "across_steps_ms": _json(self.across_steps),
         }
 
 
@@ -177,20 +168,20 @@ class PassAnalysis:
 class CaseAnalysis:
     """One case of a profile.
 
-    number, label: of the case in the summary
+    number, label: number and name of the case in the summary
     facts: the case's entry in the summary
     passes: one analysis per direction
-    time, work, computation: means of the forward and backward pass
-    bins: [directions, ranks, BINS], ms of an iteration
-    passes_ms: [directions, ranks], ms of all passes of an iteration; the bins add up to it
+    time, work, computation: as in `PassAnalysis`, means of forward and backward
+    bins: [directions, ranks, BINS], ms per iteration
+    passes_ms: [directions, ranks], ms of all passes per iteration, the sum of the bins
     iteration_ms: whole iterations on the slowest rank
-    tokens: of an iteration, over all groups
-    iterations, wanted: recorded and requested
+    tokens: tokens per iteration, over all groups
+    iterations, wanted: number of recorded and of requested iterations
     samples: iterations x forward passes x layers x groups
     typical: the iteration whose passes took the median time
     missing: ranks without rows
-    partial: iterations or ranks are missing
-    causes: of waits, the costliest first
+    partial: whether iterations or ranks are missing
+    causes: causes of waits, the costliest first
     """
 
     number: int
@@ -221,26 +212,26 @@ class CaseAnalysis:
 
     @property
     def present(self) -> list[int]:
-        """Ranks with rows."""
+        """Return the ranks with rows."""
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
     def bare_ms(self, direction: str) -> float | None:
-        """Return ms of one layer's pass without recording: slowest worker, median iteration.
+        """Return one layer's ms on the slowest worker, median of iterations without recording.
 
-        None if it was not measured or the case has several layers. `PassAnalysis.duration` covers
-        recorded iterations, which take a little longer.
+        Return None if it was not measured or the case has several layers. Recorded iterations
+        (`PassAnalysis.duration`) take a little longer.
         """
         ms = self.facts.get(f"{direction}_ms")
         return float(ms) if ms is not None and len(self.layers) == 1 else None
 
     def bin_ms(self, name: str, direction: str | None = None) -> float:
-        """Return ms of a bin in an iteration, mean over ranks."""
+        """Return a bin's ms per iteration, mean over ranks; None stands for all directions."""
         chosen = slice(None) if direction is None else [self.directions.index(direction)]
         return float(self.bins[chosen][:, self.present, BINS.index(name)].sum(0).mean())
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Exposed ms of an iteration by link, mean over ranks, without links that have none."""
+        """Return exposed ms per iteration by link, mean over ranks. Omit links without any."""
         by_bin = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
         return {
             name.removeprefix(EXPOSED).strip() or "link": ms
@@ -264,29 +255,13 @@ class CaseAnalysis:
             "layers": list(self.layers),
             "typical_iteration": self.typical,
             "tokens": self.tokens,
-            "iteration_ms": self.iteration_ms.to_json(),
-            "time": self.time.to_json(),
-            "work": self.work.to_json(),
-            "computation": self.computation.to_json(),
+            "iteration_ms": _json(self.iteration_ms),
+            **{name: _json(getattr(self, name)) for name in ("time", "work", "computation")},
             "bins": [BINS[i] for i in used],
-            "bins_ms": {
-                name: _rounded(self.bins[d][:, used]) for d, name in enumerate(self.directions)
-            },
-            "passes_ms": {
-                name: _rounded(self.passes_ms[d]) for d, name in enumerate(self.directions)
-            },
+            "bins_ms": dict(zip(self.directions, _json(self.bins[..., used]), strict=True)),
+            "passes_ms": dict(zip(self.directions, _json(self.passes_ms), strict=True)),
             "passes": {name: analysis.to_json() for name, analysis in self.passes.items()},
-            "causes": [
-                {
-                    "text": c.text,
-                    "ms": _rounded(c.ms),
-                    "kind": c.kind,
-                    "direction": c.direction,
-                    "rank": c.rank,
-                    "step": c.step,
-                }
-                for c in self.causes
-            ],
+            "causes": [{**vars(cause), "ms": _json(cause.ms)} for cause in self.causes],
         }
 
 
@@ -323,7 +298,7 @@ class _CaseTotals:
         self.counts = np.zeros((directions, shape.workers))
         self.bins = np.zeros((directions, shape.groups, shape.workers, len(BINS)))
         self.passes = np.zeros((directions, shape.groups, shape.workers))
-        # per layer: samples, slowest, attention, late, exposed
+        # per layer: number of samples, then ms of slowest worker, attention, late, exposed
         self.by_layer = np.zeros((directions, layers, 5))
         # per direction: [ms and pairs, 4 degrees, samples]
         self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]
@@ -355,7 +330,7 @@ class _CaseTotals:
         self.passes += np.where(there, iteration.length, 0).sum(1)
         if not np.isnan(iteration.whole).all():
             self.wholes.append(float(np.nanmax(iteration.whole)))
-        # A context group contributes the workers that have rows.
+        # Leave out workers without rows.
         durations = np.zeros((len(shape.directions), shape.groups, iteration.length.shape[1]))
         for group in range(shape.groups):
             workers = np.flatnonzero(shape.present[group])
@@ -397,11 +372,8 @@ class _CaseTotals:
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
         # Draw at random: a fixed stride would pick the same steps or layers every time.
         kept = elapsed.reshape(-1)
-        kept = (
-            kept
-            if self.value_stride == 1
-            else kept[self.random.random(kept.size) * self.value_stride < 1]
-        )
+        if self.value_stride > 1:
+            kept = kept[self.random.random(kept.size) * self.value_stride < 1]
         self.values[d].append(kept.astype(np.float32))
         self.longest[d] = max(self.longest[d], float(elapsed.max(initial=0)))
         if spent.shape[2] == int(self.present.sum()):
@@ -414,14 +386,9 @@ class _CaseTotals:
     ) -> None:
         mean = spent.mean(2).sum(2)  # [SPENT, samples]
         computed = mean[SPENT.index(ATTENTION)] + mean[SPENT.index(COLUMNS)]
-        parts = (
-            np.ones(len(slowest)),
-            slowest,
-            computed,
-            mean[SPENT.index(LATE)],
-            mean[SPENT.index(EXPOSED)],
-        )
-        np.add.at(self.by_layer[d], layers, np.stack(parts, -1))
+        waits = mean[SPENT.index(LATE)], mean[SPENT.index(EXPOSED)]
+        parts = np.stack([np.ones(len(slowest)), slowest, computed, *waits], -1)
+        np.add.at(self.by_layer[d], layers, parts)
 
     def result(self, wanted: int) -> CaseAnalysis:
         shape, count = self.shape, max(1, len(self.numbers))
@@ -431,29 +398,25 @@ class _CaseTotals:
         chosen = [
             d for d, name in enumerate(shape.directions) if name in passes and name != "recompute"
         ] or list(range(len(passes)))
-        both = [np.concatenate(self.degrees[d], -1) for d in chosen]
-        shares = [np.concatenate(self.ratios[d], -1) for d in chosen]
-        # Samples of both directions pair up, unless a killed run left one out.
-        samples = min((b.shape[-1] for b in both), default=0)
-        mean = np.mean([b[..., :samples] for b in both], 0) if both else np.zeros((2, 4, 0))
-        share = np.mean([s[..., :samples] for s in shares], 0) if shares else np.zeros((2, 0))
-        owners = np.concatenate(self.owners[chosen[0]])[:samples] if both else np.zeros(0, np.int64)
+        # Both directions have the same samples, unless a killed run left one out.
+        both = [np.concatenate(self.degrees[d], -1) for d in chosen] or [np.zeros((2, 4, 0))]
+        shares = [np.concatenate(self.ratios[d], -1) for d in chosen] or [np.zeros((2, 0))]
+        samples = min(b.shape[-1] for b in both)
+        estimates = _estimates(
+            np.mean([b[..., :samples] for b in both], 0),
+            np.mean([s[..., :samples] for s in shares], 0),
+            np.concatenate(self.owners[chosen[0]])[:samples] if chosen else np.zeros(0, np.int64),
+        )
         total = np.array(self.durations).sum(1)
         facts = shape.facts
-        tokens = (
-            int(facts.get("seq") or 0)
-            * int(facts.get("micro_batch") or 1)
-            * len(shape.micros)
-            * shape.groups
-        )
+        sequences = int(facts.get("micro_batch") or 1) * len(shape.micros) * shape.groups
+        tokens = int(facts.get("seq") or 0) * sequences
         return CaseAnalysis(
             number=shape.case,
             label=str(facts.get("label") or f"case {shape.case}"),
             facts=facts,
             passes=passes,
-            time=Degrees.of(mean[0], owners),
-            work=Degrees.of(mean[1], owners),
-            computation=Ratios(Estimate.of(share[0], owners), Estimate.of(share[1], owners)),
+            **estimates,
             bins=self.bins.reshape(len(shape.directions), shape.ranks, len(BINS)) / count,
             passes_ms=self.passes.reshape(len(shape.directions), shape.ranks) / count,
             iteration_ms=Estimate.of(np.array(self.wholes)),
@@ -467,7 +430,7 @@ class _CaseTotals:
             typical=self.numbers[int(np.argsort(total, kind="stable")[(len(total) - 1) // 2])],
             missing=shape.missing,
             partial=len(self.numbers) < wanted or bool(shape.missing),
-            causes=self.waits.causes(),
+            causes=causes_of(self.waits),
         )
 
     def _pass(self, d: int, name: str) -> PassAnalysis:
@@ -477,22 +440,15 @@ class _CaseTotals:
         pairs, blocks = self.pairs[d] / counts, self.blocks[d] / counts
         inside = slice(1, steps + 1)
         values = np.concatenate(self.values[d])
-        degrees = np.concatenate(self.degrees[d], -1)
-        share = np.concatenate(self.ratios[d], -1)
-        owners = np.concatenate(self.owners[d])
-        layers = []
-        for layer, (number, slowest, attention, late, exposed) in zip(
-            self.shape.layers, self.by_layer[d], strict=True
-        ):
-            if number:
-                row = {
-                    "ms": slowest,
-                    "attention_ms": attention,
-                    "late_ms": late,
-                    "exposed_ms": exposed,
-                }
-                means = {key: float(value / number) for key, value in row.items()}
-                layers.append({"layer": float(layer), **means})
+        names = ("ms", "attention_ms", "late_ms", "exposed_ms")
+        layers = [
+            {
+                "layer": float(layer),
+                **dict(zip(names, [float(ms / number) for ms in sums], strict=True)),
+            }
+            for layer, (number, *sums) in zip(self.shape.layers, self.by_layer[d], strict=True)
+            if number
+        ]
         tables = (
             np.stack(self.tables[d])
             if self.tables[d]
@@ -508,9 +464,11 @@ class _CaseTotals:
             blocks=blocks[:, inside],
             columns=spent[SPENT.index(COLUMNS), :, 0],
             column_pairs=pairs[:, 0],
-            time=Degrees.of(degrees[0], owners),
-            work=Degrees.of(degrees[1], owners),
-            computation=Ratios(Estimate.of(share[0], owners), Estimate.of(share[1], owners)),
+            **_estimates(
+                np.concatenate(self.degrees[d], -1),
+                np.concatenate(self.ratios[d], -1),
+                np.concatenate(self.owners[d]),
+            ),
             duration=Estimate.of(np.array(self.durations)[:, d]),
             p50=float(np.percentile(values, 50)) if len(values) else float("nan"),
             p95=float(np.percentile(values, 95)) if len(values) else float("nan"),
@@ -522,10 +480,9 @@ class _CaseTotals:
 
 
 def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return [4, samples].
+    """Return imbalance degrees, [4, samples].
 
-    Single columns count as one more step when workers are compared, and as none when the steps of
-    one worker are compared.
+    Degrees that compare workers count single columns as one more step. The step degree omits them.
     """
     values = degrees(tables)
     if columns.any():
@@ -533,13 +490,18 @@ def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return values
 
 
-def _rounded(value: Any) -> Any:
+def _json(value: Any) -> Any:
     """Round to five digits; NaN and infinity become None."""
-    array = np.asarray(value, np.float64)
-    if array.ndim:
-        return (
-            [_rounded(part) for part in array]
-            if array.ndim > 1
-            else [_rounded(float(v)) for v in array]
-        )
-    return float(f"{array:.5g}") if np.isfinite(array) else None
+    if isinstance(value, Estimate):
+        return {"mean": _json(value.mean), "std": _json(value.std), "n": value.n}
+    if isinstance(value, Degrees | Ratios):
+        return _json(vars(value))
+    if isinstance(value, dict):
+        return {name: _json(entry) for name, entry in value.items()}
+    if isinstance(value, list | np.ndarray):
+        return [_json(entry) for entry in value]
+    return float(f"{value:.5g}") if np.isfinite(value) else None
+
+
+def _whole(table: np.ndarray) -> Any:
+    return np.rint(table).astype(np.int64).tolist()

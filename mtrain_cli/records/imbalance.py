@@ -28,18 +28,6 @@ class Imbalance:
     critical: float
 
 
-@dataclass(frozen=True)
-class ComputationRatios:
-    """Computation ratios: the share of time that goes into attention; 1 is perfect.
-
-    step: share of a worker's step, averaged over workers and steps
-    total: share of the whole pass, averaged over workers
-    """
-
-    step: float
-    total: float
-
-
 def imbalance(table: ArrayLike) -> Imbalance:
     """Return the degrees of one table [workers, steps] of non-negative numbers.
 
@@ -70,36 +58,19 @@ def degrees(tables: ArrayLike) -> np.ndarray:
     return np.stack([worker, step, total, critical])
 
 
-def computation(
-    attention: ArrayLike, elapsed: ArrayLike, wall: float | None = None
-) -> ComputationRatios:
-    """Return the computation ratios of one pass.
-
-    Args:
-        attention: [workers, steps], time of attention.
-        elapsed: [workers, steps], all time of the same steps: attention, waits and the rest.
-        wall: time of the whole pass, which may exceed its steps; None for the longest sum of one
-            worker's steps.
-
-    Raises:
-        ValueError: the shapes differ, or an entry is negative or not finite.
-    """
-    a, e = _checked(attention, 2), _checked(elapsed, 2)
-    step, total = ratios(
-        a[None], e[None], a.sum(1)[None], np.array([e.sum(1).max() if wall is None else wall])
-    )
-    return ComputationRatios(float(step[0]), float(total[0]))
-
-
 def ratios(
     attention: np.ndarray, elapsed: np.ndarray, computed: np.ndarray, wall: np.ndarray
 ) -> np.ndarray:
-    """Return the computation ratios of many samples, [2, samples] as in `ComputationRatios`.
+    """Return the computation ratios of many samples, [2, samples]; 1 is perfect.
+
+    A computation ratio is the share of time that goes into attention. The first row has the share
+    of a worker's step, averaged over workers and steps. The second row has the share of the whole
+    pass, averaged over workers.
 
     Args:
         attention, elapsed: [samples, workers, steps].
-        computed: [samples, workers], attention of all steps and outside of them.
-        wall: [samples]; a pass of zero time has ratio 0.
+        computed: [samples, workers], attention of the pass, inside and outside of steps.
+        wall: [samples], duration of the pass; 0 gives ratio 0.
 
     Raises:
         ValueError: the shapes differ.
@@ -127,12 +98,12 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divide; 1 where the whole is 0: work that nobody does is balanced."""
+    """Divide; return 1 if the whole is 0, because work that nobody does is balanced."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 
 def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> np.ndarray:
-    """Average the entries that count over all axes but the first; ``empty`` where none counts."""
+    """Average the entries in ``counts`` over all axes but the first; ``empty`` if there is none."""
     axes = tuple(range(1, values.ndim))
     number = counts.sum(axes)
     return np.where(

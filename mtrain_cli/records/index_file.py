@@ -1,14 +1,14 @@
-"""`index.npz` of a profile: the dynamic indices of one iteration, to replay under other settings.
+"""`index.npz`: the dynamic indices of one profiled iteration, to replay under other settings.
 
 An archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
-- ``lengths``, ``padded``: per sequence
-- ``mask<i>``: per sequence, int64 [2, runs], starts and values of the runs of `SequenceMask.first`
-- entry i, vertical-slash: ``<i>.slashes`` (uint8, bits packed along the diagonals) and
+- ``lengths``, ``padded``: tokens of each sequence, without and with padding
+- sequence i: ``mask<i>`` (int64 [2, runs]), starts and values of the runs of `SequenceMask.first`
+- entry i, vertical-slash: ``<i>.slashes`` (uint8, bits packed along the slashes) and
   ``<i>.columns`` (int32)
 - entry i, bitmap: ``<i>.bits`` (uint8, bits packed along the key blocks) and ``<i>.rows``
-A vertical-slash index takes kilobytes a layer; a bitmap takes one bit per head and block pair,
-before compression.
+Before compression, a vertical-slash index takes kilobytes per layer, and a bitmap one bit per head
+and block pair.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -33,32 +32,24 @@ from mtrain_cli.config.schema import ConfigError
 INDEX_SCHEMA = 1
 _KIND = "mtrain indices"
 _FORMER_COLUMNS = ".bars"  # name of the array in files of version 0.1.0
-# What NumPy, zipfile, json or a constructor raises for a damaged or foreign file.
+# Errors that NumPy, zipfile, json and constructors raise for a damaged or foreign file.
 _FOREIGN = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    EOFError,
-    OSError,
-    zipfile.BadZipFile,
-    zlib.error,
-    RuntimeError,
+    *(ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError),
+    *(RuntimeError, zipfile.BadZipFile, zlib.error),
 )
 
 
 @dataclass(frozen=True)
 class RecordedSetup:
-    """The settings under which the indices were recorded, as a replay needs them.
+    """Settings of the recorded run that a replay needs.
 
     seq: tokens of a sequence before padding
     heads, kv_heads, head_dim: of the model
     dtype_bytes: of the compute dtype
     workers, per_node, layout, exchange, block_size: of the topology
-    needs_out: whether the kernel's backward needs the output (`exchange_bytes.ShardSizes`)
-    columns: most single columns of a head by pattern label, None for no bound
-        (`exchange_selection.ExchangeNeeds`); without an entry, the number that the index uses
+    needs_out: whether the kernel's backward needs the output (`lowering.Traits`)
+    columns: by pattern label, the bound on single columns per head, None for no bound
+        (`exchange_selection.ExchangeNeeds`); a label without entry takes what its index uses
     iteration: training step
     """
 
@@ -79,9 +70,9 @@ class RecordedSetup:
 
 @dataclass(frozen=True)
 class RecordedIndices:
-    """An index file, opened.
+    """An open index file.
 
-    masks: of the batch, padded as recorded
+    masks: one per sequence of the batch, padded as recorded
     entries: (pattern label, layer) in recorded order
     """
 
@@ -100,13 +91,13 @@ class RecordedIndices:
         return tuple(sorted(layer for label, layer in self.entries if label == pattern))
 
     def block(self, pattern: str) -> int | None:
-        """Return the block size of a pattern's indices in tokens; None if it is dense."""
+        """Return the block size of a pattern's indices in tokens; None for dense attention."""
         return next(
             self._stored[entry][0].get("block") for entry in self.entries if entry[0] == pattern
         )
 
     def index(self, pattern: str, layer: int) -> Index | None:
-        """Read one index; None if it is dense. Joins the parts of a bitmap spread over workers.
+        """Read one index; None for dense attention. Join the parts that workers wrote of a bitmap.
 
         Raises:
             ConfigError: the file is damaged.
@@ -124,76 +115,47 @@ class RecordedIndices:
             ) from error
 
 
-class IndexWriter:
-    """Write an index file layer by layer, in a ``with`` statement.
-
-    The file appears when the block ends without an error, complete, or not at all.
-    """
-
-    def __init__(self, path: Path, setup: RecordedSetup, masks: Sequence[SequenceMask]) -> None:
-        self._path, self._draft = Path(path), Path(path).with_suffix(".part")
-        self._setup, self._masks = setup, masks
-        self._entries: list[dict[str, Any]] = []
-        self._file: zipfile.ZipFile | None = None
-
-    def __enter__(self) -> IndexWriter:
-        self._file = zipfile.ZipFile(self._draft, "w", zipfile.ZIP_DEFLATED)
-        return self
-
-    def add(self, pattern: str, layer: int, index: Index | None) -> None:
-        """Add one index (None: dense), or one worker's part of a bitmap spread over workers."""
-        number = len(self._entries)
-        entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
-        if index is not None:
-            entry |= {"kind": type(index).__name__, "block": index.block, "blocks": index.blocks}
-            for name, values in _packed(index).items():
-                self._write(f"{number}.{name}", values)
-        self._entries.append(entry)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._file is not None
-        try:
-            if kind is None:
-                for row, mask in enumerate(self._masks):
-                    starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
-                    self._write(f"mask{row}", np.stack([starts, mask.first[starts]]))
-                self._write("lengths", np.array([mask.length for mask in self._masks], np.int64))
-                self._write("padded", np.array([mask.padded for mask in self._masks], np.int64))
-                about = {
-                    "kind": _KIND,
-                    "schema": INDEX_SCHEMA,
-                    "setup": dataclasses.asdict(self._setup),
-                    "entries": self._entries,
-                }
-                self._write("about", np.array(json.dumps(about)))
-        finally:
-            self._file.close()
-            if kind is not None:
-                self._draft.unlink(missing_ok=True)
-        if kind is None:
-            self._draft.replace(self._path)
-
-    def _write(self, name: str, values: np.ndarray) -> None:
-        assert self._file is not None, "IndexWriter is used in a `with` statement"
-        with self._file.open(f"{name}.npy", "w", force_zip64=True) as entry:
-            np.lib.format.write_array(entry, values, allow_pickle=False)
-
-
 def save_indices(
     path: Path,
     setup: RecordedSetup,
     masks: Sequence[SequenceMask],
     indices: Iterable[tuple[str, int, Index | None]],
 ) -> None:
-    """Write an index file from (pattern label, layer, index); an iterator keeps one at a time."""
-    with IndexWriter(path, setup, masks) as writer:
-        for pattern, layer, index in indices:
-            writer.add(pattern, layer, index)
+    """Write an index file atomically.
+
+    Args:
+        indices: (pattern label, layer, index or None for dense attention). Pass an iterator to keep
+            one index in memory at a time. A bitmap spread over workers has one entry per worker.
+    """
+    draft = Path(path).with_suffix(".part")
+    entries: list[dict[str, Any]] = []
+    try:
+        with zipfile.ZipFile(draft, "w", zipfile.ZIP_DEFLATED) as file:
+            for number, (pattern, layer, index) in enumerate(indices):
+                entry: dict[str, Any] = {"pattern": pattern, "layer": layer, "kind": "dense"}
+                if index is not None:
+                    size = {"block": index.block, "blocks": index.blocks}
+                    entry |= {"kind": type(index).__name__, **size}
+                    for name, values in _packed(index).items():
+                        _write(file, f"{number}.{name}", values)
+                entries.append(entry)
+            for row, mask in enumerate(masks):
+                starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
+                _write(file, f"mask{row}", np.stack([starts, mask.first[starts]]))
+            for name in ("length", "padded"):
+                sizes = np.array([getattr(mask, name) for mask in masks], np.int64)
+                _write(file, "lengths" if name == "length" else name, sizes)
+            about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
+            _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    draft.replace(path)
+
+
+def _write(file: zipfile.ZipFile, name: str, values: np.ndarray) -> None:
+    with file.open(f"{name}.npy", "w", force_zip64=True) as entry:
+        np.lib.format.write_array(entry, values, allow_pickle=False)
 
 
 def load_indices(path: Path) -> RecordedIndices:
@@ -216,23 +178,18 @@ def load_indices(path: Path) -> RecordedIndices:
                     f"{INDEX_SCHEMA}; record it again"
                 )
             setup = RecordedSetup(**about["setup"])
+            sizes = zip(file["lengths"], file["padded"], strict=True)
             masks = tuple(
                 _mask(file[f"mask{row}"], int(length), int(padded))
-                for row, (length, padded) in enumerate(
-                    zip(file["lengths"], file["padded"], strict=True)
-                )
+                for row, (length, padded) in enumerate(sizes)
             )
             stored: dict[tuple[str, int], list[dict[str, Any]]] = {}
             for number, entry in enumerate(about["entries"]):
                 stored.setdefault((str(entry["pattern"]), int(entry["layer"])), []).append(
                     entry | {"number": number}
                 )
-            _check(
-                setup,
-                masks,
-                stored,
-                {name.replace(_FORMER_COLUMNS, ".columns") for name in file.files},
-            )
+            present = {name.replace(_FORMER_COLUMNS, ".columns") for name in file.files}
+            _check(setup, masks, stored, present)
     except ConfigError:
         raise
     except _FOREIGN as error:
@@ -250,22 +207,13 @@ def _check(
 ) -> None:
     """Raise ValueError or KeyError if parts of the file contradict each other."""
     numbers = (
-        setup.seq,
-        setup.heads,
-        setup.kv_heads,
-        setup.head_dim,
-        setup.dtype_bytes,
-        setup.workers,
-        setup.per_node,
-        setup.block_size,
+        *(setup.seq, setup.heads, setup.kv_heads, setup.head_dim, setup.dtype_bytes),
+        *(setup.workers, setup.per_node, setup.block_size),
     )
     if not all(isinstance(n, int) and n >= 1 for n in numbers) or setup.heads % setup.kv_heads:
         raise ValueError("shapes")
-    if (
-        not masks
-        or not stored
-        or any(mask.length > setup.seq or mask.padded < setup.seq for mask in masks)
-    ):
+    fit = all(mask.length <= setup.seq <= mask.padded for mask in masks)
+    if not (masks and stored and fit):
         raise ValueError("masks")
     for parts in stored.values():
         for part in parts:
@@ -319,15 +267,10 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     block, blocks, number = int(part["block"]), int(part["blocks"]), part["number"]
     if part["kind"] == "VerticalSlash":
         slashes = file[f"{number}.slashes"]
-        columns = file[
-            name if (name := f"{number}.columns") in file else f"{number}{_FORMER_COLUMNS}"
-        ]
-        matching = (
-            columns.dtype == np.int32
-            and columns.shape[:2] == slashes.shape[:2]
-            and slashes.shape[2:] == (-(-blocks // 8),)
-        )
-        if not matching or (columns < 0).any():
+        name = f"{number}.columns"
+        columns = file[name if name in file else f"{number}{_FORMER_COLUMNS}"]
+        shapes = columns.shape[:2] == slashes.shape[:2], slashes.shape[2:] == (-(-blocks // 8),)
+        if not all(shapes) or columns.dtype != np.int32 or (columns < 0).any():
             raise ValueError("columns")
         return VerticalSlash(block, blocks, _bits(slashes, blocks), torch.from_numpy(columns))
     bits, rows = file[f"{number}.bits"], file[f"{number}.rows"]

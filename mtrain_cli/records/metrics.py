@@ -20,7 +20,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one optimizer step, of the whole job unless stated otherwise.
+    """Metrics of one optimizer step, over the whole job unless stated otherwise.
 
     step: completed optimizer steps, including this one; the first is 1.
     loss: mean over the valid tokens of the step, in nats; None if no token has a label.
@@ -30,19 +30,19 @@ class StepMetrics:
     tokens_per_second_per_gpu: tokens of this step / seconds / workers.
     mfu_model, mfu_executed: MFU and HFU, shares of the GPU's peak by `flops.FlopsPerToken`; None on
         a CPU or an unknown GPU. A sparse step has no MFU: it skips pairs that the mask allows.
-    density: computed pairs / causal pairs of the whole sequence, for dense and sparse steps. A
-        dense step has 1.0 without documents; with packed documents, their share of these pairs.
+    density: computed pairs / causal pairs of the whole sequence. A dense step has density 1.0, or
+        with packed documents the share of causal pairs inside one document.
     peak_memory_gib: peak allocated memory of the first worker in the step; None on a CPU.
     seconds: wall-clock time of the step, including data loading.
     epoch: passes over the data, with a fraction.
     consumed: sequences read since step 0.
-    data_seconds: time that the longest-waiting worker waited for data, to be read and copied to the
-        device; part of `seconds`.
-    slashes, columns: per head, means over heads and layers; None for a dense step.
+    data_seconds: longest wait of a worker for data to be read and copied to the device; part of
+        `seconds`.
+    slashes, columns: number per head, mean over heads and layers; None for a dense step.
     index_seconds: time that the first worker spent estimating indices; None for a dense step.
     density_by_layer: density of each layer; None for a dense step.
-    skipped: whether the update was skipped, for a spike (optim.skip_spikes) or a step without
-        labels. Without optim.skip_spikes it is true for a step without labels and else None.
+    skipped: whether the update was skipped, because of a spike (optim.skip_spikes) or because no
+        token has a label. Without optim.skip_spikes it is None instead of false.
     """
 
     step: int
@@ -77,9 +77,9 @@ class StepMetrics:
 class MetricsWriter:
     """Append steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
 
-    Each line is flushed at once. `start_step` is the step that the run continues from, 0 for a new
-    one. Lines of later steps, from an attempt that ran past its last checkpoint, are removed first,
-    as is a line that a crash cut short; the file is replaced atomically.
+    `start_step` is the step from which the run resumes, 0 for a new run. Opening removes later
+    steps, which an earlier attempt trained after its last checkpoint, and a line that a crash cut
+    short. The file is replaced atomically.
 
     Raises:
         ConfigError: TensorBoard is requested but not installed.
@@ -96,8 +96,8 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> str | None:
         """Append one step and flush it to the operating system.
 
-        Returns a warning for the first of consecutive lines that cannot be written, for example on
-        a full disk; training goes on.
+        Return a warning if the write fails, for example on a full disk, instead of raising. Further
+        failures in a row return None.
         """
         problem = None
         before = os.fstat(self._file.fileno()).st_size
@@ -140,8 +140,8 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the steps of a `metrics.jsonl`, or of the run folder that holds it, in file order.
 
-    Skips a last line that was cut short. Ignores unknown keys and reads missing ones as null, so
-    that files of other versions open.
+    Skip a last line that was cut short. Ignore unknown keys and read missing keys as null, so that
+    files of other versions open.
 
     Raises:
         ConfigError: no such file, or a line before the last is not a step.

@@ -23,19 +23,15 @@ if TYPE_CHECKING:
     import pandas
 
 SCHEMA = 2
-RECORDS, PARTS, SUMMARY, INDEX, TRACE = (
-    "records.parquet",
-    "records",
-    "summary.json",
-    "index.npz",
-    "trace.json",
-)
-SWEEP = "sweep.jsonl"  # rows of a sweep of simulations, which writes no records
-STEP, KERNELS = "step", "kernels.csv"  # summary kind and rows of `profile step`; no records either
-SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # likewise of `profile sparsity`
+RECORDS, PARTS, SUMMARY = "records.parquet", "records", "summary.json"
+INDEX, TRACE = "index.npz", "trace.json"
+# These write no records.
+SWEEP = "sweep.jsonl"  # `simulate` with a sweep: one row per simulation
+STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, and file of rows
+SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: the same
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
 PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
-# Columns of words: stored as dictionaries; in memory, codes in these orders.
+# Text columns. Files store dictionaries; arrays in memory hold indices into these tuples (codes).
 WORDS: dict[str, tuple[str, ...]] = {
     "direction": DIRECTIONS,
     "phase": KINDS,
@@ -54,8 +50,8 @@ ROW = np.dtype(
         ("rank", np.int16),
         ("phase", np.int8),
         ("link", np.int8),  # wait, send, receive: the channel
-        ("payload", np.int8),  # wait, send, receive: what is moved
-        ("shard", np.int16),  # wait, send, receive: whose it is; -1 for a collective
+        ("payload", np.int8),  # wait, send, receive: the kind of data
+        ("shard", np.int16),  # wait, send, receive: rank that owns the data; -1 for a collective
         # send: to; receive: from; wait: the rank waited for; -1 for none or several
         ("peer", np.int16),
         ("start_us", np.float64),  # since the iteration began, on the clock of rank 0
@@ -87,10 +83,10 @@ class RecordedFolder:
     parts: tuple[Path, ...]
 
     def batches(self, columns: Iterable[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows in batches of arrays, words as codes of `WORDS`. Memory use is bounded.
+        """Yield the rows in batches of arrays, with words as codes of `WORDS`.
 
         Raises:
-            ConfigError: a file is damaged or of another schema.
+            ConfigError: a file is damaged or has another schema.
         """
         import pyarrow.parquet as pq
 
@@ -114,20 +110,10 @@ class RecordedFolder:
                 ) from error
 
     def frame(self) -> pandas.DataFrame:
-        """Return all rows, words as categories."""
-        batches = list(self.batches())
-        return as_frame(
-            {
-                name: np.concatenate([b[name] for b in batches])
-                if batches
-                else np.empty(0, ROW[name])
-                for name in ROW.names or ()
-            }
-        )
-
-    def frames(self) -> Iterator[pandas.DataFrame]:
-        """Yield the rows in batches, words as categories."""
-        return map(as_frame, self.batches())
+        """Return all rows, with words as categories."""
+        none = {name: np.empty(0, ROW[name]) for name in ROW.names or ()}
+        batches = [none, *self.batches()]
+        return as_frame({name: np.concatenate([b[name] for b in batches]) for name in none})
 
 
 def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
@@ -141,7 +127,7 @@ def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
 
 
 def _codes(column: Any, name: str, part: Path) -> np.ndarray:
-    """Convert an arrow column to numbers, words to codes of `WORDS`."""
+    """Convert an arrow column to numbers. Words become codes of `WORDS`."""
     if name not in WORDS:
         return column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
     known = {word: code for code, word in enumerate(WORDS[name])}
@@ -157,33 +143,27 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
 
 
 def write_rows(rows: np.ndarray, path: Path) -> None:
-    """Write rows of dtype `ROW`. The file appears complete or not at all."""
+    """Write rows of dtype `ROW` atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    arrays, names = [], []
-    for name in ROW.names or ():
-        values = np.ascontiguousarray(rows[name])
-        arrays.append(
-            pa.DictionaryArray.from_arrays(pa.array(values), pa.array(WORDS[name]))
-            if name in WORDS
-            else pa.array(values)
-        )
-        names.append(name)
-    table = pa.table(arrays, names=names).replace_schema_metadata({"mtrain_schema": str(SCHEMA)})
+    arrays = {name: pa.array(np.ascontiguousarray(rows[name])) for name in ROW.names or ()}
+    for name, words in WORDS.items():
+        arrays[name] = pa.DictionaryArray.from_arrays(arrays[name], pa.array(words))
+    table = pa.table(arrays).replace_schema_metadata({"mtrain_schema": str(SCHEMA)})
     draft = path.with_suffix(".part")
     pq.write_table(table, draft, compression="zstd")
     draft.replace(path)
 
 
 def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
-    """Write the rows of one sample to a file of their own."""
+    """Write the rows of one sample as part ``number``."""
     (folder / PARTS).mkdir(parents=True, exist_ok=True)
     write_rows(rows, folder / PARTS / f"{number:06d}.parquet")
 
 
 def delete_parts_after(folder: Path, last: int) -> int:
-    """Delete the parts after number ``last``. Returns how many remain."""
+    """Delete the parts after number ``last``. Return the number of remaining parts."""
     parts = sorted((folder / PARTS).glob("*.parquet"))
     for part in parts:
         if int(part.stem) > last:
@@ -219,7 +199,7 @@ def open_records(folder: Path) -> RecordedFolder:
     """Open the folder of a profile or simulation.
 
     Raises:
-        ConfigError: the folder holds no profile, or one of another schema.
+        ConfigError: the folder holds no profile, or its schema differs.
     """
     path = folder / SUMMARY
     if not path.is_file():
@@ -234,10 +214,8 @@ def open_records(folder: Path) -> RecordedFolder:
             f"{path}: has schema {schema}, this version of mtrain reads {SCHEMA}; "
             "measure again, or use the version that wrote it"
         )
-    cases = summary.get("cases")
-    if cases is not None and not (
-        isinstance(cases, list) and all(isinstance(case, dict) for case in cases)
-    ):
+    cases = summary["cases"] if summary.get("cases") is not None else []
+    if not isinstance(cases, list) or not all(isinstance(case, dict) for case in cases):
         raise ConfigError(f"{path}: not the summary of a profile (cases must be a list of objects)")
     whole = folder / RECORDS
     parts = (whole,) if whole.is_file() else tuple(sorted((folder / PARTS).glob("*.parquet")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from mtrain_cli.parallel.recording import (
 from mtrain_cli.parallel.schedule import GRADIENTS
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 
-# Categories of the time of a pass. A wait is `late` until the peer has started sending, then
-# `exposed` on its link.
+# Categories of a pass's time. A wait is `late` until the peer starts sending, then `exposed` on
+# its link.
 LATE, EXPOSED = "late", "exposed"
 SPENT = (INDEX, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP, LATE, EXPOSED)
 BUSY = SPENT[:6]
@@ -44,10 +44,10 @@ class RecordedShape:
 
     facts: the case's entry in the summary
     iterations, micros, layers: the numbers that occur
-    workers: ranks of one context group
-    ranks: of all groups
+    workers: number of ranks in a context group
+    ranks: number of ranks in all groups
     present: [groups, workers], whether a rank has rows
-    steps: number of steps of each direction that has rows
+    steps: number of steps, by direction that has rows
     """
 
     case: int
@@ -83,14 +83,14 @@ class Iteration:
     """One iteration of a case, times in ms. Samples are layers of forward passes: micro x layer.
 
     spent: [SPENT, direction, sample, group, worker, slot]
-    pairs, blocks: [direction, sample, group, worker, slot]. Single columns that are gathered once
-        belong to no step: their time and pairs are in slot 0
+    pairs, blocks: [direction, sample, group, worker, slot]. Slot 0 has the time and pairs of single
+        columns, because they are gathered once and belong to no step
     link: [direction, LINKS, group, worker, slot], exposed time over all samples
-    behind: what the wait with the longest late part waited for, as
-        ((rank waited for + 1) * len(LINKS) + link) * 2 + (whether it sends gradients, that is after
-        computing its step); -1 for none
-    start, length: of the pass, [direction, sample, group, worker]; NaN without rows
-    whole: of the iteration, [group, worker]
+    behind: shape of pairs, the source of the wait with the longest late part, or -1:
+        ((peer + 1) * len(LINKS) + link) * 2 + gradients. gradients is 1 if the peer sends
+        gradients, which it does after computing its step
+    start, length: [direction, sample, group, worker], start and duration of the pass or NaN
+    whole: [group, worker], duration of the iteration or NaN
     """
 
     number: int
@@ -117,8 +117,7 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     steps: dict[int, dict[int, int]] = {}
     last: dict[tuple[int, int], int] = {}
     for number, batch in enumerate(recorded.batches(_SURVEY)):
-        for case in _unique(batch["case"]):
-            mine = batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
+        for case, mine in _split(batch, "case"):
             of_case = seen.setdefault(
                 case, {name: set() for name in ("iteration", "micro", "layer", "rank")}
             )
@@ -126,8 +125,8 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
                 numbers.update(_unique(mine[name]))
             last.update({(case, iteration): number for iteration in _unique(mine["iteration"])})
             counts = steps.setdefault(case, {})
-            for direction in _unique(mine["direction"]):
-                most = int(mine["step"][mine["direction"] == direction].max()) + 1
+            for direction, of_direction in _split(mine, "direction"):
+                most = int(of_direction["step"].max()) + 1
                 counts[direction] = max(most, counts.get(direction, 0))
     cases = recorded.summary.get("cases") or []
     shapes = {}
@@ -157,37 +156,29 @@ def _shape(
     counted = {}
     for code, most in sorted(steps.items()):
         if name := DIRECTIONS[code]:
-            counted[name] = max(
-                most, int(declared.get("backward" if name == "backward" else "forward") or 0)
-            )
-    layers = tuple(sorted(layer for layer in seen["layer"] if layer >= 0))
-    micros, iterations = tuple(sorted(seen["micro"])), tuple(sorted(seen["iteration"]))
+            expected = declared.get("backward" if name == "backward" else "forward")
+            counted[name] = max(most, int(expected or 0))
     return RecordedShape(
         case,
         facts,
-        iterations,
-        micros,
-        layers,
-        workers,
-        total,
-        present.reshape(-1, workers),
-        counted,
+        iterations=tuple(sorted(seen["iteration"])),
+        micros=tuple(sorted(seen["micro"])),
+        layers=tuple(sorted(layer for layer in seen["layer"] if layer >= 0)),
+        workers=workers,
+        ranks=total,
+        present=present.reshape(-1, workers),
+        steps=counted,
     )
 
 
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield each iteration of each case once its last row is read; only open ones take memory."""
+    """Yield each case's iterations as they end. Only unfinished iterations take memory."""
     under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
-        for case in _unique(batch["case"]):
-            of_case = (
-                batch if (batch["case"] == case).all() else _where(batch, batch["case"] == case)
-            )
-            for iteration in _unique(of_case["iteration"]):
-                alone = (of_case["iteration"] == iteration).all()
-                rows = of_case if alone else _where(of_case, of_case["iteration"] == iteration)
+        for case, of_case in _split(batch, "case"):
+            for iteration, rows in _split(of_case, "iteration"):
                 key = (case, iteration)
                 if key not in under_way:
                     under_way[key] = _RecordSums(shapes[case], iteration)
@@ -211,94 +202,82 @@ class _RecordSums:
         self.start, self.length = (np.full(int(np.prod(self.passes)), np.nan) for _ in range(2))
         self.link = np.zeros((len(shape.directions), len(LINKS), shape.ranks, shape.slots))
         self.whole = np.full(shape.ranks, np.nan)
-        self.direction = _table(
-            len(DIRECTIONS), {DIRECTIONS.index(name): i for i, name in enumerate(shape.directions)}
-        )
-        self.layer = _table(
-            max(shape.layers, default=0) + 1, {layer: i for i, layer in enumerate(shape.layers)}
-        )
-        self.micro = _table(
-            max(shape.micros, default=0) + 1, {micro: i for i, micro in enumerate(shape.micros)}
-        )
-        self.place = _table(len(KINDS), {KINDS.index(kind): SPENT.index(kind) for kind in BUSY})
+        codes = [DIRECTIONS.index(name) for name in shape.directions]
+        self.direction = _places(codes, len(DIRECTIONS))
+        self.layer = _places(shape.layers, max(shape.layers, default=0) + 1)
+        self.micro = _places(shape.micros, max(shape.micros, default=0) + 1)
+        self.place = _places([KINDS.index(kind) for kind in BUSY], len(KINDS))
 
     def add(self, rows: dict[str, np.ndarray]) -> None:
         phase = rows["phase"]
         whole = phase == KINDS.index(ITERATION)
         self.whole[rows["rank"][whole]] = rows["dur_us"][whole] / 1e3
-        keep = (rows["layer"] >= 0) & (self.direction[rows["direction"]] >= 0)
-        at = (
-            (self.direction[rows["direction"]] * len(self.shape.micros) + self.micro[rows["micro"]])
-            * len(self.shape.layers)
-        ) + self.layer[rows["layer"]]
-        at = at * self.shape.ranks + rows["rank"]  # of the pass
+        direction = self.direction[rows["direction"]]
+        keep = (rows["layer"] >= 0) & (direction >= 0)
+        sample = direction * len(self.shape.micros) + self.micro[rows["micro"]]
+        sample = sample * len(self.shape.layers) + self.layer[rows["layer"]]
+        at = sample * self.shape.ranks + rows["rank"]  # of the pass
         passes = keep & (phase == KINDS.index(PASS))
         self.start[at[passes]] = rows["start_us"][passes] / 1e3
         self.length[at[passes]] = rows["dur_us"][passes] / 1e3
         slot = np.where(phase == KINDS.index(COLUMNS), 0, rows["step"] + 1)
         cell = at * self.shape.slots + slot
         busy = keep & (self.place[phase] >= 0)
-        np.add.at(
-            self.spent,
-            self.place[phase[busy]] * self.cells + cell[busy],
-            rows["dur_us"][busy] / np.float32(1e3),
-        )
+        spent = self.place[phase[busy]] * self.cells + cell[busy]
+        np.add.at(self.spent, spent, rows["dur_us"][busy] / np.float32(1e3))
         work = keep & ((phase == KINDS.index(ATTENTION)) | (phase == KINDS.index(COLUMNS)))
         np.add.at(self.pairs, cell[work], rows["pairs"][work])
         np.add.at(self.blocks, cell[work], rows["blocks"][work].astype(np.int64))
         waits = keep & (phase == KINDS.index(WAIT))
         if waits.any():
-            self._add_waits(_where(rows, waits), cell[waits], slot[waits])
+            self._add_waits(select(rows, waits), cell[waits], slot[waits])
 
     def _add_waits(self, rows: dict[str, np.ndarray], cell: np.ndarray, slot: np.ndarray) -> None:
         late = np.clip(rows["late_us"], 0, rows["dur_us"]) / np.float32(1e3)
         exposed = rows["dur_us"] / np.float32(1e3) - late
         np.add.at(self.spent, SPENT.index(LATE) * self.cells + cell, late)
         np.add.at(self.spent, SPENT.index(EXPOSED) * self.cells + cell, exposed)
-        np.add.at(
-            self.link,
-            (self.direction[rows["direction"]], rows["link"].astype(np.int64), rows["rank"], slot),
-            exposed,
-        )
+        direction, link = self.direction[rows["direction"]], rows["link"].astype(np.int64)
+        np.add.at(self.link, (direction, link, rows["rank"], slot), exposed)
         gradient = np.isin(rows["payload"], [PAYLOADS.index(name) for name in GRADIENTS])
         code = ((rows["peer"].astype(np.int32) + 1) * len(LINKS) + rows["link"]) * 2 + gradient
         order = np.argsort(late, kind="stable")
         order = order[late[order] > self.longest[cell[order]]]
-        # The longest wait is written last, so it remains.
+        # The longest wait is written last, so it overwrites the others.
         self.behind[cell[order]] = code[order]
         self.longest[cell[order]] = late[order]
 
     def result(self) -> Iteration:
-        shape = (*self.passes, self.shape.slots)
+        shape, slots = self.passes, self.shape.slots
         return Iteration(
             self.number,
-            self.spent.reshape(len(SPENT), *shape),
-            self.pairs.reshape(shape),
-            self.blocks.reshape(shape),
-            self.link.reshape(
-                len(self.shape.directions),
-                len(LINKS),
-                self.shape.groups,
-                self.shape.workers,
-                self.shape.slots,
-            ),
-            self.behind.reshape(shape),
-            self.start.reshape(self.passes),
-            self.length.reshape(self.passes),
-            self.whole.reshape(self.shape.groups, self.shape.workers),
+            self.spent.reshape(len(SPENT), *shape, slots),
+            self.pairs.reshape(*shape, slots),
+            self.blocks.reshape(*shape, slots),
+            self.link.reshape(*self.link.shape[:2], *shape[2:], slots),
+            self.behind.reshape(*shape, slots),
+            self.start.reshape(shape),
+            self.length.reshape(shape),
+            self.whole.reshape(shape[2:]),
         )
 
 
-def _table(size: int, values: dict[int, int]) -> np.ndarray:
-    """Return an array code -> index, -1 for other codes."""
-    # One entry more, so that layer -1 reads the last entry, which is -1.
+def _places(codes: Sequence[int], size: int) -> np.ndarray:
+    """Return an array code -> place in ``codes``, -1 for other codes below ``size``."""
+    # The extra last entry stays -1: code -1 (no layer) reads it.
     table = np.full(size + 1, -1, np.int64)
-    for code, index in values.items():
-        table[code] = index
+    table[list(codes)] = np.arange(len(codes))
     return table
 
 
-def _where(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
+def _split(rows: dict[str, np.ndarray], column: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+    """Yield each number that occurs in a column, and its rows."""
+    numbers = _unique(rows[column])
+    for number in numbers:
+        yield number, rows if len(numbers) == 1 else select(rows, rows[column] == number)
+
+
+def select(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarray]:
     return {name: values[mask] for name, values in batch.items()}
 
 

@@ -1,14 +1,14 @@
 """Break a training step down into parts that add up to it, from a `torch.profiler` trace.
 
-GPU: each instant of a step belongs to what the device does: a kernel that computes, else a copy,
-else NCCL that transfers, else NCCL that waits, else idle. Of overlapping kernels, the first to
-start gets the instant. An NCCL kernel lasts from the arrival of its own rank until the message is
-through. Its duration on the rank where the same message was shortest (the last rank to arrive) is
-the transfer; the rest is waiting for other ranks. That includes slowdowns of one rank by a link or
-by computation. This uses durations only, so the ranks' clocks need not agree.
+GPU: each instant belongs to a compute kernel if one runs, else to a copy, else to an NCCL transfer,
+else to an NCCL wait, else to idle. If kernels overlap, the first to start gets the instant. An NCCL
+kernel runs from its own rank's arrival until the message is complete. The last rank to arrive has
+the shortest kernel for a message. That duration counts as transfer on all ranks, the rest as a wait
+for other ranks, whether a link or computation delayed them. Only durations are compared, so the
+ranks' clocks need not agree.
 
 CPU: each instant belongs to the innermost operator of the training thread, else to gloo messages in
-flight, else to the host (Python, or waiting).
+flight, else to the host (Python or waits).
 
 All times are whole nanoseconds, so sums are exact. Nothing here needs a device.
 """
@@ -41,7 +41,7 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
-# group, its ranks, their number, collective, elements in and out, dtype, number among equals
+# group, its ranks, their number, collective, elements in and out, dtype, count of equal ones before
 Message = tuple[Any, ...]
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
@@ -50,17 +50,12 @@ _NCCL = re.compile(r"^nccl", re.IGNORECASE)
 # Parts by kernel name, for launches outside our ranges. The order matters: the name of CuTe's
 # attention also contains "cutlass".
 _KERNELS = (
-    (ATTENTION, re.compile(r"flash|fmha|attention|sdpa", re.IGNORECASE)),
-    (OPTIMIZER, re.compile(r"adam|multi_tensor_apply", re.IGNORECASE)),
-    (
-        PRODUCTS,
-        re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_", re.IGNORECASE),
-    ),
+    (ATTENTION, re.compile(r"(?i)flash|fmha|attention|sdpa")),
+    (OPTIMIZER, re.compile(r"(?i)adam|multi_tensor_apply")),
+    (PRODUCTS, re.compile(r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|xmma|^triton_tem_")),
     (
         ELEMENTWISE,
-        re.compile(
-            r"^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm", re.IGNORECASE
-        ),
+        re.compile(r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm"),
     ),
 )
 # Parts by name of PyTorch's own CPU operators.
@@ -85,9 +80,9 @@ _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 
 @dataclass(frozen=True)
 class OperationTotals:
-    """Totals of one name: kernels of a GPU or operators of a CPU.
+    """Totals of the GPU kernels or CPU operators of one name.
 
-    ns: own time, including what overlaps other kernels
+    ns: self time, including time that overlaps other kernels
     """
 
     name: str
@@ -98,15 +93,15 @@ class OperationTotals:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Sums over all recorded steps of one rank, in ns. `launches` and below exist on a GPU only.
+    """Sums over all recorded steps of one rank, in ns. Fields from `launches` on need a GPU.
 
     steps: number of steps
-    step: time of the steps
-    parts: the same time by part
-    hidden: messages that computation or copies overlap; exposed ones are the parts links and waits
+    step: wall-clock time of the steps
+    parts: the same time, by part
+    hidden: overlapped communication; exposed communication is in the parts links and waits
     kinds: totals by name, the longest first
-    launches, launching: kernels launched, host time in launch calls
-    syncs, syncing: calls in which the host waits for the device, host time in them
+    launches, launching: number of launched kernels, host time in launch calls
+    syncs, syncing: number of calls that wait for the device, host time in them
     ahead: median time from the launch of a kernel to its start
     unmatched: NCCL messages not found on other ranks; they count as transfer only
     """
@@ -132,7 +127,7 @@ def find_parts(
     Args:
         events: `traceEvents`; each step is an annotation named `profiler_labels.STEP`.
         gpu: whether the steps ran on a GPU.
-        least: result of `shortest`; messages not in it count as transfer only.
+        least: result of `shortest`; messages that it lacks count as transfer only.
 
     Raises:
         ValueError: the trace holds no step.
@@ -142,7 +137,7 @@ def find_parts(
 
 
 def messages(events: Iterable[Event]) -> dict[Message, int]:
-    """Return ns of each NCCL message in one rank's steps, as far as the trace identifies it.
+    """Return ns of each NCCL message that the trace identifies in one rank's steps.
 
     Raises:
         ValueError: the trace holds no step.
@@ -159,7 +154,7 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
     """Return each message's ns on the rank where it was shortest.
 
-    Only messages that all ranks of the group sent, in equal numbers of their kind.
+    Skip a message unless all ranks of its group have it and have equally many of its kind.
     """
     kinds = [Counter(message[:-1] for message in mine) for mine in everyone]
     durations: dict[Message, list[int]] = defaultdict(list)
@@ -222,13 +217,8 @@ def range_part(name: str) -> str | None:
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
 _OF_MESSAGE = (
-    "Process Group Name",
-    "Process Group Ranks",
-    "Group size",
-    "Collective name",
-    "In msg nelems",
-    "Out msg nelems",
-    "dtype",
+    *("Process Group Name", "Process Group Ranks", "Group size", "Collective name"),
+    *("In msg nelems", "Out msg nelems", "dtype"),
 )
 _CATEGORIES = frozenset((*_DEVICE, *_RUNTIME, "cpu_op", "user_annotation"))
 
@@ -269,7 +259,7 @@ def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
 def _innermost(
     ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]
 ) -> list[str | None]:
-    """Return for each (thread, time) the part of the innermost range around it, or None."""
+    """For each (thread, time), return the part of the innermost range that contains it, or None."""
     by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for labelled in ranges:
         by_thread[labelled[0].thread].append(labelled)
@@ -297,7 +287,7 @@ def _claim(
 ) -> list[Interval]:
     """Give each interval of ``wanted``, sorted by start, the free time that it covers.
 
-    Adds the time to ``parts`` and returns what remains free.
+    Add the time to ``parts`` and return the intervals that remain free.
     """
     left: list[Interval] = []
     place, cursor = 0, None  # index of the current free interval; where its free rest begins
@@ -331,8 +321,12 @@ def _length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in intervals)
 
 
-def _kinds(totals: Mapping[tuple[str, str], Sequence[int]]) -> list[OperationTotals]:
-    kinds = [OperationTotals(name, part, calls, ns) for (name, part), (calls, ns) in totals.items()]
+def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
+    """Sum calls (name, part, ns) by name and part."""
+    totals: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for name, part, ns in calls:
+        totals[name, part].append(ns)
+    kinds = [OperationTotals(*key, len(ns), sum(ns)) for key, ns in totals.items()]
     return sorted(kinds, key=lambda k: (-k.ns, k.name, k.part))
 
 
@@ -359,41 +353,14 @@ def _of_gpu(
     # Work launched in a step ends in it, since a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
-    # A runtime call may contain a driver call of the same correlation: keep the outer one.
+    # A runtime call may contain a driver call with the same correlation id: keep the outer one.
     launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
     assigned = [
         _device_part(span, word)
         for span, word in zip(device, _launched_in(device, launches, spans), strict=True)
     ]
 
-    parts = dict.fromkeys(OF_GPU, 0)
-    kinds: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    computing, copying, moving, waiting, under_way = (
-        list[tuple[int, int, str]]() for _ in range(5)
-    )
-    unmatched = 0
-    for span, word, message in zip(device, assigned, _messages(device), strict=True):
-        kind, took = kinds[span.name, word], span.end - span.begin
-        kind[0], kind[1] = kind[0] + 1, kind[1] + took
-        if word != LINKS:
-            (computing if span.category == "kernel" else copying).append(
-                (span.begin, span.end, word)
-            )
-            continue
-        arrived = span.end - (took if message is None else least.get(message, took))
-        unmatched += message not in least
-        under_way.append((span.begin, span.end, LINKS))
-        waiting.append((span.begin, arrived, WAITS))
-        moving.append((arrived, span.end, LINKS))
-    free: list[Interval] = [(step.begin, step.end) for step in steps]
-    whole = _length(free)
-    in_all = {LINKS: 0}
-    _claim(free, under_way, in_all)
-    moving.sort(key=lambda interval: interval[0])
-    for layer in (computing, copying, moving, waiting):
-        free = _claim(free, layer, parts)
-    parts[IDLE] = _length(free)
-
+    parts, hidden, unmatched = _device_parts(device, assigned, steps, least)
     closing = [s for s in spans if s.name == _CLOSING]
     launching = [s for s in _inside(launches.values(), steps) if _LAUNCH.match(s.name)]
     syncing = [
@@ -404,17 +371,17 @@ def _of_gpu(
     ahead = [
         span.begin - launch.end
         for span, word in zip(device, assigned, strict=True)
-        # NCCL kernels wait for other streams, which says nothing about the host.
+        # The start of an NCCL kernel depends on other streams, not only on the host.
         if span.category == "kernel"
         and word != LINKS
         and (launch := launches.get(span.correlation)) is not None
     ]
     return StepBreakdown(
         steps=len(steps),
-        step=whole,
+        step=_length((step.begin, step.end) for step in steps),
         parts=parts,
-        hidden=in_all[LINKS] - parts[LINKS] - parts[WAITS],
-        kinds=_kinds(kinds),
+        hidden=hidden,
+        kinds=_kinds((s.name, w, s.end - s.begin) for s, w in zip(device, assigned, strict=True)),
         launches=sum(s.category == "kernel" for s in device),
         launching=sum(s.end - s.begin for s in launching),
         syncs=len(syncing),
@@ -424,16 +391,46 @@ def _of_gpu(
     )
 
 
+def _device_parts(
+    device: Sequence[_Span],
+    assigned: Sequence[str],
+    steps: Sequence[_Span],
+    least: Mapping[Message, int],
+) -> tuple[dict[str, int], int, int]:
+    """Return ns of each part, ns of overlapped messages, and the number of unmatched messages."""
+    computing, copying, moving, waiting, under_way = (
+        list[tuple[int, int, str]]() for _ in range(5)
+    )
+    unmatched = 0
+    for span, word, message in zip(device, assigned, _messages(device), strict=True):
+        if word != LINKS:
+            layer = computing if span.category == "kernel" else copying
+            layer.append((span.begin, span.end, word))
+            continue
+        took = span.end - span.begin
+        arrived = span.end - (took if message is None else least.get(message, took))
+        unmatched += message not in least
+        under_way.append((span.begin, span.end, LINKS))
+        waiting.append((span.begin, arrived, WAITS))
+        moving.append((arrived, span.end, LINKS))
+    moving.sort(key=lambda interval: interval[0])
+    parts = dict.fromkeys(OF_GPU, 0)
+    free: list[Interval] = [(step.begin, step.end) for step in steps]
+    in_all = {LINKS: 0}
+    _claim(free, under_way, in_all)
+    for layer in (computing, copying, moving, waiting):
+        free = _claim(free, layer, parts)
+    parts[IDLE] = _length(free)
+    return parts, in_all[LINKS] - parts[LINKS] - parts[WAITS], unmatched
+
+
 def _launched_in(
     device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
 ) -> list[str | None]:
     """Return the part of the range in which each span was launched, or None."""
-    known = {s.thread for s in spans if s.category in ("cpu_op", "user_annotation")}
-    operators = {
-        s.external: s
-        for s in spans
-        if s.category in ("cpu_op", "user_annotation") and s.external is not None
-    }
+    host = [s for s in spans if s.category in ("cpu_op", "user_annotation")]
+    known = {s.thread for s in host}
+    operators = {s.external: s for s in host if s.external is not None}
     at: list[tuple[Thread, int]] = []
     for span in device:
         call = launches.get(span.correlation)
@@ -468,34 +465,27 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
         steps,
     )
     mine = [s for s in mine if not s.name.startswith(_MESSAGES) and s.name != _STEP]
-    calls = _self_times(mine)
     parts = dict.fromkeys(OF_CPU, 0)
-    free: list[Interval] = [(step.begin, step.end) for step in steps]
-    whole = _length(free)
-    kinds: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    for span, word, own in calls:
-        if word is not None:
-            kind = kinds[span.name, word]
-            kind[0], kind[1] = kind[0] + 1, kind[1] + _length(own)
-    busy = sorted(
-        (begin, end, word) for _, word, own in calls if word is not None for begin, end in own
-    )
-    free = _claim(free, busy, parts)
+    whole: list[Interval] = [(step.begin, step.end) for step in steps]
+    worked = [(span, word, own) for span, word, own in _self_times(mine) if word is not None]
+    busy = sorted((begin, end, word) for _, word, own in worked for begin, end in own)
     messages = sorted((s.begin, s.end, LINKS) for s in spans if s.name.startswith(_MESSAGES))
     in_all = {LINKS: 0}
-    _claim([(step.begin, step.end) for step in steps], messages, in_all)
-    free = _claim(free, messages, parts)
+    _claim(whole, messages, in_all)
+    free = _claim(_claim(whole, busy, parts), messages, parts)
     parts[HOST] = _length(free)
-    return StepBreakdown(len(steps), whole, parts, in_all[LINKS] - parts[LINKS], _kinds(kinds))
+    kinds = _kinds((span.name, word, _length(own)) for span, word, own in worked)
+    hidden = in_all[LINKS] - parts[LINKS]
+    return StepBreakdown(len(steps), _length(whole), parts, hidden, kinds)
 
 
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
-    """Return (span, part or None, own time) of one thread's spans, ordered by start.
+    """Return (span, part, self time) of one thread's spans, ordered by start.
 
-    None: the span does not compute itself. Own time excludes spans inside it.
+    The part is None if the span only contains others. Self time excludes spans inside it.
     """
     times: list[tuple[_Span, str | None, list[Interval]]] = []
-    # index in times, end, part of the range around it, end of its own time noted so far
+    # index in times, end, part of the range around it, end of the self time noted so far
     stack: list[list[Any]] = []
 
     def close(until: int) -> None:
@@ -516,11 +506,11 @@ def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[In
                 times[above[0]][2].append((above[3], span.begin))
             # Times are rounded: clip a callee to the end of its caller.
             end, around = min(end, above[1]), above[2]
+        word = None
         if span.category == "user_annotation":
-            around, word = range_part(span.name) or around, None
-        else:
-            word = operator_part(span.name)
-            word = word and (around or word)
+            around = range_part(span.name) or around
+        elif own := operator_part(span.name):
+            word = around or own
         times.append((span, word, []))
         stack.append([len(times) - 1, end, around, span.begin])
     close(max((s.end for s in spans), default=0))

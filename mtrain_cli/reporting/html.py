@@ -6,117 +6,175 @@ import base64
 import gzip
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
-from statistics import fmean
 from typing import Any
+
+from markdown_it import MarkdownIt
 
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.printable import same_width
-from mtrain_cli.reporting.figures import Figure, figures
+from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
+from mtrain_cli.reporting.figures import figures
+from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
 from mtrain_cli.reporting.tables import (
-    NO_CAUSES,
-    NOISE,
-    ONE_WORKER,
-    TRAINING,
-    comparison,
-    incomparable,
+    degree_cells,
+    exposed_cells,
     ms,
+    no_causes,
     recording_cost,
+    sparsity_cells,
     spread,
-    training_row,
+    step_cells,
 )
+from mtrain_cli.reporting.training_tables import TRAINING, training_row
 
 DEFINITIONS = "definitions.md"
+_HERE = Path(__file__).parent
 # plotly.js-cartesian-dist-min 4.1.1 from npm, gzipped, with its MIT licence in the same folder.
 # plotly.py ships only the full library of 4.8 MB.
-_PLOTLY = Path(__file__).parent / "plotly" / "plotly-cartesian.min.js.gz"
+_PLOTLY = _HERE / "plotly" / "plotly-cartesian.min.js.gz"
 
 
 def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
-    """Write the page. It appears complete or not at all."""
+    """Write the page atomically."""
     drawn = figures(sources)
-    body = "\n".join(
-        [
-            f'<div class="headers">{"".join(map(_header, sources))}</div>',
-            _differences(sources),
-            _trained(sources),
-            _recorded_steps(sources),
-            _sparsity(sources),
-            *map(_steps, sources),
-            _summary(sources),
-            _compared(sources),
-            _causes(sources),
-            *map(_section, drawn),
-            _definitions(),
-            f"<footer>written by mtrain {escape(__version__)}</footer>",
-        ]
+    body = [
+        f'<div class="headers">{"".join(map(_header, sources))}</div>',
+        _differences(sources),
+        _trained(sources),
+        _recorded_steps(sources),
+        _sparsity(sources),
+        *map(_steps, sources),
+        _summary(sources),
+        _compared(sources),
+        _causes(sources),
+        *map(_figure, drawn),
+        _definitions(),
+        f"<footer>written by mtrain {escape(__version__)}</footer>",
+    ]
+    views_of = [
+        {"name": f.name, "together": f.together, "views": [asdict(view) for view in f.views]}
+        for f in drawn
+    ]
+    data = json.dumps(views_of, separators=(",", ":"), allow_nan=False)
+    style, script, page = (
+        (_HERE / "page" / name).read_text(encoding="utf-8")
+        for name in ("style.css", "script.js", "page.html")
     )
-    title = escape(", ".join(source.name for source in sources))
-    data = json.dumps(
-        [_as_json(figure) for figure in drawn], separators=(",", ":"), allow_nan=False
-    )
-    packed = gzip.compress(data.encode(), mtime=0)
-    page = _PAGE.format(
-        title=title,
-        style=_STYLE,
-        body=body,
+    page = page.format(
+        title=escape(", ".join(source.name for source in sources)),
+        style=style,
+        body="\n".join(body),
         plotly=_base64(_PLOTLY.read_bytes()),
-        data=_base64(packed),
-        script=_SCRIPT,
+        data=_base64(gzip.compress(data.encode(), mtime=0)),
+        script=script,
     )
-    page = same_width(page)  # the file may be printed to a terminal
     draft = path.with_name(f".{path.name}.part")
-    draft.write_text(page, encoding="utf-8")
+    draft.write_text(same_width(page), encoding="utf-8")  # the file may be printed to a terminal
     draft.replace(path)
     return path
 
 
 def _base64(packed: bytes) -> str:
-    """Encode for a script element, without characters that could end it."""
+    """Encode as base64, which cannot end a script element."""
     return base64.b64encode(packed).decode()
 
 
-def _as_json(figure: Figure) -> dict[str, Any]:
-    views = [{"labels": v.labels, "data": v.data, "layout": v.layout} for v in figure.views]
-    return {"name": figure.name, "together": figure.together, "views": views}
+# --- elements -----
+
+
+def _section(title: str, content: str, note: str = "") -> str:
+    """Return a section of the page; empty without content."""
+    return f"<section><h2>{escape(title)}</h2>{content}{_note(note)}</section>" if content else ""
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>' if text else ""
+
+
+def _list(rows: Sequence[tuple[str, Any]]) -> str:
+    """Return a definition list of (name, value)."""
+    listed = (f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>" for name, value in rows)
+    return f"<dl>{''.join(listed)}</dl>"
+
+
+def _remarks(lines: Sequence[str]) -> str:
+    return "".join(f'<p class="remark">{escape(line)}</p>' for line in lines)
+
+
+def _table(
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    words: Collection[int] = (0,),
+    states: Sequence[str] = (),
+) -> str:
+    """Return a table, empty without rows.
+
+    Args:
+        words: indices of the text columns; the others hold numbers.
+        states: CSS class of each row.
+    """
+    if not rows:
+        return ""
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=words' if i in words else ''}>{escape(text)}</{tag}>"
+            for i, text in enumerate(texts)
+        )
+
+    begins = [f'<tr class="{state}">' for state in states] or ["<tr>"] * len(rows)
+    body = "".join(
+        f"{begin}{cells('td', row)}</tr>" for begin, row in zip(begins, rows, strict=True)
+    )
+    table = f"<thead><tr>{cells('th', heads)}</tr></thead><tbody>{body}</tbody>"
+    return f"{_TABLE}{table}{_TABLE_END}"
+
+
+_TABLE, _TABLE_END = '<div class="scroll"><table>', "</table></div>"  # scrolls sideways
+
+
+# --- sections -----
 
 
 def _header(source: ReportSource) -> str:
-    facts = source.facts
-    gpus = facts.get("gpus") or []
+    facts, cases = source.facts, source.cases
     versions = facts.get("versions") or {}
     command = facts.get("command") or []
     uncertainty = (source.summary.get("clock") or {}).get("uncertainty_us")
+    samples = {
+        f"{case.samples} ({case.iterations} iteration{'s' * (case.iterations != 1)})"
+        for case in cases
+    }
+    workers = {
+        f"{case.workers}" if case.groups == 1 else f"{case.groups} groups of {case.workers}"
+        for case in cases
+    }
     rows = {
-        "where": source.where if "cluster" in source.summary else _host(facts, gpus),
+        "where": source.where if "cluster" in source.summary else _host(facts),
         "when": facts.get("started"),
         "command": _command_line(command) if isinstance(command, list) else str(command),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "revision": facts.get("git_revision"),
-        "samples": ", ".join(
-            sorted({f"{case.samples} ({case.iterations} iterations)" for case in source.cases})
-        ),
-        "workers": ", ".join(sorted({_workers(case.workers, case.groups) for case in source.cases}))
-        or (source.step or {}).get("workers"),
+        "samples": ", ".join(sorted(samples)),
+        "workers": ", ".join(sorted(workers)) or (source.step or {}).get("workers"),
         "clocks": _clocks(uncertainty),
         "recording": recording_cost(source.summary),
         "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
-    listed = "".join(
-        f"<dt>{name}</dt><dd>{escape(str(value))}</dd>" for name, value in rows.items() if value
-    )
     state = "complete" if source.complete else "partial"
-    remarks = "".join(f'<p class="remark">{escape(remark)}</p>' for remark in source.remarks)
     head = f"<h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>"
-    return f"<header>{head}{remarks}<dl>{listed}</dl>{_settings(source)}</header>"
+    listed = _list([(name, value) for name, value in rows.items() if value])
+    return f"<header>{head}{_remarks(source.remarks)}{listed}{_settings(source)}</header>"
 
 
 def _restarts(source: ReportSource) -> str | None:
@@ -129,48 +187,36 @@ def _restarts(source: ReportSource) -> str | None:
 
 
 def _settings(source: ReportSource) -> str:
-    """Return the main settings of a run, and all settings in a fold."""
+    """Return the main settings of a run, and a collapsed list of all settings."""
     if not source.settings:
         return ""
-    described = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in card(source.settings)
-    )
-    rows = "".join(
-        f"<dt>{escape(key)}</dt><dd>{escape(shown(key, value))}</dd>"
-        for key, value in source.settings.items()
-    )
-    summary = f"<summary>all {len(source.settings)} settings</summary>"
-    every = f"<details>{summary}<dl>{rows}</dl></details>"
-    return f"<h3>Settings</h3><dl>{described}</dl>{every}"
+    every = _list([(key, shown(key, value)) for key, value in source.settings.items()])
+    fold = f"<details><summary>all {len(source.settings)} settings</summary>{every}</details>"
+    return f"<h3>Settings</h3>{_list(card(source.settings))}{fold}"
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
     """Return how several runs differ: warnings first, then settings."""
     if len(sources) < 2:
         return ""
-    warnings = "".join(f'<p class="remark">{escape(line)}</p>' for line in incomparable(sources))
+    content = _remarks(incomparable(sources))
     described = [source for source in sources if source.settings]
-    table = ""
     if len(described) > 1:
-        rows = [
-            [key, *values] for key, values in differing([source.settings for source in described])
-        ]
-        heads = ("setting", *(source.name for source in described))
-        note = "<p class=note>Without run.name and run.dir.</p>"
-        table = (
-            f'<div class="settings">{_table(heads, rows)}</div>{note}'
+        rows = differing([source.settings for source in described])
+        table = _table(
+            ("setting", *(source.name for source in described)),
+            [(key, *values) for key, values in rows],
+        )
+        content += (
+            f'<div class="settings">{table}</div>{_note("run.name and run.dir are left out.")}'
             if rows
             else "<p>All settings are the same.</p>"
         )
-    return (
-        f"<section><h2>Settings that differ</h2>{warnings}{table}</section>"
-        if warnings or table
-        else ""
-    )
+    return _section("Settings that differ", content)
 
 
-def _host(facts: dict[str, Any], gpus: list[Any]) -> str:
-    host = facts.get("host", "an unknown host")
+def _host(facts: dict[str, Any]) -> str:
+    gpus, host = facts.get("gpus") or [], facts.get("host", "an unknown host")
     return f"{len(gpus)} x {gpus[0]} on {host}" if gpus else f"CPU of {host}"
 
 
@@ -186,49 +232,25 @@ def _command_line(command: list[Any]) -> str:
     return shlex.join([Path(first).name.replace("__main__.py", "mtrain"), *rest]) if first else ""
 
 
-def _workers(workers: int, groups: int) -> str:
-    return f"{workers}" if groups == 1 else f"{groups} groups of {workers}"
-
-
 def _summary(sources: Sequence[ReportSource]) -> str:
-    rows = []
-    for source in sources:
-        for case in source.cases:
-            name = f"{source.name}: {case.label}" if len(sources) > 1 else case.label
-            links = ", ".join(f"{link} {ms(value)}" for link, value in case.exposed.items()) or "0"
-            steps = list(case.passes.values())
-            rows.append(
-                [
-                    name,
-                    *(
-                        spread(d)
-                        for d in (
-                            case.time.worker,
-                            case.work.worker,
-                            case.time.step,
-                            case.work.step,
-                        )
-                    ),
-                    spread(case.computation.step),
-                    spread(case.computation.total),
-                    ms(case.bin_ms("late")),
-                    links,
-                    " / ".join(
-                        ms(value)
-                        for value in (
-                            *(fmean(getattr(p, name) for p in steps) for name in ("p50", "p95")),
-                            max(p.longest for p in steps),
-                        )
-                    ),
-                    " / ".join(
-                        ms(case.passes[d].duration.mean) if d in case.passes else "-"
-                        for d in ("forward", "backward")
-                    ),
-                    str(case.samples),
-                ]
-            )
-    if not rows:
-        return ""
+    rows = [
+        [
+            f"{source.name}: {case.label}" if len(sources) > 1 else case.label,
+            *degree_cells(case),
+            spread(case.computation.step),
+            spread(case.computation.total),
+            ms(case.bin_ms("late")),
+            "\n".join(exposed_cells(case)) or "0",
+            " / ".join(step_cells(case)),
+            " / ".join(
+                ms(case.passes[d].duration.mean) if d in case.passes else "-"
+                for d in ("forward", "backward")
+            ),
+            str(case.samples),
+        ]
+        for source in sources
+        for case in source.cases
+    ]
     heads = (
         *("case", "worker imbalance, time", "worker imbalance, work"),
         *("step imbalance, time", "step imbalance, work"),
@@ -239,40 +261,34 @@ def _summary(sources: Sequence[ReportSource]) -> str:
     note = (
         "Imbalance degree: max over mean, across the workers of a step or the steps of a worker; "
         "1 is perfect; mean ± standard deviation over n samples. Computation ratio: share of time "
-        "in attention. Waits: one iteration of a worker. Pass: one layer."
+        "in attention. Waits: per worker and iteration. Pass: one layer."
     )
-    table = _table(heads, rows)
-    return f"<section><h2>Load balance</h2>{table}<p class='note'>{note}</p></section>"
+    return _section("Load balance", _table(heads, rows), note)
 
 
 def _trained(sources: Sequence[ReportSource]) -> str:
     rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
-    note = "Medians of all steps but the first."
-    if not rows:
-        return ""
     table = _table(("run", *TRAINING), rows)
-    return f"<section><h2>Training</h2>{table}<p class='note'>{note}</p></section>"
+    return _section("Training", table, "Medians of all steps but the first.")
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
     """Return the results of `mtrain profile step`: the parts, and facts that are not parts."""
-    sections = []
-    for source in (source for source in sources if source.step is not None):
-        assert source.step is not None
+    content = ""
+    for source in sources:
+        if source.step is None:
+            continue
         rows = [
             [part, f"{mean:.4g}", f"{share:.1%}", f"{least:.4g}", f"{most:.4g}", str(rank)]
             for part, mean, share, least, most, rank in parts_rows(source.step["ranks"])
         ]
-        facts = "".join(
-            f"<li>{escape(' '.join(line.split()))}</li>" for line in step_lines(source.step)
-        )
+        named = (line.split(maxsplit=1) for line in step_lines(source.step))
+        facts = [f"<li>{name}: {escape(text)}</li>" for name, text in named]
         title = f"<h3>{escape(source.name)}</h3>" if len(sources) > 1 else ""
         table = _table(("part", "ms", "share", "min", "max", "rank of max"), rows)
-        sections.append(f"{title}{table}<ul>{facts}</ul>")
-    if not sections:
-        return ""
-    note = "<p class=note>ms per step, mean of ranks; min and max over ranks.</p>"
-    return f"<section><h2>One training step</h2>{''.join(sections)}{note}</section>"
+        content += f"{title}{table}<ul>{''.join(facts)}</ul>"
+    note = "ms per step: mean, min and max over ranks."
+    return _section("One training step", content, note)
 
 
 def _sparsity(sources: Sequence[ReportSource]) -> str:
@@ -280,37 +296,18 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
     rows = []
     for source in sources:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
-            mine = [
-                row for row in source.sparsity if (row["pattern"], row["step"]) == (pattern, step)
-            ]
-            means = {
-                key: fmean(row[key] for row in mine)
-                for key in ("recall", "density", "of_mask", "slashes", "columns")
-            }
-            numbers = [
-                f"{means['recall']:.4f}",
-                f"{min(row['worst'] for row in mine):.3f}",
-                f"{means['density']:.2%}",
-            ]
-            numbers += [
-                f"{means['of_mask']:.2%}",
-                f"{means['slashes']:.1f}",
-                f"{means['columns']:.0f}",
-            ]
-            rows.append(
-                [f"{source.name}: {pattern}" if len(sources) > 1 else pattern, str(step), *numbers]
-            )
-    if not rows:
-        return ""
+            mine = [r for r in source.sparsity if (r["pattern"], r["step"]) == (pattern, step)]
+            name = f"{source.name}: {pattern}" if len(sources) > 1 else pattern
+            rows.append([name, str(step), *sparsity_cells(mine)])
     heads = (
         *("pattern", "step", "recall", "worst query"),
-        *("density", "density in mask", "diagonals", "columns"),
+        *("density", "density in mask", "slashes", "columns"),
     )
     note = (
-        "<p class=note>Means over layers and heads. Density: share of all causal pairs; in mask: "
-        "of the pairs inside documents.</p>"
+        "Means over layers and heads. Density: share of all causal pairs. Density in mask: share "
+        "of the pairs inside documents."
     )
-    return f"<section><h2>Patterns</h2>{_table(heads, rows)}{note}</section>"
+    return _section("Patterns", _table(heads, rows), note)
 
 
 def _steps(source: ReportSource) -> str:
@@ -318,108 +315,52 @@ def _steps(source: ReportSource) -> str:
     if not source.steps:
         return ""
     heads, rows, states = cells(source.steps)
-    head = "".join(
-        f"<th{' class=words' if name in WORDS else ''}>{escape(name)}</th>" for name in heads
-    )
-    body = "".join(
-        f'<tr class="{state}">'
-        + "".join(
-            f"<td{' class=words' if name in WORDS else ''}>{escape(cell)}</td>"
-            for name, cell in zip(heads, row, strict=True)
-        )
-        + "</tr>"
-        for row, state in zip(rows, states, strict=True)
-    )
+    words = [i for i, name in enumerate(heads) if name in WORDS]
     note = (
         "One optimizer step; best and worst: all constants at their best or worst bound. Bold: the "
-        "fastest that fits, among equal settings and GPUs."
+        "fastest row that fits, among rows with equal settings and GPUs."
     )
-    table = _scrolling(head, body)
-    return f"<section><h2>Predicted steps</h2>{table}<p class='note'>{note}</p></section>"
+    return _section("Predicted steps", _table(heads, rows, words, states), note)
 
 
 def _compared(sources: Sequence[ReportSource]) -> str:
-    if len(sources) < 2 or not (compared := comparison(sources)):
-        return ""
-    rows = [
-        [
-            *(
-                ("", "")
-                if i and (r.run, r.case) == (compared[i - 1].run, compared[i - 1].case)
-                else (r.run, r.case)
-            ),
-            r.what,
-            f"{r.first:.4g}",
-            f"{r.other:.4g}",
-            r.difference,
-            r.spread,
-        ]
-        for i, r in enumerate(compared)
-    ]
+    rows = comparison_cells(comparison(sources))
     heads = ("run", "case", "what", sources[0].name, "this", "difference", "noise")
-    title, table = f"Compared with {escape(sources[0].name)}", _table(heads, rows, text=3)
-    return f"<section><h2>{title}</h2>{table}<p class='note'>{NOISE}.</p></section>"
+    title = f"Compared with {sources[0].name}"
+    return _section(title, _table(heads, rows, words=range(3)), f"{NOISE}.")
 
 
 def _causes(sources: Sequence[ReportSource]) -> str:
-    parts = []
+    content = ""
     for source in sources:
         for case in source.cases:
             name = f"{source.name}: {case.label}" if len(sources) > 1 else case.label
-            if case.workers == 1:
-                text = f"<p>{ONE_WORKER}</p>"
-            elif not case.causes:
-                text = f"<p>{NO_CAUSES}</p>"
-            else:
-                text = (
-                    "<ol>"
-                    + "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
-                    + "</ol>"
-                )
-            parts.append(f"<h3>{escape(name)}</h3>{text}")
-    return f"<section><h2>Why workers wait</h2>{''.join(parts)}</section>" if parts else ""
+            causes = "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
+            text = f"<ol>{causes}</ol>" if causes else f"<p>{no_causes(case)}</p>"
+            content += f"<h3>{escape(name)}</h3>{text}"
+    return _section("Why workers wait", content)
 
 
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
-    """Return a table; the first ``text`` columns are words."""
-    head = "".join(
-        f"<th{' class=words' if i < text else ''}>{escape(name)}</th>"
-        for i, name in enumerate(heads)
-    )
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td{' class=words' if i < text else ''}>{escape(cell)}</td>"
-            for i, cell in enumerate(row)
+def _figure(figure: Figure) -> str:
+    """Return a figure's elements: a panel per view, or one panel with selectors."""
+    if figure.together:
+        panels = "".join(
+            f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'
+            f'<div class="figure" data-panel="{i}"></div></div>'
+            for i, view in enumerate(figure.views)
         )
-        + "</tr>"
-        for row in rows
-    )
-    return _scrolling(head, body)
-
-
-def _scrolling(head: str, body: str) -> str:
-    """Return a table in a box that scrolls sideways; head: its cells, body: its rows."""
-    table = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return f'<div class="scroll"><table>{table}</table></div>'
-
-
-def _section(figure: Figure) -> str:
-    selectors = "".join(
-        f'<label>{escape(name)} <select data-figure="{figure.name}" data-at="{i}"></select></label>'
-        for i, name in enumerate(figure.selectors)
-    )
-    note = f'<p class="note">{escape(figure.note)}</p>' if figure.note else ""
-    panels = "".join(
-        f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'
-        f'<div class="figure" data-panel="{i}"></div></div>'
-        for i, view in enumerate(figure.views if figure.together else ())
-    )
-    place = (
-        f'<div class="{"panels" if panels else "figure"}" id="figure-{figure.name}">{panels}</div>'
-    )
-    chosen = "" if panels else f'<div class="selectors">{selectors}</div>'
-    return f"<section><h2>{escape(figure.title)}</h2>{chosen}{place}{note}</section>"
+        place = f'<div class="panels" id="figure-{figure.name}">{panels}</div>'
+    else:
+        selectors = "".join(
+            f"<label>{escape(name)} "
+            f'<select data-figure="{figure.name}" data-at="{i}"></select></label>'
+            for i, name in enumerate(figure.selectors)
+        )
+        place = (
+            f'<div class="selectors">{selectors}</div>'
+            f'<div class="figure" id="figure-{figure.name}"></div>'
+        )
+    return _section(figure.title, place, figure.note)
 
 
 def _definitions() -> str:
@@ -431,259 +372,12 @@ def _definitions() -> str:
 
 
 def _markdown(text: str) -> str:
-    """Convert headings, lists, tables, code and paragraphs: all that definitions.md uses."""
-    result: list[str] = []
-    lines = text.splitlines()
-    at = 0
-    while at < len(lines):
-        line = lines[at]
-        if line.startswith("#"):
-            level = len(line) - len(line.lstrip("#"))
-            result.append(f"<h{level + 2}>{_inline(line[level:].strip())}</h{level + 2}>")
-            at += 1
-        elif line.startswith("```"):
-            end = next(
-                (i for i in range(at + 1, len(lines)) if lines[i].startswith("```")), len(lines)
-            )
-            result.append("<pre>" + escape("\n".join(lines[at + 1 : end])) + "</pre>")
-            at = end + 1
-        elif line.startswith("|"):
-            end = next(
-                (i for i in range(at, len(lines)) if not lines[i].startswith("|")), len(lines)
-            )
-            cells = [
-                [_inline(cell.strip()) for cell in row.strip().strip("|").split("|")]
-                for row in lines[at:end]
-            ]
-            head = "".join(f"<th>{cell}</th>" for cell in cells[0])
-            body = "".join(
-                "<tr>" + "".join(f"<td class=words>{cell}</td>" for cell in row) + "</tr>"
-                for row in cells[2:]
-            )
-            result.append(_scrolling(head, body))
-            at = end
-        elif line.startswith("- "):
-            items: list[str] = []
-            while at < len(lines) and (lines[at].startswith("- ") or lines[at].startswith("  ")):
-                if lines[at].startswith("- "):
-                    items.append(lines[at][2:])
-                else:
-                    items[-1] += " " + lines[at].strip()
-                at += 1
-            result.append("<ul>" + "".join(f"<li>{_inline(item)}</li>" for item in items) + "</ul>")
-        elif line.strip():
-            end = next(
-                (
-                    i
-                    for i in range(at, len(lines))
-                    if not lines[i].strip() or (lines[i][:1] in "#|-`" and i > at)
-                ),
-                len(lines),
-            )
-            result.append(f"<p>{_inline(' '.join(lines[at:end]))}</p>")
-            at = end
-        else:
-            at += 1
-    return "\n".join(result)
-
-
-def _inline(text: str) -> str:
-    """Convert code and bold."""
-    parts = escape(text).split("`")
-    marked = "".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts))
-    bold = marked.split("**")
-    return "".join(f"<b>{part}</b>" if i % 2 else part for i, part in enumerate(bold))
-
-
-_STYLE = """
-:root { color-scheme: light dark; --back: #fff; --text: #1b1b1b; --faint: #666; --line: #ddd;
-  --soft: #f5f5f5; --head: #444; --warn: #fff4e0; --edge: #bbb; }
-@media (prefers-color-scheme: dark) {
-  :root { --back: #16181c; --text: #e4e4e4; --faint: #9aa0a8; --line: #33373e; --soft: #22262c;
-    --head: #c4c8ce; --warn: #3a2c12; --edge: #555b64; }
-}
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1.2rem 1.6rem 3rem; max-width: 1360px;
-  background: var(--back); color: var(--text);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial,
-    sans-serif; }
-h1 { font-size: 1.5rem; margin: .4rem 0; overflow-wrap: anywhere; }
-h1 small { font-weight: 400; color: var(--faint); font-size: 1rem; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem; border-bottom: 1px solid var(--line);
-  padding-bottom: .2rem; overflow-wrap: anywhere; }
-h3 { font-size: 1rem; margin: 1rem 0 .2rem; overflow-wrap: anywhere; }
-h4, h5 { margin: .9rem 0 .2rem; }
-.headers { display: grid; gap: 0 2rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .1rem 1rem; margin: .6rem 0;
-  font-size: .9rem; }
-dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
-.remark { background: var(--warn); border-left: 4px solid #d97706; margin: .4rem 0;
-  padding: .3rem .7rem; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .8rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .3rem .35rem; border-bottom: 1px solid var(--line); text-align: right;
-  vertical-align: top; white-space: nowrap; }
-th { white-space: normal; color: var(--head); border-bottom: 2px solid var(--edge);
-  vertical-align: bottom; }
-th.words, td.words { text-align: left; }
-details td.words, details th { text-align: left; white-space: normal; }
-.settings td, .settings th { white-space: normal; overflow-wrap: anywhere; text-align: left; }
-.settings td.words { white-space: nowrap; }
-tr.best { font-weight: 600; } tr.not { color: var(--faint); }
-.note { color: var(--faint); font-size: .85rem; margin: .3rem 0; }
-ol { margin: .2rem 0; padding-left: 1.4rem; } li { margin: .15rem 0; }
-.selectors { display: flex; flex-wrap: wrap; gap: .4rem 1rem; }
-label { color: var(--faint); font-size: .9rem; }
-select { font: inherit; color: inherit; background: var(--back); border: 1px solid var(--edge);
-  border-radius: 4px; padding: .15rem .3rem; max-width: 80vw; }
-.figure { width: 100%; min-height: 200px; }
-.panels { display: grid; gap: .4rem 1.6rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); }
-.panel { min-width: 0; } .panel h3 { font-weight: 500; color: var(--head); }
-details { margin-top: 1rem; } summary { cursor: pointer; font-weight: 600; }
-details.definitions { margin-top: 2rem; }
-details.definitions > summary { font-size: 1.15rem; }
-code, pre { font: .88em ui-monospace, Menlo, Consolas, monospace; background: var(--soft);
-  padding: 0 .2em; }
-pre { padding: .6rem; overflow-x: auto; }
-footer { margin-top: 2.5rem; color: var(--faint); font-size: .85rem; }
-@media (max-width: 640px) {
-  td.words { white-space: normal; overflow-wrap: anywhere; min-width: 8rem; }
-  body { padding: .8rem .7rem 2rem; }
-  dl { grid-template-columns: 1fr; gap: 0; } dt { margin-top: .35rem; }
-}
-@media print { .selectors { display: none; } }
-"""
-
-_SCRIPT = """
-"use strict";
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const narrow = () => window.innerWidth < 640;
-async function unpack(id) {
-  const base64 = document.getElementById(id).textContent;
-  const bytes = Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0));
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"));
-  return new Response(stream).text();
-}
-function colours() {
-  const style = getComputedStyle(document.documentElement);
-  const names = ["--back", "--text", "--line", "--edge"];
-  const [back, text, line, edge] = names.map((name) => style.getPropertyValue(name).trim());
-  const family = "system-ui, -apple-system, 'Segoe UI', Roboto, Arial, sans-serif";
-  return {
-    page: {paper_bgcolor: back, plot_bgcolor: back, font: {family, size: 13, color: text},
-      hoverlabel: {bgcolor: back, bordercolor: edge, font: {color: text}}},
-    axis: {gridcolor: line, zerolinecolor: edge, linecolor: edge, ticks: "outside",
-      tickcolor: edge},
-  };
-}
-// Dark lines would not show on a dark page.
-const LIGHTER = {"#333333": "#d0d0d0", "#5b5b5b": "#a8a8a8", "#2f6fb5": "#5b9be0",
-  "#7a5c3e": "#c19a6b", "#8c6bb1": "#b394d6"};
-function themed(data) {
-  if (!dark.matches) return data;
-  const change = (style) => style && LIGHTER[style.color]
-    ? Object.assign({}, style, {color: LIGHTER[style.color]}) : style;
-  return data.map((trace) => {
-    const result = Object.assign({}, trace);
-    for (const part of ["line", "marker"]) if (trace[part]) result[part] = change(trace[part]);
-    return result;
-  });
-}
-function merged(layout, entries) {
-  const {page, axis} = colours();
-  const legend = {orientation: "h", traceorder: "normal", y: 1, yanchor: "bottom", x: 0,
-    xanchor: "left"};
-  const base = {margin: {l: 62, r: 12, t: 76, b: 48}, autosize: true, legend};
-  const margin = Object.assign({}, base.margin, layout.margin);
-  const result = Object.assign({}, base, page, layout, {margin});
-  if (narrow()) {
-    // One legend entry per line, below the figure, which grows accordingly.
-    result.legend = Object.assign({}, legend, {yref: "container", y: 0, yanchor: "bottom"});
-    if (entries > 1 && layout.showlegend !== false) result.height = layout.height + 20 * entries;
-    result.margin.t = Math.min(30, result.margin.t);
-  }
-  for (const name of ["xaxis", "yaxis"]) {
-    // plotly's larger default font cuts axis titles off on narrow pages.
-    const title = Object.assign({font: {size: 13}}, layout[name].title);
-    result[name] = Object.assign({automargin: true}, axis, layout[name], {title});
-  }
-  return result;
-}
-function draw(place, view) {
-  const entries = view.data.filter((trace) => trace.showlegend !== false).length;
-  Plotly.react(place, themed(view.data), merged(view.layout, entries), {
-    responsive: true, displaylogo: false, showTips: false, plotlyServerURL: "",
-    modeBarButtonsToRemove: ["sendDataToCloud", "sendChartToCloud", "select2d", "lasso2d"]});
-}
-function setUp(figure) {
-  const place = document.getElementById("figure-" + figure.name);
-  if (figure.together) {
-    const panels = Array.from(place.querySelectorAll("[data-panel]"));
-    const all = () => panels.forEach((panel, at) => draw(panel, figure.views[at]));
-    all();
-    return all;
-  }
-  const selects = Array.from(document.querySelectorAll(`select[data-figure="${figure.name}"]`));
-  const chosen = figure.views[0].labels.slice();
-  function options(at) {
-    const seen = new Set();
-    for (const view of figure.views) {
-      const matches = chosen.slice(0, at).every((label, i) => view.labels[i] === label);
-      if (matches) seen.add(view.labels[at]);
-    }
-    return Array.from(seen);
-  }
-  function refresh() {
-    selects.forEach((select, at) => {
-      const names = options(at);
-      if (!names.includes(chosen[at])) chosen[at] = names[0];
-      const entries = names.map((name) => new Option(name, name, false, name === chosen[at]));
-      select.replaceChildren(...entries);
-      select.parentElement.hidden = names.length < 2;
-      select.parentElement.style.display = names.length < 2 ? "none" : "";
-    });
-    draw(place, figure.views.find((one) => one.labels.every((label, i) => label === chosen[i])));
-  }
-  selects.forEach((select, at) => select.addEventListener("change", () => {
-    chosen[at] = select.value;
-    refresh();
-  }));
-  refresh();
-  return refresh;
-}
-async function begin() {
-  const [library, data] = await Promise.all(["plotly", "figures"].map(unpack));
-  const script = document.createElement("script");
-  script.textContent = library;
-  document.head.append(script);
-  const redraws = JSON.parse(data).map(setUp);
-  dark.addEventListener("change", () => redraws.forEach((redraw) => redraw()));
-}
-begin().catch((error) => {
-  const line = document.createElement("p");
-  line.className = "remark";
-  line.textContent = "The figures could not be drawn (" + error + "). "
-    + "They need a browser of 2023 or later. The tables are complete.";
-  document.body.prepend(line);
-});
-"""
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,">
-<title>{title}</title>
-<style>{style}</style>
-</head>
-<body>
-{body}
-<script type="text/plain" id="plotly">{plotly}</script>
-<script type="text/plain" id="figures">{data}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+    """Convert Markdown to HTML, with headings two levels down."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    parser.add_render_rule("table_open", lambda *_: _TABLE)
+    parser.add_render_rule("table_close", lambda *_: _TABLE_END)
+    tokens = parser.parse(text)
+    for token in tokens:
+        if token.type in ("heading_open", "heading_close"):
+            token.tag = f"h{int(token.tag[1:]) + 2}"
+    return parser.renderer.render(tokens, parser.options, {})

@@ -38,7 +38,7 @@ RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
 SHOWN = 5  # names in a message
 LAYER = "layer"  # an older kind of shipped profile
-SHOWN_FIRST = "real-512k-4xh200"  # shipped profile to show without any run
+SHOWN_FIRST = "real-512k-4xh200"  # shipped profile to show if there is no run
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,17 @@ class ReportSource:
     """One run, profile or simulation to report.
 
     facts: content of environment.json
-    recorded: its profile or simulation; cases: the analysis of that
-    metrics: training steps; steps_wanted: their planned number
+    recorded: the profile or simulation
+    cases: the analysis of `recorded`
+    metrics: training steps
+    steps_wanted: planned number of training steps
     shipped: a shipped profile of the older kind, which has tables only
     evaluations: held-out losses
     step: summary of `mtrain profile step`
-    sparsity: rows of `mtrain profile sparsity`, keys as in HeadRecord
+    sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`
     settings: resolved configuration by dotted key
-    damage: why a damaged file is skipped; empty if none is
+    restarts: restarts of the run after failures
+    damage: why a damaged file is skipped; empty if no file is damaged
     """
 
     name: str
@@ -83,13 +86,9 @@ class ReportSource:
             return "recorded step"
         if self.sparsity:
             return "sparsity profile"
-        if self.metrics:
+        if self.metrics or self.recorded is None:
             return "training run"
-        return (
-            str(self.recorded.summary.get("kind") or "profile")
-            if self.recorded is not None
-            else "training run"
-        )
+        return str(self.summary.get("kind") or "profile")
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -97,13 +96,13 @@ class ReportSource:
 
     @property
     def swept(self) -> list[dict[str, Any]]:
-        """Rows of a sweep of `mtrain simulate`."""
+        """Return the rows of an `mtrain simulate` sweep."""
         rows = self.summary.get("sweep")
         return rows if isinstance(rows, list) else []
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Predicted whole steps, of a sweep or of single configurations, as rows for `sweeps`."""
+        """Return the steps predicted by a sweep or for single cases, as rows for `sweeps`."""
         predicted = self.summary.get("predicted")
         return self.swept or [
             entry["step"]
@@ -113,7 +112,7 @@ class ReportSource:
 
     @property
     def where(self) -> str:
-        """The hardware measured, or the cluster predicted; empty if unknown."""
+        """The measured hardware or the predicted cluster; empty if unknown."""
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
@@ -123,34 +122,21 @@ class ReportSource:
     @property
     def complete(self) -> bool:
         """Whether all planned samples and training steps are there."""
-        recorded = self.recorded is None or (
-            self.recorded.complete and not any(case.missing for case in self.cases)
-        )
-        return recorded and not (
-            self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted
-        )
+        recorded = self.recorded is None or self.recorded.complete
+        return recorded and not any(case.missing for case in self.cases) and not self._stopped
+
+    @property
+    def _stopped(self) -> bool:
+        """Whether training steps are missing."""
+        wanted = self.steps_wanted or 0
+        return bool(self.metrics) and self.metrics[-1].step < wanted
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader must know first, such as what is missing."""
+        """Return what a reader must know first, for example that samples are missing."""
         remarks = []
         if self.recorded is not None and not self.recorded.complete:
-            done = max((case.iterations for case in self.cases), default=0)
-            wanted = self.summary.get("samples_wanted")
-            short = [
-                f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done
-            ]
-            progress = f"{done} of {wanted} samples" if wanted else f"{done} samples"
-            left_out = len(self.summary.get("cases") or []) - len(self.cases)
-            remarks.append(
-                f"partial: {progress}; the run did not finish"
-                + (f" ({', '.join(short)})" if short else "")
-                + (
-                    f"; {left_out} of {len(self.summary['cases'])} cases have none"
-                    if left_out > 0
-                    else ""
-                )
-            )
+            remarks.append(self._progress())
         missing = {case.missing: case for case in self.cases if case.missing}
         for ranks, case in missing.items():
             share = f"{len(ranks)} of {case.workers * case.groups}"
@@ -159,15 +145,10 @@ class ReportSource:
                 "imbalance degrees cover the other ranks"
             )
         cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")
-        if (
-            self.cases
-            and not self.facts.get("gpus")
-            and isinstance(cores, int)
-            and isinstance(workers, int)
-            and workers > cores
-        ):
+        on_cpu = bool(self.cases) and not self.facts.get("gpus")
+        if on_cpu and isinstance(cores, int) and isinstance(workers, int) and workers > cores:
             remarks.append(
-                f"{workers} workers share {cores} CPU cores: times depend on who gets a core; "
+                f"{workers} workers share {cores} CPU cores: times depend on the OS scheduler; "
                 "compare work instead"
             )
         if self.cases and all(case.workers == 1 for case in self.cases):
@@ -176,9 +157,23 @@ class ReportSource:
             )
         if self.damage:
             remarks.append(self.damage)
-        if self.metrics and self.steps_wanted and self.metrics[-1].step < self.steps_wanted:
+        if self._stopped:
             remarks.append(f"step {self.metrics[-1].step} of {self.steps_wanted}")
         return remarks
+
+    def _progress(self) -> str:
+        """Return how many samples an unfinished recording has."""
+        done = max((case.iterations for case in self.cases), default=0)
+        wanted = self.summary.get("samples_wanted")
+        behind = [
+            f"{case.label}: {case.iterations}" for case in self.cases if case.iterations < done
+        ]
+        cases = self.summary.get("cases") or []
+        left_out = len(cases) - len(self.cases)
+        progress = f"{done} of {wanted}" if wanted else f"{done}"
+        text = f"partial: {progress} samples; the run did not finish"
+        text += f" ({', '.join(behind)})" if behind else ""
+        return text + (f"; {left_out} of {len(cases)} cases have none" if left_out > 0 else "")
 
 
 def shortened(ranks: Sequence[int]) -> str:
@@ -197,7 +192,7 @@ def find(name: str) -> Path:
     """Find a folder or file to report, by path or by name under runs/ or measurements/.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no folder or file has that name.
     """
     path = Path(name).expanduser()
     for candidate in (path, RUNS / name, MEASUREMENTS / name):
@@ -221,7 +216,7 @@ def find(name: str) -> Path:
     else:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         listed = (
-            f"; newest first, there are: {', '.join(names[:SHOWN])}{more}"
+            f"; found here, newest first: {', '.join(names[:SHOWN])}{more}"
             if names
             else "; runs/ and measurements/ are empty"
         )
@@ -235,7 +230,7 @@ def default() -> list[Path]:
 
 
 def ships(path: Path) -> bool:
-    """Whether a path is part of mtrain itself, where nothing may be written."""
+    """Return whether a path ships with mtrain, so that nothing may be written there."""
     return path.resolve().is_relative_to(resource_dir("profiles").resolve())
 
 
@@ -277,7 +272,7 @@ def open_source(path: Path) -> ReportSource:
     """Read and analyse a folder, or a shipped file.
 
     Raises:
-        ConfigError: it holds nothing to report, or something damaged.
+        ConfigError: the path holds nothing to report, or a damaged file.
     """
     if path.is_file():
         return _open_file(path)
@@ -290,24 +285,14 @@ def open_source(path: Path) -> ReportSource:
         raise ConfigError(_nothing(path))
     cases: tuple[CaseAnalysis, ...] = ()
     if recorded is not None:
-        if recorded.summary.get("kind") == STEP:
+        kind, named = recorded.summary.get("kind"), (_name(path), path, _facts(path, recorded))
+        if kind == STEP:
             if damage := damage_of_step(recorded.summary):
                 raise ConfigError(f"{recorded.folder / SUMMARY}: {damage}; measure again")
-            return ReportSource(
-                _name(path),
-                path,
-                _facts(path, recorded),
-                step=recorded.summary,
-                settings=read_settings(path),
-            )
-        if recorded.summary.get("kind") == SPARSITY:
-            return ReportSource(
-                _name(path),
-                path,
-                _facts(path, recorded),
-                sparsity=_sparsity(recorded.folder),
-                settings=read_settings(path),
-            )
+            return ReportSource(*named, step=recorded.summary, settings=read_settings(path))
+        if kind == SPARSITY:
+            rows = _sparsity(recorded.folder)
+            return ReportSource(*named, sparsity=rows, settings=read_settings(path))
         _check_schema(recorded)
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):
@@ -317,18 +302,16 @@ def open_source(path: Path) -> ReportSource:
                     "measure again"
                 )
             raise ConfigError(
-                f"{recorded.folder}: no sample yet; the profile stopped before, or still runs"
+                f"{recorded.folder}: no sample yet; the profile still runs or stopped too early"
             )
-    facts = _facts(path, recorded)
-    wanted = _steps_wanted(path) if metrics else None
     return ReportSource(
         _name(path),
         path,
-        facts,
+        _facts(path, recorded),
         recorded,
         cases,
         metrics,
-        wanted,
+        steps_wanted=_steps_wanted(path) if metrics else None,
         evaluations=tuple(read_evaluations(path)),
         settings=read_settings(path),
         restarts=tuple(restart.read_restarts(RunDir(path))),
@@ -337,13 +320,13 @@ def open_source(path: Path) -> ReportSource:
 
 
 def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
-    """Return the steps of a run, and what is wrong with their file (empty: nothing).
+    """Return the steps of a run, and the problem with their file (empty if there is none).
 
     Args:
-        alone: the run has nothing else to show.
+        alone: whether the run has nothing else to show.
 
     Raises:
-        ConfigError: the file is damaged and the run has nothing else to show.
+        ConfigError: the file is damaged and ``alone`` is true.
     """
     file = path / METRICS_FILE
     if not file.is_file():
@@ -423,7 +406,7 @@ def _check_schema(recorded: RecordedFolder) -> None:
     """Check the schema of every file of rows.
 
     Raises:
-        ConfigError: a file has another schema than the summary, or is not a parquet file.
+        ConfigError: a file's schema differs from the summary's, or it is not a parquet file.
     """
     import pyarrow.parquet as pq
 
@@ -461,10 +444,10 @@ def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
 
 def _steps_wanted(path: Path) -> int | None:
     """Return train.steps of the run; None if its configuration cannot be read."""
-    from mtrain_cli.config import compose
+    from mtrain_cli.config import resolved_file
 
     try:
-        return compose.load(path / RESOLVED).train.steps
+        return resolved_file.load(path / RESOLVED).train.steps
     except ConfigError:
         return None
 

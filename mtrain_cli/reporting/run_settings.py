@@ -32,7 +32,7 @@ _CARD = (
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return resolved.yaml by dotted key; empty if there is no readable file.
 
-    Does not check the file against this version's schema, so that runs of other versions show.
+    Do not check the file against this version's schema, so that runs of other versions show.
     """
     try:
         document = read_yaml(folder / RESOLVED)

@@ -1,4 +1,4 @@
-"""The breakdown of a training step in the terminal: `mtrain profile step` as tables and lines."""
+"""Show `mtrain profile step` in the terminal: the breakdown of a training step."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.console import Console
 from mtrain_cli.records.metrics import sound_mfu
 from mtrain_cli.records.step_breakdown import HOST, IDLE, LINKS, WAITS
-from mtrain_cli.reporting.terminal_width import number, print_table, say
+from mtrain_cli.reporting.terminal_width import new_table, number, print_table, say
 
 NAME = 44  # characters of a kernel's name
 _GPU = (
-    "Each instant of the GPU counts once: computing kernels first, then copies, then NCCL; of "
-    "overlapping kernels, the first to start. links: exposed NCCL communication{}; idle: nothing "
-    "on the GPU. attention, index, loss (with its products), weights (FSDP's copies) and "
-    "optimizer: everything launched there; other parts by kernel name"
+    "Each instant of the GPU counts once: for a compute kernel, else a copy, else NCCL. If kernels "
+    "overlap, the first to start counts. links: exposed NCCL communication{}; idle: nothing runs. "
+    "attention, index, loss (with its products), weights (FSDP copies), optimizer: everything "
+    "launched there; other parts by kernel name"
 )
 _WAITS = (
-    "; waits: exposed NCCL time spent waiting for stragglers, that is the time of a message beyond "
-    "its time on the rank where it is shortest"
+    "; waits: exposed NCCL time spent waiting for stragglers, beyond the message's shortest time "
+    "on any rank"
 )
 _NO_WAITS = ", including waits for other ranks"
 _CPU = (
-    "Each instant counts once: the innermost operator of the training thread first, then gloo. "
+    "Each instant counts once: for the training thread's innermost operator, else for gloo. "
     "links: exposed gloo communication, including waits for other ranks; host: the rest, Python "
-    "and waiting. attention, index, loss (with its products), weights (FSDP's copies) and "
-    "optimizer: every operator called there; other parts by operator name"
+    "and waits. attention, index, loss (with its products), weights (FSDP copies), optimizer: "
+    "every operator called there; other parts by operator name"
 )
 
 
@@ -51,7 +50,8 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
     print_table(console, top_table(document["top"], gpu))
     say(
         console,
-        "ms: own time, overlapped or not; kernels.csv lists all kernels or operators of every rank",
+        "ms: self time, including overlapped time; kernels.csv lists all kernels or operators of "
+        "every rank",
         style="dim",
     )
 
@@ -59,6 +59,8 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
 def damage_of_step(document: dict[str, Any]) -> str | None:
     """Return why a summary cannot be shown, or None."""
     try:
+        if not document["ranks"]:
+            return "ranks is empty"
         show_step(Console(file=io.StringIO()), document)
     except KeyError as error:
         return f"{error.args[0]} is missing"
@@ -84,29 +86,19 @@ def _about(document: dict[str, Any]) -> str:
 
 
 def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
-    """One row per part that took any time; ms of one step."""
-    table = Table(
-        title="Breakdown of one training step",
-        title_justify="left",
-        caption=f"ms per step, mean of {len(ranks)} ranks" if len(ranks) > 1 else "ms per step",
-        caption_justify="left",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-    )
+    """Return a table in ms per step, with a row per nonzero part."""
     several = len(ranks) > 1
-    table.add_column("part", no_wrap=True)
-    for heading in ("ms", "share", *(("min", "max", "rank") if several else ())):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = new_table(
+        ("part", "ms", "share", *(("min", "max", "rank") if several else ())),
+        title="Breakdown of one training step",
+        caption=f"ms per step, mean of {len(ranks)} ranks" if several else "ms per step",
+    )
     rows = parts_rows(ranks)
-    for i, (name, mean, share, least, most, rank) in enumerate(rows):
-        cells = [
-            _ms(mean),
-            f"{share:.1%}",
-            *((_ms(least), _ms(most), str(rank)) if several else ()),
-        ]
-        table.add_row(
-            name, *cells, end_section=i == len(rows) - 2, style="bold" if name == "step" else None
-        )
+    for name, mean, share, least, most, rank in rows:
+        cells = [_ms(mean), f"{share:.1%}"]
+        cells += [_ms(least), _ms(most), str(rank)] if several else []
+        style = "bold" if name == "step" else None
+        table.add_row(name, *cells, end_section=name == rows[-2][0], style=style)
     return table
 
 
@@ -117,56 +109,42 @@ def parts_rows(
 
     The last row is the whole step.
     """
-    whole = statistics.fmean(rank["step_ms"] for rank in ranks)
-    rows = [(name, [rank["parts"][name] for rank in ranks]) for name in ranks[0]["parts"]]
-    rows = [
-        *((name, ms) for name, ms in rows if any(ms)),
-        ("step", [rank["step_ms"] for rank in ranks]),
-    ]
+    whole = [rank["step_ms"] for rank in ranks]
+    parts = {name: [rank["parts"][name] for rank in ranks] for name in ranks[0]["parts"]}
+    rows = [*((name, ms) for name, ms in parts.items() if any(ms)), ("step", whole)]
+    mean = statistics.fmean
     return [
-        (
-            name,
-            statistics.fmean(ms),
-            statistics.fmean(ms) / whole,
-            min(ms),
-            max(ms),
-            ms.index(max(ms)),
-        )
+        (name, mean(ms), mean(ms) / mean(whole), min(ms), max(ms), ms.index(max(ms)))
         for name, ms in rows
     ]
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Compare recorded steps: mean ms of every part over ranks; for two steps also the ratio."""
-    table = Table(title="Side by side, ms", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("part", no_wrap=True)
-    for name, _ in named:
-        table.add_column(name, justify="right")
-    if len(named) == 2:
-        table.add_column("ratio", justify="right", no_wrap=True)
+    """Compare recorded steps: ms of every part, mean over ranks; for two steps also the ratio."""
+    two = len(named) == 2
+    headings = ("part", *(name for name, _ in named), *(("ratio",) if two else ()))
+    table = new_table(headings, title="Side by side, ms")
     every = [document["ranks"] for _, document in named]
-    parts = list(dict.fromkeys(name for ranks in every for name in ranks[0]["parts"]))
-    rows = [
-        (
-            name,
-            [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every],
-        )
+    parts = dict.fromkeys(name for ranks in every for name in ranks[0]["parts"])
+    rows = {
+        name: [statistics.fmean(rank["parts"].get(name, 0.0) for rank in ranks) for ranks in every]
         for name in parts
-    ]
-    rows = [(name, ms) for name, ms in rows if any(ms)]
-    ends = {rows[-1][0]}
-    rows += [("step", [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every])]
-    rows += [("without recording", [max(rank["plain_ms"] for rank in ranks) for ranks in every])]
+    }
+    rows = {name: ms for name, ms in rows.items() if any(ms)}
+    last = list(rows)[-1]
+    rows["step"] = [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]
+    rows["without recording"] = [max(rank["plain_ms"] for rank in ranks) for ranks in every]
     in_links = f"in {LINKS}"  # where earlier versions counted waits
     mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
-    for name, ms in rows:
+    for name, ms in rows.items():
         cells = [
             in_links if name == WAITS and WAITS not in ranks[0]["parts"] else _ms(value)
             for ranks, value in zip(every, ms, strict=True)
         ]
-        comparable = ms[0] and not (name in (LINKS, WAITS) and mixed)
-        ratio = [] if len(ms) != 2 else [f"{ms[1] / ms[0]:.3f}" if comparable else "-"]
-        table.add_row(name, *cells, *ratio, end_section=name in ends)
+        if two:
+            comparable = ms[0] and not (name in (LINKS, WAITS) and mixed)
+            cells.append(f"{ms[1] / ms[0]:.3f}" if comparable else "-")
+        table.add_row(name, *cells, end_section=name == last)
     return table
 
 
@@ -179,63 +157,59 @@ def lines(document: dict[str, Any]) -> list[str]:
     def mean(name: str) -> float:
         return statistics.fmean(rank[name] for rank in ranks)
 
-    plain, recorded = (
-        max(rank["plain_ms"] for rank in ranks),
-        max(rank["recorded_ms"] for rank in ranks),
-    )
-    # A single step without recording has no spread, and a faster step with it shows no cost.
-    slower = recorded / plain - 1
-    difference = (
-        f"{slower:+.1%}, recording and noise" if slower > 0 else "no cost of recording beyond noise"
-    )
-    which = (
-        "the step before"
-        if before is None or before["steps"] == 1
-        else f"median of {before['steps']} steps before"
-    )
-    if before is not None and before.get("first") == before["steps"] == 1:
-        which = "the first step, which compiles and loads"
-    result = [
-        f"step      slowest rank {_ms(recorded)} ms; without recording {_ms(plain)} ms ({which}): "
-        f"{difference}"
-    ]
+    def part_ms(name: str) -> str:
+        return _ms(statistics.fmean(rank["parts"][name] for rank in ranks))
+
+    result = [_cost_of_recording(ranks, before)]
     if before is not None:
         result.append(f"speed     {_speed(before, gpu)}, without recording")
-    # Absent in files of earlier versions.
+    result += _message_line(ranks, mean("links_hidden_ms"), gpu)
+    if not gpu:
+        return [*result, f"host      {part_ms(HOST)} ms outside of operators and messages"]
+    ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
+    start = statistics.median(ahead) / 1e3 if ahead else 0
+    delay = f"; kernels start {_ms(start)} ms after launch (median)" if ahead else ""
+    return [
+        *result,
+        f"launches  {mean('launches'):,.0f} kernels; launch overhead "
+        f"{_ms(mean('launching_ms'))} ms on the host{delay}",
+        f"syncs     {mean('syncs'):,.0f} host waits for the GPU, {_ms(mean('syncing_ms'))} ms; "
+        f"GPU idle {part_ms(IDLE)} ms",
+    ]
+
+
+def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> list[str]:
+    """Return a line about messages if there are any; hidden: overlapped ms."""
+    # Waits and unmatched messages are absent in files of earlier versions.
     waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)
-    exposed, hidden = (
-        statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits,
-        mean("links_hidden_ms"),
+    exposed = statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits
+    if not (exposed or hidden):
+        return []
+    name, work = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
+    waiting = f" (waiting for other ranks: {_ms(waits)} ms)" if waits else ""
+    if unmatched := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
+        waiting += f"; {unmatched:,.0f} messages unmatched on other ranks count as links"
+    return [
+        f"{name:<10}{_ms(exposed + hidden)} ms: {_ms(hidden)} ms overlapped with {work}, "
+        f"{_ms(exposed)} ms exposed{waiting}"
+    ]
+
+
+def _cost_of_recording(ranks: Sequence[dict[str, Any]], before: dict[str, Any] | None) -> str:
+    plain, recorded = (max(rank[key] for rank in ranks) for key in ("plain_ms", "recorded_ms"))
+    # One step without recording has no spread. A faster recorded step shows no cost.
+    cost = "no cost of recording beyond noise"
+    if recorded > plain:
+        cost = f"{recorded / plain - 1:+.1%}, recording and noise"
+    which = "the step before"
+    if before is not None and before["steps"] > 1:
+        which = f"median of {before['steps']} steps before"
+    elif before is not None and before.get("first") == 1:
+        which = "the first step, which compiles and loads"
+    return (
+        f"step      slowest rank {_ms(recorded)} ms; without recording {_ms(plain)} ms ({which}): "
+        f"{cost}"
     )
-    if exposed or hidden:
-        name, work = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
-        waiting = f" (waiting for other ranks: {_ms(waits)} ms)" if waits else ""
-        if unmatched := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
-            waiting += f"; {unmatched:,.0f} messages unmatched on other ranks count as links"
-        result.append(
-            f"{name:<10}{_ms(exposed + hidden)} ms: {_ms(hidden)} ms overlapped with {work}, "
-            f"{_ms(exposed)} ms exposed{waiting}"
-        )
-    if gpu:
-        ahead = [rank["ahead_us"] for rank in ranks if rank["ahead_us"] is not None]
-        delay = (
-            f"; kernels start {_ms(statistics.median(ahead) / 1e3)} ms after launch (median)"
-            if ahead
-            else ""
-        )
-        result.append(
-            f"launches  {mean('launches'):,.0f} kernels; launch overhead "
-            f"{_ms(mean('launching_ms'))} ms on the host{delay}"
-        )
-        idle = statistics.fmean(rank["parts"][IDLE] for rank in ranks)
-        result.append(
-            f"syncs     {mean('syncs'):,.0f} host waits for the GPU, {_ms(mean('syncing_ms'))} ms; "
-            f"GPU idle {_ms(idle)} ms"
-        )
-    else:
-        host = statistics.fmean(rank["parts"][HOST] for rank in ranks)
-        result.append(f"host      {_ms(host)} ms outside of operators and messages")
-    return result
 
 
 def _speed(before: dict[str, Any], gpu: bool) -> str:
@@ -252,16 +226,12 @@ def _speed(before: dict[str, Any], gpu: bool) -> str:
 
 
 def top_table(top: Sequence[dict[str, Any]], gpu: bool) -> Table:
-    title = f"Slowest {'kernels' if gpu else 'operators'}"
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    table.add_column("kernel" if gpu else "operator", no_wrap=True)
-    for heading in ("calls", "ms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("part", no_wrap=True)
-    for kind in top:
-        table.add_row(
-            short_name(kind["name"]), f"{kind['calls']:,.0f}", _ms(kind["ms"]), kind["part"]
-        )
+    kind = "kernel" if gpu else "operator"
+    table = new_table((kind, "calls", "ms", "part"), title=f"Slowest {kind}s")
+    table.columns[-1].justify = "left"
+    for row in top:
+        name, calls = short_name(row["name"]), f"{row['calls']:,.0f}"
+        table.add_row(name, calls, _ms(row["ms"]), row["part"])
     return table
 
 
@@ -274,8 +244,8 @@ def _ms(value: float) -> str:
 def short_name(name: str, width: int = NAME) -> str:
     """Shorten a kernel's name: drop return type, namespaces, arguments and templates.
 
-    Keeps the function that an element-wise kernel applies. Cuts the middle of a name that is still
-    too long.
+    Keep the function that an element-wise kernel applies. If the name is still too long, cut its
+    middle.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     bare = _without(_without(plain, "<>"), "()").strip()

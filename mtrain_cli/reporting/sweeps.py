@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.exchange_selection import short_label
-from mtrain_cli.reporting.tables import Sheet
-from mtrain_cli.reporting.terminal_width import number
+from mtrain_cli.reporting import plots
+from mtrain_cli.reporting.plots import Figure, FigureView, Trace
+from mtrain_cli.reporting.sheets import Sheet
+from mtrain_cli.reporting.terminal_width import new_table, number
 from mtrain_cli.training.run_plan import FITS
 
 Row = Mapping[str, Any]
@@ -21,22 +22,21 @@ SPARE = ("HFU", "best - worst", "data x context")  # a narrow terminal drops the
 LEGEND = (
     "s / step: one optimizer step; best and worst: all constants at their best or worst bound. "
     "HFU: share of peak FLOP/s that kernels execute. GiB: per GPU. bold: the fastest that fits. "
-    f"all_gather in N: in N parts of the heads. {FITS}."
+    f"all_gather in N: heads gathered in N parts. {FITS}."
 )
 _AXES = ("nodes", "workers")  # numbers of GPUs
 _DASHES = ("solid", "dot", "dashdot")
-_COLOURS = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
 
 
 def swept_settings(row: Row) -> dict[str, str]:
-    """Return the settings that were swept, other than the number of GPUs."""
+    """Return the swept settings other than the number of GPUs."""
     return {name: value for name, value in row.get("point", {}).items() if name not in _AXES}
 
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
     """Return headings, cells and the state of each row: best, fits or not.
 
-    best: the fastest that fits, among rows of equal settings and GPUs.
+    best: the fastest row that fits, among rows with equal settings and GPUs.
     """
     names = list(dict.fromkeys(name for row in rows for name in swept_settings(row)))
     groups = any(row.get("dp", 1) > 1 for row in rows)
@@ -75,11 +75,11 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
-    """One row per configuration. `why_not` gives the reasons of impossible ones."""
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    """Return a row per configuration. `why_not` says why some are impossible."""
     heads, lines, states = cells(rows)
-    for name in heads:
-        table.add_column(name, justify="left" if name in WORDS else "right")
+    table = new_table(heads, words=0)
+    for column in table.columns:
+        column.justify = "left" if column.header in WORDS else "right"
     for row, line, state in zip(rows, lines, states, strict=True):
         if "cannot" in row:
             line[-1] = "impossible"
@@ -88,7 +88,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 
 def why_not(rows: Sequence[Row]) -> list[str]:
-    """Return each reason why configurations are impossible, once."""
+    """Return the distinct reasons why configurations are impossible."""
     return list(dict.fromkeys(row["cannot"] for row in rows if "cannot" in row))
 
 
@@ -97,188 +97,148 @@ def _group(row: Row) -> tuple:
 
 
 def sheet(runs: Sequence[tuple[str, Sequence[Row]]]) -> Sheet:
-    """Return sweep.csv of (name, rows) of each run."""
-    names = list(
-        dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {}))
-    )
-    columns = (
-        *("run", *(f"swept {name}" for name in names), "workers", "cp", "layout", "exchange"),
-        *("kernel", "seq", "density", "seconds_low", "seconds", "seconds_high"),
-        *("tokens_per_second_per_gpu", "mfu", "hfu", "memory_gib", "fits", "cannot"),
-    )
+    """Return sweep.csv; runs: name and rows of each run."""
+    swept = dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {}))
     table = []
     for run, row in ((run, row) for run, rows in runs for row in rows):
-        head = [
-            run,
-            *(row.get("point", {}).get(name) for name in names),
-            row["workers"],
-            row.get("cp"),
-            row["layout"],
-            row["exchange"],
-        ]
-        if "cannot" in row:
-            table.append((*head, *[None] * 10, False, row["cannot"]))
-            continue
-        seconds = row["seconds"]
+        seconds, point = row.get("seconds", {}), row.get("point", {})
+        same = {name: row.get(name) for name in ("workers", "cp", "layout", "exchange")}
+        of_step = {name: row.get(name) for name in ("kernel", "seq", "density")}
+        impossible = "cannot" in row
         table.append(
-            (
-                *head,
-                *(row[name] for name in ("kernel", "seq", "density")),
-                *(seconds[bound] for bound in ("low", "value", "high")),
-                row["tokens_per_second_per_gpu"]["value"],
-                *(row[name] for name in ("mfu", "hfu")),
-                row["memory_bytes"] / 2**30,
-                row["fits"],
-                None,
-            )
+            {
+                "run": run,
+                **{f"swept {name}": point.get(name) for name in swept},
+                **same,
+                **of_step,
+                "seconds_low": seconds.get("low"),
+                "seconds": seconds.get("value"),
+                "seconds_high": seconds.get("high"),
+                "tokens_per_second_per_gpu": None if impossible else _rate(row, "value"),
+                "mfu": row.get("mfu"),
+                "hfu": row.get("hfu"),
+                "memory_gib": None if impossible else row["memory_bytes"] / 2**30,
+                "fits": not impossible and row["fits"],
+                "cannot": row.get("cannot"),
+            }
         )
-    return Sheet("sweep", columns, table)
+    return Sheet("sweep", table)
 
 
+# Title, value of a row at a bound, whether ideal scaling is linear in the number of GPUs.
 _QUANTITIES = (
-    (
-        "tokens/s, all GPUs",
-        lambda row, bound: row["tokens_per_second_per_gpu"][bound] * row["workers"],
-        True,
-    ),
-    ("tokens/s/GPU", lambda row, bound: row["tokens_per_second_per_gpu"][bound], False),
-    ("seconds per step", lambda row, bound: row["seconds"][bound], False),
-    ("GiB per GPU", lambda row, bound: row["memory_bytes"] / 2**30, False),  # noqa: ARG005
-)  # fmt: skip
+    ("tokens/s, all GPUs", lambda row, at: _rate(row, at) * row["workers"], True),
+    ("tokens/s/GPU", lambda row, at: _rate(row, at), False),
+    ("seconds per step", lambda row, at: row["seconds"][at], False),
+    ("GiB per GPU", lambda row, at: row["memory_bytes"] / 2**30, False),  # noqa: ARG005
+)
 
 
-def scaling_views(
-    name: str, rows: Sequence[Row]
-) -> list[tuple[tuple[str, ...], list[dict[str, Any]], dict[str, Any]]]:
-    """Return (labels, traces, layout) of each view, one line per layout and exchange.
+def _rate(row: Row, bound: str) -> float:
+    return row["tokens_per_second_per_gpu"][bound]
 
-    The x axis is the number of GPUs if it was swept, else the sequence length. The fastest line has
-    its bounds as a band. name: of the source.
+
+def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
+    """Draw the throughput of sweeps over the number of GPUs, as in figure 6b of MTraining.
+
+    The x axis is the number of GPUs if it was swept, else the sequence length.
+
+    Args:
+        sweeps: name and rows of each run.
     """
-    good = [row for row in rows if "cannot" not in row]
-    gpus = len({row["workers"] for row in good}) > 1 or len({row["seq"] for row in good}) < 2
-    groups: dict[tuple[str, ...], list[Row]] = {}
-    for row in good:
-        label = [
-            f"{key} {value}" for key, value in swept_settings(row).items() if gpus or key != "seq"
-        ]
-        groups.setdefault((name, ", ".join(label) or "as given"), []).append(row)
     views = []
-    for labels, group in groups.items():
-        for title, value, linear in _QUANTITIES:
-            views.append(
-                ((*labels, title), *_view(group, title, value, gpus=gpus, ideal=linear and gpus))
-            )
-    return views
+    for name, rows in sweeps:
+        good = [row for row in rows if "cannot" not in row]
+        gpus = len({row["workers"] for row in good}) > 1 or len({row["seq"] for row in good}) < 2
+        groups: dict[str, list[Row]] = {}
+        for row in good:
+            swept = [f"{k} {v}" for k, v in swept_settings(row).items() if gpus or k != "seq"]
+            groups.setdefault(", ".join(swept) or "as given", []).append(row)
+        views += [
+            _view((name, label, title), group, value, gpus=gpus, ideal=linear and gpus)
+            for label, group in groups.items()
+            for title, value, linear in _QUANTITIES
+        ]
+    note = (
+        "Band: the fastest line with all constants at their best or worst; hover for the bounds of "
+        "the other lines. Crosses do not fit into memory."
+    )
+    return Figure("scaling", "Scaling", ("sweep", "settings", "quantity"), views, note)
 
 
 def _view(
-    rows: Sequence[Row], title: str, value: Any, *, gpus: bool, ideal: bool
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    labels: tuple[str, ...], rows: Sequence[Row], value: Any, *, gpus: bool, ideal: bool
+) -> FigureView:
+    """Draw a line per layout and exchange, and the bounds of the fastest line as a band."""
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        lines.setdefault((row["layout"], _short(row["exchange"])), []).append(row)
+        lines.setdefault((row["layout"], row["exchange"].partition(" (")[0]), []).append(row)
     at = "workers" if gpus else "seq"
-    colours = {
-        name: _COLOURS[i % len(_COLOURS)]
-        for i, name in enumerate(dict.fromkeys(exchange for _, exchange in lines))
-    }
-    dashes = {
-        name: _DASHES[i % len(_DASHES)]
-        for i, name in enumerate(dict.fromkeys(layout for layout, _ in lines))
-    }
+    exchanges = list(dict.fromkeys(exchange for _, exchange in lines))
+    layouts = list(dict.fromkeys(layout for layout, _ in lines))
     fastest = min(rows, key=lambda row: (-row[at], row["seconds"]["value"]))
-    data: list[dict[str, Any]] = []
+    data: list[Trace] = []
     for (layout_name, exchange), line in lines.items():
-        line = sorted(line, key=lambda row: row[at])
-        name, colour = escape(f"{layout_name}, {exchange}"), colours[exchange]
-        x = [row[at] for row in line]
-        low, likely, high = (
-            [_round(value(row, bound)) for row in line] for bound in ("low", "value", "high")
+        colour = plots.PALETTE[exchanges.index(exchange) % len(plots.PALETTE)]
+        dash = _DASHES[layouts.index(layout_name) % len(_DASHES)]
+        name = escape(f"{layout_name}, {exchange}")
+        traces = _line(name, sorted(line, key=lambda row: row[at]), at, value, colour, dash)
+        # Several bands would hide each other; the other lines show bounds on hover.
+        band = [trace for trace in traces if "fill" in trace and fastest in line]
+        data = [*band, *data, *(trace for trace in traces if "fill" not in trace)]
+    ticks = sorted({row[at] for row in rows})
+    if ideal:
+        first = min(rows, key=lambda row: (row[at], -value(row, "value")))
+        y = plots.numbers([value(first, "value") * n / first[at] for n in ticks])
+        style = {"color": "#999", "dash": "longdash"}
+        shown = {"mode": "lines", "name": "linear", "x": ticks, "y": y, "line": style}
+        data.append({"type": "scatter", **shown, "hoverinfo": "skip"})
+    x = plots.axis(
+        "GPUs" if gpus else "tokens per sequence",
+        type="log",
+        tickvals=ticks,
+        ticktext=[str(n) if gpus else format_size(n) for n in ticks],
+    )
+    scale = {"type": "log", "dtick": "D2"} if ideal else {"rangemode": "tozero"}
+    return FigureView(labels, data, plots.layout(460, x, plots.axis(labels[-1], **scale)))
+
+
+def _line(
+    name: str, line: Sequence[Row], at: str, value: Any, colour: str, dash: str
+) -> list[Trace]:
+    """Return a line, crosses for rows that do not fit, and a band if the bounds differ."""
+    x = [row[at] for row in line]
+    low, likely, high = (
+        plots.numbers([value(row, bound) for row in line]) for bound in ("low", "value", "high")
+    )
+    fits = ["fits" if row["fits"] else "does not fit" for row in line]
+    bounds = "(%{customdata[0]:,.4g} to %{customdata[1]:,.4g})"
+    common = {"type": "scatter", "legendgroup": name}
+    traces = [
+        plots.line(
+            name,
+            x,
+            likely,
+            colour,
+            legendgroup=name,
+            line={"color": colour, "dash": dash},
+            customdata=[list(hover) for hover in zip(low, high, fits, strict=True)],
+            hovertemplate=f"{name}: %{{y:,.4g}} {bounds}, %{{customdata[2]}}<extra></extra>",
         )
-        common = {"type": "scatter", "legendgroup": name}
-        if low != high and fastest in line:
-            # Several bands would hide each other; the other lines show bounds on hover.
-            band = {
-                "x": [*x, *reversed(x)],
-                "y": [*high, *reversed(low)],
-                "fill": "toself",
-                "fillcolor": colour,
-                "opacity": 0.15,
-            }
-            data.insert(
-                0,
-                {
-                    **common,
-                    **band,
-                    "mode": "lines",
-                    "line": {"width": 0},
-                    "hoverinfo": "skip",
-                    "showlegend": False,
-                },
-            )
-        bounds = "(%{customdata[0]:,.4g} to %{customdata[1]:,.4g})"
-        hover = [
-            [lo, hi, "fits" if row["fits"] else "does not fit"]
-            for lo, hi, row in zip(low, high, line, strict=True)
-        ]
-        data.append(
+    ]
+    if unfit := [i for i, row in enumerate(line) if not row["fits"]]:
+        traces.append(
             {
                 **common,
-                "mode": "lines+markers",
-                "name": name,
-                "x": x,
-                "y": likely,
-                "customdata": hover,
-                "line": {"color": colour, "dash": dashes[layout_name]},
-                "marker": {"color": colour, "size": 6},
-                "hovertemplate": f"{name}: %{{y:,.4g}} {bounds}, %{{customdata[2]}}<extra></extra>",
-            }
-        )
-        if unfit := [i for i, row in enumerate(line) if not row["fits"]]:
-            marks = {
+                "mode": "markers",
                 "x": [x[i] for i in unfit],
                 "y": [likely[i] for i in unfit],
                 "marker": {"color": colour, "size": 12, "symbol": "x"},
-            }
-            data.append(
-                {**common, **marks, "mode": "markers", "hoverinfo": "skip", "showlegend": False}
-            )
-    if ideal:
-        first = min((row for row in rows), key=lambda row: (row[at], -value(row, "value")))
-        x = sorted({row[at] for row in rows})
-        y = [_round(value(first, "value") * n / first[at]) for n in x]
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "linear",
-                "x": x,
-                "y": y,
-                "hoverinfo": "skip",
-                "line": {"color": "#999", "dash": "longdash"},
+                **plots.QUIET,
             }
         )
-    ticks = sorted({row[at] for row in rows})
-    layout = {
-        "height": 460,
-        "xaxis": {
-            "title": {"text": "GPUs" if gpus else "tokens per sequence"},
-            "type": "log",
-            "tickvals": ticks,
-            "ticktext": [str(n) if gpus else format_size(n) for n in ticks],
-        },
-        "yaxis": {
-            "title": {"text": title},
-            **({"type": "log", "dtick": "D2"} if ideal else {"rangemode": "tozero"}),
-        },
-    }
-    return data, layout
-
-
-def _short(exchange: str) -> str:
-    return exchange.partition(" (")[0]
-
-
-def _round(value: float) -> float:
-    return float(f"{value:.5g}")
+    if low != high:
+        band = {"x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "fill": "toself"}
+        style = {"mode": "lines", "line": {"width": 0}, "fillcolor": colour, "opacity": 0.15}
+        traces.append({**common, **band, **style, **plots.QUIET})
+    return traces

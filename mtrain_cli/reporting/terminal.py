@@ -10,7 +10,7 @@ from typing import Any
 from rich.padding import Padding
 
 from mtrain_cli.console import Console
-from mtrain_cli.reporting import tables
+from mtrain_cli.reporting import comparison, tables, training_tables
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
@@ -35,43 +35,51 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
     for given, source in zip(whole, sources, strict=True):
         number = "" if source.name == given.name else f"{source.name} "
         say(console, f"{number}{given.name}: {source.kind}{_about(source)}", indent=2, style="bold")
-        for remark in source.remarks:
-            say(console, f"  {remark}", indent=2, style="yellow")
-        if source.shipped is not None:
-            print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
-            console.print(
-                f"recorded by {source.shipped.get('command', '')}", style="dim", soft_wrap=True
-            )
-        if source.step is not None:
-            show_step(console, source.step)
-        if source.steps:
-            print_table(console, sweep_table(source.steps), SPARE)
-            say(console, LEGEND, style="dim")
-            for reason in why_not(source.steps):
-                say(console, f"impossible: {reason}", style="dim")
-        if source.sparsity:
-            show_sparsity(console, source.sparsity)
-    for line in tables.incomparable(sources):
+        _show_source(console, source)
+    for line in comparison.incomparable(sources):
         say(console, f"warning: {line}", indent=2, style="yellow")
     recorded = [(source.name, source.step) for source in sources if source.step is not None]
     if len(recorded) > 1:
-        print_table(console, side_by_side(recorded), ())
-    trained = [source for source in sources if source.metrics]
-    if trained:
-        print_table(console, tables.training_table(trained), tables.SPARE_OF_TRAINING)
-    positions = tables.positions_table(sources)
-    if positions is not None:
+        print_table(console, side_by_side(recorded))
+    if trained := [source for source in sources if source.metrics]:
+        table = training_tables.training_table(trained)
+        print_table(console, table, training_tables.SPARE_OF_TRAINING)
+    if (positions := training_tables.positions_table(sources)) is not None:
         print_table(console, positions)
-    cases = [(source, case) for source in sources for case in source.cases]
+    _show_cases(console, sources)
+    if (compared := comparison.compare_table(sources)) is not None:
+        print_table(console, compared, comparison.SPARE_OF_COMPARISON)
+
+
+def _show_source(console: Console, source: ReportSource) -> None:
+    """Print everything of a source except training steps and recordings of attention."""
+    for remark in source.remarks:
+        say(console, f"  {remark}", indent=2, style="yellow")
+    if source.shipped is not None:
+        print_table(console, tables.shipped_table(source.shipped), tables.SPARE_OF_SHIPPED)
+        command = f"recorded by {source.shipped.get('command', '')}"
+        console.print(command, style="dim", soft_wrap=True)
+    if source.step is not None:
+        show_step(console, source.step)
+    if source.steps:
+        print_table(console, sweep_table(source.steps), SPARE)
+        say(console, LEGEND, style="dim")
+        for reason in why_not(source.steps):
+            say(console, f"impossible: {reason}", style="dim")
+    if source.sparsity:
+        show_sparsity(console, source.sparsity)
+
+
+def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
+    """Print the recordings of attention: load balance, heat maps, and why workers wait."""
+    cases = [(source.name, case) for source in sources for case in source.cases]
     if not cases:
         return
-    names = [source.name for source, _ in cases] if len(sources) > 1 else []
+    names = [name for name, _ in cases] if len(sources) > 1 else []
     measured = [case for _, case in cases]
     both = tables.summary_table(measured, names), tables.bins_table(measured, names)
-    needed = max(
-        console.measure(table, options=console.options.update(width=WIDEST)).minimum
-        for table in both
-    )
+    wide = console.options.update(width=WIDEST)
+    needed = max(console.measure(table, options=wide).minimum for table in both)
     if needed > console.width and limit(console) is None:
         console.width = needed
     if max(needed, NARROW) > console.width:
@@ -80,25 +88,18 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
     else:
         for table in both:
             console.print(table)
-    shown = [(source, case) for source, case in cases if case.workers > 1][:FIGURES]
-    for source, case in shown:
-        console.print(
-            tables.heat_map(case, next(iter(case.passes)), name=source.name if names else "")
-        )
+    maps = [(name, case) for name, case in cases if case.workers > 1]
+    for name, case in maps[:FIGURES]:
+        first = next(iter(case.passes))
+        console.print(tables.heat_map(case, first, name=name if names else ""))
         console.print()
-    if (many := sum(case.workers > 1 for _, case in cases)) > len(shown):
-        console.print(
-            f"showing {len(shown)} of {many} heat maps; report.html has all, for both passes",
-            style="dim",
-            soft_wrap=True,
-        )
-    for source, case in cases:
-        run = f"{source.name}, " if names else ""
+    if len(maps) > FIGURES:
+        more = f"showing {FIGURES} of {len(maps)} heat maps; report.html has all, for both passes"
+        console.print(more, style="dim", soft_wrap=True)
+    for name, case in cases:
+        run = f"{name}, " if names else ""
         say(console, f"{run}{case.label}: why workers wait", indent=2, style="bold")
         console.print(Padding(tables.causes_text(case), (0, 0, 1, 2)))
-    compared = tables.compare_table(sources) if len(sources) > 1 else None
-    if compared is not None:
-        print_table(console, compared, tables.SPARE_OF_COMPARISON)
 
 
 def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
@@ -112,9 +113,9 @@ def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbered(console: Console, sources: Sequence[ReportSource]) -> list[ReportSource]:
-    """Replace names by numbers if they are too long for the tables.
+    """Replace names that are too long for the tables by numbers.
 
-    The line above each source's tables gives its number and name.
+    A line above each source's tables shows number and name.
     """
     width = limit(console)
     if (

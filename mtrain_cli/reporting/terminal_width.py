@@ -1,4 +1,4 @@
-"""Fit tables and sentences to the terminal. A pipe gets all columns and one line per sentence."""
+"""Fit tables and text to the terminal. A pipe gets all columns and no wrapped lines."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import textwrap
 from collections.abc import Sequence
 
+from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli.console import Console
@@ -18,8 +19,25 @@ def number(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
 
 
+def new_table(
+    headings: Sequence[str], words: int = 1, *, title: str | None = None, caption: str | None = None
+) -> Table:
+    """Return an empty table without borders, whose first ``words`` columns hold text."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+        box=SIMPLE,
+        padding=(0, 1, 0, 0),
+    )
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < words else "right", overflow="fold")
+    return table
+
+
 def limit(console: Console) -> int | None:
-    """Return the characters of a line; None for a pipe or file without COLUMNS."""
+    """Return the characters per line; None for a pipe or file if COLUMNS is not set."""
     return console.width if console.is_terminal or "COLUMNS" in os.environ else None
 
 
@@ -38,9 +56,9 @@ def say(console: Console, line: str, indent: int = 0, style: str | None = None) 
 
 
 def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> None:
-    """Print a table. Words may wrap, numbers never do.
+    """Print a table. Text may wrap; numbers never do.
 
-    If it is still too wide, drops columns and prints a line that names them.
+    If the table is still too wide, drop columns and print a line that names them.
 
     Args:
         spare: headings of columns that may be dropped, in this order.

@@ -1,8 +1,8 @@
-"""Records as traces: `trace.json` for Perfetto and chrome://tracing, a file per rank for HTA.
+"""Write records as traces: `trace.json` for Perfetto and chrome://tracing, a file per rank for HTA.
 
-HTA is HolisticTraceAnalysis. Each rank is a process. Its first thread is the computing stream; the
-others are the links, one lane per concurrent message. An arrow leads from the send of a shard to
-its arrival. Every row is one slice, except gaps and waits of zero length.
+HTA is HolisticTraceAnalysis. Each rank is a process. Its first thread is the compute stream; the
+others are lanes of the links, one per concurrent message. An arrow connects a shard's send with its
+arrival. Every row is one slice, except gaps and compute phases or waits of zero length.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import pandas
 from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
 from mtrain_cli.records.record_files import ROW, as_frame
 
-MOST_ROWS = 400_000  # a browser opens this many; beyond, only some layers are drawn
+MOST_ROWS = 400_000  # a browser opens this many; a larger trace keeps only some layers
 FOLDER = "trace"
 _COMPUTE = 0
-_LANES = 100  # thread numbers of a link
+_LANES = 100  # thread numbers per link and direction
 
 
 def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
     """Write the trace, and next to it a folder with one trace per rank.
 
     Args:
-        rows: one iteration of every case, of dtype `records.ROW`.
+        rows: one iteration of every case, of dtype `ROW`.
 
     Returns:
         The number of slices.
@@ -69,7 +69,7 @@ def _drawn(rows: np.ndarray) -> np.ndarray:
 
 
 def _in_order(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Put the cases one after the other in time."""
+    """Shift the cases in time so that each starts after the one before."""
     begin = 0.0
     for case in sorted(set(rows.case)):
         mine = rows.case == case
@@ -87,12 +87,8 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
         first = _LANES * (1 + 2 * list(rows.link.cat.categories).index(link) + (phase == RECEIVE))
         lanes = _lanes(mine.start_us.to_numpy(), mine.dur_us.to_numpy())
         rows.loc[mine.index, "tid"] = first + lanes
-        names.update(
-            {
-                (int(rank), first + int(lane)): f"{link} {phase}" + f" {lane + 1}" * bool(lane)
-                for lane in np.unique(lanes)
-            }
-        )
+        for lane in np.unique(lanes).tolist():
+            names[int(rank), first + lane] = f"{link} {phase}" + f" {lane + 1}" * bool(lane)
     for rank in sorted(set(rows["rank"])):
         yield _meta(rank, 0, "process_name", f"rank {rank}")
         yield _meta(rank, 0, "process_sort_index", int(rank), "sort_index")
@@ -121,9 +117,9 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
 
 
 def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
-    """Turn a slice into a kernel of a stream, as HTA expects.
+    """Turn a slice into a kernel on a stream, as HTA expects.
 
-    HTA recognises communication by names like those of NCCL's kernels.
+    HTA recognises communication by the names of NCCL's kernels.
     """
     if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
         return event
@@ -137,13 +133,9 @@ def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _category(phase: str) -> str:
-    return (
-        "message"
-        if phase in (SEND, RECEIVE)
-        else "span"
-        if phase in (ITERATION, PASS)
-        else "compute"
-    )
+    if phase in (SEND, RECEIVE):
+        return "message"
+    return "span" if phase in (ITERATION, PASS) else "compute"
 
 
 def _name(row: Any) -> str:
@@ -177,7 +169,7 @@ def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
     ends: list[float] = []
     lanes = np.zeros(len(start), np.int64)
     for at in np.argsort(start, kind="stable"):
-        # Times are written in nanoseconds, hence the margins.
+        # The margins cover rounding: times are written in nanoseconds.
         lane = next((lane for lane, end in enumerate(ends) if end <= start[at] + 1e-3), len(ends))
         if lane == len(ends):
             ends.append(0.0)
@@ -201,38 +193,21 @@ def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
         arrow = {"cat": "shard", "name": f"{row.payload}", "id": number}
         begin = row.start_us_s
         end = max(row.start_us_r + row.dur_us_r, begin)
-        yield {
-            **arrow,
-            "ph": "s",
-            "pid": int(row.source),
-            "tid": int(row.tid_s),
-            "ts": round(begin, 3),
-        }
-        yield {
-            **arrow,
-            "ph": "f",
-            "bp": "e",
-            "pid": int(row.to),
-            "tid": int(row.tid_r),
-            "ts": round(end, 3),
-        }
+        start = {"ph": "s", "pid": int(row.source), "tid": int(row.tid_s), "ts": round(begin, 3)}
+        stop = {"pid": int(row.to), "tid": int(row.tid_r), "ts": round(end, 3)}
+        yield {**arrow, **start}
+        yield {**arrow, "ph": "f", "bp": "e", **stop}
 
 
 def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict[str, Any]:
-    return {
-        "ph": "M",
-        "name": kind,
-        "pid": int(rank),
-        "tid": int(tid),
-        "ts": 0,
-        "args": {key: value},
-    }
+    place = {"pid": int(rank), "tid": int(tid), "ts": 0}
+    return {"ph": "M", "name": kind, **place, "args": {key: value}}
 
 
 def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:
     draft = path.with_name(f".{path.name}.part")
     with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as file:
-        # Only the events are compact: HTA finds the rank by a pattern with a space after the colon.
+        # Only the events are compact: HTA's pattern for the rank has a space after the colon.
         file.write(json.dumps(about)[:-1] + ', "traceEvents": ')
         json.dump(events, file, separators=(",", ":"))
         file.write("}")

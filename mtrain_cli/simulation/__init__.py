@@ -1,1 +1,1 @@
-"""Count, price and play a plan without running it; replay recorded indices in other setups."""
+"""Count, price and simulate a plan without running it; replay recorded indices in other setups."""

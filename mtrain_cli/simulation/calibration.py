@@ -1,9 +1,9 @@
 """Fit times of attention kernels to measurements.
 
-A call takes a fixed time plus its work over a rate. Block diagonals and single columns have
-separate rates, as do forward and backward. A kernel's efficiency thus grows with the work w of a
-call as w / (w + w0), where w0 is the work of the fixed time at full speed. Errors are leave-one-out
-errors.
+A call takes a fixed time plus its work / a rate. Slashes and single columns have separate rates,
+and so do forward and backward. A kernel's efficiency therefore grows with the work w of a call as
+w / (w + w0), in which w0 is the work that takes the fixed time at full speed. Errors are
+leave-one-out errors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,33 +23,33 @@ from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import is_number, read_json, reason
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.recording import INDEX
-from mtrain_cli.simulation.program import FloatArray
+from mtrain_cli.simulation.actions import FloatArray
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
-# Forms of a call: whole intervals; a list of blocks under plain masks; the block diagonals and the
-# columns of an index, together or only one of them.
+# Forms of a call: whole intervals; a list of blocks under plain masks; slashes and columns of an
+# index in one call; slashes only; columns only.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-# Other measured parts of a step (`profiling.non_attention_benchmark`): the passes of a layer,
-# INDEX, and the loss with the embedding.
+# `profiling.non_attention_benchmark` measures FORWARD and BACKWARD of a layer, INDEX, and LOSS with
+# the embedding.
 LOSS = "loss"
 NON_ATTENTION_FILE = "non_attention"
 KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
 LOW, VALUE, HIGH = "low", "value", "high"
-# Bounds of a GPU that was not measured: its time may be off the estimate by these factors.
+# Bounds for a GPU that was not measured, as factors on the estimated time.
 UNKNOWN = (1 / 1.6, 2.0)
-_LEAST_ERROR = 0.05  # from one GPU to another of the same kind
-_WAITS = 1.5  # above this many times the share of large work, the host sets the time
-_NEAR = 0.5  # bounds also hold up to this share beyond the measured range
+_LEAST_ERROR = 0.05  # GPUs of one model differ by this much
+_WAITS = 1.5  # launch-bound: measured / expected time is this much above that of large work
+_NEAR = 0.5  # bounds hold up to this share beyond the measured range
 
 
 @dataclass(frozen=True)
 class CalibrationPoint:
     """One measured call.
 
-    flop: 1e12 FLOP of block diagonals, or of all dense work.
+    flop: 1e12 FLOP of slashes, or of all dense work.
     column_flop: 1e12 FLOP of single columns.
-    ms: its time.
+    ms: measured time.
     """
 
     flop: float
@@ -65,10 +65,10 @@ class Curve:
     points: number of measured points.
     low, high: factors for the bounds.
     fixed_bounds: bounds of fixed_ms, if it is less certain than the rest.
-    scaled: the measured device, if this curve is scaled to another one.
-    stands_for: the measured kernel or form, if it was another one.
-    skips: whether the kernel skips what an index leaves out; if not, work is all that the mask
-        leaves.
+    scaled: the measured device, if the curve is scaled to another device.
+    stands_for: the measured kernel and form, if they differ from this kernel and form.
+    skips: whether the kernel skips pairs that an index leaves out; if not, it computes all pairs of
+        the mask.
     """
 
     kernel: str
@@ -89,50 +89,50 @@ class Curve:
     def us(
         self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
     ) -> FloatArray:
-        """Return the us of calls; 0 where there is no work. flop: of all but single columns."""
+        """Return the microseconds that each call takes; 0 without work.
+
+        flop: FLOP of each call, except single columns.
+        """
         fixed = self.fixed_ms
         if self.fixed_bounds is not None and bound != VALUE:
             fixed = self.fixed_bounds[bound == HIGH]
+        flop, column_flop = np.asarray(flop), np.asarray(column_flop)
         ms = (
             fixed
-            + np.asarray(flop) * (self.ms_per_tflop / 1e12)
-            + np.asarray(column_flop) * (self.ms_per_column_tflop / 1e12)
+            + flop * (self.ms_per_tflop / 1e12)
+            + column_flop * (self.ms_per_column_tflop / 1e12)
         )
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
-        return np.where(np.asarray(flop) + column_flop > 0, ms * 1e3 * factor, 0.0)
+        return np.where(flop + column_flop > 0, ms * 1e3 * factor, 0.0)
 
 
 def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """Fit fixed ms, ms per 1e12 FLOP, and ms per 1e12 FLOP of columns.
+    """Return fixed ms, ms per 1e12 FLOP, and ms per 1e12 FLOP of columns; none is negative.
 
-    None is negative; the sum of squared relative errors is the least.
+    They minimise the sum of squared relative errors.
     """
     return fit_together([points])[0]
 
 
 def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
-    """`fit` several forms of calls to the same kernels: shared rates, a fixed time for each form.
+    """`fit` several forms of calls to one kernel, with shared rates and a fixed time per form.
 
-    Calls that mix diagonals and columns in one proportion cannot separate the two rates, and small
-    calls of one form cannot tell what large ones take. Together they can.
+    Calls that all mix slashes and columns in one proportion cannot separate the two rates. Small
+    calls of one form cannot give the rate of large calls. All forms together do both.
     """
-    rows = [(form_number, p) for form_number, points in enumerate(forms) for p in points]
+    rows = [(number, point) for number, points in enumerate(forms) for point in points]
     table = np.zeros((len(rows), len(forms) + 2))
-    for row, (form_number, p) in zip(table, rows, strict=True):
-        row[[form_number, -2, -1]] = np.array([1.0, p.flop, p.column_flop]) / p.ms
+    for row, (number, point) in zip(table, rows, strict=True):
+        row[[number, -2, -1]] = np.array([1.0, point.flop, point.column_flop]) / point.ms
     # Fewer than three points of a form cannot determine a fixed time.
-    used = [
-        i
-        for i in range(table.shape[1])
-        if table[:, i].any() and (i >= len(forms) or len(forms[i]) > 2)
-    ]
+    lengths = [*map(len, forms), 3, 3]
+    used = [i for i, length in enumerate(lengths) if table[:, i].any() and length > 2]
     best, least = np.zeros(table.shape[1]), np.inf
-    for number in range(1, len(used) + 1):
-        for chosen in itertools.combinations(used, number):
+    ones = np.ones(len(rows))
+    for count in range(1, len(used) + 1):
+        for chosen in itertools.combinations(used, count):
             solution = np.zeros(table.shape[1])
-            solution[list(chosen)] = np.linalg.lstsq(
-                table[:, chosen], np.ones(len(rows)), rcond=None
-            )[0]
+            solution[list(chosen)] = np.linalg.lstsq(table[:, chosen], ones, rcond=None)[0]
             error = float(((table @ solution - 1) ** 2).sum())
             if (solution >= 0).all() and error < least * (1 - 1e-9):
                 best, least = solution, error
@@ -142,19 +142,14 @@ def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[floa
 def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
     """Return the mean absolute relative leave-one-out error of each form."""
     means = []
-    for form_number, points in enumerate(forms):
+    for number, points in enumerate(forms):
         errors = []
         for i, left_out in enumerate(points):
             others = [list(p) for p in forms]
-            del others[form_number][i]
-            fixed, rate, column_flop = fit_together(others)[form_number]
-            errors.append(
-                abs(
-                    (fixed + left_out.flop * rate + left_out.column_flop * column_flop)
-                    / left_out.ms
-                    - 1
-                )
-            )
+            del others[number][i]
+            fixed, rate, column_rate = fit_together(others)[number]
+            ms = fixed + left_out.flop * rate + left_out.column_flop * column_rate
+            errors.append(abs(ms / left_out.ms - 1))
         means.append(float(np.mean(errors)) if len(points) > 2 else float("nan"))
     return means
 
@@ -163,9 +158,9 @@ def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
 class NonAttentionPoint:
     """One measured part of a step other than attention.
 
-    size: tokens; for a layer, rows of a tile of its MLP.
-    flop, moved: FLOP and bytes that `simulation.non_attention_cost` counts for it.
-    heads: query heads.
+    size: tokens; for a layer, rows per tile of its MLP.
+    flop, moved: FLOP and bytes that `simulation.non_attention_cost` counts.
+    heads: number of query heads.
     """
 
     part: str
@@ -178,7 +173,7 @@ class NonAttentionPoint:
 
 @dataclass(frozen=True)
 class NonAttentionTimes:
-    """Measured parts of a step other than attention, on one device. dtype: of matrix products."""
+    """Measured parts of a step except attention, on one device. dtype: of matrix products."""
 
     points: tuple[NonAttentionPoint, ...]
     dtype: str = "bfloat16"
@@ -187,22 +182,31 @@ class NonAttentionTimes:
     def parts(self) -> set[str]:
         return {point.part for point in self.points}
 
+    def _medians(
+        self,
+        part: str,
+        at: Callable[[NonAttentionPoint], float],
+        of: Callable[[NonAttentionPoint], float],
+    ) -> dict[float, float]:
+        """Return the median of ``of`` over the points of a part, by ascending ``at``."""
+        found: dict[float, list[float]] = {}
+        for point in self.points:
+            if point.part == part:
+                found.setdefault(at(point), []).append(of(point))
+        return {place: statistics.median(found[place]) for place in sorted(found)}
+
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """Return a part's measured over its expected time, and whether such a size was measured.
+        """Return a part's measured / expected time, and whether the size is near a measured one.
 
-        Interpolates by the logarithm of the expected time. If the smallest measured size was bound
-        by the host, smaller sizes take the same time.
+        Interpolate over the logarithm of the expected time. If the smallest measured size is
+        launch-bound, smaller sizes take the same time.
 
-        expected: us. of: expected us of a measured point.
+        expected: microseconds of the part. of: returns the expected microseconds of a point.
         """
-        ratios: dict[float, list[float]] = {}
-        for point in self.points:
-            if point.part == part:
-                ratios.setdefault(of(point), []).append(point.us / of(point))
-        us = sorted(ratios)
-        shares = [statistics.median(ratios[e]) for e in us]
+        ratios = self._medians(part, of, lambda point: point.us / of(point))
+        us, shares = list(ratios), list(ratios.values())
         least, most = us[0], us[-1]
         share = float(np.interp(np.log(expected), np.log(us), shares))
         if expected < least and shares[0] > _WAITS * min(shares):
@@ -210,20 +214,17 @@ class NonAttentionTimes:
         return share, least * (1 - _NEAR) <= expected <= most * (1 + _NEAR)
 
     def index(self, tokens: float, heads: int, each: float) -> float | None:
-        """Return the us of an index estimate; None if not measured.
+        """Return the microseconds of an index estimate; None if none was measured.
 
-        each: us per token above the largest measured size, since short estimates are launch-bound.
+        each: microseconds per token above the largest measured size. Measurements do not give it,
+            because short estimates are launch-bound.
         """
-        by_size: dict[int, list[float]] = {}
-        for point in self.points:
-            if point.part == INDEX:
-                by_size.setdefault(point.size, []).append(point.us)
+        by_size = self._medians(INDEX, lambda point: point.size, lambda point: point.us)
         if not by_size:
             return None
-        sizes = sorted(by_size)
-        us = [statistics.median(by_size[size]) for size in sizes]
+        sizes, us = list(by_size), list(by_size.values())
         measured = next(point.heads for point in self.points if point.part == INDEX)
-        # Every head reads the scores of all keys. Launches do not depend on the number of heads.
+        # Every head reads the scores of all keys. Launch overhead does not depend on the heads.
         more = (float(np.interp(tokens, sizes, us)) - min(us)) * max(1.0, heads / measured)
         return min(us) + more + max(0.0, tokens - sizes[-1]) * each
 
@@ -238,14 +239,9 @@ class Calibration:
     non_attention: NonAttentionTimes | None = None
 
     def find(self, kernel: str, form: str, direction: str) -> Curve | None:
-        return next(
-            (
-                c
-                for c in self.curves
-                if (c.kernel, c.form, c.direction) == (kernel, form, direction)
-            ),
-            None,
-        )
+        sought = kernel, form, direction
+        same = (c for c in self.curves if (c.kernel, c.form, c.direction) == sought)
+        return next(same, None)
 
 
 def load_calibration(*paths: Path) -> Calibration:
@@ -258,48 +254,23 @@ def load_calibration(*paths: Path) -> Calibration:
     non_attention: list[NonAttentionPoint] = []
     dtypes: list[str] = []
     dense_only: set[str] = set()  # kernels that compute what an index leaves out
-    devices = []
+    devices: list[str] = []
     for path in paths:
         document = _document(path)
-        devices.append(str(document["device"]))
-        if devices[0] != devices[-1]:
-            raise ConfigError(
-                f"--calibration {path}: is of {devices[-1]}, the other file of {devices[0]}; "
-                "give files of one GPU"
-            )
+        _add_same(path, devices, str(document["device"]), "GPU")
         try:
             if document["kind"] == NON_ATTENTION_FILE:
                 file_points = [_non_attention_point(time) for time in document["times"]]
-                _check_non_attention(path, file_points, str(document["dtype"]), dtypes)
+                _check_parts(path, file_points)
+                _add_same(path, dtypes, str(document["dtype"]), "dtype")
                 non_attention += file_points
                 continue
             for time in document["times"]:
-                form = time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE)
-                pairs, column_pairs = int(time["pairs"]), int(time.get("column_pairs") or 0)
                 if not time.get("skips", True):
                     dense_only.add(str(time["kernel"]))
-                    if form in (SPARSE, DIAGONALS):
-                        pairs, column_pairs = int(time["mask_pairs"]), 0
-                for direction in (FORWARD, BACKWARD):
-                    flop = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
-                    point = CalibrationPoint(
-                        (pairs - column_pairs) * flop,
-                        column_pairs * flop,
-                        float(time[f"{direction}_ms"]),
-                    )
-                    if not all(map(is_number, (point.ms, point.flop, point.column_flop))) or not (
-                        point.ms > 0 and point.flop + point.column_flop > 0
-                    ):
-                        raise ValueError("a time or a number of pairs is not positive")
-                    points.setdefault((str(time["kernel"]), str(form), direction), []).append(point)
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            OverflowError,
-            IndexError,
-        ) as problem:
+                for form, direction, point in _points(time):
+                    points.setdefault((str(time["kernel"]), form, direction), []).append(point)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
             raise ConfigError(
                 f"--calibration {path}: is damaged ({reason(problem)}); measure again"
             ) from problem
@@ -321,6 +292,25 @@ def load_calibration(*paths: Path) -> Calibration:
     )
 
 
+def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
+    """Yield (form, direction, point) for both passes of a `profiling.kernel_benchmark.KernelTime`.
+
+    Raises:
+        ValueError: a number is not positive.
+    """
+    form = str(time.get("form") or (DENSE if time["case"]["density"] is None else SPARSE))
+    pairs, column_pairs = int(time["pairs"]), int(time.get("column_pairs") or 0)
+    if not time.get("skips", True) and form in (SPARSE, DIAGONALS):
+        pairs, column_pairs = int(time["mask_pairs"]), 0
+    for direction in (FORWARD, BACKWARD):
+        each = FLOP_PER_PAIR[direction] * int(time["case"]["head_dim"]) / 1e12
+        flop, column_flop = (pairs - column_pairs) * each, column_pairs * each
+        ms = float(time[f"{direction}_ms"])
+        if not (all(map(is_number, (ms, flop, column_flop))) and ms > 0 < flop + column_flop):
+            raise ValueError("a time or a number of pairs is not positive")
+        yield form, direction, CalibrationPoint(flop, column_flop, ms)
+
+
 def load_user_calibration(files: str | None) -> Calibration | None:
     """Load the user's files, ``FILE,...`` as typed; None if there are none.
 
@@ -335,25 +325,23 @@ def load_user_calibration(files: str | None) -> Calibration | None:
     return load_calibration(*map(Path, paths))
 
 
-def _check_non_attention(
-    path: Path, points: Sequence[NonAttentionPoint], dtype: str, dtypes: list[str]
-) -> None:
-    """Check the parts and the dtype of a file. dtypes: of earlier files; this one's is added."""
-    absent = [
-        part for part in (FORWARD, BACKWARD, LOSS) if part not in {point.part for point in points}
-    ]
+def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
+    """Append a file's GPU or dtype, which must be that of the earlier files."""
+    values.append(value)
+    if value != values[0]:
+        raise ConfigError(
+            f"--calibration {path}: is of {value}, the other file of {values[0]}; give files of "
+            f"one {what}"
+        )
+
+
+def _check_parts(path: Path, points: Sequence[NonAttentionPoint]) -> None:
+    timed = {point.part for point in points}
+    absent = [part for part in (FORWARD, BACKWARD, LOSS) if part not in timed]
     if absent:
         raise ConfigError(
             f"--calibration {path}: no times of {' and '.join(absent)}; the measurement ended "
-            "early, "
-            "measure again"
-        )
-    dtypes.append(dtype)
-    if dtype != dtypes[0]:
-        raise ConfigError(
-            f"--calibration {path}: is of {dtype}, the other file of {dtypes[0]}; give files of "
-            "one "
-            "dtype"
+            "early, measure again"
         )
 
 
@@ -362,33 +350,19 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
     if part not in (FORWARD, BACKWARD, LOSS, INDEX):
         raise ValueError(f"part={part}")
     size = int(time["rows"] if part in (FORWARD, BACKWARD) else time["tokens"])
-    point = NonAttentionPoint(
-        part,
-        size,
-        float(time["ms"]) * 1e3,
-        float(time["flop"]),
-        float(time["moved"]),
-        int(time["heads"]),
-    )
-    if not all(map(is_number, (point.us, size, point.flop, point.moved, point.heads))):
+    us, heads = float(time["ms"]) * 1e3, int(time["heads"])
+    flop, moved = float(time["flop"]), float(time["moved"])
+    if not all(map(is_number, (us, size, flop, moved, heads))):
         raise ValueError(f"{part}: a value is not a number")
-    if not (
-        point.us > 0
-        and size > 0
-        and point.heads > 0
-        and (part == INDEX or point.flop + point.moved > 0)
-    ):
+    if min(us, size, heads) <= 0 or (part != INDEX and flop + moved <= 0):
         raise ValueError(f"{part}: ms, tokens, rows, flop and moved must be above 0")
-    return point
+    return NonAttentionPoint(part, size, us, flop, moved, heads)
 
 
 def _group_by_kernels(
     measured: Iterable[tuple[str, str, str]],
 ) -> list[tuple[tuple[str, str], list[str]]]:
-    """Group the forms of each (kernel, direction) that the same kernels serve.
-
-    Forms under an index are one group; every other form is its own.
-    """
+    """Group the forms of each (kernel, direction): forms under an index together, others alone."""
     groups: dict[tuple[str, str, str], list[str]] = {}
     for kernel, form, direction in measured:
         family = SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form
@@ -407,12 +381,8 @@ def _document(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"--calibration {path}: not readable as JSON ({reason(error)})"
         ) from error
-    if (
-        not isinstance(document, dict)
-        or document.get("kind") not in KINDS_OF_FILES
-        or not document.get("times")
-        or "device" not in document
-    ):
+    known = isinstance(document, dict) and document.get("kind") in KINDS_OF_FILES
+    if not (known and document.get("times") and "device" in document):
         raise ConfigError(
             f"--calibration {path}: holds no times; `mtrain profile kernels` and `mtrain profile "
             "non-attention` write such files with --out FILE"
@@ -437,10 +407,10 @@ def shipped() -> tuple[Calibration, ...]:
 class KernelCurves:
     """Curves of the attention kernels of a cluster's GPU, measured or scaled from another GPU.
 
-    whole: by direction, of calls that compute everything at once.
-    remarks: for the user.
-    alone: by form and direction, of calls with diagonals or columns only, where measured.
-    non_attention: measured parts of a step other than attention, if measured on such a GPU.
+    whole: by direction, curve of calls that compute everything at once.
+    remarks: sentences for the user.
+    alone: by form and direction, curve of calls with slashes or columns only, if measured.
+    non_attention: other parts of a step, if measured on such a GPU.
     """
 
     whole: dict[str, Curve]
@@ -449,10 +419,10 @@ class KernelCurves:
     non_attention: NonAttentionTimes | None = None
 
     def part(self, direction: str, form: str) -> Curve:
-        """Return the curve of calls with diagonals or columns only (`DIAGONALS`, `ALONE_COLUMNS`).
+        """Return the curve of calls with slashes or columns only (`DIAGONALS`, `ALONE_COLUMNS`).
 
-        If these were not measured, only their joint fixed time is known: each gets half of it, with
-        bounds from none to all of it.
+        If such calls were not measured, only their joint fixed time is known. Each form gets half
+        of it, with bounds from none to all.
         """
         if (form, direction) in self.alone:
             return self.alone[form, direction]
@@ -472,9 +442,9 @@ def kernels_for(
 
     Args:
         gpu: name of the cluster's GPU.
-        peak: its FLOP/s.
-        peaks: FLOP/s of the measured devices, by name.
-        calibration: the user's own.
+        peak: peak FLOP/s of this GPU.
+        peaks: peak FLOP/s of the measured devices, by name.
+        calibration: the user's calibration.
     """
     source, measured = _source(gpu, calibration)
     remarks: list[str] = []
@@ -483,87 +453,76 @@ def kernels_for(
         factor, (low, high) = peaks[source.device] / peak, UNKNOWN
         remarks.append(
             f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x "
-            f"{factor:.2f}), within "
-            f"x {low:.2f} and x {high:.2f}; `mtrain profile kernels --out FILE` on that GPU, then "
-            "--calibration FILE"
+            f"{factor:.2f}), within x {low:.2f} and x {high:.2f}; run `mtrain profile "
+            "kernels --out FILE` on that GPU and give --calibration FILE"
         )
     elif source.device != gpu:
         remarks.append(
             f"kernel times are those of {source.device}: {gpu} computes as fast, but its memory "
-            "may "
-            "be faster or slower"
+            "may be faster or slower"
         )
-
-    def scale(curve: Curve, stands: str | None, low: float, high: float) -> Curve:
-        fixed = curve.fixed_ms
-        # The fixed time is launches and the like: a slower GPU need not make it longer.
-        fixed_bounds = min(1.0, factor) * fixed, max(1.0, factor) * fixed
-        return replace(
-            curve,
-            fixed_bounds=None if factor == 1 else fixed_bounds,
-            ms_per_tflop=curve.ms_per_tflop * factor,
-            ms_per_column_tflop=curve.ms_per_column_tflop * factor,
-            low=curve.low * low,
-            high=curve.high * high,
-            scaled=None if measured else source.device,
-            stands_for=stands,
-        )
-
-    curves, alone = {}, {}
+    curves, alone, device = {}, {}, None if measured else source.device
     for direction in (FORWARD, BACKWARD):
         for part in (DIAGONALS, ALONE_COLUMNS):
             exactly = source.find(kernel, part, direction)
             if exactly is not None:
-                alone[part, direction] = scale(exactly, None, low, high)
+                alone[part, direction] = _scaled(exactly, factor, low, high, device)
         curve, stands = _curve(source, kernel, form, direction)
         if stands is not None:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
             remark = (
-                f"{kernel} was not measured on {form} calls: {stands} stands for it, within "
+                f"{kernel} was not measured on {form} calls: times are those of {stands}, within "
                 f"x {low:.2f} and x {high:.2f}"
             )
             remarks += [remark] if remark not in remarks else []
-        curves[direction] = scale(curve, stands, low, high)
-    non_attention = _non_attention_of(gpu, calibration)
-    if (
-        calibration is not None
-        and calibration.non_attention is not None
-        and non_attention is not calibration.non_attention
-    ):
+        curve = replace(curve, stands_for=stands)
+        curves[direction] = _scaled(curve, factor, low, high, device)
+    non_attention, own = _non_attention_of(gpu, calibration), calibration
+    if own is not None and own.non_attention not in (None, non_attention):
         remarks.append(
-            f"times other than attention are of {calibration.device}, which says nothing about "
-            f"{gpu}: "
+            f"times other than attention are of {own.device}, which says nothing about {gpu}: "
             "they are not used"
         )
     return KernelCurves(curves, tuple(remarks), alone, non_attention)
 
 
+def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | None) -> Curve:
+    """Scale a curve's times and widen its bounds.
+
+    device: the measured device, if it is not the one to predict.
+    """
+    # The fixed time is mostly launch overhead: a slower GPU need not make it longer.
+    fixed_bounds = min(1.0, factor) * curve.fixed_ms, max(1.0, factor) * curve.fixed_ms
+    return replace(
+        curve,
+        fixed_bounds=None if factor == 1 else fixed_bounds,
+        ms_per_tflop=curve.ms_per_tflop * factor,
+        ms_per_column_tflop=curve.ms_per_column_tflop * factor,
+        low=curve.low * low,
+        high=curve.high * high,
+        scaled=device,
+    )
+
+
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
     """Return the calibration that prices a GPU's kernels, and whether it is of that GPU."""
     known = (calibration,) if calibration is not None and calibration.curves else shipped()
-    measured = next((c for c in known if c.device == gpu), None) or next(
-        (c for c in known if same_device(c.device, gpu)), None
-    )
-    return measured or known[0], measured is not None
+    same = [c for c in known if c.device == gpu] or [c for c in known if same_device(c.device, gpu)]
+    return (same or known)[0], bool(same)
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
-    """Return the times other than attention of such a GPU: the user's own, else those that ship."""
-    known = [*([calibration] if calibration is not None else []), *shipped()]
-    return next(
-        (
-            c.non_attention
-            for c in known
-            if c.non_attention is not None and same_device(c.device, gpu)
-        ),
-        None,
-    )
+    """Return the parts of a step measured on such a GPU: the user's, else the shipped ones."""
+    for known in (*([calibration] if calibration is not None else []), *shipped()):
+        if known.non_attention is not None and same_device(known.device, gpu):
+            return known.non_attention
+    return None
 
 
 def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
-    """Describe the calibration in use, for files. scaled: its times are of another device."""
+    """Describe the calibration in use, for files. scaled: whether another device was measured."""
     source, measured = _source(gpu, calibration)
-    # The user's file may hold times other than attention only, of such a GPU.
+    # The user's file may be of such a GPU and hold no kernel times.
     own = (
         calibration.files
         if calibration not in (None, source) and same_device(calibration.device, gpu)
@@ -578,14 +537,13 @@ def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
-    """Return a curve, and the kernel and form that it stands in with (None if exactly measured)."""
+    """Return a curve, and its measured kernel and form if they differ, else None."""
     curve = source.find(kernel, form, direction)
     if curve is not None:
         return curve, None
     others = [(kernel, LISTS), (kernel, DENSE), (kernel, SPARSE)] if form != SPARSE else []
-    others += [(c.kernel, form) for c in source.curves] + [
-        (c.kernel, c.form) for c in source.curves
-    ]
+    others += [(c.kernel, form) for c in source.curves]
+    others += [(c.kernel, c.form) for c in source.curves]
     for name, other in others:
         if (curve := source.find(name, other, direction)) is not None:
             return curve, f"{name} ({other})"
@@ -593,10 +551,10 @@ def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple
 
 
 def same_device(device: str, gpu: str) -> bool:
-    """Return whether compute-bound kernels take as long on both.
+    """Return whether compute-bound kernels take equally long on both devices.
 
-    That is the same chip (H200, A100, ...) in the same form (SXM, NVL, PCIe) with the same peak.
-    The memory may differ (A100 of 40 and 80 GB).
+    They do if chip (H200, A100, ...), form factor (SXM, NVL, PCIe) and peak FLOP/s are the same.
+    Memory may differ (A100 with 40 or 80 GB).
     """
     if device == gpu:
         return True

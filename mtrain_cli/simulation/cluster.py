@@ -1,11 +1,10 @@
-"""Clusters: number, speed and links of GPUs. Every constant states its source.
+"""Describe clusters: number, speed and links of GPUs. Every constant states its source.
 
 Presets ship in ``conf/cluster/*.yaml``; users can give the path of any other file of that form.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +20,8 @@ from mtrain_cli.config.suggest import did_you_mean
 FOLDER = "cluster"  # under conf/
 CUDA, CPU = "cuda", "cpu"
 SOURCES = ("measured", "datasheet", "paper", "guess")
-# Range of a constant, as factors, if its file gives none. A program reaches only a part of the
-# rates on a datasheet.
+# Range of a constant, as factors, if its file gives none. Programs reach only a part of datasheet
+# rates.
 _SPREAD = {
     "measured": (0.9, 1.1),
     "datasheet": (0.6, 1.0),
@@ -33,7 +32,7 @@ _SPREAD = {
 
 @dataclass(frozen=True)
 class Constant:
-    """A number, its range and its source (one of `SOURCES`). note: explains it."""
+    """A number, its range and its source (one of `SOURCES`). note: an explanation."""
 
     value: float
     source: str
@@ -49,14 +48,9 @@ class Constant:
         low: float | None = None,
         high: float | None = None,
     ) -> Constant:
-        below, above = _SPREAD[source]
-        return Constant(
-            value,
-            source,
-            note,
-            value * below if low is None else low,
-            value * above if high is None else high,
-        )
+        low = value * _SPREAD[source][0] if low is None else low
+        high = value * _SPREAD[source][1] if high is None else high
+        return Constant(value, source, note, low, high)
 
     def scaled(self, by: float) -> Constant:
         return replace(self, value=self.value * by, low=self.low * by, high=self.high * by)
@@ -68,16 +62,16 @@ class Gpu:
 
     name: as CUDA reports it, or the CPU's.
     device: ``cuda`` or ``cpu``.
-    peak_tflops: dense bf16.
-    gemm_tflops: what large matrix products reach.
+    peak_tflops: dense bf16 peak.
+    gemm_tflops: rate of large matrix products.
     hbm_gib: memory.
-    hbm_gbps: of a copy, reads and writes together.
+    hbm_gbps: bandwidth of a copy, reads plus writes.
     launch_us: host time to launch one kernel.
-    step_ms: time of an optimizer step that is neither computation nor communication: the batch, and
-        sums that the host waits for.
+    step_ms: time of an optimizer step that is neither computation nor communication: loading the
+        batch, and host syncs.
     host_gib: host memory per GPU.
-    host_link_gbps: to and from the host per GPU, one direction, with all GPUs busy.
-    host_memory_gbps: read and written by an optimizer on the host, per GPU, with all GPUs busy.
+    host_link_gbps: bandwidth between a GPU and the host, one direction, with all GPUs busy.
+    host_memory_gbps: host memory bandwidth of an optimizer, per GPU, with all GPUs busy.
     """
 
     name: str
@@ -104,12 +98,12 @@ class Link:
 
     Bandwidths are in GB/s, one direction.
 
-    latency_us, bandwidth_gbps: of one message between two GPUs on an otherwise idle link.
-    capacity_gbps: of a GPU's link, shared by its concurrent messages.
-    collective_latency_us, collective_bandwidth_gbps: of collectives over collective_ranks ranks;
-        the bandwidth is that of a ring on each link.
+    latency_us, bandwidth_gbps: one message between two GPUs on an idle link.
+    capacity_gbps: total bandwidth of a GPU's concurrent messages.
+    collective_latency_us, collective_bandwidth_gbps: collectives over collective_ranks ranks; a
+        ring reaches this bandwidth on each link.
     shared_by: GPUs that share one network card and its capacity; 1 for inner links.
-    gpu_share: share of a GPU's computing power that a message under way takes.
+    gpu_share: share of a GPU's computing power that a message takes while it moves.
     """
 
     latency_us: Constant
@@ -124,7 +118,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A number of nodes of equal GPUs and their links.
+    """Nodes of equal GPUs, and their links.
 
     outer: None if there is only one node.
     dollars_per_gpu_hour: None if unknown.
@@ -150,24 +144,20 @@ class Cluster:
 
     def constants(self) -> dict[str, Constant]:
         """Return all constants by name, such as ``links.inner.latency_us``."""
-        constants: dict[str, Constant] = {}
-        for prefix, part in (
-            ("gpu", self.gpu),
-            ("links.inner", self.inner),
-            ("links.outer", self.outer),
-        ):
-            if part is not None:
-                values = {
-                    field.name: getattr(part, field.name) for field in dataclasses.fields(part)
-                }
-                constants |= {
-                    f"{prefix}.{name}": value
-                    for name, value in values.items()
-                    if isinstance(value, Constant)
-                }
-        if self.dollars_per_gpu_hour is None:
-            return constants
-        return {**constants, "dollars_per_gpu_hour": self.dollars_per_gpu_hour}
+        parts = {"gpu": self.gpu, "links.inner": self.inner, "links.outer": self.outer}
+        found = {
+            f"{prefix}.{name}": value
+            for prefix, part in parts.items()
+            if part is not None
+            for name, value in vars(part).items()
+            if isinstance(value, Constant)
+        }
+        price = self.dollars_per_gpu_hour
+        return found if price is None else found | {"dollars_per_gpu_hour": price}
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
@@ -194,7 +184,7 @@ def load_cluster(
 ) -> Cluster:
     """Load a preset by its name, or a YAML file by its path.
 
-    nodes, gpus_per_node: replace those of the file.
+    nodes, gpus_per_node: replace the file's numbers.
 
     Raises:
         ConfigError: there is no such cluster, or the file is wrong; lists all problems.
@@ -206,17 +196,15 @@ def load_cluster(
             raise ConfigError(f"--cluster {name}: no such file")
         known = ", ".join(presets)
         raise ConfigError(
-            f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, or "
-            "the "
-            "path of a YAML file"
+            f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, "
+            "or the path of a YAML file"
         )
     content = _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
             f"nodes={nodes}: {name} does not describe links between nodes; allowed: 1, or "
-            "--cluster "
-            f"{others}, or a file with links.outer"
+            f"--cluster {others}, or a file with links.outer"
         )
     reader = _Reader(path, content)
     cluster = reader.cluster(nodes, gpus_per_node)
@@ -243,8 +231,8 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 _Check = tuple[str, Callable[[float], bool]]
-_MOST = 1e12  # of any constant, in its unit: a thousand times the figure of a whole cluster
-_MOST_NODES = 2**14  # and GPUs of a node; the limit of topology.workers
+_MOST = 1e12  # largest constant in its unit: a thousand times the value of a whole cluster
+_MOST_NODES = 2**14  # most nodes and most GPUs per node; the limit of topology.workers
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
 _AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
 _COUNT: _Check = (
@@ -253,15 +241,9 @@ _COUNT: _Check = (
 )
 _SHARE: _Check = ("a share, at least 0 and below 1", lambda v: 0 <= v < 1)
 _GPU_CHECKS = {
-    "peak_tflops": _ABOVE,
-    "gemm_tflops": _ABOVE,
-    "hbm_gib": _ABOVE,
-    "hbm_gbps": _ABOVE,
-    "launch_us": _AT_LEAST,
-    "step_ms": _AT_LEAST,
-    "host_gib": _ABOVE,
-    "host_link_gbps": _ABOVE,
-    "host_memory_gbps": _ABOVE,
+    **dict.fromkeys(("peak_tflops", "gemm_tflops", "hbm_gib", "hbm_gbps"), _ABOVE),
+    **dict.fromkeys(("launch_us", "step_ms"), _AT_LEAST),
+    **dict.fromkeys(("host_gib", "host_link_gbps", "host_memory_gbps"), _ABOVE),
 }
 _LINK_CHECKS = {
     "latency_us": _AT_LEAST,
@@ -273,49 +255,40 @@ _LINK_CHECKS = {
     "shared_by": _COUNT,
     "gpu_share": _SHARE,
 }
-# If a file leaves out a constant of a link, this other one replaces it.
+
+
+def _guess(value: float, note: str, low: float | None = None, high: float | None = None) -> dict:
+    return {"value": value, "source": "guess", "note": note, "low": low, "high": high}
+
+
+# If a file omits a constant of a link, the constant on the right replaces it.
 _DEFAULTS = {
     "capacity_gbps": "bandwidth_gbps",
     "collective_latency_us": "latency_us",
     "collective_bandwidth_gbps": "capacity_gbps",
 }
-# If a file leaves it out: matrix products of an H200 reach 0.77 of its peak; of other GPUs 0.5 to
-# nearly all.
-_GEMM_SHARES = {"low": 0.5, "value": 0.77, "high": 0.95}
-_STEP_MS = {"value": 10, "low": 0, "high": 60, "source": "guess", "note": "not measured apart"}
-_HOST = {
-    "host_gib": {
-        "value": 128,
-        "low": 64,
-        "high": 256,
-        "source": "guess",
-        "note": "1 to 2 TiB in a host of eight GPUs",
-    },
-    "host_link_gbps": {
-        "value": 50,
-        "low": 20,
-        "high": 60,
-        "source": "guess",
-        "note": "pinned copies over PCIe 5 x16, 64 on paper",
-    },
-    "host_memory_gbps": {
-        "value": 19,
-        "low": 8,
-        "high": 60,
-        "source": "guess",
-        "note": "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper",
-    },
+# If a file omits gemm_tflops: low, expected and high share of the peak. An H200 reaches 0.77, other
+# GPUs 0.5 to nearly all.
+_GEMM_SHARES = 0.5, 0.77, 0.95
+_GPU_DEFAULTS = {
+    "step_ms": _guess(10, "not measured separately", 0, 60),
+    "host_gib": _guess(128, "1 to 2 TiB in a host of eight GPUs", 64, 256),
+    "host_link_gbps": _guess(50, "pinned copies over PCIe 5 x16, 64 on paper", 20, 60),
+    "host_memory_gbps": _guess(
+        19, "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper", 8, 60
+    ),
 }
-_RANKS = {
-    "value": 8,
-    "source": "guess",
-    "note": "ranks that the latency of collectives is taken to be of",
+_RANKS = _guess(8, "ranks assumed for the latency of collectives")
+_OWN_LINKS = {
+    "value": 1,
+    "source": "datasheet",
+    "note": "every GPU has its own links inside a node",
 }
 # Keys that a section must have.
 _NEEDED_OF_LINK = tuple(
     key for key in _LINK_CHECKS if key not in (*_DEFAULTS, "shared_by", "collective_ranks")
 )
-_NEEDED_OF_GPU = tuple(key for key in _GPU_CHECKS if key not in ("gemm_tflops", "step_ms", *_HOST))
+_NEEDED_OF_GPU = tuple(k for k in _GPU_CHECKS if k not in ("gemm_tflops", *_GPU_DEFAULTS))
 _NEEDED = {
     "gpu": ("name", *_NEEDED_OF_GPU),
     "links": ("inner", "outer for several nodes"),
@@ -328,7 +301,7 @@ _PARTS = ("value", "source", "note", "low", "high")
 
 
 class _Reader:
-    """Reads one document and collects all its problems."""
+    """Read one document and collect all its problems."""
 
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self.path, self.content = path, content
@@ -338,10 +311,7 @@ class _Reader:
         content = self.content
         self._unknown(content, _KEYS, "")
         name = self._text(content, "name", "", default=self.path.stem)
-        counts = [
-            self._count(key, given)
-            for key, given in (("nodes", nodes), ("gpus_per_node", gpus_per_node))
-        ]
+        count, per_node = self._count("nodes", nodes), self._count("gpus_per_node", gpus_per_node)
         gpu_section = self._section(content, "gpu", "")
         gpu_name = self._text(gpu_section, "name", "gpu.") if gpu_section is not None else ""
         gpu = self._constants(_with_defaults(gpu_section), _GPU_CHECKS, "gpu.", ("name", "device"))
@@ -350,28 +320,24 @@ class _Reader:
         if links is not None:
             self._unknown(links, ("inner", "outer"), "links.")
         inner = self._link(links, "inner")
-        outer = (
-            self._link(links, "outer")
-            if (counts[0] or 1) > 1 or (links or {}).get("outer") is not None
-            else {}
-        )
+        several = (count or 1) > 1 or (links or {}).get("outer") is not None
+        outer = self._link(links, "outer") if several else {}
         price = content.get("dollars_per_gpu_hour")
         cost = None if price is None else self._constant(price, _AT_LEAST, "dollars_per_gpu_hour")
-        per_node, shared = counts[1], outer.get("shared_by")
+        shared = outer.get("shared_by")
         if per_node and shared and per_node % int(shared.value):
-            divisors = ", ".join(str(n) for n in range(1, per_node + 1) if per_node % n == 0)
             self.problems.append(
                 f"links.outer.shared_by={int(shared.value)}: does not divide "
-                f"gpus_per_node={per_node}; allowed: {divisors}"
+                f"gpus_per_node={per_node}; allowed: {divisors(per_node)}"
             )
         if self.problems:
             return None
-        assert counts[0] is not None
-        assert counts[1] is not None
+        assert count is not None
+        assert per_node is not None
         return Cluster(
             name=name,
-            nodes=counts[0],
-            gpus_per_node=counts[1],
+            nodes=count,
+            gpus_per_node=per_node,
             gpu=Gpu(name=gpu_name, device=device, **gpu),
             inner=Link(**inner),
             outer=Link(**outer) if outer else None,
@@ -386,15 +352,8 @@ class _Reader:
         left_out = [key for key in _DEFAULTS if key not in given]
         given.setdefault("collective_ranks", _RANKS)
         if name == "inner":
-            given.setdefault(
-                "shared_by",
-                {
-                    "value": 1,
-                    "source": "datasheet",
-                    "note": "every GPU has its own links in a node",
-                },
-            )
-        # A constant that is left out takes its default's value. Check, and blame, only the latter.
+            given.setdefault("shared_by", _OWN_LINKS)
+        # An omitted constant takes its default's value. Check and name only the default.
         checks = {key: check for key, check in _LINK_CHECKS.items() if key not in left_out}
         constants = self._constants(given, checks, f"links.{name}.", tuple(left_out))
         return constants | {
@@ -415,16 +374,13 @@ class _Reader:
         self._unknown(content, (*checks, *more), prefix)
         constants = {}
         for key, check in checks.items():
-            if content.get(key) is None:
-                if f"{prefix}{key}" == "gpu.gemm_tflops":
-                    continue  # derived from the peak, which is reported
-                self.problems.append(
-                    f"{prefix}{key}: is missing; expected {check[0]} as {_form(None)}"
-                )
-                continue
-            constant = self._constant(content[key], check, f"{prefix}{key}")
-            if constant is not None:
-                constants[key] = constant
+            name = f"{prefix}{key}"
+            if content.get(key) is not None:
+                constant = self._constant(content[key], check, name)
+                if constant is not None:
+                    constants[key] = constant
+            elif name != "gpu.gemm_tflops":  # derived from the peak, which is reported
+                self.problems.append(f"{name}: is missing; expected {check[0]} as {_form(None)}")
         return constants
 
     def _constant(self, content: Any, check: _Check, key: str) -> Constant | None:
@@ -438,12 +394,8 @@ class _Reader:
         value = self._number(content, "value", key, check)
         source = content.get("source")
         if source not in SOURCES:
-            problem = (
-                f"{key}.source: is missing"
-                if source is None
-                else f"{key}.source={source}: is no source"
-            )
-            self.problems.append(f"{problem}; allowed: {', '.join(SOURCES)}")
+            given = ": is missing" if source is None else f"={source}: is no source"
+            self.problems.append(f"{key}.source{given}; allowed: {', '.join(SOURCES)}")
         bounds = [
             self._number(content, name, key, check) if content.get(name) is not None else None
             for name in ("low", "high")
@@ -465,42 +417,39 @@ class _Reader:
         self, content: Mapping[str, Any], name: str, key: str, check: _Check
     ) -> float | None:
         raw = content.get(name)
-        if raw is None:
-            self.problems.append(f"{key}.{name}: is missing; expected {check[0]}")
-            return None
         try:
             # YAML reads 1e3 as a string.
-            value = math.nan if isinstance(raw, bool) else float(raw)
+            value = math.nan if raw is None or isinstance(raw, bool) else float(raw)
         except (TypeError, ValueError, OverflowError):
             value = math.nan
-        if not math.isfinite(value) or not check[1](value):
-            self.problems.append(f"{key}.{name}={raw}: expected {check[0]}")
-            return None
-        return value
+        if math.isfinite(value) and check[1](value):
+            return value
+        self._expected(f"{key}.{name}", raw, check[0])
+        return None
 
     def _count(self, key: str, given: int | None) -> int | None:
         raw = self.content.get(key) if given is None else given
         if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
             return raw
-        problem = f"{key}: is missing" if raw is None else f"{key}={raw}: not allowed"
-        self.problems.append(f"{problem}; expected {_COUNT[0]}")
+        self._expected(key, raw, _COUNT[0], ": not allowed;")
         return None
+
+    def _expected(self, key: str, raw: Any, form: str, wrong: str = ":") -> None:
+        """Note that a value is missing, or not of the expected form."""
+        given = ": is missing;" if raw is None else f"={raw}{wrong}"
+        self.problems.append(f"{key}{given} expected {form}")
 
     def _text(
         self, content: Mapping[str, Any], key: str, prefix: str, default: str | None = None
     ) -> str:
         raw = content.get(key, default)
-        if not isinstance(raw, str) or not raw:
-            self.problems.append(
-                f"{prefix}{key}: is missing; expected a name"
-                if raw is None
-                else f"{prefix}{key}={raw}: expected a name"
-            )
-            return ""
-        return raw
+        if isinstance(raw, str) and raw:
+            return raw
+        self._expected(f"{prefix}{key}", raw, "a name")
+        return ""
 
     def _device(self, gpu: Mapping[str, Any] | None, name: str) -> str:
-        """Return the device; files that do not state it are judged by the name."""
+        """Return the device. If the file does not state it, the GPU's name decides."""
         given = (gpu or {}).get("device", CPU if _NAME_OF_CPU.search(name) else CUDA)
         if given not in (CUDA, CPU):
             self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
@@ -512,52 +461,41 @@ class _Reader:
         raw = content.get(key)
         if isinstance(raw, Mapping):
             return raw
-        expected = f"expected a section with {', '.join(_NEEDED[key])}"
-        self.problems.append(
-            f"{prefix}{key}: is missing; {expected}"
-            if raw is None
-            else f"{prefix}{key}={raw}: {expected}"
-        )
+        self._expected(f"{prefix}{key}", raw, f"a section with {', '.join(_NEEDED[key])}")
         return None
 
     def _unknown(self, content: Mapping[str, Any], allowed: tuple[str, ...], prefix: str) -> None:
         for key in content:
             if key not in allowed:
                 hint = did_you_mean(str(key), allowed)
-                self.problems.append(
-                    f"{prefix}{key}={content[key]}: unknown key{hint}; allowed: "
-                    f"{', '.join(allowed)}"
-                )
+                given = f"{prefix}{key}={content[key]}"
+                self.problems.append(f"{given}: unknown key{hint}; allowed: {', '.join(allowed)}")
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the constant of a link that replaces ``key``, which a file leaves out."""
+    """Return the constant that replaces ``key`` of a link, which the file omits."""
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 
 
 def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a GPU section with defaults for the keys that a file may leave out."""
+    """Return a GPU section with defaults for the keys that a file may omit."""
     if gpu is None:
         return None
-    given: dict[str, Any] = {"step_ms": _STEP_MS, **_HOST, **gpu}
+    given = _GPU_DEFAULTS | dict(gpu)
     peak = gpu.get("peak_tflops")
-    value = peak.get("value") if isinstance(peak, Mapping) else None
-    if (
-        "gemm_tflops" not in given
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and value > 0
-    ):
-        shares = {name: share * value for name, share in _GEMM_SHARES.items()}
-        given["gemm_tflops"] = {
-            **shares,
-            "source": "guess",
-            "note": "the file does not say: the share of its peak that a H200 reaches",
-        }
+    value: Any = peak.get("value") if isinstance(peak, Mapping) else None
+    if "gemm_tflops" not in given and _is_number(value) and value > 0:
+        note = "not in the file: the share of the peak that an H200 reaches"
+        low, likely, high = (share * value for share in _GEMM_SHARES)
+        given["gemm_tflops"] = _guess(likely, note, low, high)
     return given
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _form(value: Any) -> str:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{{value: {value if number else 'N'}, source: {'|'.join(SOURCES)}, note: ...}}"
+    number = value if _is_number(value) else "N"
+    return f"{{value: {number}, source: {'|'.join(SOURCES)}, note: ...}}"

@@ -1,7 +1,7 @@
-"""Synthetic indices, for predictions without a recorded index: families of block diagonals.
+"""Draw synthetic indices, for predictions without a recorded index.
 
-Real indices depend on model, data and training step. A prediction from a family shows what a layout
-does to such an index, and no more. If it matters, record one with `mtrain profile imbalance`.
+Real indices depend on model, data and training step. A prediction from a family shows only how a
+layout handles such an index. For real numbers, record an index with `mtrain profile imbalance`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 
-_RUN = 16  # diagonals of a cluster
-_NEAR = 0.25  # of `clustered`: share of the diagonals that are the nearest ones
-# Of `drifting`: the most that a cluster moves from one layer, or step, to the next, as a share of
-# the sequence.
+_RUN = 16  # slashes in a run
+_NEAR = 0.25  # `clustered`: share of the slashes next to the main diagonal
+# `drifting`: largest move of a run from one layer or step to the next, as a share of the sequence.
 _DRIFT = 1 / 64
 
 
 @dataclass(frozen=True)
 class IndexFamily:
-    """A family of indices. Every head of every layer draws its own columns and diagonals.
+    """A family of indices. Every head of every layer draws its own columns and slashes.
 
-    In `drifting`, a head's clusters are the same in all layers but move from layer to layer.
+    In `drifting`, all layers of a head have the same runs, which move from layer to layer.
 
     name: one of `FAMILIES`.
-    density: share of the causal block pairs on chosen diagonals.
-    columns: single columns of a head, anywhere.
-    block: tokens of a block.
-    step: of training; `drifting` clusters move as far in a step as in a layer.
-    fewest, most: bounds on the diagonals of a head, whatever the density; most=0: no bound.
+    density: share of the causal block pairs on slashes.
+    columns: single columns per head, anywhere.
+    block: tokens per block.
+    step: training step; `drifting` runs move as far in a step as in a layer.
+    fewest, most: bounds on the slashes per head, whatever the density; most=0: no bound.
     """
 
     name: str
@@ -52,20 +51,20 @@ class IndexFamily:
         )
 
     def index(self, layer: int, seq: int, heads: int) -> VerticalSlash:
-        """Draw the index of a layer. seq: tokens; a last block that is not full is padded."""
+        """Draw the index of a layer. seq: tokens; an incomplete last block is padded."""
         blocks = -(-seq // self.block)
         area = blocks - np.arange(blocks)
         on = np.zeros((1, heads, blocks), bool)
         columns = np.empty((1, heads, min(self.columns, seq)), np.int32)
         for head in range(heads):
             rng = np.random.default_rng([self.seed, layer, head])
-            # Clusters that drift are drawn once; their columns are drawn again in every layer.
+            # Drifting runs are drawn once, columns in every layer.
             drawn_once = self.name == _DRIFTING
             lines = np.random.default_rng([self.seed, head]) if drawn_once else rng
             area_wanted = self.density * area.sum()
             order = _FAMILIES[self.name][0](lines, blocks, area_wanted, layer + self.step)
             order = np.concatenate([[0], order[order > 0]])
-            # The diagonal that crosses the budget counts as chosen.
+            # The slash that crosses the budget is included.
             number = int(np.searchsorted(np.cumsum(area[order]), area_wanted)) + 1
             on[0, head, order[: min(max(number, self.fewest), self.most or blocks)]] = True
             columns[0, head] = np.sort(
@@ -74,7 +73,7 @@ class IndexFamily:
         return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 
 
-# (generator, blocks, wanted area in blocks, layer plus step) -> all diagonals, in order of choice
+# (generator, blocks, wanted area in blocks, layer plus step) -> diagonals in the order of choice
 Order = Callable[[np.random.Generator, int, float, int], np.ndarray]
 
 
@@ -97,7 +96,7 @@ def _drifting(rng, blocks: int, wanted: float, time: int) -> np.ndarray:  # noqa
     start = rng.permutation(-(-blocks // _RUN)) * _RUN
     speed = rng.uniform(-_DRIFT, _DRIFT, len(start)) * blocks
     moved = np.floor(start + speed * time).astype(np.int64)[:, None] + np.arange(_RUN)
-    # Clusters may overlap; diagonals in no cluster come last.
+    # Runs may overlap; diagonals in no run come last.
     return _first_of_each(np.concatenate([moved.ravel() % blocks, np.arange(blocks)]))
 
 
@@ -108,13 +107,13 @@ def _first_of_each(order: np.ndarray) -> np.ndarray:
 
 _DRIFTING = "drifting"
 _FAMILIES: dict[str, tuple[Order, str]] = {
-    "local": (_local, "the diagonals of the recent past"),
-    "clustered": (_clustered, f"a quarter nearest, the others in runs of {_RUN} anywhere"),
-    "uniform": (_uniform, "diagonals anywhere with equal chance"),
+    "local": (_local, "slashes of the recent past"),
+    "clustered": (_clustered, f"a quarter of the slashes nearest, the others in runs of {_RUN}"),
+    "uniform": (_uniform, "slashes anywhere with equal chance"),
     _DRIFTING: (
         _drifting,
-        f"runs of {_RUN} anywhere, each moving by up to 1/{round(1 / _DRIFT)} of the sequence "
-        "a layer",
+        f"runs of {_RUN} slashes, each moving by up to 1/{round(1 / _DRIFT)} of the sequence "
+        "per layer",
     ),
 }
 FAMILIES = tuple(_FAMILIES)

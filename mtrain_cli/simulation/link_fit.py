@@ -1,7 +1,7 @@
-"""Fit latency and bandwidth of links to measured messages, robustly, with bounds; write a cluster.
+"""Fit latency and bandwidth of links, with bounds, to measured messages; describe a cluster.
 
-The inverse of `simulation.costs`: a message takes ``latency + bytes / bandwidth``; so does a
-collective, by the bytes that a rank has to receive.
+This inverts `simulation.costs`. A message takes ``latency + bytes / bandwidth``, and so does a
+collective, with the bytes that a rank receives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ONE_BY_ONE = (HOP,)
 COLLECTIVES = (GATHER, SCATTER)  # the constants of collectives are fitted to these
 _ROUNDS = 50
 _NEGLIGIBLE = 0.01  # smaller relative residuals are noise and all get the same weight
-_LARGE = 1 << 20  # bytes from which on bandwidth dominates
+_LARGE = 1 << 20  # bytes; bandwidth dominates larger messages
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class LinkTime:
 
     what: the operation, such as `HOP`.
     size: bytes that a rank sends, and receives.
-    ranks: that take part in one operation.
-    us: median over repeats of the slowest rank; low, high: 10th and 90th percentile.
-    loaded_us: the same during computation; None if not measured.
-    slowdown: how many times as long the computation then took; None if not measured.
+    ranks: number of ranks in one operation.
+    us: microseconds of the slowest rank, median over repeats; low, high: 10th and 90th percentile.
+    loaded_us: median microseconds during a computation; None if not measured.
+    slowdown: time of that computation with / without messages; None if not measured.
     """
 
     link: str
@@ -58,8 +58,8 @@ class LinkFit:
     """Fitted ``us = latency_us + size / bandwidth``.
 
     error, worst: mean and largest relative error of the points.
-    latency, bandwidth: bounds that hold all measurements, repeats and loaded messages included.
-        Small messages bound the latency, large ones the bandwidth (GB/s).
+    latency, bandwidth: bounds that cover all measurements, including repeats and loaded messages.
+        Small messages bound the latency, large messages the bandwidth (GB/s).
     points: number of measurements.
     """
 
@@ -76,9 +76,9 @@ class LinkFit:
 
 
 def fit_link(times: Sequence[LinkTime]) -> LinkFit:
-    """Minimise absolute relative errors, by iteratively reweighted least squares.
+    """Minimise absolute relative errors by iteratively reweighted least squares.
 
-    Latency and bandwidth are not negative.
+    Neither latency nor bandwidth is negative.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -96,39 +96,32 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
     moving = [per_byte * t.size for t in times]
     errors = np.abs((latency + np.array(moving)) / us - 1)
     large = [us >= min(latency, max(moving)) for us in moving]
-    small = (
-        [not one for one in large]
-        if not all(large)
-        else [t.size == min(u.size for u in times) for t in times]
-    )
-    samples = [
-        (at, t)
-        for at, entry in enumerate(times)
-        for t in (entry.low, entry.high, entry.loaded_us)
-        if t is not None
-    ]
-    latencies = [max(t - moving[at], 0.0) for at, t in samples if small[at]]
-    rates = [
-        1e-3 / per_byte * moving[at] / max(t - latency, 0.5 * moving[at])
-        for at, t in samples
-        if large[at]
-    ]
+    least = min(t.size for t in times)
+    small = [t.size == least for t in times] if all(large) else [not one for one in large]
+    rate = 1e-3 / per_byte
+    latencies, rates = [latency], [rate]
+    for at, entry in enumerate(times):
+        for t in (entry.low, entry.high, entry.loaded_us):
+            if t is not None and small[at]:
+                latencies.append(max(t - moving[at], 0.0))
+            if t is not None and large[at]:
+                rates.append(rate * moving[at] / max(t - latency, 0.5 * moving[at]))
     return LinkFit(
         latency_us=latency,
-        gbps=1e-3 / per_byte,
+        gbps=rate,
         error=float(errors.mean()),
         worst=float(errors.max()),
-        latency=(min(latency, *latencies), max(latency, *latencies)),
-        bandwidth=(min(1e-3 / per_byte, *rates), max(1e-3 / per_byte, *rates)),
+        latency=(min(latencies), max(latencies)),
+        bandwidth=(min(rates), max(rates)),
         points=len(times),
     )
 
 
 def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return [latency, us per byte]: weighted least squares of table @ [latency, us per byte] = 1.
+    """Solve table @ [latency, microseconds per byte] = 1 by weighted least squares.
 
-    If the latency would be negative, it is 0. If large messages were not slower than small ones,
-    the largest one's time is taken as all bandwidth.
+    A negative latency becomes 0. If large messages are not slower than small ones, bandwidth
+    explains all of the largest message's time.
     """
     root = np.sqrt(weights)
     constants = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
@@ -146,9 +139,9 @@ class MeasuredMachine:
 
     gpu: the device's name; device: ``cuda`` or ``cpu``.
     peak_tflops, peak_source: dense peak and its source.
-    matmul_tflops: of a large matrix product.
-    copy_gbps, added_gbps: of a copy and of an addition, reads and writes together.
-    launch_us: host time of one small operation, 10th, 50th and 90th percentile.
+    matmul_tflops: rate of a large matrix product.
+    copy_gbps, added_gbps: bandwidth of a copy and of an addition, reads plus writes.
+    launch_us: host microseconds of one small operation, 10th, 50th and 90th percentile.
     """
 
     gpu: str
@@ -174,25 +167,19 @@ def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
 
 
 def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float]:
-    """Return the least, median and most share of computing power that a link's messages take."""
-    shares = [
-        min(max(1 - 1 / t.slowdown, 0.0), 0.95)
-        for t in times
-        if t.link == link and t.slowdown is not None and t.what == HOP and t.size >= _LARGE
-    ] or [
-        min(max(1 - 1 / t.slowdown, 0.0), 0.95)
-        for t in times
-        if t.link == link and t.slowdown is not None
-    ]
+    """Return the lowest, median and highest share of computing power that messages take."""
+    known = [(t, t.slowdown) for t in times if t.link == link and t.slowdown is not None]
+    large = [(t, slowdown) for t, slowdown in known if t.what == HOP and t.size >= _LARGE]
+    shares = [min(max(1 - 1 / slowdown, 0.0), 0.95) for _, slowdown in large or known]
     if not shares:
         return 0.0, 0.0, 0.0
     return float(min(shares)), float(np.median(shares)), float(max(shares))
 
 
 def gpus_per_card(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float]:
-    """Return how many GPUs share a network card, and the slowdown of all rings at once.
+    """Return how many GPUs share a network card, and the slowdown if all rings run at once.
 
-    The number divides a node's GPUs and is the closest to the slowdown.
+    The number is the divisor of a node's GPUs that is closest to the slowdown.
     """
     slower = alone.gbps / at_once.gbps
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
@@ -212,9 +199,9 @@ def cluster_document(
     """Make a cluster file (`cluster.load_cluster`) from measurements.
 
     Args:
-        nodes, per_node: of the cluster; it may have more GPUs than were measured.
-        measured_ranks: ranks that took part.
-        virtual: nodes are parts of one host.
+        nodes, per_node: size of the cluster, which may have more GPUs than were measured.
+        measured_ranks: number of measured ranks.
+        virtual: whether nodes are parts of one host.
     """
     fitted = fit_links(times)
     classes = [link for link in (INNER, OUTER) if link in fitted]
@@ -224,26 +211,17 @@ def cluster_document(
         links[INNER].pop("shared_by", None)
     if OUTER in links and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:
         count, slower = gpus_per_card(per_node, fitted[OUTER][HOP], fitted[OUTER][HOPS_AT_ONCE])
-        links[OUTER]["shared_by"] = _constant(
-            count,
-            count,
-            count,
-            f"all rings between nodes at once took {slower:.2f}x as long as one",
-        )
+        note = f"all rings between nodes at once took {slower:.2f}x as long as one"
+        links[OUTER]["shared_by"] = _exactly(count, note)
     elif OUTER in links:
-        links[OUTER]["shared_by"] = {
-            "value": 1,
-            "source": "measured",
-            "note": "one GPU a node took part",
-        }
+        note = "one GPU a node took part"
+        links[OUTER]["shared_by"] = {"value": 1, "source": "measured", "note": note}
     low, likely, high = machine.launch_us
     copy, added = machine.copy_gbps, machine.added_gbps
-    peak = _constant(
-        machine.peak_tflops,
-        machine.peak_tflops * 0.75,
-        machine.peak_tflops,
-        "largest matrix product",
-    )
+    bandwidths = f"copy {copy:.4g}, addition {added:.4g} GB/s"
+    peak = _at_most(machine.peak_tflops, "largest matrix product")
+    if machine.peak_source != "measured":
+        peak |= {"source": machine.peak_source, "note": "dense bf16"}
     return {
         "name": name,
         "nodes": nodes,
@@ -251,26 +229,11 @@ def cluster_document(
         "gpu": {
             "name": machine.gpu,
             **({"device": machine.device} if machine.device != CUDA else {}),
-            "peak_tflops": peak
-            | {"source": machine.peak_source}
-            | ({"note": "dense bf16"} if machine.peak_source != "measured" else {}),
-            "gemm_tflops": _constant(
-                machine.matmul_tflops,
-                0.75 * machine.matmul_tflops,
-                machine.matmul_tflops,
-                "largest matrix product",
-            ),
-            "hbm_gib": _constant(
-                machine.memory_gib,
-                machine.memory_gib,
-                machine.memory_gib,
-                "what the device reports",
-            ),
+            "peak_tflops": peak,
+            "gemm_tflops": _at_most(machine.matmul_tflops, "largest matrix product"),
+            "hbm_gib": _exactly(machine.memory_gib, "what the device reports"),
             "hbm_gbps": _constant(
-                (copy * added) ** 0.5,
-                min(copy, added),
-                max(copy, added),
-                f"copy {copy:.4g}, addition {added:.4g} GB/s",
+                (copy * added) ** 0.5, min(copy, added), max(copy, added), bandwidths
             ),
             "launch_us": _constant(likely, low, high, "host time of one small operation"),
         },
@@ -283,33 +246,28 @@ def _link(
 ) -> dict[str, Any]:
     hop, collectives, two = fitted[HOP], fitted["collectives"], fitted.get(TWO_HOPS)
     ranks_text = f"{ranks} ranks{', nodes are parts of one host' if virtual else ''}"
-    hop_note = (
-        f"ring of batch_isend_irecv, {ranks_text}; mean error of the fit {hop.error:.0%}, worst "
-        f"{hop.worst:.0%}"
-    )
-    collective_note = (
-        f"all-gather and reduce-scatter, {ranks_text}; mean error of the fit "
-        f"{collectives.error:.0%}, worst {collectives.worst:.0%}"
-    )
-    # Two messages at once reach this together. Noise may put it below one message: then use that.
+
+    def note(how: str, fit: LinkFit) -> str:
+        error = f"mean error of the fit {fit.error:.0%}, worst {fit.worst:.0%}"
+        return f"{how}, {ranks_text}; {error}"
+
+    hop_note = note("ring of batch_isend_irecv", hop)
+    collective_note = note("all-gather and reduce-scatter", collectives)
+    # Two concurrent messages reach this in sum. Noise may put it below one message: then use that.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
-    taking_part = max(
-        (t.ranks for t in times if t.link == link and t.what in COLLECTIVES), default=ranks
-    )
+    took_part = [t.ranks for t in times if t.link == link and t.what in COLLECTIVES]
+    share_note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     low, share, high = slowdowns(times, link)
-    note = "slowdown of matrix products while hops of 1 MiB and more are under way"
     return {
         "latency_us": _latency(hop, hop_note),
         "bandwidth_gbps": _bandwidth(hop, hop.gbps, hop_note),
-        "capacity_gbps": _bandwidth(
-            hop, capacity, "two rings at once" if two is not None else hop_note
-        ),
+        "capacity_gbps": _bandwidth(hop, capacity, "two rings at once" if two else hop_note),
         "collective_latency_us": _latency(collectives, collective_note),
         "collective_bandwidth_gbps": _bandwidth(collectives, collectives.gbps, collective_note),
-        "collective_ranks": _constant(
-            taking_part, taking_part, taking_part, "ranks of each collective that was measured"
+        "collective_ranks": _exactly(
+            max(took_part, default=ranks), "ranks of each collective that was measured"
         ),
-        "gpu_share": _constant(share, low, high, note),
+        "gpu_share": _constant(share, low, high, share_note),
     }
 
 
@@ -320,6 +278,14 @@ def _latency(fit: LinkFit, note: str) -> dict[str, Any]:
 def _bandwidth(fit: LinkFit, gbps: float, note: str) -> dict[str, Any]:
     low, high = (bound * gbps / fit.gbps for bound in fit.bandwidth)
     return _constant(gbps, low, high, note)
+
+
+def _exactly(value: float, note: str) -> dict[str, Any]:
+    return _constant(value, value, value, note)
+
+
+def _at_most(value: float, note: str) -> dict[str, Any]:
+    return _constant(value, 0.75 * value, value, note)
 
 
 def _constant(value: float, low: float, high: float, note: str) -> dict[str, Any]:
@@ -334,7 +300,7 @@ def _constant(value: float, low: float, high: float, note: str) -> dict[str, Any
 
 
 def _round_digits(value: float, towards: int = 0) -> float:
-    """Round to four digits; bounds are never rounded inwards."""
+    """Round to four digits. towards: -1 rounds a low bound down, 1 a high bound up."""
     if not value:
         return 0.0
     digits = 3 - int(np.floor(np.log10(abs(value))))

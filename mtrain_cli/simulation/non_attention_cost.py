@@ -1,12 +1,11 @@
-"""What a rank computes in a step other than attention: FLOP of matrix products, bytes of the rest.
+"""Count a rank's work except attention: FLOP of matrix products, bytes of other kernels.
 
 Symbols: T tokens of a rank and micro-batch with padding, C hidden size, A heads * head_dim,
 K kv_heads * head_dim, I intermediate size, V vocabulary, P_l weights of a layer, P_r other weights,
-W workers, e bytes of the compute dtype, r bytes of the dtype that gradients are reduced in, n
-micro-batches of a step. FLOP are those of `training.flops`. Bytes are what element-wise kernels
-read
-and write: they follow `model.decoder`, `model.loss` and FSDP2's copies line by line, with norms,
-rotation and gates fused as by ``torch.compile``.
+W workers, e bytes of the compute dtype, r bytes of the gradient reduction dtype, n micro-batches of
+a step. FLOP are those of `training.flops`. Bytes are reads and writes of element-wise kernels. They
+follow `model.decoder`, `model.loss` and FSDP2's copies line by line, with norms, rotation and gates
+fused as by ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -24,31 +23,23 @@ from mtrain_cli.training.memory import MIB
 from mtrain_cli.training.run_plan import RunPlan
 from mtrain_cli.training.state_memory import StateMemory
 
-EAGER = Constant.of(
-    2.8,
-    "measured",
-    "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)",
-    2.0,
-    3.5,
+_EAGER_SOURCE = "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)"
+EAGER = Constant(2.8, "measured", _EAGER_SOURCE, 2.0, 3.5)
+_LAUNCHES_SOURCE = (
+    "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward"
 )
-LAUNCHES = Constant.of(
-    16,
-    "guess",
-    "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward",
-    8,
-    40,
-)
-# Bytes a logit (`model.loss`): written, maximum, sum, gradient read and written, all float32. The
-# last one is written in the compute dtype, too.
+LAUNCHES = Constant(16, "guess", _LAUNCHES_SOURCE, 8, 40)
+# Float32 bytes per logit (`model.loss`): write, maximum, sum, gradient read and written. The
+# gradient is also written in the compute dtype.
 _LOGITS = 20
 _LOGITS_AGAIN = 12  # of these, in a pass that only forms the loss
-_TILE_LAUNCHES = 6, 18  # kernels of a tile of the MLP, forward and backward (`model.feed_forward`)
-DEVICE_ROWS = 4096  # with more rows, a layer on an H200 takes longer than its launches
-# How far parts measured on such a GPU may be off in a run: GPUs differ, and clocks drop under load.
+_TILE_LAUNCHES = 6, 18  # kernels per tile of the MLP, forward and backward (`model.feed_forward`)
+DEVICE_ROWS = 4096  # with fewer rows, a layer on an H200 is launch-bound
+# Bounds in a run for parts measured on such a GPU: GPUs differ, and clocks drop under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
-# The same if the layer that was measured has another size.
+# The same if the measured layer has another size.
 BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
-# Bytes a number of a shard: parameter, two states read and written, gradient read; float32.
+# Float32 bytes per number of a shard: parameter and two states read and written, gradient read.
 _ADAMW = 28
 
 
@@ -70,9 +61,9 @@ class ComputeCost:
 class MicroBatchRound:
     """Micro-batches with the same communication.
 
-    times: how many in a step.
+    times: number per step.
     forward, backward: whether weights are gathered in the pass.
-    reduced: whether gradients are scattered.
+    reduced: whether gradients are reduce-scattered.
     """
 
     times: int
@@ -100,11 +91,11 @@ def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
 class HostTraffic:
     """Bytes that one rank exchanges with its host.
 
-    layers: layers that offload activations.
-    kept: bytes of one of these layers, one way.
-    down, up: gradients and weights of a step; 0 if the optimizer runs on the GPU.
-    stepped: bytes that AdamW reads and writes on the host.
-    unit: the first gradients and the last weights, whose transfer overlaps with no optimizer work.
+    layers: number of layers that offload activations.
+    kept: activations per such layer, one way.
+    down, up: gradients and weights per step; 0 if the optimizer runs on the GPU.
+    stepped: reads and writes of AdamW in host memory.
+    unit: first gradients and last weights, whose transfer overlaps with no optimizer work.
     leave: whether gradients leave during the backward pass.
     """
 
@@ -121,16 +112,16 @@ class HostTraffic:
 class NonAttentionCost:
     """Costs of one rank.
 
-    forward, recomputed, backward: of a layer and micro-batch.
-    loss: of a micro-batch: LM head and loss in both directions, embedding and last norm.
-    gathered, reduced: copies when a layer's weights are gathered, and its gradients scattered.
+    forward, recomputed, backward: per layer and micro-batch.
+    loss: per micro-batch: LM head and loss in both directions, embedding and last norm.
+    gathered, reduced: copies to gather a layer's weights, and to reduce-scatter its gradients.
     root_gathered, root_reduced: the same for weights outside the layers.
-    added: accumulation of whole gradients.
-    optimizer: of a step: gradient norm, clipping and AdamW.
+    added: accumulation of unsharded gradients.
+    optimizer: per step: gradient norm, clipping and AdamW.
     host: traffic with the host.
-    gather, reduce, root_gather, root_reduce: bytes that arrive at a rank in these collectives.
-    tokens: of a micro-batch.
-    rows: of a tile of the MLP.
+    gather, reduce, root_gather, root_reduce: bytes that a rank receives in these collectives.
+    tokens: per micro-batch.
+    rows: per tile of the MLP.
     """
 
     forward: ComputeCost
@@ -152,26 +143,20 @@ class NonAttentionCost:
     rows: int
 
     def size(self, part: str) -> int:
-        """Return the size by which measurements of a part are looked up.
+        """Return the size of the measurement that applies to a part.
 
-        For a tiled layer these are the rows of a tile, as long as the GPU sets the time: the host
-        delays a layer once, not once per tile.
+        For a tiled layer it is the rows of a tile, unless they are launch-bound: launches delay a
+        layer once, not once per tile.
         """
-        return (
-            self.tokens
-            if part == LOSS or self.rows == self.tokens
-            else max(self.rows, min(self.tokens, DEVICE_ROWS))
-        )
+        if part == LOSS or self.rows == self.tokens:
+            return self.tokens
+        return max(self.rows, min(self.tokens, DEVICE_ROWS))
 
     @staticmethod
     def of(plan: RunPlan) -> NonAttentionCost:
-        config, model, train, e = (
-            plan.config,
-            plan.config.model,
-            plan.config.train,
-            2 if plan.dtype == "bfloat16" else 4,
-        )
-        workers = plan.environment.workers
+        config, model, train = plan.config, plan.config.model, plan.config.train
+        optim, e = config.optim, 2 if plan.dtype == "bfloat16" else 4
+        workers = plan.dims.workers
         tokens = plan.layout.tokens_per_worker * train.micro_batch
         hidden, wide = model.hidden_size, model.intermediate_size
         rotated = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
@@ -182,11 +167,12 @@ class NonAttentionCost:
         whole = train.activation_checkpoint != "none"
         rows = tile_rows(tokens, hidden, wide, e, train.tile_mib * MIB)
         tiles = -(-tokens // rows)
-        again = (
-            recomputed_matmul(model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp)
-            / model.num_layers
+        again_of_all = recomputed_matmul(
+            model, recomputed=whole, tiled=tiles > 1, keep_mlp=train.keep_mlp
         )
+        again = again_of_all / model.num_layers
         without = 1 - layers_with_products(train.keep_mlp, model.num_layers) / model.num_layers
+        once_more = 6 * hidden + rotated if whole else 4 * hidden
         # With several tiles the weight gradients accumulate in float32.
         of_tiles = hidden * (3 * wide + model.num_heads * model.head_dim)
         sums = (8 * tiles + 4 + e) * of_tiles if tiles > 1 else 0
@@ -195,11 +181,14 @@ class NonAttentionCost:
         chunks = -(-4 * logits // (train.loss_chunk_mib * MIB))
         launches = LAUNCHES.value
         # Weights are cast, gathered and copied out; gradients are copied in and added to the shard.
-        out, out_of_shard = 2 * e, e + (e if config.optim.offload else 4)
+        out, out_of_shard = 2 * e, e + (e if optim.offload else 4)
         back, to_shard = r + e, 8 + r
         added = (8 + e) * layer if train.shard == "optimizer" and plan.micro_batches > 1 else 0
         on_host = layers_on_host(train.offload_activations, model.num_layers)
-        away = shard if config.optim.offload else 0
+        away = shard if optim.offload else 0
+        largest = max(states.layer_shard, states.root_shard)
+        unit = (e if optim.offload_gradients else 4 + e) * largest
+        clipped = shard * (4 + (8 if optim.clip_norm else 0))
         share = (workers - 1) / workers
         return NonAttentionCost(
             forward=ComputeCost(
@@ -209,12 +198,7 @@ class NonAttentionCost:
             ),
             recomputed=ComputeCost(
                 2.0 * again * tokens,
-                eager
-                * e
-                * tokens
-                * ((6 * hidden + rotated if whole else 4 * hidden) + 3 * wide * without)
-                if again
-                else 0.0,
+                eager * e * tokens * (once_more + 3 * wide * without) if again else 0.0,
                 launches if whole else 0.0,
             ),
             backward=ComputeCost(
@@ -238,24 +222,15 @@ class NonAttentionCost:
             root_gathered=ComputeCost(moved=out * root + out_of_shard * root / workers),
             root_reduced=ComputeCost(moved=back * root + to_shard * root / workers),
             added=ComputeCost(moved=added),
-            optimizer=ComputeCost(
-                0.0,
-                float(shard * (4 + (8 if config.optim.clip_norm else 0)) + _ADAMW * (shard - away)),
-                50.0,
-            ),
+            optimizer=ComputeCost(moved=float(clipped + _ADAMW * (shard - away)), launches=50.0),
             host=HostTraffic(
-                on_host,
-                (plan.memory.host - states.host) / on_host if on_host else 0.0,
-                4.0 * away,
-                float(e * away),
-                float((_ADAMW + e) * away),
-                float(
-                    (e if config.optim.offload_gradients else 4 + e)
-                    * max(states.layer_shard, states.root_shard)
-                )
-                if away
-                else 0.0,
-                config.optim.offload_gradients,
+                layers=on_host,
+                kept=(plan.memory.host - states.host) / on_host if on_host else 0.0,
+                down=4.0 * away,
+                up=float(e * away),
+                stepped=float((_ADAMW + e) * away),
+                unit=float(unit) if away else 0.0,
+                leave=optim.offload_gradients,
             ),
             gather=e * layer * share,
             reduce=r * layer * share,
@@ -268,7 +243,7 @@ class NonAttentionCost:
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """us of matrix products and of element-wise kernels; host: by how much launches exceed both."""
+    """Microseconds of matrix products, element-wise kernels, and launch overhead neither hides."""
 
     matrices: float
     elements: float
@@ -280,17 +255,17 @@ class ExpectedTime:
 
 
 def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
-    """Return the us of work by the constants of the cluster."""
+    """Return the microseconds of work by the cluster's constants."""
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
 def longer_than_expected(
     non_attention: NonAttentionCost, costs: Costs, dtype: str
 ) -> dict[str, float]:
-    """Return by how much parts of a step take longer than the constants say, as a factor by part.
+    """Return measured / expected time of each part of `profiling.non_attention_benchmark`.
 
-    Parts are those of `profiling.non_attention_benchmark`; the factors include the bound of the
-    costs. Parts that were not measured on such a GPU in this dtype are missing.
+    Expected times use the cluster's constants. The factors include the bound of ``costs``. Parts
+    that were not measured on such a GPU in this dtype are missing.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
@@ -302,11 +277,8 @@ def longer_than_expected(
         (LOSS, non_attention.loss),
     ):
         if part in measured.parts:
-            us = (
-                expected_us(work.flop, work.moved, gpu)
-                * non_attention.size(part)
-                / non_attention.tokens
-            )
+            us = expected_us(work.flop, work.moved, gpu)
+            us = us * non_attention.size(part) / non_attention.tokens
             share, inside = measured.share(
                 part, us, lambda point: expected_us(point.flop, point.moved, gpu)
             )
@@ -315,22 +287,14 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """Price some work. longer: its factor from `longer_than_expected`, if there is one."""
+    """Price work. longer: its factor from `longer_than_expected`, None if not measured."""
     gpu = costs.cluster.gpu
-    if longer is not None:
-        matrices, elements = (
-            longer * expected_us(work.flop, 0.0, gpu),
-            longer * expected_us(0.0, work.moved, gpu),
-        )
-    else:
+    if longer is None:
         matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)
         elements = costs.copied(work.moved)
-    host = work.launches * _share(costs) * costs.burden(gpu.launch_us)
+    else:
+        matrices = longer * expected_us(work.flop, 0.0, gpu)
+        elements = longer * expected_us(0.0, work.moved, gpu)
+    share = costs.burden(LAUNCHES) / LAUNCHES.value
+    host = work.launches * share * costs.burden(gpu.launch_us)
     return ExpectedTime(matrices, elements, max(0.0, host - matrices - elements))
-
-
-def _share(costs: Costs) -> float:
-    """Return the factor on counted launches under the bound."""
-    return {LOW: LAUNCHES.low, HIGH: LAUNCHES.high}.get(
-        costs.bound, LAUNCHES.value
-    ) / LAUNCHES.value

@@ -1,18 +1,18 @@
-"""Predict a training step: attention as played, the rest of a layer, weights, and the optimizer.
+"""Predict a training step: simulated attention, the rest of a layer, weights and the optimizer.
 
-Order and overlap follow FSDP2: the weights of the next layer are gathered while one layer computes;
-in backward the gradients of the layer before are scattered at the same time, one collective after
-the other. All layers are alike, so a layer takes its computation or its communication, whichever is
-longer. The first gather and the last scatter overlap with nothing.
+Order and overlap follow FSDP2. While one layer computes, the next layer's weights are gathered. In
+backward, the previous layer's gradients are reduce-scattered after that gather. All layers are
+equal, so a layer takes the maximum of computation and communication. The first gather and the last
+reduce-scatter are exposed.
 
-Micro-batches send what ``train.shard`` requires. Partly recomputed attention takes its share of a
-forward pass, and all its messages. Offloaded activations overlap with one layer each way. An
-optimizer on the host takes as long as the slowest of host memory, gradients down and weights up.
+Micro-batches communicate as ``train.shard`` requires. Partly recomputed attention takes its share
+of a forward pass, but sends all messages. Offloaded activations overlap with one layer each way. An
+optimizer on the host takes the maximum of its memory traffic, gradients down and weights up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
@@ -29,6 +29,7 @@ from mtrain_cli.simulation.non_attention_cost import (
 )
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.timeline import Disturbances
+from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
 from mtrain_cli.training.flops import (
     causal_pairs,
     flops_per_token,
@@ -41,19 +42,8 @@ DAY, HOUR = 86400.0, 3600.0
 # In display order. late: waiting for slower workers in attention; links: waiting for KV and its
 # gradients; offload: waiting for activations to or from the host.
 PARTS = (
-    "attention",
-    "index",
-    "merge and copies",
-    "late",
-    "links",
-    "matrices",
-    "recomputed",
-    "element-wise",
-    "loss",
-    "weights",
-    "optimizer",
-    "offload",
-    "host",
+    *("attention", "index", "merge and copies", "late", "links"),
+    *("matrices", "recomputed", "element-wise", "loss", "weights", "optimizer", "offload", "host"),
 )
 
 
@@ -61,10 +51,10 @@ PARTS = (
 class PredictedStep:
     """One optimizer step.
 
-    seconds: its time, with bounds.
-    parts: seconds by `PARTS`, which sum to the expected time. ``weights`` is what gathering weights
-        and scattering gradients adds to it.
-    hidden: seconds of that communication hidden behind computation.
+    seconds: wall-clock time, with bounds.
+    parts: seconds by `PARTS`, which add up to the expected time. ``weights`` is the exposed time of
+        weight gathers and gradient scatters.
+    hidden: overlapped seconds of these collectives.
     mfu, hfu: shares of the peak by the model's FLOP and by executed FLOP, as in training. In a
         sparse step mfu counts the pairs of dense attention.
     flop: executed by one worker.
@@ -100,17 +90,17 @@ class PredictedStep:
         rate = self.tokens_per_second_per_gpu
         return BoundedTime(
             *(
-                tokens / (getattr(rate, name) * self.plan.environment.workers) / DAY
+                tokens / (getattr(rate, name) * self.plan.dims.workers) / DAY
                 for name in (HIGH, VALUE, LOW)
             )
         )
 
     def dollars(self, tokens: float, price: float) -> BoundedTime:
-        """Return the cost of a training. price: of one GPU hour."""
+        """Return the dollars of a training. price: dollars per GPU hour."""
         days = self.days(tokens)
         return BoundedTime(
             *(
-                getattr(days, name) * DAY / HOUR * self.plan.environment.workers * price
+                getattr(days, name) * DAY / HOUR * self.plan.dims.workers * price
                 for name in (LOW, VALUE, HIGH)
             )
         )
@@ -120,10 +110,10 @@ class PredictedStep:
 class WeightTransfer:
     """A collective.
 
-    us: alone.
-    busy: us for which the link is full.
+    us: microseconds without other messages.
+    busy: microseconds for which the link is full.
     outer: whether it crosses nodes.
-    size: bytes that reach a rank.
+    size: bytes that each rank receives.
     """
 
     us: float
@@ -135,10 +125,11 @@ class WeightTransfer:
 def overlapped_us(
     transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
-    """Return the us of collectives, one after the other, that overlap with computation.
+    """Return the microseconds of successive collectives that overlap with computation.
 
-    While it computes, attention's messages fill the links for ``carried`` us; the collectives get
-    the rest, and the whole link afterwards. At best they never meet attention's messages.
+    During the computation, attention's messages fill the links for ``carried`` microseconds. The
+    collectives get the rest of the link, and then the whole link. The low bound assumes that the
+    collectives never meet attention's messages.
     """
     alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
     if not alone or not computing or bound == LOW:
@@ -156,7 +147,7 @@ def predict_step(
     *,
     bounds: bool = True,
 ) -> PredictedStep:
-    """Predict a step. attention: of a layer of the same plan, with recomputation if it has any."""
+    """Predict a step. attention: one layer of this plan, with recomputation if the plan has it."""
     slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
     found = {
         bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest)
@@ -166,13 +157,13 @@ def predict_step(
     seconds = BoundedTime.around(
         likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found)
     )
-    workers = plan.environment.workers
+    workers = plan.dims.workers
     rate = BoundedTime(
         *(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW))
     )
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
-    # With documents there are fewer pairs than in the plan, which assumes causal attention.
+    # The plan assumes causal attention; documents have fewer pairs.
     if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
@@ -191,23 +182,18 @@ def predict_step(
 
 
 class _StepEstimate:
-    """The times of a step under one bound, in us."""
+    """The times of a step under one bound, in microseconds."""
 
     def __init__(
         self, cluster: Cluster, plan: RunPlan, attention: Prediction, costs: Costs, slowest: float
     ) -> None:
-        self.cluster, self.plan, self.attention, self.costs, self.slowest = (
-            cluster,
-            plan,
-            attention,
-            costs,
-            slowest,
-        )
+        self.cluster, self.plan, self.attention = cluster, plan, attention
+        self.costs, self.slowest = costs, slowest
         self.non_attention = non_attention = NonAttentionCost.of(plan)
         self.longer = longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
-        self.backward = 0.0  # us of the layers of one micro-batch
+        self.backward = 0.0  # microseconds of one micro-batch's layers
         self.times = 1
         for one in rounds(plan.config.train.shard, plan.micro_batches):
             self.times = one.times
@@ -218,19 +204,11 @@ class _StepEstimate:
         self.us["host"] += costs.burden(cluster.gpu.step_ms) * 1e3
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
-        non_attention, layers, train = (
-            self.non_attention,
-            self.plan.config.model.num_layers,
-            self.plan.config.train,
-        )
-        nothing = ComputeCost()
+        non_attention, layers = self.non_attention, self.plan.config.model.num_layers
+        train, nothing = self.plan.config.train, ComputeCost()
         gather, reduce = self._transfer(non_attention.gather), self._transfer(non_attention.reduce)
-        forward = self._layers(
-            [FORWARD],
-            non_attention.forward,
-            layers,
-            copied=non_attention.gathered if one.forward else nothing,
-        )
+        copied = non_attention.gathered if one.forward else nothing
+        forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
         passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
         copied = (
@@ -241,15 +219,14 @@ class _StepEstimate:
         self.backward = backward = self._layers(
             passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
         )
-        carried = tuple(sum(self._carried(name)[i] for name in passes) for i in (0, 1))
+        inner, outer = (sum(self._carried(name)[i] for name in passes) for i in (0, 1))
         # The last layer has nothing to scatter yet, the first one nothing more to gather.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
-        for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
-            self._weights(
-                backward / layers, (carried[0], carried[1]), transfers, times if layers > 1 else 0
-            )
-        # These overlap with nothing: weights outside the layers and of the first layer, those of
-        # the last layer at the start of backward, and the last gradients.
+        if layers > 1:
+            for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
+                self._weights(backward / layers, (inner, outer), transfers, times)
+        # These overlap with nothing: weights outside the layers, of the first layer in forward and
+        # of the last layer in backward; the last gradients.
         alone = (
             [self._transfer(non_attention.root_gather), gather] * one.forward
             + gathers
@@ -257,32 +234,30 @@ class _StepEstimate:
         )
         self.us["weights"] += self.times * sum(transfer.us for transfer in alone)
         self.sent += self.times * sum(transfer.size for transfer in alone)
-        outside = (non_attention.root_gathered if one.forward else nothing) + (
-            non_attention.root_reduced if one.reduced else nothing
-        )
+        outside = non_attention.root_gathered if one.forward else nothing
+        outside += non_attention.root_reduced if one.reduced else nothing
         self._add(non_attention.loss, 1, "loss", "loss", LOSS)
         self._add(outside, 1, "loss", "loss")
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
-        """Add the time of waiting for offloaded activations. forward, backward: us of a layer."""
+        """Add waits for offloaded activations. forward, backward: microseconds of a layer."""
         host = self.non_attention.host
         us = host.kept / self._host_link
-        self.us["offload"] += (
-            self.times * host.layers * (max(0.0, us - forward) + max(0.0, us - backward))
-        )
+        waiting = max(0.0, us - forward) + max(0.0, us - backward)
+        self.us["offload"] += self.times * host.layers * waiting
         self.over_host += self.times * 2 * host.layers * host.kept
 
     @property
     def _host_link(self) -> float:
-        """Bandwidth to the host, bytes a us, one direction."""
+        """Bandwidth to the host in bytes per microsecond, one direction."""
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
-        """Return the us of an optimizer on the host.
+        """Return the microseconds of an optimizer on the host.
 
-        Units are pipelined: gradients come and weights leave while another unit is stepped; the
-        first gradients and the last weights overlap with nothing. Gradients that leave during
+        Gradients arrive and weights leave while the optimizer steps another unit. The first
+        gradients and the last weights overlap with nothing. Gradients that leave the GPU during
         backward overlap with the last backward pass.
         """
         host = self.non_attention.host
@@ -314,7 +289,7 @@ class _StepEstimate:
         *,
         copied: ComputeCost,
     ) -> float:
-        """Add what all layers compute. Returns the us of a micro-batch."""
+        """Add the computation of all layers. Return its microseconds per micro-batch."""
         before = sum(self.us.values())
         for name in passes:
             self._attention(name, layers)
@@ -326,9 +301,8 @@ class _StepEstimate:
 
     def _attention(self, direction: str, layers: int) -> None:
         found, plan = self.attention.passes[direction], self.plan
-        share = (
-            recomputed_pair_share(plan.config.train, plan.layout) if direction == RECOMPUTE else 1.0
-        )
+        again = direction == RECOMPUTE
+        share = recomputed_pair_share(plan.config.train, plan.layout) if again else 1.0
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {
@@ -341,17 +315,13 @@ class _StepEstimate:
         # Workers that end a pass early wait for the others, at the latest when weights are
         # gathered.
         late = max(0.0, found.duration.value - sum(of_all.values()))
-        # If less attention is recomputed, messages that it would have hidden are exposed.
+        # With less recomputed attention, fewer messages overlap.
         freed = (1.0 - share) * of_all["attention"]
         computing = sum(of_all.values()) - exposed - freed
         links = max(exposed, min(exposed + freed, max(found.carried) - computing))
-        parts: Mapping[str, float] = {
-            **of_all,
-            "attention": share * of_all["attention"],
-            "links": links,
-            "late": share * late,
-        }
-        # Bounds exist for the sum of the parts only: scale all parts alike.
+        attention = share * of_all["attention"]
+        parts = of_all | {"attention": attention, "links": links, "late": share * late}
+        # Bounds exist only for the sum of the parts: scale all parts by one factor.
         scale = duration / found.duration.value if found.duration.value else 1.0
         for name, ms in parts.items():
             self.us[name] += self.times * ms * 1e3 * layers * scale
@@ -360,15 +330,15 @@ class _StepEstimate:
             self.attention.facts["density"]
             * causal_pairs(plan.config.seq)
             * plan.config.train.micro_batch
-            / environment.cp
+            / environment.dims.cp
         )
-        products = 10.0 if direction == BACKWARD else 4.0 * share
+        products = FLOP_PER_PAIR[BACKWARD if direction == BACKWARD else FORWARD] * share
         self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
 
     def _add(
         self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None
     ) -> None:
-        """Add some work. part: its name in `profiling.non_attention_benchmark`."""
+        """Add work. part: its name in `profiling.non_attention_benchmark`, None if not there."""
         spent = priced(work, self.costs, None if part is None else self.longer.get(part))
         times *= self.times
         self.flop += work.flop * times
@@ -377,7 +347,7 @@ class _StepEstimate:
         self.us["host"] += spent.host * times
 
     def _transfer(self, size: float) -> WeightTransfer:
-        workers = self.plan.environment.workers
+        workers = self.plan.dims.workers
         if workers == 1:
             return WeightTransfer(0.0, 0.0, False)
         members = min(workers, self.cluster.gpus_per_node)
@@ -391,20 +361,16 @@ class _StepEstimate:
         transfers: Sequence[WeightTransfer],
         times: int,
     ) -> None:
-        """Add what the weights of ``times`` layers cost, overlapped with the computation of one."""
+        """Add the exposed time of ``times`` layers' weights, each overlapped with one layer."""
         if not times or not transfers:
             return
         times *= self.times
         self.sent += times * sum(transfer.size for transfer in transfers)
         needed = overlapped_us(transfers, computing, carried, self.costs.bound)
-        hidden = min(needed, computing)
-        share = (
-            self.costs.burden(self.cluster.link(outer=transfers[0].outer).gpu_share)
-            if needed
-            else 0.0
-        )
-        late = 0.0
-        if self.costs.bound == HIGH and needed:
-            late = min(needed, carried[transfers[0].outer])
+        hidden, share, late, outer = min(needed, computing), 0.0, 0.0, transfers[0].outer
+        if needed:
+            share = self.costs.burden(self.cluster.link(outer=outer).gpu_share)
+        if self.costs.bound == HIGH:
+            late = min(needed, carried[outer])
         self.us["weights"] += times * (needed - hidden + share * hidden + late)
         self.hidden += times * hidden / 1e6

@@ -1,8 +1,8 @@
-"""Predict attention on a cluster: count the work, price it, play it, and report as a profile does.
+"""Predict attention on a cluster: count the work, price it, simulate it, report it like a profile.
 
-A prediction covers the attention of each layer, with index estimates and messages, as `mtrain
-profile imbalance --attention-only` measures it: all ranks begin a pass together. `predicted_step`
-adds the rest of a training step.
+A prediction covers each layer's attention, index estimate and messages, as `mtrain profile
+imbalance --attention-only` measures them: all ranks begin a pass together. `predicted_step` adds
+the rest of a training step.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
 from mtrain_cli.records.index_file import RecordedSetup
+from mtrain_cli.simulation.actions import actions
 from mtrain_cli.simulation.calibration import (
     DENSE,
     HIGH,
@@ -32,7 +33,7 @@ from mtrain_cli.simulation.calibration import (
     same_device,
     shipped,
 )
-from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.cluster import Cluster, Gpu
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import (
     BOUNDS,
@@ -42,16 +43,13 @@ from mtrain_cli.simulation.costs import (
     LayerPrices,
     index_scale,
 )
-from mtrain_cli.simulation.program import program
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
 from mtrain_cli.simulation.what_if import ReplayCase, ReplaySetup, make_case, resized
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 from mtrain_cli.training.flops import causal_pairs, peak_flops
 
-MOST_ROWS = 20_000_000  # of a case; above it there are only tables
-# Kernels whose backward cannot use delta (`Kernel.needs_out`; the kernel classes need torch).
-_NEED_OUT: tuple[str, ...] = ()
+MOST_ROWS = 20_000_000  # per case; a larger case gets tables but no rows
 _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 
 
@@ -61,9 +59,9 @@ class AttentionWorkload:
 
     made: shapes.
     masks: one per sequence.
-    layers: their numbers.
-    index: makes the index of a layer on demand; None for dense.
-    pattern: a name of the indices.
+    layers: layer numbers.
+    index: makes the index of a layer on demand; None for dense attention.
+    pattern: name of the indices.
     columns: see `what_if.make_case`.
     estimated: whether the time includes estimating indices.
     """
@@ -80,7 +78,7 @@ class AttentionWorkload:
 
 @dataclass(frozen=True)
 class BoundedTime:
-    """A predicted value, with its best and worst case by the bounds of the constants."""
+    """A predicted value, with its best and worst case under the constants' bounds."""
 
     low: float
     value: float
@@ -88,26 +86,22 @@ class BoundedTime:
 
     @staticmethod
     def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
-        """Make a value with bounds. A bound on the wrong side of the value is replaced by it."""
-        return BoundedTime(
-            value if low is None else min(low, value),
-            value,
-            value if high is None else max(high, value),
-        )
+        """Make a value with bounds. The value replaces a bound on its wrong side."""
+        least, most = (value if bound is None else bound for bound in (low, high))
+        return BoundedTime(min(least, value), value, max(most, value))
 
 
 @dataclass(frozen=True)
 class PredictedPass:
-    """Means over layers, in ms.
+    """One pass, in ms, mean over layers.
 
-    duration: of a layer, by the slowest worker.
+    duration: of a layer on the slowest worker.
     time, work: imbalance degrees.
-    computed: share of attention in the time of a pass (`imbalance.ComputationRatios.total`).
-    late: waiting for slower workers, mean over workers.
-    exposed: waiting for messages, mean over workers, by link.
-    spent: by kind (`recording.COMPUTING`), mean over workers.
-    carried: time for which links are full, inside the node and from other nodes, of the busiest
-        rank.
+    computed: share of attention in the time of a pass (`records.analysis.Ratios.total`).
+    late: waits for slower workers, mean over workers.
+    exposed: exposed communication by link, mean over workers.
+    spent: time by kind (`recording.COMPUTING`), mean over workers.
+    carried: (inner, outer) time for which the busiest rank's links are full.
     """
 
     duration: BoundedTime
@@ -124,8 +118,8 @@ class PredictedPass:
 class Prediction:
     """The prediction of one configuration.
 
-    rows: `records.ROW` of one iteration, if asked for.
-    costs: the costs used, by bound.
+    rows: one iteration, of dtype `record_files.ROW`, if requested.
+    costs: prices by bound.
     """
 
     setup: ReplaySetup
@@ -139,18 +133,18 @@ class Prediction:
 
     @property
     def duration(self) -> BoundedTime:
-        """Time of all passes of a layer."""
+        """Return the time of all passes of a layer."""
         of_passes = [predicted.duration for predicted in self.passes.values()]
         return BoundedTime(
             *(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH))
         )
 
 
-def default_kernel(gpu: str, pattern_is_dense: bool) -> str:
-    """Return what ``kernel=auto`` would choose, as far as the GPU's name tells."""
-    if any(name in gpu for name in _SM90):
+def default_kernel(gpu: Gpu, dense: bool) -> str:
+    """Return what ``kernel=auto`` chooses for a GPU of this name."""
+    if not gpu.is_cpu and any(name in gpu.name for name in _SM90):
         return "flash4"
-    return "sdpa" if pattern_is_dense else "triton"
+    return "sdpa" if dense or gpu.is_cpu else "triton"
 
 
 def predict(
@@ -170,19 +164,18 @@ def predict(
     """Predict the attention of one configuration.
 
     Args:
-        number: of the case in its file.
+        number: number of the case in its file.
         bounds: also predict the best and the worst case, which takes three times as long.
-        choice: the exchange of ``setup``, if it was chosen already.
+        choice: the exchange of ``setup``, if already chosen.
 
     Raises:
         InvalidSetup: the configuration is impossible.
-        ConfigError: its kernel has no times, or the index is damaged.
+        ConfigError: the kernel has no times, or the index is damaged.
     """
     first = problem.index(problem.layers[0])
-    name = kernel or (
-        "sdpa" if cluster.gpu.is_cpu else default_kernel(cluster.gpu.name, first is None)
-    )
-    problem = replace(problem, made=replace(problem.made, needs_out=name in _NEED_OUT))
+    name = kernel or default_kernel(cluster.gpu, first is None)
+    # Every kernel can take delta in its backward pass.
+    problem = replace(problem, made=replace(problem.made, needs_out=False))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = SpmdSchedule.of(case.schedule)
     kernels = _kernels(cluster, name, first, case, calibration)
@@ -195,9 +188,7 @@ def predict(
         remarks.append(
             f"more than {MOST_ROWS / 1e6:.0f} million rows: records.parquet does not hold this case"
         )
-    predicted: dict[str, list[dict[str, PassTimes]]] = {
-        direction: [] for direction in player.directions
-    }
+    predicted: dict[str, list[dict[str, PassTimes]]] = {name: [] for name in player.directions}
     works, played = [], []
     for layer in problem.layers:
         index = problem.index(layer)
@@ -213,10 +204,8 @@ def predict(
             predicted[direction].append(times)
             played.append((layer, direction, times[VALUE]))
     passes = {
-        direction: _summary(
-            by_layer, [w[FORWARD if direction == RECOMPUTE else direction] for w in works]
-        )
-        for direction, by_layer in predicted.items()
+        name: _summary(by_layer, [w[FORWARD if name == RECOMPUTE else name] for w in works])
+        for name, by_layer in predicted.items()
     }
     facts = _facts(cluster, problem, case, name, works)
     table = _rows(played, problem.made.head_dim, number) if fits else None
@@ -232,29 +221,25 @@ def _kernels(
     case: ReplayCase,
     calibration: Calibration | None,
 ) -> KernelCurves:
-    # If the workers only share heads, each computes whole sequences, whatever the layout.
-    lists = (
-        index is None
-        and case.setup.layout == "striped"
-        and case.schedule.heads < case.setup.workers
-    )
+    # Workers that only share heads compute whole sequences, whatever the layout.
+    shared = case.schedule.heads == case.setup.workers
+    lists = case.setup.layout == "striped" and not shared
     form = SPARSE if index is not None else LISTS if lists else DENSE
     known = [*([calibration] if calibration is not None else []), *shipped()]
-    peaks = {c.device: peak_flops(c.device) or cluster.gpu.peak_tflops.value * 1e12 for c in known}
-    return kernels_for(
-        cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12, name, form, peaks, calibration
-    )
+    gpu, peak = cluster.gpu.name, cluster.gpu.peak_tflops.value * 1e12
+    peaks = {c.device: peak_flops(c.device) or peak for c in known}
+    return kernels_for(gpu, peak, name, form, peaks, calibration)
 
 
 def _uncertain(cluster: Cluster) -> list[str]:
-    by_source: dict[str, list[str]] = {}
-    for key, constant in cluster.constants().items():
-        by_source.setdefault(constant.source, []).append(key)
-    guessed = by_source.get("guess", [])
-    own = [name for name, constant in CONSTANTS.items() if constant.source == "guess"]
-    return [
-        _guesses(name, of) for name, of in ((cluster.name, guessed), ("the simulator", own)) if of
-    ]
+    own = {name: c.source for name, c in CONSTANTS.items()}
+    clusters = {name: c.source for name, c in cluster.constants().items()}
+    sources = {cluster.name: clusters, "the simulator": own}
+    guesses = {
+        whose: [name for name, source in of.items() if source == "guess"]
+        for whose, of in sources.items()
+    }
+    return [_guesses(whose, names) for whose, names in guesses.items() if names]
 
 
 def _guesses(name: str, keys: Sequence[str]) -> str:
@@ -263,24 +248,20 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """Say which measurement prices the estimate of an index, if it is of another index or GPU."""
+    """Name the measurement that prices an index estimate if its index or GPU differs."""
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
-    if (
-        first is None
-        or not problem.estimated
-        or (heads == INDEX_HEADS and _measured(cluster, first))
-    ):
+    if first is None or not problem.estimated:
         return []
-    what = (
-        f"{heads} heads{'' if isinstance(first, VerticalSlash) else ' and lists of blocks'} on "
-        f"{cluster.gpu.name}"
-    )
+    measured = _measured(cluster, first)
+    if measured and heads == INDEX_HEADS:
+        return []
+    kind = "" if isinstance(first, VerticalSlash) else " and lists of blocks"
     by = f"number of heads{'' if here else ' and bandwidth of memory'}"
-    wider = "" if _measured(cluster, first) else ", and bounds are wider"
     return [
-        f"estimating an index was measured of vertical_slash with {INDEX_HEADS} heads on "
-        f"{INDEX_DEVICE}, not of {what}: a token takes "
-        f"x {index_scale(cluster.gpu, heads):.3g} of that, by {by}{wider}"
+        f"estimating an index was measured for vertical_slash with {INDEX_HEADS} heads on "
+        f"{INDEX_DEVICE}, not for {heads} heads{kind} on {cluster.gpu.name}: a token takes "
+        f"x {index_scale(cluster.gpu, heads):.3g} of that, by {by}"
+        f"{'' if measured else ', and bounds are wider'}"
     ]
 
 
@@ -290,7 +271,7 @@ def _measured(cluster: Cluster, first: Index) -> bool:
 
 
 class _CasePlayer:
-    """Plays the passes of one case."""
+    """Play the passes of one case."""
 
     def __init__(
         self,
@@ -302,12 +283,8 @@ class _CasePlayer:
         conditions: Disturbances,
         recompute: bool,
     ) -> None:
-        self.problem, self.case, self.lockstep, self.conditions = (
-            problem,
-            case,
-            lockstep,
-            conditions,
-        )
+        self.problem, self.case = problem, case
+        self.lockstep, self.conditions = lockstep, conditions
         self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
         first = problem.index(problem.layers[0])
         costs = Costs(
@@ -316,12 +293,11 @@ class _CasePlayer:
             case.sizes,
             lockstep,
             problem.made.head_dim,
-            sequences=len(problem.masks),
             measured=first is None or _measured(cluster, first),
         )
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
-        # The work of a kernel that masks what an index leaves out instead of skipping it.
+        # The work of a kernel that does not skip what an index leaves out.
         self.masked = None if all(curve.skips for curve in curves) else case.counter.count(None)
 
     @property
@@ -341,14 +317,20 @@ class _CasePlayer:
         rows: bool,
     ) -> PassTimes:
         costs = self.costs[bound]
-        width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
         seq = self.case.layout.padded_seq * len(self.problem.masks)
         estimated = seq if self.problem.estimated and index is not None else 0
         # Only the messages of columns depend on the layer.
-        costs = replace(costs, columns=width, sparse=index is not None, estimated=estimated)
+        sizes = self.case.sizes_under(index)
+        costs = replace(costs, sizes=sizes, sparse=index is not None, estimated=estimated)
         prices = LayerPrices(costs, work, direction, self.masked)
+        program = self.case.program(
+            backward=direction == BACKWARD,
+            columns=prices.columns,
+            # PyTorch's kernel copies out and dout; the other kernels take views.
+            copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
+        )
         return play(
-            program(self.lockstep, prices),
+            actions(program, self.lockstep, prices),
             direction,
             self.case.setup.workers,
             len(self.lockstep.beats(direction)),
@@ -396,10 +378,7 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
 
 
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
-    """Return imbalance degrees. Columns count as one more step when comparing workers only.
-
-    (As in `records.analysis`.)
-    """
+    """Return imbalance degrees. As in `records.analysis`, the step degree omits columns."""
     values = degrees(table[None])[:, 0]
     if columns.any():
         values[[0, 2, 3]] = degrees(np.column_stack([table, columns])[None])[[0, 2, 3], 0]
@@ -407,32 +386,29 @@ def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
 
 
 def _mean(layers: Sequence[Imbalance]) -> Imbalance:
-    return Imbalance(
-        *(
-            float(np.mean([getattr(d, name) for d in layers]))
-            for name in ("worker", "step", "total", "critical")
-        )
-    )
+    names = ("worker", "step", "total", "critical")
+    return Imbalance(*(float(np.mean([getattr(d, name) for d in layers])) for name in names))
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:
     """Make the rows of one iteration.
 
-    Forward passes of all layers run first, then the other passes from the last layer back. Each
-    begins when the one before it has ended.
+    Forward passes of all layers run first, then the other passes from the last layer to the first.
+    Each pass begins when the pass before it has ended.
     """
-    forward = [entry for entry in played if entry[1] == FORWARD]
+    first = [entry for entry in played if entry[1] == FORWARD]
     others = [
         entry
-        for layer in reversed([e[0] for e in forward])
+        for layer, _, _ in reversed(first)
         for entry in played
         if entry[0] == layer and entry[1] != FORWARD
     ]
     now, passes = 0.0, []
-    for layer, _, times in [*forward, *others]:
+    for layer, _, times in [*first, *others]:
         passes.append((layer, times.moved(now)))
         now += times.duration
-    return together(passes, case=number, flop=(4.0 * head_dim, 10.0 * head_dim))
+    forward, backward = (float(FLOP_PER_PAIR[name] * head_dim) for name in (FORWARD, BACKWARD))
+    return together(passes, case=number, flop=(forward, backward))
 
 
 def _facts(
@@ -444,7 +420,11 @@ def _facts(
 ) -> dict[str, Any]:
     """Make the case's entry in summary.json, like `profiling.measurement.MeasurementCase.facts`."""
     made, setup, schedule = problem.made, case.setup, case.schedule
-    pairs = float(np.mean([w[FORWARD].total_pairs.sum() for w in works]))
+    pairs = {
+        name: np.mean([work[name].total_pairs.sum() for work in works])
+        for name in (FORWARD, BACKWARD)
+    }
+    causal = made.heads * len(problem.masks) * causal_pairs(made.seq)
     return {
         "label": f"{problem.pattern} {setup.layout} {setup.exchange}",
         "layout": setup.layout,
@@ -463,12 +443,7 @@ def _facts(
         "num_heads": made.heads,
         "num_kv_heads": made.kv_heads,
         "head_dim": made.head_dim,
-        "density": pairs / (made.heads * len(problem.masks) * causal_pairs(made.seq)),
+        "density": float(pairs[FORWARD]) / causal,
         "cluster": cluster.name,
-        "flop": {
-            d: float(
-                FLOP_PER_PAIR[d] * made.head_dim * np.mean([w[d].total_pairs.sum() for w in works])
-            )
-            for d in (FORWARD, BACKWARD)
-        },
+        "flop": {name: float(FLOP_PER_PAIR[name] * made.head_dim * pairs[name]) for name in pairs},
     }

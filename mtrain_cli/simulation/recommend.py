@@ -1,18 +1,19 @@
-"""Recommend the fastest configuration that fits, of all layouts, exchanges, groups, recomputation.
+"""Recommend the fastest configuration that fits: layout, exchange, context groups, recomputation.
 
-What fits is also tried with the MLP products of as many layers kept as memory allows
-(``train.keep_mlp``): the same attention in another step. If no recomputation fits, the memory
-settings that ``train.memory=auto`` chooses are tried instead.
+Each configuration that fits is also tried with ``train.keep_mlp`` for as many layers as memory
+allows, which leaves attention unchanged. If no kind of recomputation fits, the search tries the
+memory settings that ``train.memory=auto`` chooses.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Any
 
+from mtrain_cli.config.exchanges import flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.simulation.cluster import Cluster, Constant
@@ -39,7 +40,7 @@ from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, wi
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
-CLOSE = 0.02  # of a step: a smaller difference is below the accuracy of a prediction
+CLOSE = 0.02  # share of a step; predictions cannot resolve a smaller difference
 _SHOWN = 3
 _MOST_NODES = 512
 _LARGEST_GPU = 512  # GiB; sizes up to this are always tried
@@ -62,7 +63,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class RejectedSetup:
-    """A configuration that is impossible or does not fit. why: the same for the same reason."""
+    """A configuration that is impossible or does not fit. why: the reason, for grouping."""
 
     what: str
     why: str
@@ -90,8 +91,8 @@ class Recommendation:
 
 def label(plan: RunPlan) -> str:
     """Return a configuration in a few words."""
-    environment, train = plan.environment, plan.config.train
-    groups = f", {environment.dp} x {environment.cp} workers" if environment.dp > 1 else ""
+    dims, train = plan.dims, plan.config.train
+    groups = f", {dims.dp} x {dims.cp} workers" if dims.dp > 1 else ""
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
     other = " ".join(f"{key}={value}" for key, value in memory_settings(plan.config).items())
     return (
@@ -115,11 +116,8 @@ def contexts(config: Config, workers: int, per_node: int) -> list[int]:
     if config.topology.context_parallel != "auto":
         assert isinstance(config.topology.context_parallel, int)
         return [config.topology.context_parallel]
-    return [
-        c
-        for c in range(workers, 0, -1)
-        if workers % c == 0 and (c % per_node == 0 or per_node % c == 0)
-    ]
+    divisors = (c for c in range(workers, 0, -1) if workers % c == 0)
+    return [c for c in divisors if c % per_node == 0 or per_node % c == 0]
 
 
 def recommend(
@@ -131,90 +129,102 @@ def recommend(
     recomputations: Sequence[str] = RECOMPUTATIONS,
     progress: Callable[[int, int], None] = lambda done, of: None,  # noqa: ARG005
 ) -> Recommendation:
-    """Search all configurations for the fastest that fits.
+    """Search all configurations for the fastest one that fits.
 
     progress: called with the number of attention passes predicted so far and in total.
 
     Raises:
         InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
     """
-    per_node = min(cluster.gpus_per_node, workers)
-    rejected: list[RejectedSetup] = []
-    fitting: list[list[RunPlan]] = []
-    unfit: list[RunPlan] = []
-    tight: list[RunPlan] = []
-    mistakes: list[Exception] = []
-    for context in contexts(scenario.config, workers, per_node):
+    found = _Candidates()
+    for context in contexts(scenario.config, workers, min(cluster.gpus_per_node, workers)):
+        found.add(cluster, scenario, workers, context, layouts, exchanges, recomputations)
+    # The plan that misses by the least memory comes first.
+    unfit = sorted(found.unfit, key=lambda plan: plan.memory.total)
+    rejected = (*found.rejected, *map(_too_large, unfit))
+    if found.mistakes and not found.fitting and not unfit:
+        raise found.mistakes[0]
+    outcomes: list[PredictedScenario] = []
+    for done, plans in enumerate(found.fitting):
+        progress(done, len(found.fitting))
+        full = any(recomputes_attention(plan.config.train) for plan in plans)
+        first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
+        outcomes.append(first)
+        for plan in plans[1:]:
+            outcomes.append(with_step(cluster, scenario, plan, first.attention, bounds=False))
+    if not outcomes:
+        needed = tuple(_needed(cluster, scenario, workers, layouts, exchanges))
+        return Recommendation((), rejected, needed, _least(found.tight))
+    outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
+    best, *others = outcomes
+    runner = next((o for o in others if place(o) != place(best)), next(iter(others), None))
+    top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
+    return Recommendation((*top, *(o for o in others if o is not runner)), rejected)
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Plans of all places. A place is a layout, an exchange and a context size.
+
+    fitting: for each place with plans that fit, these plans.
+    unfit: plans that do not fit.
+    tight: for each place where no plan fits, the plan that recomputes the most.
+    mistakes: errors of impossible places.
+    """
+
+    fitting: list[list[RunPlan]] = field(default_factory=list)
+    unfit: list[RunPlan] = field(default_factory=list)
+    tight: list[RunPlan] = field(default_factory=list)
+    rejected: list[RejectedSetup] = field(default_factory=list)
+    mistakes: list[Exception] = field(default_factory=list)
+
+    def add(
+        self,
+        cluster: Cluster,
+        scenario: Scenario,
+        workers: int,
+        context: int,
+        layouts: Sequence[str],
+        exchanges: Sequence[str],
+        recomputations: Sequence[str],
+    ) -> None:
+        """Add the plans with context groups of ``context`` workers."""
         replicas, train = workers // context, scenario.config.train
         if train.global_batch % (replicas * train.micro_batch):
-            short = (
-                f"train.global_batch={train.global_batch} cannot be divided among so many groups"
+            why = (
+                f"train.global_batch={train.global_batch} cannot be divided among {replicas} groups"
             )
             if train.micro_batch > 1:
-                short += f" with train.micro_batch={train.micro_batch} each"
-            rejected.append(
-                RejectedSetup(f"{replicas} groups of {context} worker{'s' * (context > 1)}", short)
-            )
-            mistakes.append(
-                ConfigError(f"{short}; allowed: multiples of {replicas * train.micro_batch}")
-            )
-            continue
+                why += f" with train.micro_batch={train.micro_batch} each"
+            what = f"{replicas} groups of {context} worker{'s' * (context > 1)}"
+            allowed = f"allowed: multiples of {replicas * train.micro_batch}"
+            self._reject(what, why, ConfigError(f"{why}; {allowed}"))
+            return
+        per_node = min(cluster.gpus_per_node, workers)
         for layout, exchange in _distinct(layouts, exchanges, context, per_node):
             try:
                 plans = list(
                     _plans(cluster, scenario, workers, context, layout, exchange, recomputations)
                 )
             except (InvalidSetup, ConfigError) as error:
-                mistakes.append(error)
-                rejected.append(
-                    RejectedSetup(
-                        f"{layout} {exchange} over {context} workers", _why(error, exchange)
-                    )
-                )
+                what = f"{layout} {exchange} over {context} workers"
+                self._reject(what, _why(error, exchange), error)
                 continue
             good = [plan for plan in plans if plan.fits]
             if good:
-                fitting.append(good)
+                self.fitting.append(good)
             else:
-                tight.append(plans[-1])
-            unfit += [plan for plan in plans if not plan.fits]
-    # Those that miss by the least come first.
-    unfit.sort(key=lambda plan: plan.memory.total)
-    rejected += [
-        RejectedSetup(
-            f"{label(plan)} ({plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB)", DOES_NOT_FIT
-        )
-        for plan in unfit
-    ]
-    if mistakes and not fitting and not unfit:
-        raise mistakes[0]
-    outcomes: list[PredictedScenario] = []
-    for done, plans in enumerate(fitting):
-        progress(done, len(fitting))
-        full = any(recomputes_attention(plan.config.train) for plan in plans)
-        first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
-        outcomes += [
-            first,
-            *(
-                with_step(cluster, scenario, plan, first.attention, bounds=False)
-                for plan in plans[1:]
-            ),
-        ]
-    if not outcomes:
-        return Recommendation(
-            (),
-            tuple(rejected),
-            tuple(_needed(cluster, scenario, workers, layouts, exchanges)),
-            _least(tight),
-        )
-    outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
-    best = outcomes[0]
-    runner = next(
-        (o for o in outcomes[1:] if place(o) != place(best)), next(iter(outcomes[1:]), None)
-    )
-    top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
-    rest = [o for o in outcomes if o is not best and o is not runner]
-    return Recommendation((*top, *rest), tuple(rejected))
+                self.tight.append(plans[-1])
+            self.unfit.extend(plan for plan in plans if not plan.fits)
+
+    def _reject(self, what: str, why: str, mistake: Exception) -> None:
+        self.rejected.append(RejectedSetup(what, why))
+        self.mistakes.append(mistake)
+
+
+def _too_large(plan: RunPlan) -> RejectedSetup:
+    need = f"{plan.memory.total / GIB:.1f} of {usable(plan):.1f} GiB"
+    return RejectedSetup(f"{label(plan)} ({need})", DOES_NOT_FIT)
 
 
 def _distinct(
@@ -222,12 +232,12 @@ def _distinct(
 ) -> list[tuple[str, str]]:
     """Return the combinations that differ.
 
-    One worker exchanges nothing. Inside one node there is no hierarchy. With ulysses alone, every
-    worker computes whole sequences, whatever the layout.
+    One worker exchanges nothing, and one node has no hierarchy. With ulysses alone, every worker
+    computes whole sequences, whatever the layout.
     """
     if context == 1:
         return [(layouts[0], exchanges[0])]
-    plain = {e: e.removeprefix("hierarchical_") for e in exchanges}
+    plain = {e: flat_name(e) for e in exchanges}
     flat = [
         e for e in exchanges if context > per_node or plain[e] == e or plain[e] not in exchanges
     ]
@@ -237,17 +247,13 @@ def _distinct(
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, int]:
-    """Layout, exchange and context group: a runner-up differs in these, not in memory settings."""
+    """Return layout, exchange and context size. A runner-up differs in one of them."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 
 def _why(error: Exception, exchange: str) -> str:
-    return (
-        str(error)
-        .splitlines()[0]
-        .partition("; allowed")[0]
-        .removeprefix(f"topology.exchange={exchange}: ")
-    )
+    line = str(error).splitlines()[0].partition("; allowed")[0]
+    return line.removeprefix(f"topology.exchange={exchange}: ")
 
 
 def usable(plan: RunPlan) -> float:
@@ -267,12 +273,10 @@ def _plans(
     check_enough_blocks(scenario.config, layout, workers, context)
 
     def plan_with(**changes: Any) -> RunPlan:
-        config = replace(
-            scenario.config, train=replace(scenario.config.train, memory="manual", **changes)
-        )
+        train = replace(scenario.config.train, memory="manual", **changes)
         return plan_on(
             cluster,
-            config,
+            replace(scenario.config, train=train),
             workers=workers,
             kernel=scenario.kernel,
             layout=layout,
@@ -280,40 +284,31 @@ def _plans(
             context_parallel=context,
         )
 
-    # If the user set offloading, skip `none`: offloading moves what recomputation keeps.
+    # Offloading moves the activations that recomputation keeps, so it needs recomputation.
     away = scenario.config.train.offload_activations
-    plans = [
-        plan_with(activation_checkpoint=kind)
-        for kind in recomputations
-        if kind != "none" or not away
-    ]
+    kinds = [kind for kind in recomputations if kind != "none" or not away]
+    plans = [plan_with(activation_checkpoint=kind) for kind in kinds]
     yield from plans
     good = [plan for plan in plans if plan.fits]
     if good:
         # Do not change what the user set.
-        typed = any(word.startswith("train.keep_mlp=") for word in scenario.words)
-        with_more = [] if typed else [(plan, with_products(plan)) for plan in good]
-        yield from (
-            with_setting(plan, setting) for plan, setting in with_more if setting is not None
-        )
+        if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
+            for plan in good:
+                if (setting := with_products(plan)) is not None:
+                    yield with_setting(plan, setting)
         return
-    kinds = CHECKPOINTS if recomputations is RECOMPUTATIONS else recomputations
-    settings = (
-        search(plan_with()).settings
-        if recomputations is RECOMPUTATIONS
-        else search(plans[0]).settings
-    )
-    chosen = next(
-        (s for s in settings if s.fits and s.config.train.activation_checkpoint in kinds), None
-    )
-    if chosen is not None:
-        yield with_setting(plan_with(), chosen)
+    anything = recomputations is RECOMPUTATIONS
+    allowed = CHECKPOINTS if anything else recomputations
+    for setting in search(plan_with() if anything else plans[0]).settings:
+        if setting.fits and setting.config.train.activation_checkpoint in allowed:
+            yield with_setting(plan_with(), setting)
+            return
 
 
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
-    """Return the plan that needs the least memory once ``train.memory=auto`` has saved what it can.
+    """Return the plan that needs the least memory with ``train.memory=auto``.
 
-    plans: for each place the one that recomputes the most.
+    plans: for each place, the plan that recomputes the most.
     """
     saving = [with_setting(plan, nearest_to_fitting(plan, search(plan).settings)) for plan in plans]
     return min(saving, key=lambda plan: plan.memory.total, default=None)
@@ -348,7 +343,7 @@ def _needed(
         plan = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
         return plan if plan is not None and plan.fits else None
 
-    # Not a formula: with more GPU memory less is offloaded, so each size is a search of its own.
+    # With more GPU memory less is offloaded, so each size needs its own search.
     possible = range(
         floor(cluster.gpu.hbm_gib.value) + 1,
         max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1,
@@ -358,33 +353,30 @@ def _needed(
     if large is not None:
         yield f"GPUs with {gib} GiB instead of {cluster.gpu.hbm_gib.value:.0f}: {label(large)}"
     nodes = 2 * cluster.nodes
-    while nodes <= _MOST_NODES:
-        if cluster.outer is None:
-            yield (
-                f"more nodes than {cluster.nodes}: {cluster.name} does not describe links between "
-                "nodes (links.outer)"
-            )
-            break
+    if cluster.outer is None and nodes <= _MOST_NODES:
+        yield (
+            f"more nodes than {cluster.nodes}: {cluster.name} does not describe links between "
+            "nodes (links.outer)"
+        )
+    while cluster.outer is not None and nodes <= _MOST_NODES:
         more = replace(cluster, nodes=nodes)
         plan = smallest(scenario.config, more, more.gpus)
         if plan is not None and plan.fits:
-            yield (
-                f"--nodes {nodes} instead of {cluster.nodes}: {label(plan)}, "
-                f"{plan.memory.total / GIB:.1f} GiB"
-            )
+            yield f"--nodes {nodes} instead of {cluster.nodes}: {_with_memory(plan)}"
             break
         nodes *= 2
-    seq = scenario.config.seq // 2
+    asked = scenario.config.seq
+    seq = asked // 2
     while seq >= SHORTEST_SEQ:
         plan = smallest(replace(scenario.config, seq=seq), cluster, workers)
         if plan is not None and plan.fits:
-            asked = format_size(scenario.config.seq)
-            yield (
-                f"seq={format_size(seq)} instead of {asked}: {label(plan)}, "
-                f"{plan.memory.total / GIB:.1f} GiB"
-            )
+            yield f"seq={format_size(seq)} instead of {format_size(asked)}: {_with_memory(plan)}"
             break
         seq //= 2
+
+
+def _with_memory(plan: RunPlan) -> str:
+    return f"{label(plan)}, {plan.memory.total / GIB:.1f} GiB"
 
 
 def reasons(
@@ -395,41 +387,32 @@ def reasons(
     words: settings as the user typed them.
     """
     mine, its = best.step, other.step
-    gap = its.seconds.value - mine.seconds.value
-    explanation = [
-        f"{gap:.3g} s ({gap / its.seconds.value:.1%}) less a step"
-        if gap > CLOSE * its.seconds.value
-        else _close(best, other)
-    ]
-    differences = sorted(
-        ((its.parts[name] - mine.parts[name], name) for name in _WORDS), reverse=True
-    )
+    step = its.seconds.value
+    gap = step - mine.seconds.value
+
+    def part(name: str) -> str:
+        return f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
+
+    if gap > CLOSE * step:
+        explanation = [f"{gap:.3g} s ({gap / step:.1%}) less a step"]
+    else:
+        faster = f"{step / mine.seconds.value - 1:.1%} faster"
+        explanation = [f"{faster}, less than the prediction can resolve: measure both"]
+    differences = sorted(((its.parts[n] - mine.parts[n], n) for n in _WORDS), reverse=True)
     for difference, name in differences[:_SHOWN]:
-        if difference > 0.002 * its.seconds.value:
-            explanation.append(
-                f"{_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} "
-                f"s{_degree(best, other, name)}"
-            )
-    lost = [(d, name) for d, name in differences if d < -0.002 * its.seconds.value]
-    if lost:
-        difference, name = min(lost)
-        explanation.append(
-            f"but {_WORDS[name]} takes {mine.parts[name]:.3g} s instead of {its.parts[name]:.3g} s"
-        )
+        if difference > 0.002 * step:
+            explanation.append(f"{part(name)}{_degree(best, other, name)}")
+    difference, name = differences[-1]
+    if difference < -0.002 * step:
+        explanation.append(f"but {part(name)}")
     explanation.append(
         f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} "
         f"usable ({USABLE:.0%})"
     )
-    if "train.keep_mlp" in memory_settings(best.plan.config) and not any(
-        word.startswith("train.keep_mlp=") for word in words
-    ):
+    typed = any(word.startswith("train.keep_mlp=") for word in words)
+    if "train.keep_mlp" in memory_settings(best.plan.config) and not typed:
         explanation.append(KEPT)
     return explanation
-
-
-def _close(best: PredictedScenario, other: PredictedScenario) -> str:
-    gap = other.step.seconds.value / best.step.seconds.value - 1
-    return f"{gap:.1%} faster, less than the prediction can resolve: measure both"
 
 
 def _degree(best: PredictedScenario, other: PredictedScenario, name: str) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
-from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.schema import PATTERNS, Config, ConfigError
+from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
+from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
@@ -19,15 +20,15 @@ from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.timeline import Disturbances
-from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup
-from mtrain_cli.sparsity.fixed import fixed_index
+from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
+from mtrain_cli.sparsity.fixed import make_pattern
 from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
 _KEPT = 8  # layers whose indices are kept
-_LEAST_COLUMNS = 8  # of vertical_slash
+_LEAST_COLUMNS = 8  # least that vertical_slash allows
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class PairSource:
     name: ``dense``, ``fixed`` (drawn as by the pattern of that name), or the name of an index
         family.
     density, columns, fewest, most: see `IndexFamily`.
-    layers: layers whose indices are drawn; the others are assumed to be like these.
+    layers: number of layers whose indices are drawn; they stand for all layers.
     """
 
     name: str
@@ -55,17 +56,14 @@ class PairSource:
         if self.name == DENSE:
             return []
         if self.columns < _LEAST_COLUMNS:
-            return [
-                "sparsity=fixed",
-                f"sparsity.density={self.density:g}",
-                f"sparsity.columns={self.columns}",
-            ]
+            columns = f"sparsity.columns={self.columns}"
+            return ["sparsity=fixed", f"sparsity.density={self.density:g}", columns]
         fewest = [f"sparsity.min_columns={self.columns}"] if self.columns < 64 else []
         return ["sparsity=vertical_slash", f"sparsity.max_columns={self.columns}", *fewest]
 
     def problem(self, config: Config) -> AttentionWorkload:
         """Return the workload of one micro-batch; each of its sequences is one document."""
-        model, block, sequences = config.model, config.topology.block_size, config.train.micro_batch
+        model, stripe = config.model, config.topology.block_size
         recorded_as = RecordedSetup(
             seq=config.seq,
             heads=model.num_heads,
@@ -76,51 +74,32 @@ class PairSource:
             per_node=1,
             layout=config.layout,
             exchange=config.topology.exchange,
-            block_size=block,
+            block_size=stripe,
         )
-        masks = (SequenceMask.causal(config.seq, config.seq),) * sequences
-        block = config.sparsity.block or block
-        fixed = self.name == FIXED
+        fixed = config.sparsity if self.name == FIXED else None
         return AttentionWorkload(
             recorded_as,
-            masks,
+            (MaskRule.of(config.data)(None, config.seq, config.seq),) * config.train.micro_batch,
             tuple(range(self.layers)),
-            _cached(self._draw(config, block)),
+            _cached(self._draw(config, config.sparsity.block or stripe)),
             self.name,
-            int(config.sparsity.columns or 0) if fixed else -1,
-            # a layer draws its `fixed` index once and keeps it: no cost a step
-            estimated=not fixed,
+            -1 if fixed is None else fixed.column_bound or 0,
+            # A layer draws its `fixed` index once, so estimates cost nothing per step.
+            estimated=fixed is None,
             model=model.name,
         )
 
     def _draw(self, config: Config, block: int) -> Callable[[int], Index | None]:
-        heads, sequences, sparsity = (
-            config.model.num_heads,
-            config.train.micro_batch,
-            config.sparsity,
-        )
+        heads, sequences = config.model.num_heads, config.train.micro_batch
         if self.name == DENSE:
             return lambda layer: None  # noqa: ARG005
         if self.name == FIXED:
-            return lambda layer: fixed_index(
-                seed=config.seed + 1000 * layer,
-                batch=sequences,
-                heads=heads,
-                seq=config.seq,
-                block=block,
-                slashes=sparsity.slashes or 0,
-                columns=sparsity.columns or 0,
-                density=sparsity.density or None,
-            )
-        family = IndexFamily(
-            self.name,
-            self.density,
-            min(self.columns, config.seq),
-            block,
-            config.seed,
-            fewest=self.fewest,
-            most=self.most,
-        )
+            assert isinstance(config.sparsity, FixedSettings)
+            pattern = make_pattern(config.sparsity, config.seed)
+            return lambda layer: pattern.draw(layer, sequences, heads, config.seq)
+        columns = min(self.columns, config.seq)
+        bounds = {"fewest": self.fewest, "most": self.most}
+        family = IndexFamily(self.name, self.density, columns, block, config.seed, **bounds)
 
         def draw(layer: int) -> VerticalSlash:
             one = family.index(layer, config.seq, heads)
@@ -133,13 +112,13 @@ class PairSource:
 
 
 def _bytes(config: Config) -> int:
-    """Bytes of a number, as `training.resolution.compute_dtype` chooses the dtype."""
+    """Return the bytes per number of the dtype that `training.resolution.compute_dtype` chooses."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 
 
 def _cached(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None]:
-    """Cache the indices of a few layers: the cases of one run share them."""
+    """Cache the indices of a few layers, because the cases of one run share them."""
     kept: dict[int, Any] = {}
 
     def of(layer: int) -> Index | None:
@@ -154,11 +133,11 @@ def _cached(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None
 
 @dataclass(frozen=True)
 class Scenario:
-    """A training to predict.
+    """A training run to predict.
 
-    problem: its attention.
+    problem: the attention workload.
     kernel: replaces ``train.kernel``.
-    words: its settings, as typed.
+    words: settings as typed.
     """
 
     config: Config
@@ -183,43 +162,35 @@ class PredictedScenario:
 
     @property
     def context(self) -> int:
-        return self.plan.environment.cp
+        return self.plan.dims.cp
 
     @property
     def dense(self) -> bool:
-        """Whether it computes every pair that the mask allows. If not, it has an HFU but no MFU."""
+        """Whether attention computes every pair of the mask. If not, MFU is not defined."""
         return self.attention.facts["pattern"] == DENSE
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        train = self.plan.config.train
-        costs = self.attention.costs.get(VALUE)
-        measured = (
-            costs is not None
-            and costs.kernels.non_attention is not None
-            and costs.kernels.non_attention.dtype == self.plan.dtype
-        )
-        source = (
-            "layers and the loss as measured (profile non-attention), links and optimizer"
-            if measured
-            else "matrix products, memory and links"
-        )
+        costs, pattern = self.attention.costs.get(VALUE), self.attention.facts["pattern"]
+        times = None if costs is None else costs.kernels.non_attention
+        source = "matrix products, memory and links"
+        if times is not None and times.dtype == self.plan.dtype:
+            source = "layers and the loss as measured (profile non-attention), links and optimizer"
         remarks = [
             *self.attention.remarks,
-            f"steps: {source} by the constants of the cluster; every sequence is one document; "
-            "loading data and writing checkpoints are not in them",
+            f"steps: {source} by the cluster's constants; every sequence is one document; no time "
+            "for loading data and writing checkpoints",
         ]
-        if self.attention.facts["pattern"] in FAMILIES:
-            family = self.attention.facts["pattern"]
+        if pattern in FAMILIES:
             remarks.append(
-                f"which pairs are computed is drawn ({family}), and balance depends on it; --index "
-                "takes those of a profile"
+                f"the computed pairs are drawn at random ({pattern}), and balance depends on them; "
+                "give --index for those of a profile"
             )
         if self.plan.search is not None and self.plan.search.chosen is not None:
             remarks.append(
                 f"train.memory=auto takes {self.plan.search.chosen.overrides or 'the defaults'}"
             )
-        if train.compile == False:  # noqa: E712 - auto is a word
+        if self.plan.config.train.compile == False:  # noqa: E712 - auto is a word
             remarks.append(
                 "train.compile=false: element-wise kernels take 2.8 times as long, as measured on "
                 "one H200 at 32K"
@@ -228,7 +199,7 @@ class PredictedScenario:
 
 
 def capability(gpu: str) -> tuple[int, int]:
-    """Return the CUDA compute capability of a GPU by its name; Ampere's if the name is unknown."""
+    """Return a GPU's CUDA compute capability by its name; Ampere's if the name is unknown."""
     if re.search(r"\b(GB|B)[23]00\b", gpu):
         return (10, 0)
     return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)
@@ -239,10 +210,10 @@ def plan_on(
 ) -> RunPlan:
     """Plan a training on ``workers`` GPUs of a cluster.
 
-    topology: values that replace those of ``config``, such as ``layout``.
+    topology: settings that replace those of ``config.topology``, such as ``layout``.
 
     Raises:
-        ConfigError: sizes do not fit each other, or no kernel serves the run.
+        ConfigError: settings contradict each other, or no kernel supports the run.
     """
     if config.train.dtype not in ("auto", "bfloat16"):
         raise ConfigError(
@@ -259,11 +230,9 @@ def plan_on(
     per_node = config.topology.gpus_per_node
     if per_node == "auto" and (why := uneven_nodes(cluster, workers)):
         raise ConfigError(f"topology.workers={workers}: {why}")
-    topology = {
-        "workers": workers,
-        "gpus_per_node": min(cluster.gpus_per_node, workers) if per_node == "auto" else per_node,
-        **topology,
-    }
+    if per_node == "auto":
+        per_node = min(cluster.gpus_per_node, workers)
+    topology = {"workers": workers, "gpus_per_node": per_node, **topology}
     config = replace(config, topology=replace(config.topology, **topology))
     return plan_for(
         config,
@@ -281,8 +250,8 @@ def setup_of(plan: RunPlan) -> ReplaySetup:
     return ReplaySetup(
         plan.layout.name,
         plan.exchange.name,
-        environment.cp,
-        min(environment.workers_per_node, environment.cp),
+        environment.dims.cp,
+        min(environment.workers_per_node, environment.dims.cp),
     )
 
 
@@ -325,17 +294,101 @@ def evaluate(
         cluster,
         scenario,
         plan,
-        slowest_group(scenario.conditions, plan.environment.cp, predict_group),
+        slowest_group(scenario.conditions, plan.dims.cp, predict_group),
         bounds=bounds,
     )
+
+
+def predict_training(
+    cluster: Cluster,
+    scenario: Scenario,
+    workers: int,
+    layout: str,
+    exchange: str,
+    *,
+    number: int = 0,
+    rows: bool = False,
+) -> PredictedScenario:
+    """Plan a training with this layout and exchange, and predict it.
+
+    Raises:
+        InvalidSetup, ConfigError: the configuration is impossible.
+    """
+    context = scenario.config.topology.context_parallel
+    shared_by = context if isinstance(context, int) else workers
+    check_enough_blocks(scenario.config, layout, workers, shared_by)
+    plan = plan_on(
+        cluster,
+        scenario.config,
+        workers=workers,
+        kernel=scenario.kernel,
+        layout=layout,
+        exchange=exchange,
+    )
+    return evaluate(cluster, scenario, plan, number=number, rows=rows)
+
+
+def predict_attention_alone(
+    cluster: Cluster,
+    workload: AttentionWorkload,
+    config: Config | None,
+    layout: str,
+    exchange: str,
+    *,
+    workers: int,
+    per_node: int | None,
+    kernel: str | None,
+    conditions: Disturbances,
+    **details: Any,
+) -> Prediction:
+    """Predict a layer's attention without its training step.
+
+    Args:
+        config: the training, whose topology and kernel apply; None if only a recording is known.
+        per_node: workers per node; None for the cluster's number.
+        kernel: replaces ``train.kernel``.
+        details: arguments of `predict`.
+
+    Raises:
+        InvalidSetup, ConfigError: the configuration is impossible.
+    """
+    per_node = per_node or min(cluster.gpus_per_node, workers)
+    choice = None
+    if config is None:
+        setup = ReplaySetup(layout, exchange, workers, per_node)
+    else:
+        given = config.topology.context_parallel
+        context = given if isinstance(given, int) else workers
+        check_enough_blocks(config, layout, workers, context)
+        if config.topology.device == "cpu":
+            # CPU steps are not predicted. Attention takes the cluster's kernels and links.
+            if workers % context:
+                raise ConfigError(
+                    f"topology.context_parallel={context}: must divide the {workers} workers"
+                )
+            each = min(per_node, context)
+            setup = ReplaySetup(layout, exchange, context, each, config.topology)
+            kernel = kernel or (None if config.train.kernel == "auto" else config.train.kernel)
+        else:
+            plan = plan_on(
+                cluster, config, workers=workers, kernel=kernel, layout=layout, exchange=exchange
+            )
+            setup, kernel, choice = setup_of(plan), plan.kernel, plan.exchange
+
+    def predict_group(conditions: Disturbances) -> Prediction:
+        return predict(
+            cluster, workload, setup, kernel=kernel, conditions=conditions, choice=choice, **details
+        )
+
+    return slowest_group(conditions, setup.workers, predict_group)
 
 
 def slowest_group(
     conditions: Disturbances, size: int, predict_group: Callable[..., Prediction]
 ) -> Prediction:
-    """Return the attention of the slowest context group: the other groups wait for it.
+    """Return the attention of the slowest context group, for which the other groups wait.
 
-    All groups have the same work but, under disturbances, not equally fast GPUs.
+    All groups have the same work, but disturbances slow some GPUs.
 
     Args:
         size: ranks of a group.
@@ -350,8 +403,8 @@ def slowest_group(
         return slowest
     first = group * size
     remark = (
-        f"the context group of ranks {first} to {first + size - 1} is shown, the slowest one; its "
-        "ranks count from 0"
+        f"shows the slowest context group, ranks {first} to {first + size - 1}; its ranks count "
+        "from 0"
     )
     return replace(slowest, remarks=(*slowest.remarks, remark))
 
@@ -364,9 +417,9 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """Put attention into a step of a plan, which may recompute other parts than its own plan does.
+    """Predict a step of a plan, given the attention of a plan that may differ in recomputation.
 
-    If the plan recomputes attention, ``RECOMPUTE`` must be among the passes.
+    If this plan recomputes attention, ``attention`` must have the pass ``RECOMPUTE``.
     """
     return PredictedScenario(
         plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
@@ -375,39 +428,34 @@ def with_step(
 
 def check_enough_blocks(config: Config, layout: str, workers: int, context: int) -> None:
     """Raise InvalidSetup if a sequence has fewer blocks than workers that share it."""
-    piece = config.sparsity.block or (config.topology.block_size if layout == "striped" else 1)
-    if context * piece > config.seq:
-        most = max(1, config.seq // piece)
-        sharing = "so many workers" if workers == context else f"{context} workers"
-        raise InvalidSetup(
-            ReplaySetup(layout, "auto", workers, 1),
-            "workers",
-            f"{config.seq} tokens in blocks of {piece} are too few for {sharing}; allowed: 1 to "
-            f"{most}",
-        )
+    require_enough_blocks(
+        ReplaySetup(layout, "auto", workers, 1),
+        config.seq,
+        config.sparsity.block,
+        config.topology.block_size,
+        context,
+    )
 
 
 def train_line(
     cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]
 ) -> str:
-    """Return the command that starts a training; with several nodes, the one for each node."""
+    """Return the command that starts a training. With several nodes, each node runs it."""
     # Give the memory settings that were predicted: `auto` might choose others.
     replaced = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
     kept = [word for word in words if word.partition("=")[0] not in replaced]
     settings = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
     environment = plan.environment
     if environment.nodes == 1:
-        return f"mtrain train {settings} topology.workers={environment.workers}"
+        return f"mtrain train {settings} topology.workers={environment.dims.workers}"
     rendezvous = "--rdzv-backend c10d --rdzv-endpoint HOST:29400"
-    each = min(environment.workers, cluster.gpus_per_node)
-    nodes = environment.workers // each
-    return (
-        f"torchrun --nnodes {nodes} --nproc-per-node {each} {rendezvous} -m mtrain_cli train "
-        f"{settings}"
-    )
+    each = min(environment.dims.workers, cluster.gpus_per_node)
+    nodes = environment.dims.workers // each
+    workers = f"--nnodes {nodes} --nproc-per-node {each}"
+    return f"torchrun {workers} {rendezvous} -m mtrain_cli train {settings}"
 
 
 def pattern_words(label: str) -> list[str]:
-    """Return the settings of a training whose indices were recorded under a pattern's label."""
+    """Return the settings of a training that fit the label of its recorded indices."""
     name = label.partition(" ")[0]
     return [f"sparsity={name}"] if name in PATTERNS and name != DENSE else []

@@ -1,8 +1,8 @@
-"""One schedule for all ranks: the steps and transfers of rank 0, with arrays over ranks for peers.
+"""One schedule for all ranks: rank 0's steps and transfers, with each peer an array over ranks.
 
-Schedules look the same from every rank. Ranks are places on a grid of nodes and local ranks that
-wraps around, and each rank does what rank 0 does, translated to its place. So a thousand ranks need
-one schedule. `SpmdSchedule.of` compares some ranks with their own schedules.
+Ranks form a torus of nodes and local ranks. Each rank does what rank 0 does, translated to its own
+place, so a thousand ranks need one schedule. `SpmdSchedule.of` checks some ranks against their own
+schedules.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ NOBODY = -1
 class SpmdTransfer:
     """One transfer of all ranks.
 
-    first: rank 0's transfer, for what all of them share.
-    to, source: [workers], for p2p.
-    peers: [workers], for collectives: the lowest rank that takes part in the same one.
+    first: rank 0's transfer, whose other fields all ranks share.
+    to, source: [workers], receiver and sender of each rank's p2p messages; None for a collective.
+    peers: [workers], lowest rank of each rank's collective; None for p2p.
     arriving, leaving: groups whose shards rank 0 receives and sends (`RankGrid.groups_of`); None
         for a collective.
     """
@@ -43,7 +43,7 @@ class SpmdTransfer:
 
     @property
     def queue(self) -> tuple[str, bool]:
-        """The communicator; it carries messages one after the other, in posting order."""
+        """The communicator, which carries one message at a time, in posting order."""
         return self.first.channel, self.first.payload in GRADIENTS
 
 
@@ -51,9 +51,9 @@ class SpmdTransfer:
 class SpmdStep:
     """One step of all ranks; see `schedule.ScheduleStep`.
 
-    queries, keys: groups that rank 0 computes attention between; None for none. keys is
-        `EVERYTHING` if all keys are computed at once.
-    part: of the heads, for rank 0 (`SpmdSchedule.parts_of`).
+    queries, keys: query and key group of rank 0's attention, None without attention. keys is
+        `EVERYTHING` if the step computes all keys.
+    part: rank 0's part of the heads (`SpmdSchedule.parts_of`).
     """
 
     queries: int | None
@@ -74,7 +74,7 @@ EVERYTHING = -1
 
 @dataclass(frozen=True)
 class RankGrid:
-    """A grid of ``nodes`` x ``size`` groups; a group is ``heads`` ranks that share heads."""
+    """A grid of ``nodes`` x ``size`` groups, each of ``heads`` ranks that share heads."""
 
     nodes: int
     size: int
@@ -88,7 +88,7 @@ class RankGrid:
             if schedule.heads > 1
             else schedule.per_node
         )
-        nodes = -(-groups // per_node) if schedule.exchange.startswith("hierarchical") else 1
+        nodes = -(-groups // per_node) if schedule.traits.hierarchical else 1
         return RankGrid(nodes, groups // nodes, schedule.heads)
 
     @property
@@ -104,12 +104,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Return [workers]: each rank's counterpart of rank 0's ``group``."""
+        """Return each rank's counterpart of rank 0's ``group``, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Return [workers]: each rank's counterpart of rank 0's ``rank``."""
+        """Return each rank's counterpart of rank 0's ``rank``, [workers]."""
         assert rank % self.heads == 0
         return (
             self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
@@ -141,8 +141,13 @@ class SpmdSchedule:
     def beats(self, direction: str) -> tuple[SpmdStep, ...]:
         return self.backward if direction == "backward" else self.forward
 
+    def transfers(self, direction: str) -> dict[int, SpmdTransfer]:
+        """Return the transfers of a pass, by number."""
+        beats = self.beats(direction)
+        return {move.number: move for beat in beats for move in (*beat.post, *beat.send)}
+
     def parts_of(self, beat: SpmdStep) -> IntArray:
-        """Return [workers]: the part of the heads that each rank computes."""
+        """Return the part of the heads that each rank computes, [workers]."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
@@ -155,7 +160,7 @@ class SpmdSchedule:
             (self.forward, self.schedule.forward[rank]),
             (self.backward, self.schedule.backward[rank]),
         ):
-            assert len(beats) == len(steps), "every rank has as many steps"
+            assert len(beats) == len(steps), "all ranks have the same number of steps"
             for beat, step in zip(beats, steps, strict=True):
                 self._compare(rank, beat, step)
 
@@ -197,7 +202,7 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes the steps; transfers with equal peers share their arrays."""
+    """Make the steps. Transfers with equal peers share their arrays."""
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

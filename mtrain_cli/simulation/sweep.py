@@ -1,7 +1,7 @@
-"""Sweeps: predict every combination of lengths, workers, nodes and settings, layouts and exchanges.
+"""Predict every combination of lengths, workers, nodes, settings, layouts and exchanges.
 
 Rows are plain dictionaries; ``summary.json`` holds them under ``sweep``. Each row is written when
-it is complete, so an interrupted sweep resumes when it is started again in the same folder.
+it is complete, so an interrupted sweep resumes if you start it again in the same folder.
 """
 
 from __future__ import annotations
@@ -18,85 +18,14 @@ from typing import Any
 from mtrain_cli import __version__
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
-from mtrain_cli.config.suggest import did_you_mean
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import BoundedTime
-from mtrain_cli.simulation.scenario import (
-    PredictedScenario,
-    Scenario,
-    check_enough_blocks,
-    evaluate,
-    plan_on,
-)
+from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, predict_training
+from mtrain_cli.simulation.sweep_axes import COLUMNS, DENSITY, NODES, OWN, WORKERS
 from mtrain_cli.simulation.what_if import InvalidSetup
 
-NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
-OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are not settings
 MOST_POINTS = 5000
-_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # the limits of topology.workers and seq
-_DIGITS = 18
 _ROW_VERSION = 2  # of the rows in a journal; version 1 had no remarks
-EXAMPLE = '--sweep "seq=128k,512k nodes=1,2,4"'
-
-
-def axes(texts: Sequence[str]) -> dict[str, list[str]]:
-    """Parse ``["seq=128k,512k nodes=1,2"]`` into values by name.
-
-    Settings are checked later, when they are composed.
-
-    Raises:
-        ConfigError: a word is not a list of values, or names something that cannot be swept.
-    """
-    found: dict[str, list[str]] = {}
-    for word in itertools.chain.from_iterable(text.split() for text in texts):
-        name, equals, listed = word.partition("=")
-        values = list(dict.fromkeys(value for value in listed.split(",") if value))
-        if not equals or not values:
-            raise ConfigError(f"--sweep {word}: expected NAME=VALUE,..., such as {EXAMPLE}")
-        if name in ("layout", "exchange", "topology.layout", "topology.exchange"):
-            option = name.rpartition(".")[2]
-            raise ConfigError(f"--sweep {word}: use --{option} {listed} to compare these")
-        if name in found:
-            raise ConfigError(f"--sweep {word}: {name} is swept twice; give all its values at once")
-        if name in (NODES, WORKERS, COLUMNS):
-            least = 0 if name == COLUMNS else 1
-            for value in values:
-                if not (
-                    value.isascii()
-                    and value.isdecimal()
-                    and len(value) <= _DIGITS
-                    and least <= int(value) <= _LARGEST[name]
-                ):
-                    raise ConfigError(
-                        f"--sweep {word}: {name}={value}: expected a whole number of at least "
-                        f"{least} and at most {_LARGEST[name]:,}"
-                    )
-        elif name == DENSITY:
-            for value in values:
-                if not _is_share(value):
-                    raise ConfigError(
-                        f"--sweep {word}: {name}={value}: must be above 0 and at most 1, such as "
-                        "0.05 or 5%"
-                    )
-        elif "." not in name and (hint := did_you_mean(name, OWN)):
-            raise ConfigError(f"--sweep {word}: {name} cannot be swept{hint}")
-        found[name] = values
-    if not found:
-        raise ConfigError(
-            f"--sweep {' '.join(texts)!r}: empty; expected NAME=VALUE,..., such as {EXAMPLE}"
-        )
-    if NODES in found and WORKERS in found:
-        raise ConfigError(
-            "--sweep nodes and workers: both set the number of GPUs; give one of them"
-        )
-    return found
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 < parse_share(text) <= 1
-    except ValueError:
-        return False
 
 
 @dataclass(frozen=True)
@@ -111,36 +40,42 @@ class SweepPoint:
         return kind(self.values[name]) if name in self.values else otherwise
 
     @property
-    def settings(self) -> list[str]:
-        return [f"{name}={value}" for name, value in self.values.items() if name not in OWN]
+    def inputs(self) -> tuple[tuple[str, ...], float | None, int | None]:
+        """The settings, density and number of columns, as `Sweep.scenario_of` takes them."""
+        settings = (f"{name}={value}" for name, value in self.values.items() if name not in OWN)
+        return (
+            tuple(settings),
+            self.own(DENSITY, parse_share, None),
+            self.own(COLUMNS, int, None),
+        )
 
 
 def points(
     swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]
 ) -> list[SweepPoint]:
-    """Make all points. Settings vary slowest, so points that share indices follow each other."""
+    """Make all points. Settings vary slowest, so points that share indices are adjacent."""
     names = sorted(swept, key=lambda name: name in (NODES, WORKERS))
     combinations = [
         SweepPoint(dict(zip(names, values, strict=True)), layout, exchange)
-        for values in itertools.product(*(swept[name] for name in names))
-        for layout in layouts
-        for exchange in exchanges
+        for *values, layout, exchange in itertools.product(
+            *(swept[name] for name in names), layouts, exchanges
+        )
     ]
     if len(combinations) > MOST_POINTS:
         raise ConfigError(
-            f"--sweep: makes {len(combinations)} configurations; allowed: at most {MOST_POINTS}"
+            f"{len(combinations)} configurations to sweep; allowed: at most {MOST_POINTS}"
         )
     return combinations
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The points of a sweep and what they share.
+    """The points of a sweep and their common inputs.
 
-    cluster_of: makes the cluster with this many nodes (None: as it is).
-    scenario_of: makes the scenario of settings, a density and a number of columns.
-    workers: if no axis sets them; None for all GPUs.
-    about: identifies everything else that a row depends on.
+    cluster_of: makes the cluster from a number of nodes (None: the number in its file).
+    scenario_of: makes the scenario from settings, a density and a number of columns.
+    workers: number of workers if no axis sets it; None for all GPUs.
+    about: identifies all other inputs of a row.
     """
 
     points: list[SweepPoint]
@@ -156,7 +91,7 @@ class Sweep:
         """Yield the row of each point.
 
         Args:
-            journal: file with the rows of an earlier attempt; new rows are added.
+            journal: file with the rows of an earlier attempt, to which new rows are appended.
             report_count: called with the number of complete rows.
 
         Raises:
@@ -165,15 +100,12 @@ class Sweep:
         done, waiting = _read(journal), ""
         for number, point in enumerate(self.points):
             report_count(number)
-            key = hashlib.sha256(
-                json.dumps(
-                    [__version__, _ROW_VERSION, self.about, dataclasses.asdict(point)]
-                ).encode()
-            ).hexdigest()[:16]
+            identity = [__version__, _ROW_VERSION, self.about, dataclasses.asdict(point)]
+            key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
             if key not in done:
                 row = done[key] = self._row(point)
                 waiting += json.dumps({"key": key, **row}) + "\n"
-                # A sweep without a single possible point writes no file.
+                # A sweep without a possible point writes no file.
                 if journal is not None and "cannot" not in row:
                     journal.parent.mkdir(parents=True, exist_ok=True)
                     with journal.open("a", encoding="utf-8") as file:
@@ -193,32 +125,16 @@ class Sweep:
             "exchange": point.exchange,
         }
         try:
-            context = scenario.config.topology.context_parallel
-            shared_by = count if isinstance(context, str) else context
-            check_enough_blocks(scenario.config, point.layout, count, shared_by)
-            plan = plan_on(
-                cluster,
-                scenario.config,
-                workers=count,
-                kernel=scenario.kernel,
-                layout=point.layout,
-                exchange=point.exchange,
-            )
-            outcome = evaluate(cluster, scenario, plan)
+            outcome = predict_training(cluster, scenario, count, point.layout, point.exchange)
         except (InvalidSetup, ConfigError) as error:
             return {**identity, "cannot": str(error).splitlines()[0]}
         return {**identity, **row_of(outcome), "remarks": list(outcome.remarks)}
 
     def _scenario(self, point: SweepPoint) -> Scenario:
-        key = (
-            tuple(point.settings),
-            point.own(DENSITY, parse_share, None),
-            point.own(COLUMNS, int, None),
-        )
-        if key not in self._scenarios:
+        if point.inputs not in self._scenarios:
             self._scenarios.clear()
-            self._scenarios[key] = self.scenario_of(*key)
-        return self._scenarios[key]
+            self._scenarios[point.inputs] = self.scenario_of(*point.inputs)
+        return self._scenarios[point.inputs]
 
 
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -229,15 +145,11 @@ def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[d
         for remark in dict.fromkeys(remarks[0] if remarks else ())
         if all(remark in of_row for of_row in remarks)
     ]
-    left: list[dict[str, Any]] = []
+    left = []
     for row in rows:
         own = [remark for remark in row.get("remarks", ()) if remark not in common]
-        left.append(
-            {
-                **{key: value for key, value in row.items() if key != "remarks"},
-                **({"remarks": own} if own else {}),
-            }
-        )
+        plain = {key: value for key, value in row.items() if key != "remarks"}
+        left.append(plain | ({"remarks": own} if own else {}))
     return common, left
 
 
@@ -261,17 +173,36 @@ def range_as_dict(time: BoundedTime, digits: int = 6) -> dict[str, float]:
     return {name: float(f"{getattr(time, name):.{digits}g}") for name in ("low", "value", "high")}
 
 
-def row_of(outcome: PredictedScenario) -> dict[str, Any]:
-    """Return the figures of one training, as files hold them.
+def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) -> dict[str, Any]:
+    """Return a row with the days and dollars of a training on ``tokens``; None adds nothing.
 
-    mfu: None for sparse attention. mfu_as_dense counts skipped pairs as if computed, so it may
-    exceed 1.
+    price: dollars per GPU and hour; None if unknown.
+    """
+    if tokens is None:
+        return row
+    rates, workers = row["tokens_per_second_per_gpu"], row["workers"]
+    days = {
+        name: tokens / (rates[rate] * workers) / 86400
+        for name, rate in (("low", "high"), ("value", "value"), ("high", "low"))
+    }
+    dollars = (
+        None
+        if price is None
+        else {name: value * 24 * workers * price for name, value in days.items()}
+    )
+    more = {"tokens": tokens, "days": days, "dollars_per_gpu_hour": price, "dollars": dollars}
+    return {**row, **more}
+
+
+def row_of(outcome: PredictedScenario) -> dict[str, Any]:
+    """Return the numbers of one training as a row for files.
+
+    mfu is None for sparse attention. mfu_as_dense counts skipped pairs, too, and may exceed 1.
     """
     step, plan = outcome.step, outcome.plan
-    passes = outcome.attention.passes
+    passes = [outcome.attention.passes[name] for name in ("forward", "backward")]
     degrees = {
-        f"{name}_{of}": sum(getattr(getattr(passes[d], of), name) for d in ("forward", "backward"))
-        / 2
+        f"{name}_{of}": sum(getattr(getattr(one, of), name) for one in passes) / 2
         for of in ("time", "work")
         for name in ("worker", "step")
     }
@@ -280,10 +211,10 @@ def row_of(outcome: PredictedScenario) -> dict[str, Any]:
         "exchange": plan.exchange.label,
         "kernel": plan.kernel,
         "seq": plan.config.seq,
-        "nodes": -(-plan.environment.workers // max(1, plan.environment.workers_per_node)),
-        "workers": plan.environment.workers,
+        "nodes": -(-plan.dims.workers // max(1, plan.environment.workers_per_node)),
+        "workers": plan.dims.workers,
         "cp": outcome.context,
-        "dp": plan.environment.dp,
+        "dp": plan.dims.dp,
         "activation_checkpoint": plan.config.train.activation_checkpoint,
         "density": outcome.attention.facts["density"],
         "seconds": range_as_dict(step.seconds),

@@ -1,28 +1,25 @@
-"""When everything in a pass happens: a discrete-event simulation over all ranks at once.
+"""Simulate the timeline of a pass for all ranks at once.
 
-All ranks run the same program (`simulation.program`), and what happens on one rank depends only on
-what comes earlier in the programs of the others. So each action is played for all ranks together,
-in
-program order, without a queue of events:
+All ranks run the same program (`parallel.program`), and an action on one rank depends only on
+earlier actions of the other ranks. So each action is played for all ranks together, in program
+order, without an event queue:
 
-- A message is ready at a rank once it is posted there, the message before it on the same
-communicator
-  has ended there, and the message that it forwards has arrived. A transfer between two ranks begins
-  when both are ready and the link into the receiver is free (each rank has one link inside its node
-  and one from other nodes). A link carries messages in posting order. In a ring, a rank sends all
-  its messages on a link to the same neighbour, so outgoing links need no account of their own.
-- A message between two ranks ends at a rank when its data has left and arrived. A collective begins
-  when all its ranks are ready.
-- A wait stops the compute stream until the message has ended at this rank.
-- Messages under way at a rank take a part of its computing power from attention.
+- A message is ready at a rank after the rank posts it, the message before it on the same
+  communicator ends there, and the message that it forwards arrives.
+- A p2p transfer begins when both ranks are ready and the link into the receiver is free. Each rank
+  has one link inside its node and one from other nodes, which carry messages in posting order. In a
+  ring, a rank sends all messages on a link to one neighbour, so outgoing links need no bookkeeping.
+- A p2p message ends at a rank when the rank's data has left and the peer's data has arrived. A
+  collective begins when all its ranks are ready.
+- A wait stops the compute stream until the message ends at this rank.
+- Messages in flight at a rank slow its attention.
 
-`late`, and the peer waited for, are defined as in profiles (`profiling.record_collector`): late is
-the part of a wait before the peer has posted.
+As in profiles (`profiling.record_collector`), `late` is the part of a wait before the peer posts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -41,18 +38,18 @@ from mtrain_cli.parallel.recording import (
     WAIT,
 )
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
-from mtrain_cli.simulation.program import (
+from mtrain_cli.simulation.actions import (
     Action,
+    AwaitMessage,
     Dispatch,
     FloatArray,
-    Post,
+    PostMessage,
     PricedMessage,
     Spend,
-    Wait,
 )
 from mtrain_cli.simulation.spmd_schedule import RankGrid
 
-LEAST_POWER = 0.05  # share of a GPU that messages leave to computation at least
+LEAST_POWER = 0.05  # messages leave at least this share of a GPU to computation
 _KIND, _LINK, _PAYLOAD, _DIRECTION = (
     {word: code for code, word in enumerate(words)}
     for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS)
@@ -63,9 +60,9 @@ _KIND, _LINK, _PAYLOAD, _DIRECTION = (
 class Disturbances:
     """Deviations from an ideal run.
 
-    slow: by rank, how many times as long it computes.
+    slow: by rank, factor on its computation time.
     jitter: standard deviation of the log of a message's time, drawn for every message and rank.
-    seed: of the jitter.
+    seed: seed of the jitter.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -85,13 +82,13 @@ class Disturbances:
 
 @dataclass(frozen=True, eq=False)
 class PassTimes:
-    """One pass; times in us.
+    """One pass; times in microseconds.
 
     start, end: [workers].
-    spent: by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Slot 0 is what comes
-        before all steps, and single columns gathered once.
-    late: waiting for slower workers; exposed: waiting for messages, by link; shapes as in spent.
-    carried: [inner or outer, workers], time for which a rank's link was full.
+    spent: by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Slot 0 has the time
+        before all steps and that of gathered single columns.
+    late, exposed: waits for slower workers, and for messages by link; shapes as in spent.
+    carried: [inner or outer, workers], time for which a rank's link is full.
     """
 
     direction: str
@@ -105,11 +102,11 @@ class PassTimes:
 
     @property
     def duration(self) -> float:
-        """From the first start to the last end, us."""
+        """Return the microseconds from the first start to the last end."""
         return float(self.end.max() - self.start.min())
 
     def moved(self, by: float) -> PassTimes:
-        """Return the same pass, ``by`` us later."""
+        """Return the same pass, ``by`` microseconds later."""
         rows = tuple(table.copy() for table in self.rows)
         for table in rows:
             table["start_us"] += by
@@ -117,12 +114,12 @@ class PassTimes:
 
     @property
     def attention(self) -> FloatArray:
-        """[workers, steps]."""
+        """Return attention time, [workers, steps]."""
         return self.spent["attention"][:, 1:]
 
     @property
     def elapsed(self) -> FloatArray:
-        """[workers, 1 + steps]: all time of a step."""
+        """Return the time of whole steps, [workers, 1 + steps]."""
         return np.sum([*self.spent.values(), self.late, *self.exposed.values()], axis=0)
 
 
@@ -141,10 +138,10 @@ def play(
     """Play the actions of a pass.
 
     Args:
-        start: [workers], when each rank begins; default 0.
-        grid: names the shards in rows.
+        start: [workers], start of each rank; default 0.
+        grid: gives the shard numbers in rows.
         rows: also make records.
-        stream: number of the pass; each draws its own jitter.
+        stream: number of the pass; each pass draws its own jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
     player = _Player(
@@ -179,7 +176,7 @@ class _Player:
         self.jitter = conditions.jitter
         self.random = np.random.default_rng([conditions.seed, stream])
         self.ranks = np.arange(workers)
-        # When communicators are free: [workers]. When links are free: [inner or outer, workers].
+        # Times at which communicators ([workers]) and links ([inner or outer, workers]) are free.
         self.queues: dict[tuple[str, bool], FloatArray] = {}
         self.arriving = np.full((2, workers), -np.inf)
         self.messages: dict[int, PricedMessage] = {}
@@ -195,9 +192,9 @@ class _Player:
     def act(self, action: Action) -> None:
         if isinstance(action, Spend):
             self._spend(action)
-        elif isinstance(action, Post):
+        elif isinstance(action, PostMessage):
             self._post(action)
-        elif isinstance(action, Wait):
+        elif isinstance(action, AwaitMessage):
             self._wait(action)
         else:
             self._dispatch(action)
@@ -217,7 +214,7 @@ class _Player:
         )
 
     def _dispatch(self, action: Dispatch) -> None:
-        # The host never waits for the GPU; if the host is behind, the GPU waits for it.
+        # The host never waits for the GPU; the GPU waits for a host that is behind.
         self.host = self.host + action.us
         gap = np.maximum(self.host - self.now, 0.0)
         if gap.any():
@@ -238,7 +235,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return the us of work that starts now, slowed by the messages posted so far."""
+        """Return the microseconds of work that starts now, slowed by messages in flight."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -258,11 +255,10 @@ class _Player:
     def _power(
         begins: FloatArray, ends: FloatArray, shares: FloatArray, at: FloatArray
     ) -> FloatArray:
-        return np.maximum(
-            1.0 - np.where((begins <= at) & (at < ends), shares, 0.0).sum(0), LEAST_POWER
-        )
+        taken = np.where((begins <= at) & (at < ends), shares, 0.0).sum(0)
+        return np.maximum(1.0 - taken, LEAST_POWER)
 
-    def _post(self, action: Post) -> None:
+    def _post(self, action: PostMessage) -> None:
         message = action.message
         ready = self.now
         if message.queue in self.queues:
@@ -276,17 +272,11 @@ class _Player:
                 factor = self._groups(message.peers).first(factor)
             latency, busy = latency * factor, busy * factor
         self.carried[message.outer.astype(np.intp), self.ranks] += busy
-        ended = (
-            self._between_two(message, ready, latency, busy)
-            if message.peers is None
-            else self._among(message, ready, latency, busy)
-        )
+        play = self._between_two if message.peers is None else self._among
+        ended = play(message, ready, latency, busy)
         self.queues[message.queue] = ended
-        self.messages[message.number], self.posted[message.number], self.ended[message.number] = (
-            message,
-            self.now,
-            ended,
-        )
+        number = message.number
+        self.messages[number], self.posted[number], self.ended[number] = message, self.now, ended
         if message.share.any():
             self.active.append((ready, ended, message.share))
         if self.rows is not None:
@@ -322,7 +312,7 @@ class _Player:
             self.groups[id(peers)] = _Groups(peers)
         return self.groups[id(peers)]
 
-    def _wait(self, action: Wait) -> None:
+    def _wait(self, action: AwaitMessage) -> None:
         message, posted = self.messages.pop(action.number), self.posted.pop(action.number)
         us = np.maximum(self.ended[action.number] - self.now, 0.0)
         if message.peers is None:
@@ -346,10 +336,10 @@ class _Player:
 
 
 class _Groups:
-    """The sets of ranks of a collective. peers: [workers], the lowest rank of each rank's set."""
+    """The sets of ranks in a collective. peers: [workers], the lowest rank of each rank's set."""
 
     def __init__(self, peers: IntArray) -> None:
-        self.peers = peers  # held, so that no other array can get its id
+        self.peers = peers  # keeps the array alive, so that no other array gets its id
         self.alone = bool((peers == peers[0]).all())
         self.order = np.argsort(peers, kind="stable")
         ordered = peers[self.order]
@@ -357,17 +347,17 @@ class _Groups:
         self.of = np.searchsorted(ordered[self.begin], peers)
 
     def most(self, values: FloatArray) -> FloatArray:
-        """Return [workers]: the largest value in each rank's set."""
+        """Return the largest value in each rank's set, [workers]."""
         if self.alone:
             return np.full(len(values), values.max())
         return np.maximum.reduceat(values[self.order], self.begin)[self.of]
 
     def first(self, values: FloatArray) -> FloatArray:
-        """Return [workers]: the value of the lowest rank in each rank's set."""
+        """Return the value of the lowest rank in each rank's set, [workers]."""
         return values[self.peers]
 
     def latest(self, values: FloatArray) -> IntArray:
-        """Return [workers]: the lowest rank with the largest value in each rank's set."""
+        """Return the lowest rank with the largest value in each rank's set, [workers]."""
         largest = values == self.most(values)
         candidates = np.where(largest, np.arange(len(values)), len(values))
         if self.alone:
@@ -376,7 +366,7 @@ class _Groups:
 
 
 class _Rows:
-    """Collects the records of one pass; each action adds one row per worker."""
+    """Collect the records of one pass; each action adds one row per worker."""
 
     def __init__(self, direction: str, workers: int, grid: RankGrid | None) -> None:
         self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
@@ -398,12 +388,9 @@ class _Rows:
         rows["direction"], rows["phase"], rows["step"] = self.direction, _KIND[kind], step
         rows["rank"], rows["start_us"], rows["dur_us"] = np.arange(self.workers), start, us
         rows["shard"] = rows["peer"] = -1
-        if work is not None and work.pairs is not None:
-            rows["pairs"] = work.pairs
-        if work is not None and work.blocks is not None:
-            rows["blocks"] = work.blocks
-        if work is not None and work.columns is not None:
-            rows["columns"] = work.columns
+        for name in ("pairs", "blocks", "columns"):
+            if (counts := getattr(work, name, None)) is not None:
+                rows[name] = counts
         if message is not None:
             rows["link"], rows["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
             rows["bytes"] = message.sent if kind == SEND else message.received
@@ -416,7 +403,7 @@ class _Rows:
                 rows["shard"] = self.grid.groups_of(place)
         if late is not None and peer is not None:
             rows["late_us"], rows["peer"] = late, peer
-        # What a rank does not do is no row; a wait that takes no time is one.
+        # Idle ranks get no row; a wait of zero time does.
         self.tables.append(rows if kind in (WAIT, SEND, RECEIVE, PASS) else rows[us > 0])
 
 
@@ -427,14 +414,16 @@ def together(
     iteration: int = 0,
     flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
-    """Make the rows (`records.ROW`) of one iteration.
+    """Make the rows of one iteration, of dtype `ROW`.
 
     passes: (layer, times). flop: FLOP per pair, forward and backward.
     """
-    parts = list(_parts(passes))
-    start, end = (
-        np.stack([getattr(times, name) for _, times in passes]) for name in ("start", "end")
-    )
+    parts = []
+    for layer, times in passes:
+        assert times.rows, "rows were not asked for"
+        parts.append(np.concatenate(times.rows))
+        parts[-1]["layer"] = layer
+    start, end = np.stack([(times.start, times.end) for _, times in passes], 1)
     whole = np.zeros(start.shape[1], ROW)
     whole["layer"] = whole["step"] = whole["shard"] = whole["peer"] = -1
     whole["phase"], whole["rank"] = _KIND[ITERATION], np.arange(start.shape[1])
@@ -445,11 +434,3 @@ def together(
     found["flop"] = found["pairs"] * np.where(backward, flop[1], flop[0])
     found["start_us"] -= found["start_us"].min()
     return found
-
-
-def _parts(passes: Sequence[tuple[int, PassTimes]]) -> Iterator[np.ndarray]:
-    for layer, times in passes:
-        assert times.rows, "rows were not asked for"
-        of_pass = np.concatenate(times.rows)
-        of_pass["layer"] = layer
-        yield of_pass

@@ -1,24 +1,22 @@
 """Compare predictions with measurements, by step, by rank and as a whole.
 
-A prediction is made from what a run recorded (shapes, indices, configuration), never from its
-times; or it was written earlier by `mtrain simulate --out FOLDER` and is read. Both sides are
-records that the analysis of profiles reads, so each figure has one definition
-(`profiles/definitions.md`).
+A prediction is either made here, from the shapes, indices and configuration that a run recorded
+(never its times), or read from an earlier `mtrain simulate --out FOLDER`. The analysis of profiles
+reads both sides, so each number has one definition (`profiles/definitions.md`).
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mtrain_cli.attention.index import Index
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.schedule import QUERIES
 from mtrain_cli.records import record_files
@@ -28,6 +26,7 @@ from mtrain_cli.records.record_files import RecordedFolder
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
+from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
 
@@ -61,55 +60,43 @@ def open_run(folder: Path) -> MeasuredRun:
     """Open a profile.
 
     Raises:
-        ConfigError: it is not a complete profile with indices.
+        ConfigError: the folder holds no complete profile with indices.
     """
-    inside = next(
-        (f for f in (folder, folder / "profile") if (f / record_files.SUMMARY).is_file()), folder
-    )
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"RUN {folder}: {why}")
+
     if not folder.is_dir():
-        raise ConfigError(
-            f"--validate {folder}: no such folder; give one that `mtrain profile imbalance` wrote"
-        )
-    if inside is folder and not (folder / record_files.SUMMARY).is_file():
-        raise ConfigError(
-            f"--validate {folder}: no profile ({record_files.SUMMARY} is missing); `mtrain profile "
-            "imbalance` writes one"
+        raise refuse("no such folder; give one that `mtrain profile imbalance` wrote")
+    inside = next(
+        (f for f in (folder, folder / "profile") if (f / record_files.SUMMARY).is_file()), None
+    )
+    if inside is None:
+        raise refuse(
+            f"no profile ({record_files.SUMMARY} is missing); `mtrain profile imbalance` writes one"
         )
     recorded = record_files.open_records(inside)
-    if recorded.summary.get("kind") != "profile":
-        raise ConfigError(
-            f"--validate {folder}: is a {recorded.summary.get('kind')}, not a measurement; give it "
-            f"as --prediction {folder}"
-        )
+    kind, done, wanted = map(recorded.summary.get, ("kind", "samples", "samples_wanted"))
+    if kind != "profile":
+        raise refuse(f"is a {kind}, not a measurement; give it as --prediction {folder}")
     if not recorded.complete:
-        done, wanted = (recorded.summary.get(name) for name in ("samples", "samples_wanted"))
-        raise ConfigError(
-            f"--validate {folder}: ended early ({done} of {wanted} samples); measure again"
-        )
+        raise refuse(f"ended early ({done} of {wanted} samples); measure again")
     if not (inside / record_files.INDEX).is_file():
-        raise ConfigError(
-            f"--validate {folder}: {record_files.INDEX} is missing, so nothing can be "
-            "replayed; measure again"
-        )
+        raise refuse(f"{record_files.INDEX} is missing, so nothing can be replayed; measure again")
     indices = load_indices(inside / record_files.INDEX)
     cases = tuple(analyse(recorded))
     if not cases:
-        raise ConfigError(f"--validate {folder}: no records; measure again")
+        raise refuse("no records; measure again")
     return MeasuredRun(folder, recorded, cases, indices)
 
 
 def key_of(facts: dict[str, Any]) -> Key:
-    """Return what identifies a case."""
-    numbers = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
-    name = str(facts.get("exchange"))
-    per_node = facts.get("per_node") if "hierarchical" in name else None
-    return (
-        facts.get("pattern"),
-        facts.get("layout"),
-        name,
-        per_node,
-        *(facts.get(name) for name in numbers),
-    )
+    """Return the facts that identify a case."""
+    exchange = str(facts.get("exchange"))
+    per_node = facts.get("per_node") if "hierarchical" in exchange else None
+    names = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
+    numbers = (facts.get(name) for name in names)
+    return (facts.get("pattern"), facts.get("layout"), exchange, per_node, *numbers)
 
 
 def replay(
@@ -122,7 +109,7 @@ def replay(
     """Predict a measured case from its recorded indices.
 
     Raises:
-        ConfigError: it cannot be replayed.
+        ConfigError: the case cannot be replayed.
     """
     facts = case.facts
     workers = int(facts["cp"])
@@ -144,10 +131,10 @@ def replay(
             rows=True,
         )
     except InvalidSetup as error:
-        raise ConfigError(f"--validate {run.folder}: {case.label}: {error}") from None
+        raise ConfigError(f"RUN {run.folder}: {case.label}: {error}") from None
     if prediction.rows is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: too large for records; give a prediction of "
+            f"RUN {run.folder}: {case.label}: too large for records; give a prediction of "
             "fewer layers"
         )
     return prediction
@@ -170,7 +157,7 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
     )
     if match is None or (match["name"] is None and match["heads"] is None):
         raise ConfigError(f"unknown exchange {label!r}; measure again with this version")
-    # If the workers only share heads, the label names no other exchange.
+    # If workers only share heads, the label names no other exchange.
     setup = ReplaySetup(
         str(facts["layout"]), match["name"] or "ulysses", workers, int(facts["per_node"]) or workers
     )
@@ -189,81 +176,53 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
 def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
     made, facts, pattern = run.indices.setup, case.facts, str(case.facts["pattern"])
     seq, batch = int(facts["seq"]), int(facts["micro_batch"])
-    estimated = pattern not in (_DENSE, _FIXED)
+    columns, model = made.columns.get(pattern, -1), str(facts.get("model", ""))
     if seq == made.seq and pattern in run.indices.patterns:
-        layers = tuple(layer for layer in run.indices.layers(pattern) if layer in case.layers)
+        indices, layers = run.indices, set(run.indices.layers(pattern)) & set(case.layers)
         if not layers:
             raise ConfigError(
-                f"--validate {run.folder}: {record_files.INDEX} has no index of the layers of "
-                f"{case.label}"
+                f"RUN {run.folder}: {record_files.INDEX} has no index of the layers of {case.label}"
             )
-        indices = run.indices
+        estimated = pattern not in (_DENSE, _FIXED)
         return AttentionWorkload(
             made,
             indices.masks,
-            layers,
+            tuple(sorted(layers)),
             lambda layer: index_of(indices, pattern, layer),
             pattern,
-            made.columns.get(pattern, -1),
+            columns,
             estimated,
-            str(facts.get("model", "")),
+            model,
         )
-    # The file has the indices of one length. Dense and fixed cases of other lengths need none.
+    # The file has indices for one length. Dense and fixed cases of other lengths need no index.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
-            f"--validate {run.folder}: {case.label}: {record_files.INDEX} has indices of "
-            f"{made.seq} tokens and of "
-            f"{', '.join(run.indices.patterns)} only; measure one length a run"
+            f"RUN {run.folder}: {case.label}: {record_files.INDEX} has indices of "
+            f"{made.seq} tokens and of {', '.join(run.indices.patterns)} only; measure one length "
+            "a run"
         )
-    setup = replace(made, seq=seq, columns={}, iteration=0)
-    masks = (SequenceMask.causal(seq, seq),) * batch
     return AttentionWorkload(
-        setup,
-        masks,
+        replace(made, seq=seq, columns={}, iteration=0),
+        (MaskRule.of(config.data)(None, seq, seq),) * batch,
         tuple(case.layers),
-        indices_without_data(config),
+        PairSource(pattern).problem(config).index,
         pattern,
-        made.columns.get(pattern, -1),
+        columns,
         False,
-        str(facts.get("model", "")),
+        model,
     )
 
 
-def indices_without_data(config: Config) -> Callable[[int], Index | None]:
-    """Return a function from a layer to its index under ``sparsity=fixed``, or to None if dense."""
-    from mtrain_cli.sparsity.fixed import fixed_index
-
-    sparsity, kept = config.sparsity, {}
-
-    def of(layer: int) -> Index | None:
-        if sparsity.pattern == _DENSE:
-            return None
-        if layer not in kept:
-            kept[layer] = fixed_index(
-                seed=config.seed + 1000 * layer,
-                batch=config.train.micro_batch,
-                heads=config.model.num_heads,
-                seq=config.seq,
-                block=int(sparsity.block or 0),
-                slashes=sparsity.slashes,
-                columns=int(sparsity.columns or 0),
-                density=sparsity.density or None,
-            )
-        return kept[layer]
-
-    return of
-
-
 def _config(run: MeasuredRun, case: CaseAnalysis) -> Config | None:
-    from mtrain_cli.config import compose
+    from mtrain_cli.config import resolved_file
 
     path = run.recorded.folder / "cases" / f"{case.number}.yaml"
-    return compose.load(path) if path.is_file() else None
+    return resolved_file.load(path) if path.is_file() else None
 
 
 def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str) -> None:
-    """Write predictions for `open_prediction`."""
+    """Write predictions in the form that `open_prediction` reads."""
     for number, prediction in enumerate(predictions):
         assert prediction.rows is not None
         record_files.write_part(prediction.rows, folder, number)
@@ -272,16 +231,7 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
         {
             "label": p.facts["label"],
             "remarks": list(p.remarks),
-            "passes": {
-                name: {
-                    "ms": {
-                        "low": d.duration.low,
-                        "value": d.duration.value,
-                        "high": d.duration.high,
-                    }
-                }
-                for name, d in p.passes.items()
-            },
+            "passes": {name: {"ms": asdict(d.duration)} for name, d in p.passes.items()},
         }
         for p in predictions
     ]
@@ -291,19 +241,19 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
         "complete": True,
         "workers": max(p.setup.workers for p in predictions),
         "samples_wanted": 1,
+        "samples": 1,
+        "cases": [p.facts for p in predictions],
+        "predicted": predicted,
     }
-    record_files.write_summary(
-        folder,
-        document | {"samples": 1, "cases": [p.facts for p in predictions], "predicted": predicted},
-    )
+    record_files.write_summary(folder, document)
 
 
 @dataclass(frozen=True)
 class PredictedCase:
     """The prediction of one case.
 
-    bounds: by pass, ms by low, value and high.
-    written: when; empty if made just now.
+    bounds: by pass, ms as low, value and high.
+    written: time of writing; empty for a new prediction.
     """
 
     analysis: CaseAnalysis
@@ -319,23 +269,22 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
     Raises:
         ConfigError: the folder holds no simulation with records, or its records were replaced.
     """
+
+    def refuse(why: str) -> ConfigError:
+        return ConfigError(f"{option} {folder}: {why}")
+
+    writes = "`mtrain simulate --out FOLDER` writes one"
     if not (folder / record_files.SUMMARY).is_file():
-        raise ConfigError(
-            f"{option} {folder}: no prediction ({record_files.SUMMARY} is missing); "
-            "`mtrain simulate --out FOLDER` writes one"
-        )
+        raise refuse(f"no prediction ({record_files.SUMMARY} is missing); {writes}")
     recorded = record_files.open_records(folder)
     summary = recorded.summary
     if summary.get("kind") != "simulation":
-        raise ConfigError(
-            f"{option} {folder}: is a {summary.get('kind')}, not a prediction; `mtrain simulate "
-            "--out FOLDER` writes one"
-        )
+        raise refuse(f"is a {summary.get('kind')}, not a prediction; {writes}")
     expected = summary.get("records_sha256")
     if expected is not None and (not recorded.parts or digest(recorded.parts[0]) != expected):
-        raise ConfigError(
-            f"{option} {folder}: {record_files.RECORDS} is not the file written with "
-            f"{record_files.SUMMARY}; predict again"
+        raise refuse(
+            f"{record_files.RECORDS} is not the file written with {record_files.SUMMARY}; predict "
+            "again"
         )
     written = str((summary.get("environment") or {}).get("started") or "")
     predictions = {}
@@ -358,10 +307,10 @@ def digest(path: Path) -> str:
 class PassComparison:
     """One pass of a case, measured and predicted.
 
-    bare: measured ms of a layer, by the slowest worker, without recording (`CaseAnalysis.bare_ms`).
-    recorded: the same with recording, as in a report; std: its standard deviation.
+    bare: measured ms of a layer on the slowest worker, without recording (`CaseAnalysis.bare_ms`).
+    recorded, std: the same with recording, as in a report, and its standard deviation.
     predicted, low, high: predicted ms of a layer and its bounds.
-    steps, ranks: (measured, predicted) ms by step and by rank, all kinds of work together.
+    steps, ranks: (measured, predicted) ms of all work, by step and by rank.
     mape: mean absolute relative error of attention over (rank, step).
     degrees: (measured, predicted) imbalance degrees of time.
     cells, equal: (rank, step) entries of work, and how many are equal.
@@ -395,16 +344,10 @@ class PassComparison:
     def to_json(self) -> dict[str, Any]:
         def table(pair: tuple[np.ndarray, np.ndarray]) -> dict[str, list[float]]:
             measured, predicted = pair
-            return {
-                "measured_ms": [round(float(v), 5) for v in measured],
-                "predicted_ms": [round(float(v), 5) for v in predicted],
-                "error": [round(float(v), 5) for v in _relative(predicted, measured)],
-            }
+            error = _relative(predicted, measured)
+            columns = {"measured_ms": measured, "predicted_ms": predicted, "error": error}
+            return {name: [round(float(v), 5) for v in column] for name, column in columns.items()}
 
-        degrees = {
-            name: {"measured": m, "predicted": p, "error": p - m}
-            for name, (m, p) in self.degrees.items()
-        }
         return {
             "measured_ms": self.measured,
             "measured_without_records": self.bare is not None,
@@ -420,7 +363,10 @@ class PassComparison:
             "ranks": table(self.ranks),
             "work_cells": self.cells,
             "work_cells_equal": self.equal,
-            "degrees": degrees,
+            "degrees": {
+                name: {"measured": m, "predicted": p, "error": p - m}
+                for name, (m, p) in self.degrees.items()
+            },
         }
 
 
@@ -466,14 +412,14 @@ class CaseComparison:
 
 
 class MismatchedPrediction(ValueError):
-    """The prediction is of something other than what ran."""
+    """The prediction describes a configuration that did not run."""
 
 
 def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> CaseComparison:
     """Compare a measured case with its prediction.
 
     Raises:
-        MismatchedPrediction: the two differ in steps or workers.
+        MismatchedPrediction: measurement and prediction differ in steps or workers.
     """
     passes = {}
     for name in PASSES:
@@ -481,19 +427,17 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
             continue
         measured, other = case.passes[name], predicted.analysis.passes[name]
         if measured.attention.shape != other.attention.shape:
+            ours, theirs = case.facts.get("exchange"), predicted.analysis.facts.get("exchange")
             raise MismatchedPrediction(
-                f"predicted as {predicted.analysis.facts.get('exchange')} with "
-                f"{other.attention.shape[1]} steps {name}, ran as {case.facts.get('exchange')} "
-                "with "
-                f"{measured.attention.shape[1]}"
+                f"predicted as {theirs} with {other.attention.shape[1]} steps {name}, ran as "
+                f"{ours} with {measured.attention.shape[1]}"
             )
         passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
-    facts = case.facts
-    group = (str(run.folder), facts["pattern"], facts["seq"], facts["cp"])
+    facts, folder = case.facts, str(run.folder)
     return CaseComparison(
-        str(run.folder),
+        folder,
         case.label,
-        group,
+        (folder, facts["pattern"], facts["seq"], facts["cp"]),
         passes,
         predicted.remarks,
         str(predicted.folder),
@@ -504,12 +448,7 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
 def _compare_pass(
     measured: PassAnalysis, other: PassAnalysis, bounds: dict[str, float], bare: float | None
 ) -> PassComparison:
-    work = [
-        np.concatenate(
-            [np.rint(np.column_stack([p.pairs, p.column_pairs])), np.rint(_blocks(p))], 1
-        )
-        for p in (measured, other)
-    ]
+    work = [_work(analysis) for analysis in (measured, other)]
     computed = (measured.attention > 0) & (other.attention > 0)
     cells = np.abs(_relative(other.attention, measured.attention))[computed]
     return PassComparison(
@@ -531,9 +470,13 @@ def _compare_pass(
     )
 
 
-def _blocks(analysis: PassAnalysis) -> np.ndarray:
-    """Return the blocks of steps that compute pairs; a profile has no rows of other steps."""
-    return np.where(analysis.pairs > 0, analysis.blocks, 0)
+def _work(analysis: PassAnalysis) -> np.ndarray:
+    """Return pairs by step, pairs of columns and blocks by step, int [ranks, 2 * steps + 1].
+
+    Steps without a pair have no rows in a profile, so their blocks do not count.
+    """
+    blocks = np.where(analysis.pairs > 0, analysis.blocks, 0)
+    return np.rint(np.column_stack([analysis.pairs, analysis.column_pairs, blocks]))
 
 
 def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
@@ -544,16 +487,16 @@ def _relative(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
 class PredictionAccuracy:
     """Errors over all cases.
 
-    mape, worst: mean absolute and largest relative error of the time of a case.
+    mape, worst: mean absolute and largest relative error of a case's time.
     passes: mean absolute relative error by pass.
     covered: share of passes within their bounds.
-    degree, worst_degree: mean and largest absolute error of imbalance degrees of time.
-    rank: by group of at least three cases, the Spearman correlation of their times.
+    degree, worst_degree: mean and largest absolute error of the imbalance degrees of time.
+    rank: by group of at least three cases, Spearman correlation of measured and predicted times.
     cells, equal: see `PassComparison`.
-    chosen: by group, whether the predicted fastest case is the measured one.
-    common: median over cases of predicted over measured time; it is off 1 if, for example, the
-        whole machine was slower than when it was calibrated.
-    mape_without_common: mape without this factor.
+    chosen: by group, whether the case predicted as fastest is the fastest measured one.
+    common: median over cases of predicted / measured time; not 1 if, for example, the whole machine
+        was slower than at calibration.
+    mape_without_common: mape after division by ``common``.
     """
 
     mape: float
@@ -570,8 +513,9 @@ class PredictionAccuracy:
     mape_without_common: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        names = {group: " ".join(str(part) for part in group[1:]) for group in self.rank}
-        by_group = {group: f"{group[0]}: {names[group]}" for group in names}
+        def by_group(values: dict[Key, Any]) -> dict[str, Any]:
+            return {f"{g[0]}: {' '.join(map(str, g[1:]))}": value for g, value in values.items()}
+
         return {
             "mape": self.mape,
             "common_factor": self.common,
@@ -583,8 +527,8 @@ class PredictionAccuracy:
             "degree_worst_error": self.worst_degree,
             "work_cells": self.cells,
             "work_cells_equal": self.equal,
-            "spearman": {by_group[group]: value for group, value in self.rank.items()},
-            "fastest_found": {by_group[group]: value for group, value in self.chosen.items()},
+            "spearman": by_group(self.rank),
+            "fastest_found": by_group(self.chosen),
         }
 
 
@@ -596,10 +540,10 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
     groups: dict[Key, list[CaseComparison]] = {}
     for case in cases:
         groups.setdefault(case.group, []).append(case)
-    ranked = {group: members for group, members in groups.items() if len(members) >= _LEAST_RANKED}
     times = {
         group: [np.array([getattr(c, of) for c in members]) for of in ("measured", "predicted")]
-        for group, members in ranked.items()
+        for group, members in groups.items()
+        if len(members) >= _LEAST_RANKED
     }
     common = float(np.median(errors + 1))
     return PredictionAccuracy(
@@ -624,7 +568,7 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the rank correlation; ties share their mean rank. NaN if one of them is constant."""
+    """Return the rank correlation; ties share their mean rank. NaN if an input is constant."""
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
     if any(np.ptp(r) == 0 for r in ranks):
         return float("nan")
@@ -640,7 +584,6 @@ def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
     """Return the names of constants by their source."""
     by_source: dict[str, list[str]] = {}
     for name, constant in constants:
-        by_source.setdefault(
-            str(constant["source"] if isinstance(constant, dict) else constant.source), []
-        ).append(name)
+        source = constant["source"] if isinstance(constant, dict) else constant.source
+        by_source.setdefault(str(source), []).append(name)
     return by_source

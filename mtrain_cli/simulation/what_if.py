@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import numpy as np
@@ -15,12 +15,14 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.program import Program, ShardSizes
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance, imbalance
 from mtrain_cli.records.index_file import RecordedIndices, RecordedSetup
+from mtrain_cli.simulation.cluster import divisors
 from mtrain_cli.simulation.work_counts import (
     BACKWARD,
     FLOP_PER_PAIR,
@@ -30,7 +32,6 @@ from mtrain_cli.simulation.work_counts import (
 )
 
 PASSES = (FORWARD, BACKWARD)
-_SUM_BYTES = 4  # column gradients are summed in float32
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class ReplaySetup:
     """One configuration to replay.
 
     exchange: a value of ``topology.exchange``.
-    per_node: workers of a node.
-    options: take ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and ``columns`` from here;
-        None for the defaults.
+    per_node: workers per node.
+    options: source of ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and ``columns``; None
+        for their defaults.
     """
 
     layout: str
@@ -54,10 +55,10 @@ class ReplaySetup:
 class ReplayedPass:
     """One pass of a replayed configuration.
 
-    degrees: imbalance of work, mean over layers. Columns that are gathered once count as one more
-        step when comparing workers, but not when comparing the steps of a worker.
-    pairs: int64 [workers], over all layers.
-    sent: bytes a layer of the worker that sends the most, mean over layers, with gathered columns.
+    degrees: imbalance of work, mean over layers. Gathered columns count as one more step, except in
+        the step degree.
+    pairs: int64 [workers], sum over all layers.
+    sent: bytes that the busiest worker sends, with gathered columns; mean over layers.
     """
 
     degrees: Imbalance
@@ -69,9 +70,9 @@ class ReplayedPass:
 class ReplayedSetup:
     """One replayed configuration.
 
-    exchange: with the options that ``auto`` chose.
+    exchange: label with the options that ``auto`` chose.
     padded_seq: tokens after padding.
-    passes: by name.
+    passes: the passes by name.
     """
 
     setup: ReplaySetup
@@ -82,7 +83,7 @@ class ReplayedSetup:
 
     @property
     def flop(self) -> IntArray:
-        """int64 [workers]: FLOP of both passes, divided by head_dim."""
+        """Return the FLOP of both passes / head_dim, int64 [workers]."""
         return sum(
             (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
             np.zeros(self.setup.workers, np.int64),
@@ -90,12 +91,12 @@ class ReplayedSetup:
 
     @property
     def shares(self) -> np.ndarray:
-        """[workers]: share of both passes' FLOP."""
+        """Return each worker's share of both passes' FLOP, [workers]."""
         return self.flop / max(1, int(self.flop.sum()))
 
 
 class InvalidSetup(ValueError):
-    """An impossible configuration. about, value: the field of `ReplaySetup` that is to blame."""
+    """An impossible configuration. about, value: the wrong field of `ReplaySetup`."""
 
     def __init__(self, setup: ReplaySetup, about: str, reason: str) -> None:
         super().__init__(reason)
@@ -104,7 +105,7 @@ class InvalidSetup(ValueError):
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A configuration with everything that its work and messages follow from."""
+    """A configuration, with all inputs of its work and messages."""
 
     setup: ReplaySetup
     layout: Layout
@@ -113,30 +114,32 @@ class ReplayCase:
     counter: WorkCounter
     sizes: ShardSizes
 
-    @cached_property
-    def scheduled(self) -> dict[str, int]:
-        """Bytes of the worker that sends the most, by pass, without gathered columns."""
-        ranks = range(self.setup.workers)
-        return {
-            name: max(
-                pass_bytes(self.schedule, r, self.sizes, backward=name == BACKWARD) for r in ranks
-            )
-            for name in PASSES
-        }
+    needs_out: bool = False
+    _programs: dict[tuple[bool, Traits], Program] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def program(self, *, backward: bool, columns: bool, copies_parts: bool = False) -> Program:
+        """Return rank 0's program; the other ranks execute the same program in their places.
+
+        columns: whether single columns are gathered once.
+        """
+        key = backward, Traits(self.needs_out, columns, copies_parts)
+        if key not in self._programs:
+            self._programs[key] = lower(self.schedule, 0, backward=backward, traits=key[1])
+        return self._programs[key]
+
+    def sizes_under(self, index: Index | None) -> ShardSizes:
+        """Return the shard sizes, with the column counts of an index."""
+        width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
+        tiled = -(-width // COLUMN_TILE) * COLUMN_TILE
+        return replace(self.sizes, columns=width, column_width=tiled)
 
     def sent(self, direction: str, index: Index | None) -> float:
-        """Bytes of the worker that sends the most in a pass, with gathered columns."""
-        largest = self.scheduled[direction]
-        if not self.counter.gathers_columns or not isinstance(index, VerticalSlash):
-            return largest
-        # An all-reduce sends every number about twice.
-        width = -(-index.columns.shape[-1] // COLUMN_TILE) * COLUMN_TILE
-        groups = self.counter.groups
-        heads = index.heads[1] // self.schedule.heads
-        numbers = 2 * index.heads[0] * heads * width * self.sizes.head_dim
-        return largest + 2 * (groups - 1) / groups * numbers * (
-            _SUM_BYTES if direction == BACKWARD else self.sizes.dtype_bytes
-        )
+        """Return the bytes that a worker sends in a pass, with gathered columns."""
+        columns = self.counter.gathers_columns and isinstance(index, VerticalSlash)
+        program = self.program(backward=direction == BACKWARD, columns=columns)
+        return program.sent(self.sizes_under(index))
 
 
 def replay(
@@ -157,16 +160,8 @@ def replay(
     """
     layers = tuple(recorded.layers(pattern) if layers is None else layers)
     first = index_of(recorded, pattern, layers[0])
-    cases = [
-        make_case(
-            recorded.setup,
-            recorded.masks,
-            setup,
-            first,
-            recorded.setup.columns.get(pattern, _AS_INDEX),
-        )
-        for setup in setups
-    ]
+    columns = recorded.setup.columns.get(pattern, _AS_INDEX)
+    cases = [make_case(recorded.setup, recorded.masks, setup, first, columns) for setup in setups]
     replayed: list[dict[str, list[tuple[Imbalance, IntArray, float]]]] = [
         {name: [] for name in PASSES} for _ in cases
     ]
@@ -195,18 +190,10 @@ def degrees(work: StepWork) -> Imbalance:
 
 
 def _mean(layers: Sequence[tuple[Imbalance, IntArray, float]]) -> ReplayedPass:
-    all_degrees = [d for d, _, _ in layers]
-    mean = Imbalance(
-        **{
-            name: fmean(getattr(d, name) for d in all_degrees)
-            for name in ("worker", "step", "total", "critical")
-        }
-    )
-    return ReplayedPass(
-        mean,
-        np.sum([pairs for _, pairs, _ in layers], axis=0),
-        fmean(sent for _, _, sent in layers),
-    )
+    degrees, pairs, sent = zip(*layers, strict=True)
+    names = ("worker", "step", "total", "critical")
+    mean = Imbalance(**{name: fmean(getattr(d, name) for d in degrees) for name in names})
+    return ReplayedPass(mean, np.sum(pairs, axis=0), fmean(sent))
 
 
 def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | None:
@@ -243,10 +230,10 @@ def make_case(
 
     Args:
         recorded: shapes.
-        batch_masks: of the sequences of the batch, with any padding.
-        index: of any layer.
-        columns: the most columns of a head.
-        choice: the exchange of ``setup``, if it was chosen already.
+        batch_masks: one per sequence of the batch, with any padding.
+        index: index of any layer.
+        columns: bound on the columns per head.
+        choice: the exchange of ``setup``, if already chosen.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -254,27 +241,7 @@ def make_case(
     block = None if index is None else index.block
     width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
     workers, per_node = setup.workers, min(setup.per_node, setup.workers)
-    piece = block or (recorded.block_size if setup.layout == "striped" else 1)
-    if workers * piece > recorded.seq:
-        most = max(1, recorded.seq // piece)
-        raise InvalidSetup(
-            setup,
-            "workers",
-            f"{recorded.seq} tokens in blocks of {piece} are too few for so many workers; allowed: "
-            f"1 to {most}",
-        )
-    if workers % per_node:
-        divisors = ", ".join(str(n) for n in range(1, workers + 1) if workers % n == 0)
-        raise InvalidSetup(
-            setup, "per_node", f"does not divide {workers} workers; allowed: {divisors}"
-        )
-    if block and setup.layout == "striped" and recorded.block_size % block:
-        raise InvalidSetup(
-            setup,
-            "layout",
-            f"its stripes of {recorded.block_size} tokens, as recorded, do not hold whole blocks "
-            f"of {block}",
-        )
+    _check(setup, recorded, block, per_node)
     layout = make_layout(setup.layout, workers, recorded.seq, recorded.block_size, unit=block or 1)
     bitmap = isinstance(index, BlockBitmap)
     chunk = index.chunk if isinstance(index, GatedBitmap) else 0
@@ -292,7 +259,7 @@ def make_case(
     )
     choice = choice or _choice(setup, needs)
     schedule = make_schedule(choice.name, choice.options(workers))
-    masks = [repadded(mask, layout.padded_seq) for mask in batch_masks]
+    masks = [mask.repadded(layout.padded_seq) for mask in batch_masks]
     counter = WorkCounter.make(
         schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
@@ -302,28 +269,62 @@ def make_case(
         recorded.kv_heads,
         recorded.head_dim,
         recorded.dtype_bytes,
-        recorded.needs_out,
+        sequences=len(masks),
     )
-    return ReplayCase(setup, layout, choice, schedule, counter, sizes)
+    return ReplayCase(setup, layout, choice, schedule, counter, sizes, recorded.needs_out)
+
+
+def _check(setup: ReplaySetup, recorded: RecordedSetup, block: int | None, per_node: int) -> None:
+    workers, stripe = setup.workers, recorded.block_size
+    require_enough_blocks(setup, recorded.seq, block, stripe, workers)
+    if workers % per_node:
+        why = f"does not divide {workers} workers; allowed: {divisors(workers)}"
+        raise InvalidSetup(setup, "per_node", why)
+    if block and setup.layout == "striped" and stripe % block:
+        why = f"its stripes of {stripe} tokens, as recorded, do not hold whole blocks of {block}"
+        raise InvalidSetup(setup, "layout", why)
+
+
+def require_enough_blocks(
+    setup: ReplaySetup, seq: int, block: int | None, stripe: int, sharing: int
+) -> None:
+    """Refuse a sequence with fewer blocks than workers that share it.
+
+    Args:
+        seq, stripe: tokens of the sequence, and per block of a striped layout.
+        block: tokens per block of the index, None without an index.
+        sharing: number of workers that share a sequence.
+
+    Raises:
+        InvalidSetup: there are too few blocks.
+    """
+    piece = block or (stripe if setup.layout == "striped" else 1)
+    if sharing * piece > seq:
+        raise InvalidSetup(
+            setup,
+            "workers",
+            f"{seq} tokens in blocks of {piece} are too few for {sharing} workers; "
+            f"allowed: 1 to {max(1, seq // piece)}",
+        )
 
 
 def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
     try:
         return choose_exchange(topology_of(setup), needs)
     except ConfigError:
-        fitting = []
-        for workers in range(1, needs.heads + 1):
-            per_node = min(setup.per_node, workers)
-            if workers % per_node == 0 and _accepted(
-                replace(setup, workers=workers), replace(needs, workers=workers, per_node=per_node)
-            ):
-                fitting.append(str(workers))
+        nodes = ((n, min(setup.per_node, n)) for n in range(1, needs.heads + 1))
+        fitting = [
+            str(n)
+            for n, per_node in nodes
+            if n % per_node == 0
+            and _accepted(replace(setup, workers=n), replace(needs, workers=n, per_node=per_node))
+        ]
         raise InvalidSetup(
             setup,
             "exchange",
             f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among "
-            f"{setup.workers} workers in nodes of "
-            f"{needs.per_node}; allowed with it: --workers {','.join(fitting)}",
+            f"{setup.workers} workers in nodes of {needs.per_node}; allowed with it: --workers "
+            f"{','.join(fitting)}",
         ) from None
 
 
@@ -336,7 +337,7 @@ def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
 
 
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
-    """Return the topology settings by which the exchange of a setup is chosen."""
+    """Return the topology settings that choose the exchange of a setup."""
     if setup.options is not None:
         return replace(
             setup.options,
@@ -364,15 +365,8 @@ def topology_of(setup: ReplaySetup) -> TopologyConfig:
     )
 
 
-def repadded(mask: SequenceMask, padded: int) -> SequenceMask:
-    """Return the mask of the same sequence padded to another number of positions."""
-    first = np.zeros(padded, np.int64)
-    first[: mask.length] = mask.first[: mask.length]
-    return SequenceMask(first, mask.length)
-
-
 def resized(index: Index, blocks: int) -> Index:
-    """Return the same choice of pairs for a sequence with more or less padding, in blocks."""
+    """Return an index with the same pairs for a sequence padded to ``blocks`` blocks."""
     if blocks == index.blocks:
         return index
     more = max(0, blocks - index.blocks)
@@ -404,7 +398,5 @@ def setups_of(
     layouts: Sequence[str], exchanges: Sequence[str], workers: Sequence[int], per_node: int
 ) -> Iterator[ReplaySetup]:
     """Yield every combination; worker counts vary slowest."""
-    for n in workers:
-        for layout in layouts:
-            for exchange in exchanges:
-                yield ReplaySetup(layout, exchange, n, per_node)
+    for n, layout, exchange in itertools.product(workers, layouts, exchanges):
+        yield ReplaySetup(layout, exchange, n, per_node)

@@ -1,11 +1,11 @@
-"""Count the query-key pairs and block pairs that each worker computes in each step: exact integers.
+"""Count exactly the query-key pairs and block pairs that each worker computes in each step.
 
-They follow from who holds which block, the masks and the index. Workers that share heads hold their
-tokens together as one group; otherwise each worker is a group. Pairs are counted for all (query
-group, key group) at once; each step takes those that it names.
+The counts follow from layout, masks and index. Workers that share heads form a group, which holds
+its tokens together; otherwise each worker is a group. Pairs are counted once for all (query group,
+key group), and each step takes the entries of its groups.
 
-Block diagonals are counted one by one. A diagonal's pairs between two groups depend on masks and
-layout only, so all layers share them. Only a bitmap needs a [blocks, blocks] table.
+Block diagonals are counted one by one. A diagonal's pairs between two groups depend only on masks
+and layout, so all layers share them. Only a bitmap needs a [blocks, blocks] table.
 """
 
 from __future__ import annotations
@@ -18,21 +18,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from mtrain_cli.attention.index import (
-    BlockBitmap,
-    GatedBitmap,
-    Index,
-    VerticalSlash,
-    block_pairs,
-    changes_of_pairs,
-)
+from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.mask_tables import BlockPairs
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 FORWARD, BACKWARD = "forward", "backward"
-# Times head_dim: 2 and 5 products of 2 * head_dim, as in `IndexCounts.flop`.
+# In units of head_dim: 2 and 5 products of 2 * head_dim FLOP, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
 Part = tuple[int, int]
@@ -44,12 +38,12 @@ class StepWork:
     """Work of one pass of a layer: int64, summed over a worker's heads and sequences.
 
     pairs: [workers, steps], query-key pairs that masks and index allow.
-    blocks: [workers, steps], block pairs with at least one pair of a chosen block; single columns
-        do not count.
-    columns: [workers], real single columns that were gathered once; 0 if the steps compute them.
-    column_pairs: [workers], pairs that only these columns give.
-    of_columns: [workers, steps], the pairs of steps that only single columns give; None if not
-        counted separately.
+    blocks: [workers, steps], chosen block pairs with at least one allowed pair; single columns do
+        not count.
+    columns: [workers], single columns gathered once, without padding; 0 if the steps compute them.
+    column_pairs: [workers], pairs that only these columns add.
+    of_columns: [workers, steps], pairs of steps that only single columns add; None if not counted
+        separately.
     """
 
     direction: str
@@ -61,20 +55,20 @@ class StepWork:
 
     @property
     def total_pairs(self) -> IntArray:
-        """[workers]: pairs of all steps and of gathered columns."""
+        """Return the pairs of all steps and of gathered columns, [workers]."""
         return self.pairs.sum(1) + self.column_pairs
 
 
 @dataclass(frozen=True)
 class WorkCounter:
-    """Counts work under one schedule, layout and batch of masks, for any number of indices.
+    """Count work under one schedule, layout and batch of masks, for any number of indices.
 
-    heads: query heads of the model.
-    block: tokens of a block.
+    heads: number of query heads.
+    block: tokens per block.
     shared_columns: whether rings gather the single columns of an index once.
     owner: int64 [padded_seq], the group that holds each position.
-    block_owner: int64 [blocks], the same by block; None if groups do not hold whole blocks. Then
-        there can be no index, and blocks are not counted.
+    block_owner: int64 [blocks], the same by block. None if groups do not hold whole blocks, which
+        excludes an index and counts of blocks.
     """
 
     schedule: Schedule
@@ -99,7 +93,7 @@ class WorkCounter:
 
         Args:
             masks: one per sequence of the batch.
-            block: of the indices to come; None for that of the layout.
+            block: tokens per block of the indices; None for the layout's block size.
 
         Raises:
             ValueError: layout, schedule, masks and heads do not fit together.
@@ -136,7 +130,7 @@ class WorkCounter:
 
     @property
     def groups(self) -> int:
-        """Number of groups: sets of workers that hold their tokens together."""
+        """Return the number of groups: sets of workers that hold their tokens together."""
         return self.schedule.workers // self.schedule.heads
 
     @property
@@ -145,17 +139,13 @@ class WorkCounter:
 
     @property
     def gathers_columns(self) -> bool:
-        """Whether single columns are computed in a phase of their own, outside the steps."""
-        return (
-            self.shared_columns
-            and self.groups > 1
-            and self.schedule.exchange in ("ring", "hierarchical_ring")
-        )
+        """Return whether a separate phase outside the steps computes single columns."""
+        return self.shared_columns and self.groups > 1 and not self.schedule.gathers
 
     def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
-        """Count the forward and backward work of a layer; None for a dense one.
+        """Count the forward and backward work of a layer; index None for dense attention.
 
-        rank: count this worker only, in arrays of one row. A bitmap then needs only the query
+        rank: count only this worker, in arrays of one row. A bitmap then needs only the query
             blocks that this worker computes.
 
         Raises:
@@ -164,32 +154,25 @@ class WorkCounter:
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
-        wanted = {
-            (int(i), int(n))
-            for places in steps.values()
-            for i, n in np.unique(places[:, 2:4], axis=0)
-        }
+        every = np.concatenate(list(steps.values()))
+        wanted = {(int(i), int(n)) for i, n in np.unique(every[:, 2:4], axis=0)}
         wanted |= {self._own_part(r) for r in ranks} if self.gathers_columns else set()
         parts = sorted(wanted)
+        if index is not None:
+            self._check(index)
         if index is None:
             tables = self._dense(parts)
+        elif isinstance(index, BlockBitmap):
+            tables = self._of_bitmap(index, parts, np.unique(every[:, 4]))
         else:
-            self._check(index)
-            queries = np.unique(np.concatenate([places[:, 4] for places in steps.values()]))
-            tables = (
-                self._of_bitmap(index, parts, queries)
-                if isinstance(index, BlockBitmap)
-                else self._of_lines(index, parts)
-            )
-        return {
-            name: self._by_step(name, steps[name], ranks, tables) for name in (FORWARD, BACKWARD)
-        }
+            tables = self._of_lines(index, parts)
+        return {name: self._by_step(name, of, ranks, tables) for name, of in steps.items()}
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """By pass: int64 [computations, 6] of rank, step, part (i, n), query group and key group.
+        """Return by pass int64 [computations, 6]: rank, step, part (i, n), query and key group.
 
-        The key group is ``groups`` if the step computes all keys at once.
+        The key group is ``groups`` if the step computes all keys.
         """
         lockstep = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -215,7 +198,7 @@ class WorkCounter:
         return found
 
     def _own_part(self, rank: int) -> Part:
-        """Return the part of the heads whose gathered columns a worker computes."""
+        """Return the part of the heads for which a worker computes gathered columns."""
         return rank % self.schedule.heads, self.schedule.heads
 
     def _check(self, index: Index) -> None:
@@ -257,7 +240,7 @@ class WorkCounter:
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
-        """The different masks of the batch, each with its sequences."""
+        """Return the distinct masks of the batch, each with its sequences."""
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
@@ -321,39 +304,21 @@ class WorkCounter:
             rows, held = needed[begin : begin + at_once], slots[begin : begin + at_once]
             own = self.block_owner[rows]
             for kind in self._kinds:
-                allowed = block_pairs([kind.mask], self.block, self.blocks, rows)[0].numpy()
+                allowed = BlockPairs.make(kind.mask, self.block, self.blocks, rows).table()
                 for (i, n), table in tables.items():
                     heads = range(i * self.heads // n, (i + 1) * self.heads // n)
-                    if isinstance(index, GatedBitmap):
-                        np.add.at(
-                            table.pairs,
-                            own,
-                            np.rint(
-                                self._gated_pairs(index, kind, heads, rows, held, allowed)
-                                @ to_group
-                            ).astype(np.int64),
-                        )
-                    chosen = np.zeros(
-                        allowed.shape, np.uint8 if len(kind.rows) * len(heads) < 256 else np.int32
-                    )
+                    small = len(kind.rows) * len(heads) < 256
+                    chosen = np.zeros(allowed.shape, np.uint8 if small else np.int32)
                     for sequence in kind.rows:
                         for head in heads:
                             chosen += bits[sequence, head, held]
-                    if not isinstance(index, GatedBitmap):
-                        np.add.at(
-                            table.pairs,
-                            own,
-                            np.rint((chosen * allowed.astype(np.float64)) @ to_group).astype(
-                                np.int64
-                            ),
-                        )
-                    np.add.at(
-                        table.blocks,
-                        own,
-                        np.rint((chosen * (allowed > 0)).astype(np.float64) @ to_group).astype(
-                            np.int64
-                        ),
-                    )
+                    if isinstance(index, GatedBitmap):
+                        pairs = self._gated_pairs(index, kind, heads, rows, held, allowed)
+                    else:
+                        pairs = chosen * allowed.astype(np.float64)
+                    blocks = (chosen * (allowed > 0)).astype(np.float64)
+                    for total, counted in ((table.pairs, pairs), (table.blocks, blocks)):
+                        np.add.at(total, own, np.rint(counted @ to_group).astype(np.int64))
         return tables
 
     def _gated_pairs(
@@ -365,7 +330,7 @@ class WorkCounter:
         held: IntArray,
         allowed: IntArray,
     ) -> NDArray[np.float64]:
-        """Return float [query blocks, blocks]: pairs that queries see, over heads and sequences.
+        """Return the allowed pairs, summed over heads and sequences, float [query blocks, blocks].
 
         rows: query blocks. held: their places in the index.
         """
@@ -378,7 +343,7 @@ class WorkCounter:
             seeing = gates.sum((0, 1)).cpu().numpy()  # [queries of the block, chunks]
             by_block = seeing.sum(0).repeat(per_chunk)[: self.blocks] * block
             found[place] = np.where(allowed[place] == block * block, by_block, 0)
-            # Where the mask cuts a block, its rows see different numbers of keys.
+            # In a block that the mask cuts, rows see different numbers of keys.
             query = int(number) * block + np.arange(
                 min(block, kind.mask.length - int(number) * block)
             )
@@ -394,7 +359,7 @@ class WorkCounter:
 class _Table:
     """Counts of one part of the heads: int64 [query groups, key groups].
 
-    column_pairs: pairs that only single columns give. columns: number of real single columns.
+    column_pairs: pairs that only single columns add. columns: number of columns without padding.
     """
 
     pairs: IntArray
@@ -430,7 +395,7 @@ class _Kind:
 
     @cached_property
     def dense(self) -> tuple[IntArray, IntArray]:
-        """Pairs and blocks of one head: [groups, groups] each."""
+        """Return the pairs and blocks of one head, [groups, groups] each."""
         counter = self.counter
         if counter.block_owner is not None:
             return self.diagonals.between(np.ones(counter.blocks, np.int64))
@@ -448,13 +413,13 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Diagonals:
-    """The part of each block diagonal that lies between each two groups, without empty entries.
+    """Pairs and blocks of each block diagonal, by (query group, key group).
 
-    Entries are sorted by pair of groups.
+    Entries with pairs only, sorted by pair of groups; a run has one pair of groups.
 
     diagonal, pairs, blocks: [entries].
-    group_pair: [runs], query group * groups + key group of each run of entries.
-    start: [runs], first entry.
+    group_pair: [runs], query group * groups + key group.
+    start: [runs], first entry of the run.
     """
 
     groups: int
@@ -467,13 +432,13 @@ class _Diagonals:
     @staticmethod
     def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
         blocks = len(owner)
-        places, changes = changes_of_pairs(mask, block, blocks, np.arange(blocks))
-        row, column = np.divmod(places, blocks + 1)
-        # Along a row, the number of allowed pairs changes at few blocks. Walk the diagonals away
-        # from the main one; each row meets its changes in turn.
+        table = BlockPairs.make(mask, block, blocks)
+        row, column = np.divmod(table.places, blocks + 1)
+        # Along a row, the number of allowed pairs changes at few blocks. Go from the main diagonal
+        # outwards and apply each row's changes in turn.
         away = row - column + 1
         order = np.argsort(away, kind="stable")
-        row, changes = row[order], changes[order]
+        row, changes = row[order], table.changes[order]
         bounds = np.searchsorted(away[order], np.arange(blocks + 1))
         value = np.zeros(blocks)
         place = np.empty(groups * groups, np.int64)
@@ -517,9 +482,9 @@ class _Diagonals:
 
 
 class _Latest:
-    """Caches the last diagonals, for counters of one layout under several exchanges.
+    """Cache the last diagonals only, because they are large.
 
-    One entry only: diagonals are large.
+    Counters of one layout under several exchanges share them.
     """
 
     def __init__(self) -> None:
@@ -542,9 +507,9 @@ def _digest(values: IntArray) -> bytes:
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """Like `np.unique` with inverse, but unsorted and in linear time.
+    """Return distinct values and inverse like `np.unique`, but unsorted and in linear time.
 
-    place: scratch, longer than the largest value.
+    place: scratch array, longer than the largest value.
     """
     each = np.arange(len(values))
     place[values] = each
@@ -555,17 +520,17 @@ def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True)
 class _ColumnCounter:
-    """Counts the pairs that single columns add to the diagonals, by query group and key group.
+    """Count the pairs that single columns add to the slashes, by query group and key group.
 
-    A column is seen by the queries from itself to the end of its document, except those whose block
-    and the column's block lie on a chosen diagonal. Columns of one block and document form a
-    segment; they differ only in the rows of their own block.
+    Queries from the column to the end of its document see it. Pairs whose block lies on a slash do
+    not count again. Columns of one block and document form a segment; they differ only in the rows
+    of their own block.
 
-    segment: [length], of each real position.
-    key_block, last: [segments], its block and the last query that sees it.
-    stride, start: pieces of the groups' blocks. A piece is a run of neighbours (stride 1), or, if
-        blocks are striped, the residue class ``start, start + stride, ...``. With sums over every
-        stride-th diagonal, the uncovered blocks of a piece are one difference.
+    segment: [length], segment of each position without padding.
+    key_block, last: [segments], block of the segment, and last query that sees it.
+    stride, start: pieces of the groups' blocks. A piece is a run of adjacent blocks (stride 1), or
+        in a striped layout the residue class ``start, start + stride, ...``. With prefix sums over
+        every stride-th diagonal, the uncovered blocks of a piece are one difference.
     """
 
     length: int
@@ -596,7 +561,7 @@ class _ColumnCounter:
         )
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """Return the number of real columns, and pairs [groups, groups].
+        """Return the number of columns without padding, and pairs [groups, groups].
 
         slashes: [rows, blocks]; columns: [rows, width]; one row per head and sequence.
         """
@@ -616,7 +581,7 @@ class _ColumnCounter:
         end = last // self.block
         key_group = self.owner[own]
         off = ~slashes
-        # Rows of the column's own block that see it, and rows of the last block if that is another.
+        # Rows of the column's own block that see it; rows of the last block if it is another one.
         in_own = off[row, 0] * (
             number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
         )
@@ -640,18 +605,18 @@ class _ColumnCounter:
         return int(real.sum()), pairs
 
     def _sums(self, off: NDArray[np.bool_]) -> IntArray:
-        """int32 [rows, blocks]: how many of the diagonals d, d - stride, ... above 0 are off."""
+        """Return how many of the diagonals d, d - stride, ... above 0 are off, [rows, blocks]."""
         rows, blocks = off.shape
         table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
         table[:, 1:blocks] = off[:, 1:]
         return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
 
     def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
-        """Return [segments, pieces]: blocks between own and end that no chosen diagonal covers."""
+        """Return how many blocks between own and end no slash covers, [segments, pieces]."""
         base = (row * below.shape[1])[:, None]
         before_end, own = end[:, None] - 1, own[:, None]
         if self.stride > 1:
-            # The first of a residue class has none before it: subtract nothing.
+            # Nothing precedes the first block of a residue class: subtract nothing.
             distance = before_end - (before_end - self.start) % self.stride - own
             return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
         # A run ends where the next one begins.
@@ -660,7 +625,7 @@ class _ColumnCounter:
 
 
 def _pieces(owner: IntArray) -> tuple[int, IntArray]:
-    """Return stride and start [pieces] of as few pieces as possible; see `_ColumnCounter`."""
+    """Return stride and start [pieces] for the fewest pieces; see `_ColumnCounter`."""
     start = np.flatnonzero(np.diff(owner, prepend=-1))
     repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
     for period in repeats[:4]:

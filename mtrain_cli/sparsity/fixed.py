@@ -4,71 +4,70 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import numpy as np
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.config.pattern_settings import FixedSettings
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 
 @dataclass(frozen=True)
-class FixedPattern:
-    """The same index for every step and sequence; every layer draws its own.
+class FixedPattern(FixedSettings):
+    """An index that each layer draws once, the same for every step and sequence.
 
-    slashes, columns: number per head.
-    density: share of the causal blocks that the diagonals fill, replaces slashes unless 0.
-    seed: of layer 0; layer n adds 1000 n.
+    seed: seed of layer 0; layer n uses seed + 1000 n.
     """
 
-    block: int
-    slashes: int
-    columns: int
-    density: float
-    seed: int
-    name: ClassVar[str] = "fixed"
-    synthetic: ClassVar[bool] = True
+    seed: int = 0
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=False)
 
     def describe(self) -> str:
-        diagonals = (
-            f"diagonals of {self.density:.1%} of the causal blocks"
-            if self.density
-            else f"{self.slashes} block diagonals"
-        )
-        return (
-            f"{diagonals} and {self.columns} columns per head, drawn from a seed, not from the data"
-        )
+        diagonals = f"{self.slashes} block diagonals"
+        if self.density:
+            diagonals = f"diagonals of {self.density:.1%} of the causal blocks"
+        columns = f"{self.columns} columns per head"
+        return f"{diagonals} and {columns}, drawn from a seed, not from the data"
 
     def covers(self, seq: int) -> str | None:
         blocks = -(-seq // self.block)
         if self.columns >= seq:
             return f"{self.columns} columns cover"
-        if (self.density >= 1) if self.density else self.slashes >= blocks:
-            return (
-                f"diagonals of {self.density:.0%} of the blocks cover"
-                if self.density
-                else f"{self.slashes} block diagonals cover"
-            )
+        if self.density >= 1:
+            return f"diagonals of {self.density:.0%} of the blocks cover"
+        if not self.density and self.slashes >= blocks:
+            return f"{self.slashes} block diagonals cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
-    def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
+    def probed_rows(self, length: int) -> torch.Tensor:
         return NO_ROWS
 
     def estimate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,  # noqa: ARG002
-        masked: MaskedPositions,
-        layer: int,
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> VerticalSlash:
-        # Every step has the same index: a layer draws it once and caches it.
         lengths = tuple(mask.length for mask in masked.masks)
         return _draw(self, layer, lengths, q.shape[2], masked.geometry.blocks, q.device)
+
+    def draw(self, layer: int, batch: int, heads: int, seq: int) -> VerticalSlash:
+        """Draw the index of a layer for ``batch`` sequences of ``seq`` tokens each."""
+        return fixed_index(
+            seed=self.seed + 1000 * layer,
+            batch=batch,
+            heads=heads,
+            seq=seq,
+            block=self.block,
+            slashes=self.slashes,
+            columns=self.columns,
+            density=self.density or None,
+        )
+
+
+def make_pattern(settings: FixedSettings, seed: int) -> FixedPattern:
+    return FixedPattern(**vars(settings), seed=seed)
 
 
 @lru_cache(maxsize=256)
@@ -82,40 +81,18 @@ def _draw(
 ) -> VerticalSlash:
     """Draw the index from the token count of each sequence.
 
-    The padded length, ``blocks`` here, depends on workers and layout, so the draw must not use it.
+    The draw must not use the padded length ``blocks``, which depends on workers and layout.
     """
-    index_by_length = {
-        length: _index_of_length(pattern, layer, length, heads) for length in set(lengths)
-    }
-    slashes = torch.cat([_pad_blocks(index_by_length[n].slashes, blocks) for n in lengths])
-    unused = [index_by_length[n].blocks * pattern.block for n in lengths]
-    columns = [
-        index_by_length[n].columns.masked_fill(
-            index_by_length[n].columns == end, blocks * pattern.block
-        )
-        for n, end in zip(lengths, unused, strict=True)
-    ]
-    max_slashes = max(index.max_slashes for index in index_by_length.values())
-    return VerticalSlash(
-        pattern.block, blocks, slashes.to(device), torch.cat(columns).to(device), max_slashes
-    )
-
-
-def _index_of_length(pattern: FixedPattern, layer: int, length: int, heads: int) -> VerticalSlash:
-    return fixed_index(
-        seed=pattern.seed + 1000 * layer,
-        batch=1,
-        heads=heads,
-        seq=max(1, length),
-        block=pattern.block,
-        slashes=pattern.slashes,
-        columns=pattern.columns,
-        density=pattern.density or None,
-    )
-
-
-def _pad_blocks(slashes: torch.Tensor, blocks: int) -> torch.Tensor:
-    return torch.nn.functional.pad(slashes, (0, blocks - slashes.shape[-1]))
+    drawn = {length: pattern.draw(layer, 1, heads, max(1, length)) for length in set(lengths)}
+    unused = blocks * pattern.block
+    slashes, columns = [], []
+    for index in (drawn[length] for length in lengths):
+        slashes.append(torch.nn.functional.pad(index.slashes, (0, blocks - index.blocks)))
+        is_unused = index.columns == index.blocks * pattern.block
+        columns.append(index.columns.masked_fill(is_unused, unused))
+    max_slashes = max(index.max_slashes for index in drawn.values())
+    tensors = (torch.cat(slashes).to(device), torch.cat(columns).to(device))
+    return VerticalSlash(pattern.block, blocks, *tensors, max_slashes)
 
 
 def fixed_index(
@@ -131,11 +108,11 @@ def fixed_index(
 ) -> VerticalSlash:
     """Draw diagonals 0 and 1, further diagonals that favour the recent past, and uniform columns.
 
-    Every head draws its own; all sequences of a batch share them.
+    Every head draws its own index, which all sequences of a batch share.
 
     Args:
         slashes: diagonals per head, at least 1.
-        density: instead of slashes, draw diagonals until they fill this share of the causal blocks.
+        density: if given, ignore slashes and fill this share of the causal blocks with diagonals.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)
@@ -148,15 +125,12 @@ def fixed_index(
     for h in range(heads):
         order = np.argsort(rng.standard_exponential(blocks) / probabilities)
         drawn = np.concatenate([[0, 1], order[order > 1]])[:blocks]
+        num_slashes = slashes
         if density is not None:
             num_slashes = int(np.searchsorted(np.cumsum(area[drawn]), density * area.sum())) + 1
-        else:
-            assert slashes is not None
-            num_slashes = slashes
+        assert num_slashes is not None
         chosen[h, drawn[: max(1, num_slashes)]] = True
-        num_columns = min(columns, seq)
-        positions[h, :num_columns] = np.sort(
-            rng.choice(seq, num_columns, replace=False, shuffle=False)
-        )
+        some = rng.choice(seq, min(columns, seq), replace=False, shuffle=False)
+        positions[h, : len(some)] = np.sort(some)
     slash, column = (torch.from_numpy(t).repeat(batch, 1, 1) for t in (chosen, positions))
     return VerticalSlash(block, blocks, slash, column, int(chosen.sum(-1).max()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,54 +11,41 @@ from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.config.pattern_settings import MobaSettings
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
-_SCORE_BYTES = 1 << 28  # most bytes of scores at a time
+_SCORE_BYTES = 1 << 28  # maximum bytes of scores at a time
 
 
 @dataclass(frozen=True)
-class MobaPattern:
-    """The chunks whose mean key scores highest, always including the query's own.
+class MobaPattern(MobaSettings):
+    """Choose each query's own chunk and the chunks whose mean key scores highest.
 
-    Ties go to the earlier chunk. Means leave out padding.
-
-    chunk: keys per chunk, a multiple of block.
-    top_k: chunks that a query sees, including its own.
-    by_query: every query chooses for itself, as in the paper; otherwise the queries of a block
-        choose together, by their mean.
+    Ties go to the earlier chunk. Means leave out padding. With ``gate="query"`` every query chooses
+    for itself, as in the paper. Otherwise a block of queries chooses by its mean query.
     """
 
-    block: int
-    chunk: int
-    top_k: int
-    by_query: bool = True
-    name: ClassVar[str] = "moba"
-    synthetic: ClassVar[bool] = False
+    @property
+    def by_query(self) -> bool:
+        return self.gate == "query"
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=True, chunk=self.chunk if self.by_query else 0)
 
     def describe(self) -> str:
-        return f"{self.top_k} chunks of {self.chunk} keys for every " + (
-            "query" if self.by_query else f"block of {self.block} queries"
-        )
+        chooser = "query" if self.by_query else f"block of {self.block} queries"
+        return f"{self.top_k} chunks of {self.chunk} keys for every {chooser}"
 
     def covers(self, seq: int) -> str | None:
-        return (
-            f"{self.top_k} chunks of {self.chunk} keys cover"
-            if self.top_k * self.chunk >= seq
-            else None
-        )
+        if self.top_k * self.chunk < seq:
+            return None
+        return f"{self.top_k} chunks of {self.chunk} keys cover"
 
-    def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
+    def probed_rows(self, length: int) -> torch.Tensor:
         return NO_ROWS
 
     def estimate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        masked: MaskedPositions,
-        layer: int,  # noqa: ARG002
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> BlockBitmap:
         """Choose chunks, with one collective: the key sums of all chunks."""
         heads, geometry = q.shape[2], masked.geometry
@@ -68,14 +54,10 @@ class MobaPattern:
         numbers = geometry.query_blocks.long()
         query_counts, key_counts = self._counts(masked)
         # Add block sums in float64 and round once, so that the order of workers does not matter.
-        sums = torch.zeros(
-            len(k), chunks * per_chunk, *k.shape[2:], dtype=torch.float64, device=k.device
-        )
-        sums = (
-            sums.index_copy_(1, numbers, _block_sums(k, masked).double())
-            .unflatten(1, (chunks, per_chunk))
-            .sum(2)
-        )
+        shape = (len(k), chunks * per_chunk, *k.shape[2:])
+        sums = torch.zeros(shape, dtype=torch.float64, device=k.device)
+        sums.index_copy_(1, numbers, _block_sums(k, masked).double())
+        sums = sums.unflatten(1, (chunks, per_chunk)).sum(2)
         means = masked.group.sum(sums) / key_counts[..., None, None]
         if self.by_query:
             return self._choose_per_query(q, means, masked)
@@ -84,15 +66,10 @@ class MobaPattern:
         scores = torch.einsum("bqhd,bkhd->bhqk", queries, keys)
         own = numbers * self.block // size
         chunk = torch.arange(chunks, device=q.device)
-        scores = (
-            scores.nan_to_num(0.0)
-            .masked_fill(chunk > own[:, None], float("-inf"))
-            .masked_fill(chunk == own[:, None], float("inf"))
-        )
+        seen = chunk <= own[:, None]
+        scores = _with_own_first(scores, seen, chunk == own[:, None])
         best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., : self.top_k]
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & (
-            chunk <= own[:, None]
-        )
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
         bits = chosen.repeat_interleave(per_chunk, -1)[..., :blocks]
         causal = torch.arange(blocks, device=q.device) <= numbers[:, None]
         return BlockBitmap(self.block, blocks, bits & causal, geometry.query_blocks)
@@ -117,23 +94,17 @@ class MobaPattern:
             num_tokens = masked.num_tokens(b)
             for begin in range(0, num_tokens, at_once):
                 end = min(begin + at_once, num_tokens)
-                queries = (
-                    q[b, begin:end].to(dtype).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-                )  # [kv_heads, group, rows, head_dim]
+                grouped = q[b, begin:end].to(dtype).unflatten(1, (kv_heads, -1))
+                queries = grouped.permute(1, 2, 0, 3)  # [kv_heads, group, rows, head_dim]
                 scores = (queries @ keys[b, :, None]).flatten(0, 1)
                 position = masked.positions[begin:end]
-                seen = self._best_chunks(scores, position, geometry.first[b, position], size)
+                seen = self._best_chunks(scores, position, geometry.tables.first[b, position], size)
                 gates[b, :, begin:end] = _pack_bits(seen)
-                block_chunks = (
-                    torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block))
-                    .unflatten(1, (-1, block))
-                    .any(2)
-                )
+                whole = torch.nn.functional.pad(seen, (0, 0, 0, -(end - begin) % block))
+                block_chunks = whole.unflatten(1, (-1, block)).any(2)
                 rows = slice(begin // block, -(-end // block))
-                bits[b, :, rows] = (
-                    block_chunks.repeat_interleave(size // block, -1)[..., : geometry.blocks]
-                    & causal[rows]
-                )
+                chosen = block_chunks.repeat_interleave(size // block, -1)
+                bits[b, :, rows] = chosen[..., : geometry.blocks] & causal[rows]
         return GatedBitmap(block, geometry.blocks, bits, geometry.query_blocks, gates, size)
 
     def _best_chunks(
@@ -143,17 +114,13 @@ class MobaPattern:
 
         Args:
             scores: [heads, rows, chunks].
-            position: of each row's query.
-            first: first position that each query sees.
+            position: [rows], position of each row's query.
+            first: [rows], first position that each query sees.
         """
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
         candidate = (chunk <= own) & ((chunk + 1) * size > first[:, None])
-        scores = (
-            scores.nan_to_num(0.0)
-            .masked_fill(~candidate, float("-inf"))
-            .masked_fill(chunk == own, float("inf"))
-        )
+        scores = _with_own_first(scores, candidate, chunk == own)
         top_k = min(self.top_k, scores.shape[-1])
         lowest_kept = torch.topk(scores, top_k, dim=-1).values[..., -1:]
         above, equal = scores > lowest_kept, scores == lowest_kept
@@ -162,13 +129,13 @@ class MobaPattern:
         return (above | (equal & (equal.cumsum(-1) <= room))) & candidate
 
     def _chunk_size(self, masked: MaskedPositions) -> int:
-        """Return the keys per chunk, at most the padded sequence."""
+        """Return the keys per chunk, at most the padded sequence length."""
         return min(self.chunk, masked.geometry.blocks * self.block)
 
     def _counts(self, masked: MaskedPositions) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the number of tokens in the local blocks and in all chunks, at least 1; float64.
+        """Return the number of tokens in each local block and in each chunk, at least 1.
 
-        Shapes [batch, local blocks] and [batch, chunks].
+        Both are float64: [batch, local blocks] and [batch, chunks].
         """
         key = (type(self).__name__, self.chunk)
         if key not in masked.cache:
@@ -179,10 +146,20 @@ class MobaPattern:
             counts = (
                 np.clip(lengths - start, 1, most).astype(np.float64) for start, most in starts
             )
-            masked.cache[key] = tuple(
-                to_device(count, masked.geometry.first.device) for count in counts
-            )
+            masked.cache[key] = tuple(to_device(count, masked.device) for count in counts)
         return masked.cache[key]
+
+
+def make_pattern(settings: MobaSettings, seed: int) -> MobaPattern:
+    return MobaPattern(**vars(settings))
+
+
+def _with_own_first(
+    scores: torch.Tensor, candidate: torch.Tensor, own: torch.Tensor
+) -> torch.Tensor:
+    """Return scores that rank the query's own chunk first and chunks outside candidate last."""
+    scores = scores.nan_to_num(0.0).masked_fill(~candidate, float("-inf"))
+    return scores.masked_fill(own, float("inf"))
 
 
 def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -192,9 +169,9 @@ def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-    """Sum the tokens of each local block without padding, [batch, local blocks, heads, dim].
+    """Return the sum over each local block without padding: [batch, local blocks, heads, dim].
 
-    float32, or float64 for float64 tokens.
+    The dtype is float32, or float64 for float64 tokens.
     """
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
     sums = torch.zeros(
@@ -202,15 +179,11 @@ def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
     )
     for b, total in enumerate(sums):
         # Positions ascend, so padding comes last.
-        full_blocks, remainder = divmod(masked.num_tokens(b), block)
-        torch.sum(
-            tokens[b, : full_blocks * block].unflatten(0, (full_blocks, block)),
-            1,
-            dtype=dtype,
-            out=total[:full_blocks],
-        )
+        num_tokens = masked.num_tokens(b)
+        full_blocks, remainder = divmod(num_tokens, block)
+        full, rest = tokens[b, :num_tokens].split([full_blocks * block, remainder])
+        blocks = full.unflatten(0, (full_blocks, block))
+        torch.sum(blocks, 1, dtype=dtype, out=total[:full_blocks])
         if remainder:
-            total[full_blocks] = tokens[
-                b, full_blocks * block : full_blocks * block + remainder
-            ].sum(0, dtype=dtype)
+            total[full_blocks] = rest.sum(0, dtype=dtype)
     return sums

@@ -6,25 +6,25 @@ The tokens may be spread over several workers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
 
-from mtrain_cli.attention.device_copy import to_device
+from mtrain_cli.attention.device_copy import map_tensors, to_device
 from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry
-from mtrain_cli.config.schema import MOST_LINES
+from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
+from mtrain_cli.config.pattern_settings import MOST_LINES
 
 
 class IndexGroup(Protocol):
     """The workers that estimate an index together.
 
-    All must call the same operations in the same order.
+    All workers must call the same operations in the same order.
     """
 
     @property
@@ -34,15 +34,15 @@ class IndexGroup(Protocol):
     def size(self) -> int: ...
 
     def sum(self, mine: torch.Tensor) -> torch.Tensor:
-        """Replace contiguous ``mine`` by its sum over all workers, and return it."""
+        """Replace ``mine`` (contiguous) with its sum over all workers, and return it."""
         ...
 
     def max(self, mine: torch.Tensor) -> torch.Tensor:
-        """Replace contiguous ``mine``, without NaN, by its maximum over workers, and return it."""
+        """Replace ``mine`` (contiguous, no NaN) with its maximum over workers, and return it."""
         ...
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Return [size, ...], the equally shaped ``mine`` [...] of all workers in rank order."""
+        """Stack ``mine`` of all workers, equally shaped, in rank order: [size, *mine.shape]."""
         ...
 
 
@@ -68,84 +68,91 @@ class MaskedPositions:
     """The masks of a batch and one worker's shard, on the host and on the device.
 
     masks: one per sequence.
-    geometry: block positions of this worker, the same for queries and keys.
-    shards: block numbers of each worker, ascending; equally many per worker.
+    geometry: this worker's blocks, the same for queries and keys.
+    shards: ascending block numbers of each worker, the same count on every worker.
+    rank: this worker.
     group: the workers that hold the shards.
-    cache: what patterns derive from this, shared by all layers.
+    cache: values that patterns derive from these fields, shared by all layers.
     """
 
     masks: Sequence[SequenceMask]
     geometry: BlockGeometry
     shards: tuple[IntArray, ...]
-    group: IndexGroup
+    rank: int = 0
+    group: IndexGroup = field(default_factory=SingleWorkerGroup)
     cache: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def make(
         masks: Sequence[SequenceMask],
         block: int,
-        device: torch.device | str = "cpu",
         shards: Sequence[IntArray] | None = None,
-        group: IndexGroup | None = None,
+        rank: int = 0,
+        *,
+        bitmap: bool = False,
     ) -> MaskedPositions:
-        """Build the positions of one worker.
+        """Build the positions of one worker on the host, with `SingleWorkerGroup`.
 
         Args:
-            shards: positions [tokens] that each worker holds, ascending, equally many; None if one
-                worker holds all.
+            shards: ascending positions [tokens] of each worker, the same count on every worker;
+                None if one worker holds all.
+            bitmap: the index is a bitmap.
 
         Raises:
             ValueError: a worker's positions are not whole blocks, or workers hold different numbers
                 of blocks.
         """
-        group = group or SingleWorkerGroup()
-        shards = shards or [np.arange(masks[0].padded, dtype=np.int64)]
-        assert len(shards) == group.size
-        mine = shards[group.rank]
-        numbers = tuple(np.unique(positions // block) for positions in shards)
+        padded = masks[0].padded
+        shards = shards or [np.arange(padded, dtype=np.int64)]
+        numbers = tuple(_numbers(positions // block) for positions in shards)
         blocks_per_worker = [len(blocks) for blocks in numbers]
-        if len(set(blocks_per_worker)) > 1 or sum(blocks_per_worker) != -(
-            -masks[0].padded // block
-        ):
+        if len(set(blocks_per_worker)) > 1 or sum(blocks_per_worker) != -(-padded // block):
             raise ValueError(
                 f"The workers hold {blocks_per_worker} blocks of {block}. An index needs whole "
                 "blocks, equally many on each worker."
             )
-        return MaskedPositions(
-            masks, BlockGeometry.make(masks, mine, mine, block, device), numbers, group
-        )
+        tables = MaskTables.make(masks, block, bitmap=bitmap, rows=numbers[rank])
+        return MaskedPositions(masks, tables.between(shards[rank], shards[rank]), numbers, rank)
+
+    def to(self, device: torch.device | str) -> MaskedPositions:
+        """Return the positions with their tables on a device."""
+        return map_tensors(self, lambda tensor: to_device(tensor, device))
+
+    def with_group(self, group: IndexGroup) -> MaskedPositions:
+        """Return the positions for estimates with the workers of ``group``."""
+        assert (group.rank, group.size) == (self.rank, len(self.shards))
+        return replace(self, group=group)
+
+    @property
+    def tables(self) -> MaskTables:
+        return self.geometry.tables
+
+    @property
+    def device(self) -> torch.device:
+        return self.tables.device
 
     @property
     def numbers(self) -> IntArray:
         """int64 [local blocks], block numbers of this worker, ascending."""
-        return self.shards[self.group.rank]
+        return self.shards[self.rank]
 
     @cached_property
     def host_positions(self) -> IntArray:
-        """int64 [local blocks * block], positions of this worker's slots.
-
-        They include those beyond the end of a short last block.
-        """
-        return (
-            self.numbers[:, None] * self.geometry.block + np.arange(self.geometry.block)
-        ).reshape(-1)
+        """int64 [local blocks * block], positions of this worker's slots, padding included."""
+        block = self.tables.block
+        return (self.numbers[:, None] * block + np.arange(block)).reshape(-1)
 
     @cached_property
     def positions(self) -> torch.Tensor:
         """`host_positions` on the device."""
-        return to_device(self.host_positions, self.geometry.first.device)
+        block = self.tables.block
+        within = torch.arange(block, device=self.device)
+        return (self.geometry.query_blocks.long()[:, None] * block + within).flatten()
 
-    @cached_property
-    def lengths(self) -> torch.Tensor:
-        """int64 [batch] on the device, tokens of each sequence without padding."""
-        return to_device(
-            torch.tensor([mask.length for mask in self.masks]), self.geometry.first.device
-        )
-
-    @cached_property
+    @property
     def padded(self) -> bool:
         """Whether some sequence does not fill its blocks."""
-        return any(mask.length < self.geometry.blocks * self.geometry.block for mask in self.masks)
+        return any(mask.length < self.tables.blocks * self.tables.block for mask in self.masks)
 
     def num_tokens(self, sequence: int) -> int:
         """Return the number of local slots of a sequence that hold a token; padding comes last."""
@@ -157,18 +164,21 @@ class MaskedPositions:
         rows: int64, query positions of one sequence.
         """
         position = self.positions[:keys]
-        return (position >= self.geometry.first[sequence, rows][:, None]) & (
-            position <= rows[:, None]
-        )
+        first = self.tables.first[sequence, rows][:, None]
+        return (position >= first) & (position <= rows[:, None])
+
+
+def _numbers(blocks: IntArray) -> IntArray:
+    """Return the distinct values of an ascending array."""
+    return blocks[np.diff(blocks, prepend=-1) > 0]
 
 
 class Pattern(Protocol):
     """Estimates an index from queries and keys.
 
-    Deterministic: the same queries and keys give the same index, up to rounding of ties, however
-        many workers hold them.
+    The same queries and keys give the same index on any number of workers, up to rounding of ties.
 
-    name: as in ``sparsity=NAME``.
+    name: NAME of ``sparsity=NAME``.
     synthetic: the index does not come from the data. Such a pattern is for benchmarks only, and
         reports label it.
     """
@@ -185,16 +195,16 @@ class Pattern(Protocol):
         ...
 
     def covers(self, seq: int) -> str | None:
-        """Return which setting makes the index allow every pair of ``seq`` tokens, or None.
+        """Return which setting allows every pair of ``seq`` tokens for any data, or None.
 
-        The words go before "all of seq=...". The data must not matter.
+        A message adds "all of seq=..." to the text.
         """
         ...
 
     def probed_rows(self, length: int) -> torch.Tensor:
-        """Return int64 [rows], positions of the queries that decide for all others.
+        """Return int64 [rows], positions of the queries that choose the index for all others.
 
-        Recall must be measured on other queries. Empty if every query, or the seed, decides.
+        Measure recall on other queries. Empty if every query chooses, or if a seed does.
         """
         ...
 
@@ -220,11 +230,11 @@ NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def display_name(pattern: Pattern) -> str:
-    """Return the pattern's name for readers; a synthetic pattern is marked as such."""
+    """Return the name to show in reports, which marks a synthetic pattern."""
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 
 
-# Masses are compared and added as integers of this resolution: exact in any order, on any worker.
+# Integer units per 1.0 of mass: integer sums are exact in any order, on any worker.
 MASS_UNITS = 2.0**38
 MOST_UNITS = (1 << 38) - 1
 _NUMBER_BITS = MOST_LINES.bit_length() - 1
@@ -246,7 +256,7 @@ def base_rank_keys(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch
 
 
 def rank_keys(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
-    """Return a distinct int64 key per candidate: sort by forced, then mass, then lower number.
+    """Return a distinct int64 key per candidate that ranks by forced, mass, and lower number.
 
     Keys of several workers may be merged and sorted together.
 
@@ -298,8 +308,8 @@ def select_by_mass(
 
     Args:
         mass: non-negative float [..., n] whose rows sum to at most 1, or the same in units, int64.
-        share: of each row's sum, a number or [..., 1].
-        forced: bool, [n] or like mass; candidates to keep whatever their mass, counted first.
+        share: share of each row's sum to hold, a number or [..., 1].
+        forced: bool, [n] or like mass; candidates to keep whatever their mass, ranked first.
         at_least, at_most: bounds on the number kept, forced ones included.
 
     Returns:

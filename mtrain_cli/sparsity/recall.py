@@ -13,9 +13,9 @@ _SCORE_BYTES = 1 << 29
 def recall(
     index: Index, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return the share of dense attention on the index's pairs (MTraining, figure 2b).
+    """Return the share of dense attention that the index's pairs hold (MTraining, figure 2b).
 
-    Softmax in float32 over all pairs that the mask allows.
+    The softmax runs in float32 over all pairs that the mask allows.
 
     Args:
         q, k: [batch, seq, heads, head_dim] and [batch, seq, kv_heads, head_dim], on one worker.

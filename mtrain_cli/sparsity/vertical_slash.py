@@ -1,8 +1,8 @@
 """The vertical-slash pattern of MTraining: slashes and columns with budgets found online.
 
 A sequence may be spread over several workers. Keys never move: all workers receive the probed
-queries, and each scores them against its own keys. Workers add up integers
-(`pattern.to_mass_units`), so all of them get the same index, equal to that of one worker.
+queries, and each worker scores them against its own keys. Workers add integers
+(`pattern.to_mass_units`), so all workers get the same index that one worker would get.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.config.pattern_settings import VerticalSlashSettings
 from mtrain_cli.sparsity.pattern import (
     MASS_UNITS,
     MOST_UNITS,
@@ -31,11 +31,11 @@ from mtrain_cli.sparsity.pattern import (
     to_mass_units,
 )
 
-_SCORE_BYTES = 1 << 30  # most bytes of scores at a time
+_SCORE_BYTES = 1 << 30  # maximum bytes of scores at a time
 _COLUMN_STEP = 128  # the width of unbounded columns is a multiple of this
 # Keys per tile of the fused probe; a tile lies within a block.
 _SMALLEST_TILE, _LARGEST_TILE = 16, 128
-# Rows per tile of the fused probe. Chunks are multiples of it: sums must not depend on their size.
+# Rows per tile of the fused probe. Chunks of rows are multiples, so sums do not depend on chunks.
 _ROWS = 64
 # A sequence, some of its probed blocks, and their mass [blocks, heads, local columns].
 Table = tuple[int, range, torch.Tensor]
@@ -43,15 +43,13 @@ Table = tuple[int, range, torch.Tensor]
 
 @dataclass(frozen=True)
 class Probe:
-    """The probed queries of one sequence, ascending, and where they meet this worker's shard.
+    """The probed queries of one sequence, and where they meet this worker's shard, on the device.
 
-    Tensors are on the device.
-
-    rows: int64 [rows], positions.
+    rows: int64 [rows], ascending positions of the queries.
     first: int32 [rows], first position that each query sees.
     row_blocks: int64 [rows], index of each query's block among the probed blocks.
     held: int64, indices of the rows that this worker holds.
-    slots: int64, local slots of these rows.
+    slots: int64 like held, local slots of the held rows.
     diagonals: int64 [probed blocks, local blocks], diagonal on which a local key block meets a
         probed block; 0 for future keys, which have no mass.
     """
@@ -70,53 +68,34 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class VerticalSlashPattern:
+class VerticalSlashPattern(VerticalSlashSettings):
     """The columns and slashes that hold a share of probed attention (MTraining, section B.1,
     algorithm 1).
 
     Columns are single keys; slashes are pooled over block diagonals, as the kernels compute them.
-
-    last_q: queries per window, spread evenly over whole blocks (`probed_rows`).
-    windows: number of windows, evenly spread; the last one ends the sequence. A window's queries
-        see only their own document, so one window says little about packed documents.
-    p_v, p_s: share of the probed attention that columns and slashes must hold, each on its own. The
-        one that crosses the share is kept.
-    joint: count columns only on the mass outside the chosen slashes, until both together hold p_v.
-    sink_tokens: the first columns, always kept.
-    min_columns, max_columns, min_slashes, max_slashes: bounds per head; max 0 = none. Diagonal 0 is
-        always kept, and diagonal 1 if min_slashes is above 1: without it the first queries of a
-        block see nothing of the recent past.
-    per_group: one index for the query heads that share a KV head.
+    `probed_rows` chooses the ``last_q`` queries of each window. Queries see only their own
+    document, so one window probes only one packed document. The column or slash that crosses its
+    share is kept. With ``joint``, slashes and columns together hold p_v: columns count only mass
+    outside the chosen slashes. Diagonal 0 is always kept, and diagonal 1 if min_slashes is above 1:
+    without diagonal 1 the first queries of a block would not see the recent past.
     """
 
-    block: int
-    last_q: int
-    windows: int
-    p_v: float
-    p_s: float
-    joint: bool
-    sink_tokens: int
-    min_columns: int
-    max_columns: int
-    min_slashes: int
-    max_slashes: int
-    per_group: bool
-    name: ClassVar[str] = "vertical_slash"
-    synthetic: ClassVar[bool] = False
+    @property
+    def per_group(self) -> bool:
+        """Whether the query heads that share a KV head share one index."""
+        return self.index_per == "kv_group"
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=False)
 
     def describe(self) -> str:
-        last = f"the last {self._span} tokens" + (
-            f" of each of {self.windows} windows" if self.windows > 1 else ""
-        )
-        probe = f"{self.last_q} queries spread over {last}" if self.last_q < self._span else last
-        caps = [
-            f"{at_most} {kind}"
-            for at_most, kind in ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
-            if at_most
-        ]
+        probe = f"the last {self._span} tokens"
+        if self.windows > 1:
+            probe += f" of each of {self.windows} windows"
+        if self.last_q < self._span:
+            probe = f"{self.last_q} queries spread over {probe}"
+        bounds = ((self.max_columns, "columns"), (self.max_slashes, "diagonals"))
+        caps = [f"{at_most} {kind}" for at_most, kind in bounds if at_most]
         joint = ", joint with the diagonals," if self.joint else ""
         parts = [
             f"columns that{joint} hold {100 * self.p_v:g}% and block diagonals that hold "
@@ -129,39 +108,31 @@ class VerticalSlashPattern:
         return ", ".join(parts)
 
     def covers(self, seq: int) -> str | None:
-        blocks = -(-seq // self.block)
+        blocks, columns = -(-seq // self.block), max(self.min_columns, self.sink_tokens)
         if self.min_slashes >= blocks:
             return f"at least {self.min_slashes} block diagonals of {self.block} tokens cover"
-        if max(self.min_columns, self.sink_tokens) >= seq:
-            return f"at least {max(self.min_columns, self.sink_tokens)} columns cover"
+        if columns >= seq:
+            return f"at least {columns} columns cover"
         return f"one block of {self.block} tokens covers" if blocks == 1 else None
 
     def estimate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        masked: MaskedPositions,
-        layer: int,  # noqa: ARG002
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> VerticalSlash:
         """Estimate the index, with five collectives over the batch.
 
-        They share the probed queries, the largest scores per row, their sums, the diagonals' mass
-        and the candidate columns. If the sums of all rows exceed the memory budget, each chunk of
-        rows takes its own two collectives.
+        They exchange the probed queries, each row's largest log-sum-exp and its sum over tiles, the
+        diagonals' mass, and the candidate columns. If the sums of all rows exceed the memory
+        budget, each chunk of rows has its own two collectives.
         """
         group = q.shape[2] // k.shape[2] if self.per_group else 1
         tables, size = self._tables(q, k, masked)
-        # A joint budget reads the tables twice: for the diagonals, and for the columns outside
-        # them. Tables too large to keep are computed twice.
-        cached_tables = list(tables()) if self.joint and size <= _SCORE_BYTES else None
-        diagonals, vertical = self._totals(
-            cached_tables or tables(), masked, q.shape[2], group, None
-        )
+        # A joint budget reads the tables twice: for the diagonals, and for the columns outside the
+        # chosen diagonals. Tables too large to keep are computed twice.
+        cached = list(tables()) if self.joint and size <= _SCORE_BYTES else None
+        diagonals, vertical = self._totals(cached or tables(), masked, q.shape[2], group, None)
         slashes = self._slashes(diagonals, masked)
         if self.joint:
-            _, vertical = self._totals(
-                cached_tables or tables(), masked, q.shape[2], group, slashes
-            )
+            _, vertical = self._totals(cached or tables(), masked, q.shape[2], group, slashes)
         columns = self._column_choice(vertical, masked)
         if group > 1:
             slashes, columns = (t.repeat_interleave(group, 1) for t in (slashes, columns))
@@ -176,7 +147,8 @@ class VerticalSlashPattern:
 
         Returns:
             [probed blocks, heads, local blocks * block], float32 (float64 for float64 queries):
-            what each local column gets from each probed block. Sums to 1 per head over all workers.
+            the share that each probed block gives each local column. Over all workers, a head sums
+            to 1.
         """
         masses: list[list[torch.Tensor]] = [[] for _ in masked.masks]
         for sequence, _, table in self._tables(q, k, masked)[0]():
@@ -186,7 +158,7 @@ class VerticalSlashPattern:
     def _tables(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions
     ) -> tuple[Callable[[], Iterator[Table]], int]:
-        """Return a function that yields `mass` in parts, anew on every call, and its total size."""
+        """Return a function that yields `mass` in parts on every call, and its total bytes."""
         probes = self.probes(masked)
         all_queries = q.new_zeros(sum(len(p.rows) for p in probes), *q.shape[2:])
         parts = all_queries.split([len(p.rows) for p in probes])
@@ -195,11 +167,8 @@ class VerticalSlashPattern:
         # One worker holds each row and the others add zeros, so the sum is exact in any precision.
         masked.group.sum(all_queries)
         sequences = list(zip(parts, k, probes, strict=True))
-        heads, width, element = (
-            q.shape[2],
-            len(masked.host_positions),
-            accumulation_dtype(q.dtype).itemsize,
-        )
+        heads, width = q.shape[2], len(masked.host_positions)
+        element = accumulation_dtype(q.dtype).itemsize
         at_once = max(1, _SCORE_BYTES // (element * heads * width))
 
         if fused_probe_usable(q, self.block):
@@ -227,27 +196,16 @@ class VerticalSlashPattern:
                 return _block_lse(parts[b][rows], k[b], hidden[b][rows], self.block)
 
             def columns_of(b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
-                row_blocks, total = probes[b].row_blocks, len(probes[b].rows)
-                if len(blocks) == len(probes[b].diagonals):
-                    return _columns(
-                        parts[b], k[b], hidden[b], lse, row_blocks, blocks, total, width
-                    )
-                selected = (row_blocks >= blocks.start) & (row_blocks < blocks.stop)
-                return _columns(
-                    parts[b][selected],
-                    k[b],
-                    hidden[b][selected],
-                    lse[:, selected],
-                    row_blocks[selected],
-                    blocks,
-                    total,
-                    width,
-                )
+                queries, unseen, row_blocks = parts[b], hidden[b], probes[b].row_blocks
+                if len(blocks) < len(probes[b].diagonals):
+                    chosen = (row_blocks >= blocks.start) & (row_blocks < blocks.stop)
+                    queries, unseen, lse = queries[chosen], unseen[chosen], lse[:, chosen]
+                    row_blocks = row_blocks[chosen]
+                total = len(probes[b].rows)
+                return _columns(queries, k[b], unseen, lse, row_blocks, blocks, total, width)
 
-        rows = max(
-            _ROWS,
-            _SCORE_BYTES // (element * heads * (width // tile) * len(sequences)) // _ROWS * _ROWS,
-        )
+        bytes_a_row = element * heads * (width // tile) * len(sequences)
+        rows = max(_ROWS, _SCORE_BYTES // bytes_a_row // _ROWS * _ROWS)
         lse_parts: list[list[torch.Tensor]] = [[] for _ in sequences]
         for start in range(0, max(len(p.rows) for p in probes), rows):
             pending = [b for b, p in enumerate(probes) if start < len(p.rows)]
@@ -282,7 +240,7 @@ class VerticalSlashPattern:
             count all.
         """
         probes, shape = self.probes(masked), (len(masked.masks), heads // group)
-        device = masked.geometry.first.device
+        device = masked.device
         diagonals = torch.zeros(*shape, masked.geometry.blocks, dtype=torch.int64, device=device)
         columns: list[torch.Tensor | None] = [None] * len(probes)
         for b, blocks, table in tables:
@@ -301,16 +259,15 @@ class VerticalSlashPattern:
 
     @property
     def _span(self) -> int:
-        """Tokens of a window: the fewest whole blocks that can hold its queries."""
+        """Tokens per window: the fewest whole blocks that can hold its queries."""
         return -(-self.last_q // self.block) * self.block
 
     def probed_rows(self, length: int) -> torch.Tensor:
         """Return the positions of the probed queries, int64, ascending, distinct.
 
-        A diagonal of tokens lies on one block diagonal for the first rows of a block and on the
-        next one for the other rows. Every row offset must therefore be sampled equally: a window's
-        queries are evenly spaced over a whole number of blocks' worth of tokens, wherever the
-        window ends. Windows closer together than that share the tokens between them.
+        A token diagonal crosses two block diagonals: the first rows of a block lie on one, the
+        other rows on the next. To sample all row offsets equally, a window's queries are evenly
+        spaced over `_span` tokens, or over the distance to the previous window if that is shorter.
         """
         rows, before = [], 0
         for window in range(self.windows):
@@ -329,18 +286,16 @@ class VerticalSlashPattern:
         return masked.cache[key]
 
     def _make_probe(self, masked: MaskedPositions, sequence: int) -> Probe:
-        geometry, device = masked.geometry, masked.geometry.first.device
+        geometry, device = masked.geometry, masked.device
         positions = self.probed_rows(masked.masks[sequence].length)
         numbers, row_blocks = torch.unique(positions // self.block, return_inverse=True)
         slots = np.searchsorted(masked.host_positions, positions.numpy())
-        held = np.flatnonzero(
-            masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)]
-            == positions.numpy()
-        )
+        nearest = masked.host_positions[np.minimum(slots, len(masked.host_positions) - 1)]
+        held = np.flatnonzero(nearest == positions.numpy())
         rows = to_device(positions, device)
         return Probe(
             rows=rows,
-            first=geometry.first[sequence].index_select(0, rows),
+            first=geometry.tables.first[sequence].index_select(0, rows),
             row_blocks=to_device(row_blocks, device),
             held=to_device(held, device),
             slots=to_device(slots[held], device),
@@ -350,7 +305,7 @@ class VerticalSlashPattern:
         )
 
     def _slashes(self, diagonals: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """Choose slashes, bool like diagonals, given this worker's mass from `_totals`."""
+        """Choose slashes, bool like diagonals. diagonals: this worker's mass from `_totals`."""
         blocks = masked.geometry.blocks
         units = masked.group.sum(diagonals).clamp_(max=MOST_UNITS)
         at_least = max(1, self.min_slashes)
@@ -375,11 +330,9 @@ class VerticalSlashPattern:
         at_most = self.max_columns or tokens
         key = (type(self).__name__, "columns", self.sink_tokens)
         if key not in masked.cache:
-            without_mass = base_rank_keys(
-                masked.positions < self.sink_tokens, masked.positions, tokens
-            )
+            is_sink = masked.positions < self.sink_tokens
             masked.cache[key] = (
-                without_mass,
+                base_rank_keys(is_sink, masked.positions, tokens),
                 torch.full((), tokens, dtype=torch.int32, device=vertical.device),
             )
         without_mass, unused = masked.cache[key]
@@ -387,14 +340,14 @@ class VerticalSlashPattern:
         order = rank_keys(vertical.clamp_(max=MOST_UNITS), without_mass)
         if masked.group.size > 1:
             if at_most < order.shape[-1]:
-                # The largest overall are among the largest of each worker.
+                # The largest keys overall are among the largest of each worker.
                 order = torch.topk(order, at_most, dim=-1, sorted=False).values
-            all_queries = masked.group.gather(torch.cat([order, column_mass], -1))
-            column_mass = all_queries[..., -1:].sum(0)
-            order = all_queries[..., :-1].permute(1, 2, 0, 3).flatten(2)
+            gathered = masked.group.gather(torch.cat([order, column_mass], -1))
+            column_mass = gathered[..., -1:].sum(0)
+            order = gathered[..., :-1].permute(1, 2, 0, 3).flatten(2)
         share: float | torch.Tensor = self.p_v
         if self.joint:
-            # Slashes hold the mass that is not outside them; columns must add the rest of p_v.
+            # Slashes hold 1 - column_mass, so columns must add p_v - (1 - column_mass).
             share = ((column_mass - (1 - self.p_v) * MASS_UNITS) / column_mass.clamp(min=1)).clamp(
                 min=0.0
             )
@@ -403,26 +356,25 @@ class VerticalSlashPattern:
         )
         if masked.padded:
             # Never choose padding, even if more columns are wanted than there are tokens.
-            keep &= candidates < masked.lengths[:, None, None]
+            keep &= candidates < masked.tables.lengths[:, None, None]
         columns = torch.where(keep, candidates.int(), unused).sort(-1).values
         if not self.max_columns:
             # Without a bound, wait for the device and cut the width to the columns in use.
             # Otherwise every later step would process as many columns as tokens.
-            widest = int(keep.sum(-1).max())
-            columns = columns[
-                ..., : min(tokens, max(1, -(-widest // _COLUMN_STEP)) * _COLUMN_STEP)
-            ].contiguous()
+            steps = max(1, -(-int(keep.sum(-1).max()) // _COLUMN_STEP))
+            columns = columns[..., : min(tokens, steps * _COLUMN_STEP)].contiguous()
         return columns
+
+
+def make_pattern(settings: VerticalSlashSettings, seed: int) -> VerticalSlashPattern:
+    return VerticalSlashPattern(**vars(settings))
 
 
 def fused_probe_usable(q: torch.Tensor, block: int) -> bool:
     """Return whether the Triton kernels, which never store scores, can process the queries."""
-    shapes = (
-        q.shape[-1] in (16, 32, 64, 128)
-        and tile_keys(block) >= _SMALLEST_TILE
-        and q.dtype != torch.float64
-    )
-    return q.is_cuda and shapes and importlib.util.find_spec("triton") is not None
+    if not q.is_cuda or q.dtype == torch.float64 or q.shape[-1] not in (16, 32, 64, 128):
+        return False
+    return tile_keys(block) >= _SMALLEST_TILE and importlib.util.find_spec("triton") is not None
 
 
 def tile_keys(block: int) -> int:
@@ -442,8 +394,8 @@ def _units(mass: torch.Tensor, group: int) -> torch.Tensor:
 def _merge_lse(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Tensor:
     """Merge log-sum-exps of tiles over all workers, [heads, rows of all sequences].
 
-    A row without keys gets +inf. Tiles lie within blocks, so they do not depend on who holds them.
-    Their sums are integers, so the result does not either.
+    A row without keys gets +inf. The result does not depend on which worker holds a block: each
+    tile lies within a block, and sums over tiles are integers.
 
     partial: [tiles, heads, rows] per sequence; overwritten.
     """
@@ -471,11 +423,11 @@ def _concatenate(parts: list[torch.Tensor], dim: int = -1) -> torch.Tensor:
 def _scores(
     q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield query heads and their scores, [heads, rows, keys], as many heads as the budget allows.
+    """Yield slices of query heads and their scores, [heads, rows, keys], within the memory budget.
 
-    Scores are -inf where hidden [rows, keys], +inf or NaN.
+    Hidden scores become -inf, like scores of +inf or NaN.
 
-    q: [rows, heads, head_dim]; k: [keys, kv_heads, head_dim].
+    q: [rows, heads, head_dim]; k: [keys, kv_heads, head_dim]; hidden: bool [rows, keys].
     """
     heads, dim = q.shape[1:]
     keys, kv_heads = k.shape[:2]
@@ -483,19 +435,13 @@ def _scores(
     probe = q.to(dtype).unflatten(1, (kv_heads, -1))
     at_once = max(1, _SCORE_BYTES // (4 * len(q) * keys * per_kv))
     for g in range(0, kv_heads, at_once):
-        queries = (
-            probe[:, g : g + at_once].permute(1, 2, 0, 3).flatten(1, 2)
-        )  # [kv heads, group * rows, dim]
-        scores = (
-            (queries @ k[:, g : g + at_once].permute(1, 2, 0).to(dtype))
-            .mul_(dim**-0.5)
-            .view(-1, len(q), keys)
-        )
+        # [kv heads, group * rows, dim]
+        queries = probe[:, g : g + at_once].permute(1, 2, 0, 3).flatten(1, 2)
+        products = queries @ k[:, g : g + at_once].permute(1, 2, 0).to(dtype)
+        scores = products.mul_(dim**-0.5).view(-1, len(q), keys)
         first = g * per_kv
-        yield (
-            slice(first, first + len(scores)),
-            scores.masked_fill_(hidden | ~(scores < float("inf")), float("-inf")),
-        )
+        scores.masked_fill_(hidden | ~(scores < float("inf")), float("-inf"))
+        yield slice(first, first + len(scores)), scores
 
 
 def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: int) -> torch.Tensor:
@@ -503,11 +449,8 @@ def _block_lse(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, block: in
     missing = -len(k) % block
     parts = []
     for _, scores in _scores(q, k, hidden):
-        scores = (
-            torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
-            if missing
-            else scores
-        )
+        if missing:
+            scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
         parts.append(scores.unflatten(-1, (-1, block)).logsumexp(-1).permute(2, 0, 1))
     return torch.cat(parts, 1)
 
@@ -522,18 +465,16 @@ def _columns(
     total: int,
     width: int,
 ) -> torch.Tensor:
-    """Return the attention per group of queries and local key, [groups, heads, width].
-
-    Divided by the total number of queries.
+    """Return the attention from each group of queries to each local key, [groups, heads, width].
 
     lse: [heads, rows], over all keys.
-    row_blocks: group of each query.
+    row_blocks: [rows], group of each query.
     groups: groups to compute.
+    total: number of all probed queries, which divides the sums.
     """
     columns = torch.zeros(len(groups), q.shape[1], width, dtype=lse.dtype, device=q.device)
-    weights = (row_blocks == torch.arange(groups.start, groups.stop, device=q.device)[:, None]).to(
-        lse.dtype
-    ) / total
+    numbers = torch.arange(groups.start, groups.stop, device=q.device)[:, None]
+    weights = (row_blocks == numbers).to(lse.dtype) / total
     for heads, scores in _scores(q, k, hidden):
         p = scores.sub_(lse[heads, :, None]).exp_()
         columns[:, heads, : len(k)] = (weights @ p).transpose(0, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,28 +11,19 @@ from mtrain_cli.attention.device_copy import to_device
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.partials import accumulation_dtype
+from mtrain_cli.config.pattern_settings import XAttentionSettings
 from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions, select_by_mass
 
 _SCORE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class XAttentionPattern:
-    """For every query block, the fewest key blocks that hold a share of the antidiagonal mass.
+class XAttentionPattern(XAttentionSettings):
+    """Choose, for every query block, the fewest key blocks with a share of the antidiagonal mass.
 
-    Always keeps the block on the diagonal and the first block. Costs seq^2 / stride products, so it
-    grows with the square of the length.
-
-    stride: side of the squares in which antidiagonals are sampled: query r of a square meets key
-        stride - 1 - r.
-    threshold: share of the mass to keep.
+    The block on the diagonal and the first block are always kept. In a square of side ``stride``,
+    query r meets key stride - 1 - r, so an estimate costs seq^2 / stride products.
     """
-
-    block: int
-    stride: int
-    threshold: float
-    name: ClassVar[str] = "xattention"
-    synthetic: ClassVar[bool] = False
 
     def request(self) -> IndexRequest:
         return IndexRequest(self.block, bitmap=True)
@@ -43,34 +33,25 @@ class XAttentionPattern:
         return f"blocks that hold {share} of antidiagonal scores, stride {self.stride}"
 
     def covers(self, seq: int) -> str | None:
-        return (
-            f"2 blocks of {self.block} tokens, the query's own and the first, cover"
-            if seq <= 2 * self.block
-            else None
-        )
+        if seq > 2 * self.block:
+            return None
+        return f"2 blocks of {self.block} tokens, the query's own and the first, cover"
 
-    def probed_rows(self, length: int) -> torch.Tensor:  # noqa: ARG002
+    def probed_rows(self, length: int) -> torch.Tensor:
         return NO_ROWS
 
     def estimate(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        masked: MaskedPositions,
-        layer: int,  # noqa: ARG002
+        self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> BlockBitmap:
-        """Choose blocks, with one collective: all keys go to all workers, as the paper does it."""
+        """Choose blocks, with one collective that gathers all keys, like MTraining's baseline."""
         geometry = masked.geometry
-        keys = self._gather_sequence(
-            torch.stack([self._pad_to_blocks(t, masked, b) for b, t in enumerate(k)]), masked
-        )
-        bits = torch.stack(
-            [
-                self._choose(self._pad_to_blocks(t, masked, b), keys[b], masked, b)
-                for b, t in enumerate(q)
-            ]
-        )
-        return BlockBitmap(self.block, geometry.blocks, bits, geometry.query_blocks)
+        padded = [self._pad_to_blocks(t, masked, b) for b, t in enumerate(k)]
+        keys = self._gather_sequence(torch.stack(padded), masked)
+        bits = [
+            self._choose(self._pad_to_blocks(t, masked, b), keys[b], masked, b)
+            for b, t in enumerate(q)
+        ]
+        return BlockBitmap(self.block, geometry.blocks, torch.stack(bits), geometry.query_blocks)
 
     def _pad_to_blocks(
         self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int
@@ -80,9 +61,8 @@ class XAttentionPattern:
         tokens: [tokens, heads, head_dim].
         """
         num_tokens = masked.num_tokens(sequence)
-        padded = torch.nn.functional.pad(
-            tokens[:num_tokens], (0, 0, 0, 0, 0, len(masked.host_positions) - num_tokens)
-        )
+        missing = len(masked.host_positions) - num_tokens
+        padded = torch.nn.functional.pad(tokens[:num_tokens], (0, 0, 0, 0, 0, missing))
         return padded.unflatten(0, (-1, self.block))
 
     def _gather_sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
@@ -105,19 +85,13 @@ class XAttentionPattern:
         """
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
-        # Concatenate a square's queries in reverse order, and its keys: one product sums an
-        # antidiagonal.
-        queries = (
-            q.flatten(0, 1)
-            .unflatten(0, (-1, stride))
-            .flip(1)
-            .permute(2, 0, 1, 3)
-            .flatten(2)
-            .unflatten(0, (kv_heads, -1))
-        )
+        # Concatenate a square's queries in reverse order, and its keys in order: their dot product
+        # sums the antidiagonal.
+        squares_of_q = q.flatten(0, 1).unflatten(0, (-1, stride)).flip(1)
+        queries = squares_of_q.permute(2, 0, 1, 3).flatten(2).unflatten(0, (kv_heads, -1))
         keys = k.unflatten(0, (-1, stride)).permute(2, 0, 1, 3).flatten(2)
         squares, per_block = keys.shape[1], self.block // stride
-        first = masked.geometry.first[sequence].view(-1, stride).amin(-1)
+        first = masked.tables.first[sequence].view(-1, stride).amin(-1)
         square = torch.arange(squares, device=q.device)
         key_block, own_blocks = square[:blocks], masked.geometry.query_blocks.long()
         own_squares = (own_blocks[:, None] * per_block + square[:per_block]).flatten()
@@ -128,9 +102,8 @@ class XAttentionPattern:
             end = min(begin + at_once, local)
             rows = slice(begin * per_block, end * per_block)
             mine = own_squares[rows]
-            scores = _products(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2)).view(
-                heads, -1, squares
-            )
+            products = _products(queries[:, :, rows].flatten(1, 2), keys.transpose(-1, -2))
+            scores = products.view(heads, -1, squares)
             scores *= dim**-0.5 / stride
             visible = (square <= mine[:, None]) & ((square + 1) * stride > first[mine][:, None])
             p = scores.masked_fill_(~visible, float("-inf")).softmax(-1).nan_to_num_(0.0)
@@ -144,10 +117,14 @@ class XAttentionPattern:
         return chosen
 
 
+def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
+    return XAttentionPattern(**vars(settings))
+
+
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return batched a @ b in the accumulation dtype.
 
-    Rounding sums of thousands of products would change the comparison of blocks.
+    Rounding these long sums would change which blocks are chosen.
     """
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:

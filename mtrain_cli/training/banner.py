@@ -27,18 +27,11 @@ def banner(
         resumed: step of the checkpoint that the run resumes from; None for a new run.
     """
     config, environment = plan.config, plan.environment
-    if plan.capacity is None:
-        memory = f"estimated peak {size(plan.memory.total)} of tensors per worker"
-    else:
-        share = plan.memory.total / plan.capacity
-        memory = f"estimated peak {size(plan.memory.total)} per worker, "
-        memory += f"{share:.0%} of {size(plan.capacity)}"
-    if plan.memory.host:
-        memory += f"; plus {size(plan.memory.host)} of host memory"
     chosen: list[tuple[str, str]] = []
     if plan.search is not None:
-        rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
-        chosen = [("", dry_run.describe_choice(plan)), ("", f"rejected: {rejected}")]
+        rejected = f"rejected: {dry_run.describe_rejected(plan)}"
+        chosen = [("", dry_run.describe_choice(plan)), ("", rejected)]
+    recomputation = f"recomputation: {dry_run.describe_activations(config)}"
     rows = [
         ("model", f"{dry_run.describe_model(plan)}, {dry_run.describe_rope(plan)}"),
         ("weights", _weights(config, resumed)),
@@ -50,14 +43,10 @@ def banner(
         ("sparsity", dry_run.describe_sparsity(plan)),
         *(("", line) for line in remarks(config)),
         *dry_run.kernel_rows(plan),
-        (
-            "dtype",
-            f"{dry_run.describe_dtype(plan)}; "
-            f"recomputation: {dry_run.describe_activations(config)}",
-        ),
+        ("dtype", f"{dry_run.describe_dtype(plan)}; {recomputation}"),
         ("schedule", _schedule(config, resumed)),
         ("compile", dry_run.describe_compile(plan)),
-        ("memory", memory),
+        ("memory", _memory(plan)),
         *chosen,
         ("data", f"{data}; order from seed {config.seed}"),
         ("run", str(run_dir)),
@@ -66,37 +55,35 @@ def banner(
     return Group(Text(f"mtrain {__version__}", style="bold"), dry_run.two_columns(rows))
 
 
+def _memory(plan: RunPlan) -> str:
+    total, capacity = plan.memory.total, plan.capacity
+    share = f", {total / capacity:.0%} of {size(capacity)}" if capacity else ""
+    text = f"estimated peak {size(total)} {'' if capacity else 'of tensors '}per worker{share}"
+    return f"{text}; plus {size(plan.memory.host)} of host memory" if plan.memory.host else text
+
+
 def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
     """Return command-line keys that only rings use if `topology.exchange=auto` chose no ring."""
     try:
-        overrides = (
-            (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
+        overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
-    return unused_ring_keys(overrides, plan.config, plan.exchange.name)
+    return unused_ring_keys(overrides.splitlines(), plan.config, plan.exchange.name)
 
 
 def _weights(config: Config, resumed: int | None) -> str:
     """Describe where the weights come from."""
-    origin = (
-        f"{config.train.init_from} (train.init_from)"
-        if config.train.init_from
-        else f"random, seed {config.seed}"
-    )
-    return (
-        origin
-        if resumed is None
-        else f"from the checkpoint of step {resumed}; the run started from {origin}"
-    )
+    origin = f"random, seed {config.seed}"
+    if config.train.init_from:
+        origin = f"{config.train.init_from} (train.init_from)"
+    if resumed is None:
+        return origin
+    return f"from the checkpoint of step {resumed}; the run started from {origin}"
 
 
 def _schedule(config: Config, resumed: int | None) -> str:
     schedule, steps = LearningRateSchedule.of(config), config.train.steps
-    kept_on_resume = (
-        resumed is not None and bool(schedule.decay) and config.optim.schedule_steps != "auto"
-    )
-    return (
-        schedule.describe(steps)
-        + "; kept on resume, optim.rewarm=true starts a new one" * kept_on_resume
-    )
+    text = schedule.describe(steps)
+    if resumed is not None and schedule.decay and config.optim.schedule_steps != "auto":
+        text += "; kept on resume, optim.rewarm=true starts a new one"
+    return text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 
 from mtrain_cli.attention.kernel import Kernel
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import MaskRule, SequenceMask
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import Pattern
 
 
@@ -37,14 +39,16 @@ class HostBatch:
     samples: the whole sequences.
     numbers: int64 [3, batch, tokens of this worker], tokens, positions and labels in layout order;
         pinned if the device is a GPU.
-    masks, pairs, valid: as in `Batch`.
+    plan: what this worker's attention computes.
+    valid: as in `Batch`.
+    maker: the `BatchMaker` that made the batch.
     """
 
     samples: Sequence[PackedSample]
     numbers: torch.Tensor
-    masks: list[SequenceMask]
-    pairs: int
+    plan: Plan
     valid: int
+    maker: BatchMaker
 
 
 @dataclass(frozen=True)
@@ -53,18 +57,24 @@ class Batch:
 
     tokens, positions, labels: int64 [batch, tokens of this worker], in layout order.
     attend: attention over the whole sequences, shared by all layers.
-    pairs: query-key pairs that the masks allow, per head, summed over the whole sequences.
     valid: labels that count towards the loss, summed over the whole sequences.
-    masks: one per sequence.
     """
 
     tokens: torch.Tensor
     positions: torch.Tensor
     labels: torch.Tensor
     attend: ContextAttention
-    pairs: int
     valid: int
-    masks: list[SequenceMask]
+
+    @property
+    def masks(self) -> tuple[SequenceMask, ...]:
+        """One mask per sequence."""
+        return self.attend.plan.masks
+
+    @property
+    def pairs(self) -> int:
+        """Query-key pairs that the masks allow, per head, summed over the whole sequences."""
+        return self.attend.plan.allowed_pairs
 
 
 class BatchMaker:
@@ -76,21 +86,27 @@ class BatchMaker:
         kernel: Kernel,
         device: torch.device,
         *,
-        document_mask: bool,
+        mask: MaskRule,
         pattern: Pattern | None = None,
         keep: float = 0.0,
         offload: ActivationOffload | None = None,
     ) -> None:
-        """keep, offload: which attention outputs to save and where; see `ContextAttention.make`."""
+        """Prepare to make batches.
+
+        mask: masks a sequence.
+        keep, offload: which attention outputs to save and where; see `Plan.make` and
+            `ContextAttention`.
+        """
         self.exchange = exchange
         self.kernel = kernel
         self.device = device
-        self.document_mask = document_mask
+        self.mask = mask
         self.pattern = pattern
         self.keep, self.offload = keep, offload
         self._positions = exchange.layout.positions(exchange.group.rank)
-        self._plain = SequenceMask.causal(exchange.layout.seq, exchange.layout.padded_seq)
-        self._causal: dict[int, ContextAttention] = {}
+        # By batch size: plan and attention of the causal mask.
+        self._causal: dict[int, Plan] = {}
+        self._causal_attention: dict[int, ContextAttention] = {}
 
     def __call__(self, samples: Sequence[PackedSample]) -> Batch:
         return self.to_device(self.on_host(samples))
@@ -101,26 +117,19 @@ class BatchMaker:
         labels = np.stack([self._shard(s.labels, IGNORED) for s in samples])
         positions = np.broadcast_to(self._positions, tokens.shape)
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
-        if self.device.type == "cuda":
-            with torch.cuda.device(self.device):  # new threads start on device 0
-                numbers = numbers.pin_memory()
-        masks = self._masks(samples)
-        return HostBatch(
-            samples, numbers, masks, sum(mask.pairs for mask in masks), valid_labels(samples)
-        )
+        on_gpu = self.device.type == "cuda"
+        # Pinning needs the worker's device; new threads start on device 0.
+        with torch.cuda.device(self.device) if on_gpu else nullcontext():
+            numbers = numbers.pin_memory() if on_gpu else numbers
+            plan = self._plan(self._masks(samples))
+        return HostBatch(samples, numbers, plan, valid_labels(samples), self)
 
     def to_device(self, host: HostBatch) -> Batch:
-        """Copy a batch to the device. The copy from pinned memory is asynchronous."""
-        numbers = host.numbers.to(self.device, non_blocking=True)
-        return Batch(
-            numbers[0],
-            numbers[1],
-            numbers[2],
-            self._attention(host.masks),
-            host.pairs,
-            host.valid,
-            host.masks,
-        )
+        """Copy a batch to the device. The copies from pinned memory are asynchronous."""
+        # Another maker has another schedule or index. The maker changes after dense first steps.
+        plan = host.plan if host.maker is self else self._plan(host.plan.masks)
+        tokens, positions, labels = host.numbers.to(self.device, non_blocking=True)
+        return Batch(tokens, positions, labels, self._attention(plan), host.valid)
 
     def _shard(self, values: NDArray[np.int32], padding: int) -> NDArray[np.int32]:
         layout = self.exchange.layout
@@ -130,27 +139,35 @@ class BatchMaker:
 
     def _masks(self, samples: Sequence[PackedSample]) -> list[SequenceMask]:
         layout = self.exchange.layout
-        if self.document_mask:
-            return [SequenceMask.from_documents(s.documents, layout.padded_seq) for s in samples]
-        return [self._plain] * len(samples)
+        return [self.mask(s.documents, layout.seq, layout.padded_seq) for s in samples]
 
-    def _attention(self, masks: list[SequenceMask]) -> ContextAttention:
-        if any(mask.length < self.exchange.layout.seq or mask.first.any() for mask in masks):
-            return self._make(masks)
-        # Batches of one size share the plain causal mask, also if each document fills its sequence.
-        if len(masks) not in self._causal:
-            self._causal[len(masks)] = self._make(masks)
-        return self._causal[len(masks)].for_next_batch()
+    def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
+        """Plan a batch on the host.
 
-    def _make(self, masks: list[SequenceMask]) -> ContextAttention:
-        return ContextAttention.make(
-            self.exchange,
-            self.kernel,
-            masks,
-            self.device,
-            self.pattern,
-            keep=self.keep,
-            offload=self.offload,
+        Batches of one size share the plan of the causal mask, also if each document fills its
+        sequence.
+        """
+        seq = self.exchange.layout.seq
+        causal = all(mask.length == seq and not mask.first.any() for mask in masks)
+        if causal and len(masks) in self._causal:
+            return self._causal[len(masks)]
+        request = None if self.pattern is None else self.pattern.request()
+        plan = Plan.make(self.exchange, masks, request, keep=self.keep)
+        plan = plan.pinned() if self.device.type == "cuda" else plan
+        return self._causal.setdefault(len(masks), plan) if causal else plan
+
+    def _attention(self, plan: Plan) -> ContextAttention:
+        batch = len(plan.masks)
+        if plan is not self._causal.get(batch):
+            return self._wrap(plan)
+        if batch not in self._causal_attention:
+            self._causal_attention[batch] = self._wrap(plan)
+        return self._causal_attention[batch].for_next_batch()
+
+    def _wrap(self, plan: Plan) -> ContextAttention:
+        on_device = plan.to(self.device)
+        return ContextAttention.of(
+            self.exchange, self.kernel, on_device, self.pattern, self.offload
         )
 
 

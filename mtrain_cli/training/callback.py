@@ -1,4 +1,4 @@
-"""Hooks of a training, for everything that watches, records or logs it."""
+"""Hooks of a training run, for everything that watches, records or logs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FinishedStep:
 
     result: what the step computed, the same on all workers.
     metrics: its line of metrics.jsonl.
-    last: no step of `train.steps` is left.
+    last: this is the last step of `train.steps`.
     """
 
     result: StepResult
@@ -28,7 +28,7 @@ class FinishedStep:
 
 
 class Callback:
-    """Follows a training. Override the hooks you need.
+    """Follows a training run. Override the hooks you need.
 
     Every worker calls every hook at the same point, in the order of the trainer's list, so hooks
     may communicate.
@@ -61,8 +61,11 @@ class Callback:
     def on_checkpoint(self, step: int) -> None:
         """Run when the checkpoint of a step starts to be written."""
 
-    def on_error(self, error: BaseException) -> None:
-        """Run when training ends with an error, before it is raised. Must not communicate."""
+    def on_error(self, error: Exception) -> None:
+        """Run when a step, a save or another callback fails, before training ends.
+
+        Must not communicate: other workers may be gone.
+        """
 
     def close(self) -> None:
         """Run once after the last step, when the last checkpoint is on disk."""

@@ -13,7 +13,7 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -65,33 +65,28 @@ class CheckpointReader(dcp.FileSystemReader):
         return self.metadata
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        section = io.BufferedReader(_FileSection(file, sinfo.offset, sinfo.length))
+        name, length = sinfo.relative_path, sinfo.length
         try:
-            with zipfile.ZipFile(
-                io.BufferedReader(_FileSection(file, sinfo.offset, sinfo.length))
-            ) as archive:
+            with zipfile.ZipFile(section) as archive:
                 unpacked = sum(entry.file_size for entry in archive.infolist())
         except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError) as error:
+            raise ForeignFileError(f"{name} holds data that is not a tensor") from error
+        if unpacked > length:
             raise ForeignFileError(
-                f"{sinfo.relative_path} holds data that is not a tensor"
-            ) from error
-        if unpacked > sinfo.length:
-            raise ForeignFileError(
-                f"{sinfo.relative_path} holds an entry that unpacks to more than its "
-                f"{sinfo.length:,} bytes"
+                f"{name} holds an entry that unpacks to more than its {length:,} bytes"
             )
         return super()._slice_file(file, sinfo)
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        holds = f"a file of {self._folder.name} holds"
         try:
             return super().read_data(plan, planner)
         except pickle.UnpicklingError as error:
-            raise ForeignFileError(
-                f"a file of {self._folder.name} holds data other than tensors and plain values"
-            ) from error
+            raise ForeignFileError(f"{holds} data other than tensors and plain values") from error
         except (IndexError, TypeError, AttributeError, KeyError, RuntimeError) as error:
-            raise ForeignFileError(
-                f"a file of {self._folder.name} holds a tensor whose shape differs from {METADATA}"
-            ) from error
+            problem = f"{holds} a tensor whose shape differs from {METADATA}"
+            raise ForeignFileError(problem) from error
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
@@ -100,14 +95,12 @@ class CheckpointPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         for item in plan.items:
-            expected = self.state_dict.get(item.dest_index.fqn)
-            if (item.type == LoadItemType.BYTE_IO) == isinstance(expected, torch.Tensor):
-                expects_tensor = isinstance(expected, torch.Tensor)
-                wanted, stored = (
-                    ("a tensor", "no tensor") if expects_tensor else ("no tensor", "a tensor")
-                )
+            name = item.dest_index.fqn
+            expects_tensor = isinstance(self.state_dict.get(name), torch.Tensor)
+            if (item.type == LoadItemType.BYTE_IO) == expects_tensor:
+                stored, wanted = ("no", "a") if expects_tensor else ("a", "no")
                 raise ForeignFileError(
-                    f"{METADATA} says that {item.dest_index.fqn} is {stored}; expected {wanted}"
+                    f"{METADATA} says that {name} is {stored} tensor; expected {wanted} tensor"
                 )
         return plan
 
@@ -153,11 +146,8 @@ class _FileSection(io.RawIOBase):
 def tensors_of(metadata: Metadata, prefix: str) -> dict[str, TensorStorageMetadata]:
     """Return the tensors whose names start with `prefix`."""
     entries = metadata.state_dict_metadata.items()
-    return {
-        name: entry
-        for name, entry in entries
-        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
-    }
+    tensors = {name: e for name, e in entries if isinstance(e, TensorStorageMetadata)}
+    return {name: entry for name, entry in tensors.items() if name.startswith(prefix)}
 
 
 def _checked(metadata: Any, folder: Path) -> Metadata:
@@ -187,27 +177,18 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
             sizes[name] = path.stat().st_size if path.is_file() else 0
         if info.offset + info.length > sizes[name]:
             raise ValueError(f"refers to data beyond the {sizes[name]:,} bytes of {name}")
-    for name, entry in described.items():
-        if isinstance(entry, TensorStorageMetadata):
-            missing = [
-                c
-                for c in entry.chunks
-                if MetadataIndex(name, c.offsets) not in metadata.storage_data
-            ]
-            if missing or not _covers(entry):
-                raise ValueError(f"does not locate all parts of {name}")
-    _require_stored(described, sum(sizes.values()))
+    tensors = tensors_of(metadata, "")
+    for name, entry in tensors.items():
+        located = all(MetadataIndex(name, c.offsets) in metadata.storage_data for c in entry.chunks)
+        if not located or not _covers(entry):
+            raise ValueError(f"does not locate all parts of {name}")
+    # DCP writes tensors uncompressed, so none is larger than the files.
+    claimed = sum(e.size.numel() * e.properties.dtype.itemsize for e in tensors.values())
+    if claimed > (stored := sum(sizes.values())):
+        raise ValueError(f"claims {claimed:,} bytes of tensors, but the files hold {stored:,}")
     if not isinstance(metadata.__dict__.get("storage_meta"), StorageMeta):
         metadata.storage_meta = StorageMeta()
     return metadata
-
-
-def _require_stored(described: Mapping[str, Any], stored: int) -> None:
-    """Refuse tensors larger than the files: DCP writes them uncompressed."""
-    tensors = (entry for entry in described.values() if isinstance(entry, TensorStorageMetadata))
-    claimed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in tensors)
-    if claimed > stored:
-        raise ValueError(f"claims {claimed:,} bytes of tensors, but the files hold {stored:,}")
 
 
 def _is_entry(entry: object) -> bool:
@@ -233,12 +214,10 @@ def _is_entry(entry: object) -> bool:
 def _covers(entry: TensorStorageMetadata) -> bool:
     """Return whether the chunks cover the whole tensor. mtrain shards only dimension 0."""
     rows = 0
-    for chunk in sorted(
-        (c for c in entry.chunks if c.sizes.numel()), key=lambda c: tuple(c.offsets)
-    ):
-        if tuple(chunk.sizes[1:]) != tuple(entry.size[1:]) or (
-            chunk.offsets and chunk.offsets[0] != rows
-        ):
+    filled = (c for c in entry.chunks if c.sizes.numel())
+    for chunk in sorted(filled, key=lambda c: tuple(c.offsets)):
+        whole_rows = tuple(chunk.sizes[1:]) == tuple(entry.size[1:])
+        if not whole_rows or (chunk.offsets and chunk.offsets[0] != rows):
             return False
         rows += chunk.sizes[0] if chunk.sizes else 1
     return rows == (entry.size[0] if entry.size else 1) or not entry.size.numel()
@@ -246,20 +225,12 @@ def _covers(entry: TensorStorageMetadata) -> bool:
 
 def _is_part(chunk: Mapping[str, Any], whole: torch.Size) -> bool:
     offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
-    if (
-        not isinstance(offsets, torch.Size)
-        or not isinstance(sizes, torch.Size)
-        or not len(offsets) == len(sizes) == len(whole)
-    ):
+    if not (_is_size(offsets) and _is_size(sizes) and len(offsets) == len(sizes) == len(whole)):
         return False
-    if min(offsets, default=0) < 0 or min(sizes, default=0) < 0:
-        return False
-    return all(
-        offset + size <= whole for offset, size, whole in zip(offsets, sizes, whole, strict=True)
-    )
+    return all(offset + size <= n for offset, size, n in zip(offsets, sizes, whole, strict=True))
 
 
-def _is_size(size: object) -> bool:
+def _is_size(size: object) -> TypeGuard[torch.Size]:
     return isinstance(size, torch.Size) and all(n >= 0 for n in size)
 
 
@@ -269,6 +240,5 @@ def _is_info(info: object) -> bool:
     fields = info.__dict__
     counts = (fields.get("offset"), fields.get("length"))
     # mtrain writes no transforms such as compression.
-    return all(type(count) is int and count >= 0 for count in counts) and not fields.get(
-        "transform_descriptors"
-    )
+    transformed = bool(fields.get("transform_descriptors"))
+    return all(type(count) is int and count >= 0 for count in counts) and not transformed

@@ -36,15 +36,10 @@ from torch.futures import Future
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.manifest import (
-    FileEntry,
-    Manifest,
-    ManifestError,
-    checksum,
-    committed_steps,
-)
+from mtrain_cli.launch.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 from mtrain_cli.parallel.collectives import share
 from mtrain_cli.training.checkpoint_files import (
+    METADATA,
     CheckpointPlanner,
     CheckpointReader,
     ForeignFileError,
@@ -106,11 +101,10 @@ class Checkpointer:
         self._saving: threading.Thread | None = None
         self._failure: CheckpointError | None = None
         try:
-            self._on_all_ranks(lambda: self._clean_up() if self._rank == 0 else None)
+            self._on_rank_0(self._clean_up)
         except _Failed as failed:
-            raise CheckpointError(
-                f"{self._directory}: cannot hold checkpoints: {failed}"
-            ) from failed
+            reason = f"{self._directory}: cannot hold checkpoints: {failed}"
+            raise CheckpointError(reason) from failed
 
     def save(self, step: int, state: Mapping[str, Any], asynchronous: bool = True) -> None:
         """Save `state` of `step`, replacing an earlier checkpoint of that step.
@@ -131,18 +125,15 @@ class Checkpointer:
         self._attempts += 1
         partial = self._directory / f"step-{step}.tmp-{self._attempts}"
         trainer = json.loads(json.dumps(state.get("trainer", {})))
-        alone = self._group is None
         written = dcp.async_save(
             self._tensors(state),
             storage_writer=_CheckpointWriter(partial),
             process_group=self._group,
-            no_dist=alone,
+            no_dist=self._group is None,
         )
+        arguments = step, partial, written, trainer
         self._saving = threading.Thread(
-            target=self._commit,
-            args=(step, partial, written, trainer),
-            name="checkpoint",
-            daemon=True,
+            target=self._commit, args=arguments, name="checkpoint", daemon=True
         )
         self._saving.start()
         own = None if asynchronous else self._finish()
@@ -171,17 +162,17 @@ class Checkpointer:
 
         def found() -> bool:
             step = self.latest()
+            if step is None:
+                return False
             try:
-                return (
-                    step is not None and not Manifest.read(self._directory / f"step-{step}").trainer
-                )
+                return not Manifest.read(self._directory / f"step-{step}").trainer
             except (OSError, ValueError):
                 return False  # damaged: loading reports why
 
         return self._on_all_ranks(found)[0]
 
     def describe_fallback(self) -> str:
-        """Say what a run that just lost a step can resume from, as this rank sees it."""
+        """Say what a run can resume from after a failed save or step, as this rank sees it."""
         # At the next start, `_clean_up` restores an older checkpoint that was set aside.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
             return "the previous checkpoint is intact"
@@ -215,20 +206,17 @@ class Checkpointer:
             parts = self._on_all_ranks(lambda: _verify(folder, self._rank, self._workers))
             problems = list(dict.fromkeys(problem for part in parts for problem in part))
             if problems:
-                return "; ".join(problems[:3]) + (
-                    f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-                )
+                more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+                return "; ".join(problems[:3]) + more
             manifest = Manifest.read(folder)
             if "optimizer" in state and not manifest.trainer:
                 return (
                     "holds only weights, so there is no training to resume; "
                     "start a new run with train.init_from=HF_FOLDER"
                 )
-            tensors = self._tensors(
-                state
-                if manifest.workers == self._workers
-                else {k: v for k, v in state.items() if k != "rng"}
-            )
+            tensors = self._tensors(state)
+            if manifest.workers != self._workers:
+                tensors.pop("rng", None)
             extra = self._on_all_ranks(lambda: _read(folder, tensors))[0]
         except _Failed as error:
             return str(error)
@@ -255,32 +243,23 @@ class Checkpointer:
 
         def own_files() -> dict[str, dict[str, int]]:
             written.result()
-            names = [
-                *(path.name for path in partial.glob(f"__{self._rank}_*")),
-                *([".metadata"] if self._rank == 0 else []),
-            ]
-            return {name: asdict(checksum(partial / name)) for name in names}
+            paths = [*partial.glob(f"__{self._rank}_*")]
+            if self._rank == 0:
+                paths.append(partial / METADATA)
+            return {path.name: asdict(checksum(path)) for path in paths}
 
         try:
-            files = {
-                name: FileEntry(**entry)
-                for part in self._on_all_ranks(own_files)
-                for name, entry in part.items()
-            }
+            parts = self._on_all_ranks(own_files)
+            files = {name: FileEntry(**e) for part in parts for name, e in part.items()}
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
-            self._on_all_ranks(
-                lambda: self._publish(manifest, partial) if self._rank == 0 else None
-            )
+            self._on_rank_0(lambda: self._publish(manifest, partial))
         except Exception as error:  # including a lost peer: the main thread must learn of it
             # Machines may not share the disk, so every rank removes what it can.
             shutil.rmtree(partial, ignore_errors=True)
-            final, reason = (
-                self._directory / f"step-{step}",
-                error if isinstance(error, _Failed) else self._reason(error),
-            )
+            reason = error if isinstance(error, _Failed) else self._reason(error)
             self._failure = CheckpointError(
-                f"{final}: the checkpoint of step {step} was not saved ({reason}); "
-                f"{self.describe_fallback()}"
+                f"{self._directory / f'step-{step}'}: the checkpoint of step {step} was not saved "
+                f"({reason}); {self.describe_fallback()}"
             )
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
@@ -302,9 +281,8 @@ class Checkpointer:
         _fsync_folder(self._directory)
         _remove(replaced)
         # Later steps predate a fallback to an earlier checkpoint: neither count nor remove them.
-        for step in [step for step in committed_steps(self._directory) if step <= manifest.step][
-            self._keep :
-        ]:
+        steps = [step for step in committed_steps(self._directory) if step <= manifest.step]
+        for step in steps[self._keep :]:
             _remove(self._directory / f"step-{step}")
 
     def _clean_up(self) -> None:
@@ -317,6 +295,10 @@ class Checkpointer:
                 replaced.rename(final)
         for partial in self._directory.glob("step-*.tmp-*"):
             shutil.rmtree(partial)
+
+    def _on_rank_0(self, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0. Raise `_Failed` on all ranks if it fails."""
+        self._on_all_ranks(lambda: action() if self._rank == 0 else None)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return the results in rank order (JSON-serialisable).
@@ -396,7 +378,7 @@ def load_model_state(
 def write_model_state(
     directory: str | os.PathLike[str], step: int, model: Mapping[str, Tensor]
 ) -> Path:
-    """Write a checkpoint that holds only a model, from this process alone; return its folder.
+    """Write a checkpoint that holds only a model, without other processes; return its folder.
 
     Raises:
         CheckpointError: it cannot be written.
@@ -410,7 +392,10 @@ class _Failed(Exception):
 
 
 class _CheckpointWriter(dcp.FileSystemWriter):
-    """DCP's writer, with OSError for a full disk: torch.save reports a misplaced end of file."""
+    """DCP's writer, except that a full disk raises OSError.
+
+    torch.save would report an unexpected file position.
+    """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
@@ -427,7 +412,7 @@ class _CheckpointWriter(dcp.FileSystemWriter):
 def _read(
     folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None
 ) -> str | None:
-    """Fill this rank's part of `tensors`; return the first model tensor they lack, or None.
+    """Fill this rank's part of `tensors`; return a stored model tensor they lack, or None.
 
     Every rank reads its part by itself: in DCP's collective load, ranks exchange pickles.
 
@@ -443,10 +428,8 @@ def _read(
         if not error.failures:
             raise
         raise min(error.failures.items())[1][0] from error
-    return next(
-        (name for name in tensors_of(reader.metadata, "model.") if name not in planner.state_dict),
-        None,
-    )
+    stored = tensors_of(reader.metadata, "model.")
+    return next((name for name in stored if name not in planner.state_dict), None)
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
@@ -460,12 +443,10 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found}
     try:
         _read(folder, tensors, reader)
-    except OSError:
+    except (OSError, ForeignFileError):
         raise
     except Exception as error:
-        raise (
-            error if isinstance(error, ForeignFileError) else ForeignFileError(_one_line(error))
-        ) from error
+        raise ForeignFileError(_one_line(error)) from error
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 

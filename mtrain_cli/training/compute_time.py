@@ -1,10 +1,10 @@
 """Time the same compute on every worker, free of communication, to find stragglers.
 
-Whole steps cannot show a straggler: workers wait for one another many times in a step, so all take
-as long as the slowest. This timer covers the part of some layers after attention (output
-projection, norm, MLP) in the first forward pass of a step: equally many tokens on every worker, no
-communication. On a GPU it records two events per layer and reads them a step later, so it never
-synchronises.
+Whole steps cannot show a straggler: workers wait for one another many times in a step, so every
+worker takes as long as the slowest one. This timer covers the part of some layers after attention
+(output projection, norm, MLP) in the first forward pass of a step. Every worker computes equally
+many tokens there and does not communicate. On a GPU the timer records two events per layer and
+reads them a step later, so it never synchronises.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ class ComputeTimer:
 
     def wrap_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return `attend`, extended to mark when the attention of each timed layer ends."""
-        return _TimedAttention(attend, self._mark_attention)
+
+        def timed(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
+            out = attend(q, k, v, layer)
+            self._mark_attention(layer)
+            return out
+
+        return timed
 
     def _mark_attention(self, layer: int) -> None:
         # Recomputation calls attention again; time only the forward pass.
@@ -67,21 +73,6 @@ class ComputeTimer:
                     self._durations[index] = time.perf_counter() - self._attention_ended[index]
 
         return hook
-
-
-class _TimedAttention:
-    """An attention call that marks when it ends; all other attributes pass through."""
-
-    def __init__(self, attend: Callable[..., Tensor], mark: Callable[[int], None]) -> None:
-        self._attend, self._mark_attention = attend, mark
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
-        out = self._attend(q, k, v, layer)
-        self._mark_attention(layer)
-        return out
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attend, name)
 
 
 def _event() -> Any:

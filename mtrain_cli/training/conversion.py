@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mtrain_cli.config import compose
-from mtrain_cli.config.derived import folder_of
+from mtrain_cli.composition import compose
+from mtrain_cli.composition.derived import folder_of
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.mixture import parse_mix
 from mtrain_cli.data.store import META, StoreMeta
@@ -28,6 +29,7 @@ from mtrain_cli.model.huggingface import (
 )
 from mtrain_cli.model.huggingface_config import config_json
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
 from mtrain_cli.training.checkpointer import (
     CheckpointError,
@@ -47,7 +49,7 @@ class Exported:
 
     config: configuration of the run.
     step: step of the exported checkpoint.
-    tokenizer: which tokenizer was exported with it, for the user.
+    tokenizer: a line for the user on the exported tokenizer.
     """
 
     config: Config
@@ -111,9 +113,9 @@ def export_checkpoint(
     require_new_folder(target)
     source = find_source(source)
     run = _run_of(source)
-    config = compose.load(run / RESOLVED)
+    config = resolved_file.load(run / RESOLVED)
     files, remark = (
-        (of_folder(tokenizer), "") if tokenizer is not None else tokenizer_of_run(config, run)
+        tokenizer_of_run(config, run) if tokenizer is None else (of_folder(tokenizer), "")
     )
     # Refuse shapes that the family does not support before reading weights.
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
@@ -122,13 +124,8 @@ def export_checkpoint(
     except CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    problems = parameter_problems(
-        shapes,
-        parameter_shapes(config.model),
-        where=lambda _: source,
-        expected_by=str(run / RESOLVED),
-    )
-    if problems:
+    expected, by = parameter_shapes(config.model), str(run / RESOLVED)
+    if problems := parameter_problems(shapes, expected, where=lambda _: source, expected_by=by):
         raise ConfigError(*problems)
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
@@ -148,11 +145,9 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
     """
     if (run / TOKENIZER).is_dir():
         return of_folder(run / TOKENIZER), ""
+    copy = "copy one with --tokenizer FOLDER"
     if not _was_trained(run):
-        return (
-            None,
-            "no tokenizer: the imported folder has none; copy one with --tokenizer FOLDER",
-        )
+        return None, f"no tokenizer: the imported folder has none; {copy}"
     data, folder = config.data, folder_of(config.train.init_from)
     try:
         if data.kind in ("text", "stdlib"):
@@ -162,23 +157,16 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
         if folder is not None:
             return of_folder(folder), ""
     except ConfigError as error:
-        return None, f"no tokenizer: {error.problems[0]}; copy one with --tokenizer FOLDER"
-    return (
-        None,
-        f"no tokenizer: data.path={data.path} does not name one; copy one with --tokenizer FOLDER",
-    )
+        return None, f"no tokenizer: {error.problems[0]}; {copy}"
+    return None, f"no tokenizer: data.path={data.path} does not name one; {copy}"
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
     """Return the tokenizer of text, with the files next to its tokenizer.json (chat template)."""
     if choice == "bytes":
         return _bytes()
-    path = Path(choice)
-    return (
-        of_folder(path.parent, _eos_id(choice))
-        if path.name == "tokenizer.json"
-        else of_file(path, _eos_id(choice))
-    )
+    path, eos = Path(choice), _eos_id(choice)
+    return of_folder(path.parent, eos) if path.name == TOKENIZER_JSON else of_file(path, eos)
 
 
 def _eos_id(choice: str) -> int | None:
@@ -205,9 +193,10 @@ def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles 
         return None
     if metas[0].tokenizer_identity == ByteTokenizer.identity:
         return _bytes()
-    file = stores[0] / "tokenizer.json"
-    same = folder is not None and _content(folder / "tokenizer.json") == _content(file)
-    return of_folder(folder) if folder is not None and same else of_file(file, metas[0].eos)
+    file = stores[0] / TOKENIZER_JSON
+    if folder is not None and _content(folder / TOKENIZER_JSON) == _content(file):
+        return of_folder(folder)
+    return of_file(file, metas[0].eos)
 
 
 def _bytes() -> TokenizerFiles:
@@ -223,11 +212,9 @@ def _content(file: Path) -> bytes | None:
 def _was_trained(run: Path) -> bool:
     """Return False for an import, whose only checkpoint holds only weights."""
     checkpoints = run / "checkpoints"
+    steps = committed_steps(checkpoints)
     try:
-        return any(
-            Manifest.read(checkpoints / f"step-{step}").trainer
-            for step in committed_steps(checkpoints)
-        ) or not committed_steps(checkpoints)
+        return not steps or any(Manifest.read(checkpoints / f"step-{n}").trainer for n in steps)
     except ManifestError:
         return True  # loading reports the problem
 

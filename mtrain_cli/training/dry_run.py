@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from rich.text import Text
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.environment import host_memory
+from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.sparsity.pattern import display_name
@@ -24,7 +24,6 @@ from mtrain_cli.training.memory import GIB, estimate_memory
 from mtrain_cli.training.memory_search import longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import (
-    ASSUMED_GPU,
     FITS,
     KEPT,
     SHORTEST_SEQ,
@@ -60,7 +59,7 @@ def render(plan: RunPlan) -> RenderableType:
     computes_less = (
         config.sparsity.pattern != "dense"
         and not computes_everything(config)
-        and (config.sparsity.dense_steps or 0) < config.train.steps
+        and config.sparsity.dense_steps < config.train.steps
     )
     sparse_note = f" if dense ({config.sparsity.pattern} executes less)" if computes_less else ""
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}"
@@ -99,11 +98,8 @@ def search_rows(plan: RunPlan) -> list[RenderableType]:
     """Show what `train.memory=auto` chose, and what it rejected and why."""
     if plan.search is None or plan.search.chosen is None:
         return []
-    rejected = "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
-    return [
-        Text(f"{describe_choice(plan)}."),
-        Text(f"Rejected, fastest setting of each kind: {rejected}.", style="dim"),
-    ]
+    rejected = f"Rejected, fastest setting of each kind: {describe_rejected(plan)}."
+    return [Text(f"{describe_choice(plan)}."), Text(rejected, style="dim")]
 
 
 def describe_choice(plan: RunPlan) -> str:
@@ -116,23 +112,21 @@ def describe_choice(plan: RunPlan) -> str:
     return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {step}"
 
 
+def describe_rejected(plan: RunPlan) -> str:
+    """List the settings that `train.memory=auto` rejected, with reasons."""
+    assert plan.search is not None
+    return "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
+
+
 def verdict(plan: RunPlan) -> list[RenderableType]:
     """Say what to change if a plan does not fit, and how long a sequence may be."""
-    chosen = (
-        plan.search is not None
-        and plan.config.train.keep_mlp
-        and plan.requested is not None
-        and not plan.requested.train.keep_mlp
-    )
+    if plan.environment.device == "cpu":
+        lines = [] if fits(plan) else [f"Does not fit this machine: {advice(plan)}"]
+        return [Text(line, style="red") for line in lines]
+    requested = plan.requested.train.keep_mlp if plan.requested is not None else True
+    chosen = plan.search is not None and plan.config.train.keep_mlp and not requested
     kept = f"; {KEPT}" if chosen else ""
-    return [
-        *_verdict(plan),
-        *(
-            []
-            if plan.environment.device == "cpu"
-            else [Text(f"{FITS[0].upper()}{FITS[1:]}{kept}.", style="dim")]
-        ),
-    ]
+    return [*_gpu_verdict(plan), Text(f"{FITS}{kept}.", style="dim")]
 
 
 def fits(plan: RunPlan) -> bool:
@@ -142,38 +136,28 @@ def fits(plan: RunPlan) -> bool:
     return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
 
 
-def _verdict(plan: RunPlan) -> list[RenderableType]:
-    config = plan.config
-    on_cpu = plan.environment.device == "cpu"
-    if on_cpu and not fits(plan):
-        return [Text(f"Does not fit this machine: {advice(plan)}", style="red")]
-    if on_cpu:
-        return []
-    if plan.search is not None:
-        if plan.search.chosen is None:
-            return [Text(f"Does not fit: {refusal(plan, plan.search)}.", style="red")]
-        longest = longest_seq(plan)
-        longest_text = "none" if longest is None else _at_least(longest)
-        return [Text(f"Longest sequence that fits with train.memory=auto: {longest_text}.")]
+def _gpu_verdict(plan: RunPlan) -> list[RenderableType]:
     lines: list[RenderableType] = []
     if not fits(plan):
-        lines.append(Text(f"Does not fit: {refusal(plan, search(plan))}.", style="red"))
-    longest = longest_seq(plan)
-    automatic = longest_seq(dataclasses.replace(plan, config=with_memory(config, "auto")))
-    shown = ["none" if seq is None else _at_least(seq) for seq in (longest, automatic)]
-    on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
-    lengths = f"{shown[0]} with these settings, {shown[1]} with train.memory=auto"
-    lines.append(Text(f"Longest sequence that fits {on}: {lengths}.", style="dim"))
+        found = search(plan) if plan.search is None else plan.search
+        lines.append(Text(f"Does not fit: {refusal(plan, found)}.", style="red"))
+    if plan.search is None:
+        train = dataclasses.replace(plan.config.train, memory="auto")
+        config = dataclasses.replace(plan.config, train=train)
+        automatic = _longest(dataclasses.replace(plan, config=config))
+        on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
+        lengths = f"{_longest(plan)} with these settings, {automatic} with train.memory=auto"
+        lines.append(Text(f"Longest sequence that fits {on}: {lengths}.", style="dim"))
+    elif not lines:
+        longest = _longest(plan)
+        lines.append(Text(f"Longest sequence that fits with train.memory=auto: {longest}."))
     return lines
 
 
-def _at_least(seq: int) -> str:
-    """Format a length that the search found: it tries only a few lengths per power of two."""
-    return f"at least {format_size(seq)}"
-
-
-def with_memory(config: Config, memory: str) -> Config:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, memory=memory))
+def _longest(plan: RunPlan) -> str:
+    """Format the longest length that fits. The search tries only a few per power of two."""
+    seq = longest_seq(plan)
+    return "none" if seq is None else f"at least {format_size(seq)}"
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
@@ -203,34 +187,27 @@ def memory_table(plan: RunPlan) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
-    rows = {
-        **{name.replace("_", " "): part for name, part in peak.parts.items()},
-        "CUDA and NCCL": memory.reserve,
-    }
-    for name, part in rows.items():
+    for name, part in (*peak.parts.items(), ("CUDA and NCCL", memory.reserve)):
         if part:
-            table.add_row(
-                name, size(part), Text("█" * round(30 * part / memory.total), style="cyan")
-            )
+            bar = Text("█" * round(30 * part / memory.total), style="cyan")
+            table.add_row(name.replace("_", " "), size(part), bar)
     total = Text("total", style="bold not dim"), Text(size(memory.total), style="bold")
     table.add_row(*total, describe_fit(plan))
-    moments = [
-        f"{moment.name} {size(moment.allocated)}" for moment in memory.moments if moment is not peak
-    ]
+    moments = [f"{m.name} {size(m.allocated)}" for m in memory.moments if m is not peak]
     choices = [f"{name} {size(total)}" for name, total in totals_by_recomputation(plan).items()]
     workers = plan.environment.local_workers
     offloaded = _per_worker_and_machine(memory.host, workers, "pinned host memory")
     saving = _per_worker_and_machine(memory.saving, workers, "more host memory")
+    # On a CPU, the totals include the copy that a checkpoint makes in host memory.
+    copies = plan.environment.device == "cpu" and memory.host_peak
+    note = " (while a checkpoint is written)" if copies else ""
     return Group(
         Text.assemble(("Peak memory of a worker", "bold"), f", at the {peak.name}"),
         table,
         Text(f"At other moments: {', '.join(moments)}.", style="dim"),
         *([Text(f"Offloaded: {offloaded}.")] if memory.host else []),
         *([Text(f"While a checkpoint is written: {saving}.")] if memory.saving else []),
-        Text(
-            f"With train.activation_checkpoint{_checkpoint_note(plan)}: {', '.join(choices)}.",
-            style="dim",
-        ),
+        Text(f"With train.activation_checkpoint{note}: {', '.join(choices)}.", style="dim"),
     )
 
 
@@ -238,32 +215,15 @@ def _per_worker_and_machine(number: int, workers: int, memory: str) -> str:
     return f"{size(number)} {memory} per worker, {size(number * workers)} per machine"
 
 
-def _checkpoint_note(plan: RunPlan) -> str:
-    """On a CPU, the totals include the copy that a checkpoint makes in host memory."""
-    return (
-        " (while a checkpoint is written)"
-        if plan.environment.device == "cpu" and plan.memory.host_peak
-        else ""
-    )
-
-
 def describe_activations(config: Config) -> str:
     """Describe what layers keep for the backward pass, and where."""
     train = config.train
-    kept = (
-        f" (last {train.checkpoint_keep:.0%} kept)"
-        if train.activation_checkpoint == "sequence_selective"
-        else ""
-    )
-    on_host, layers = (
-        layers_on_host(train.offload_activations, config.model.num_layers),
-        config.model.num_layers,
-    )
-    offloaded = (
-        f", {'' if on_host == layers - 1 else f'{on_host} of {layers} layers '}offloaded"
-        if on_host
-        else ""
-    )
+    partial = train.activation_checkpoint == "sequence_selective"
+    kept = f" (last {train.checkpoint_keep:.0%} kept)" if partial else ""
+    layers = config.model.num_layers
+    on_host = layers_on_host(train.offload_activations, layers)
+    part = "" if on_host == layers - 1 else f"{on_host} of {layers} layers "
+    offloaded = f", {part}offloaded" if on_host else ""
     layers_kept = layers_with_products(train.keep_mlp, layers)
     which = "all" if layers_kept == layers else f"{layers_kept} of {layers}"
     products = f", MLP products of {which} layers kept" if layers_kept else ""
@@ -282,11 +242,11 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
         )
         other = estimate_memory(
             dataclasses.replace(plan.config, train=train),
-            workers=plan.environment.workers,
+            workers=plan.dims.workers,
             layout=plan.layout,
             exchange=plan.exchange,
             kernel=plan.kernel,
-            dtype_bytes=getattr(torch, plan.dtype).itemsize,
+            dtype_bytes=plan.dtype_bytes,
             cuda=plan.environment.device == "cuda",
         )
         totals[kind] = plan.device_bytes(other)
@@ -294,42 +254,33 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
 
 
 def describe_fit(plan: RunPlan) -> Text:
-    """Say whether the peak fits, and in what."""
+    """Say whether the peak fits, and into which memory."""
     word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
     if plan.environment.device == "cpu":
         workers = plan.environment.local_workers
         share = plan.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         # Say "saving" where the total includes a checkpoint; the text must fit 80 columns.
-        saving = ", saving," if plan.memory.host_peak else " of them"
-        workers_note = (
-            f"{workers}{saving} take "
-            if workers > 1
-            else "saving, it takes "
-            if plan.memory.host_peak
-            else ""
-        )
-        return Text(f"{word}: {workers_note}{percent} of {size(host_memory())}", style=style)
+        saving = bool(plan.memory.host_peak)
+        who = "saving, it takes " if saving else ""
+        if workers > 1:
+            who = f"{workers}{', saving,' if saving else ' of them'} take "
+        return Text(f"{word}: {who}{percent} of {size(host_memory())}", style=style)
     if plan.capacity is not None:
         share = plan.memory.total / plan.capacity
-        return Text(
-            f"{word}: {share:.0%} of the {size(plan.capacity)} of {plan.gpu or 'a GPU'}",
-            style=style,
-        )
+        of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"
+        return Text(f"{word}: {share:.0%} of the {of}", style=style)
     if not plan.has_room_for(plan.memory, float("inf")):
         return Text("does not fit the memory of the host", style="red")
-    large_enough = [name for name, gib in GPU_MEMORY if plan.memory.total <= USABLE * gib * GIB]
-    return (
-        Text(f"fits GPUs of {large_enough[0]} and larger", style="green")
-        if large_enough
-        else Text("fits no current GPU", style="red")
-    )
+    for name, gib in GPU_MEMORY:
+        if plan.memory.total <= USABLE * gib * GIB:
+            return Text(f"fits GPUs of {name} and larger", style="green")
+    return Text("fits no current GPU", style="red")
 
 
 def advice(plan: RunPlan) -> str:
     """Say what CPU workers need and what would help, for a plan that does not fit this machine."""
-    workers = plan.environment.workers
-    fewer = _fewer_workers(plan)
+    workers = plan.dims.workers
     helps = [
         f"train.activation_checkpoint={kind}"
         for kind, total in totals_by_recomputation(plan).items()
@@ -337,7 +288,7 @@ def advice(plan: RunPlan) -> str:
     ][:1]
     if (seq := _longest_seq(plan)) is not None:
         helps.append(f"seq={format_size(seq)}")
-    if fewer is not None:
+    if (fewer := _fewer_workers(plan)) is not None:
         helps.append(f"topology.workers={fewer}")
     would = f"{' or '.join(helps)} would fit" if helps else "only a smaller model would fit"
     device = "" if plan.config.topology.device == "auto" else "topology.device=cuda "
@@ -350,7 +301,7 @@ def advice(plan: RunPlan) -> str:
 
 def _fewer_workers(plan: RunPlan) -> int | None:
     """Return the most workers that fit this machine, halving the planned number."""
-    workers = plan.environment.workers // 2
+    workers = plan.dims.workers // 2
     while workers:
         topology = dataclasses.replace(plan.config.topology, workers=workers)
         with contextlib.suppress(ConfigError):
@@ -380,63 +331,47 @@ def describe_rope(plan: RunPlan) -> str:
     if rope.scaling == "none":
         return f"rotary, theta {rope.theta:,.0f}, no scaling"
     reach = f"from {format_size(rope.original_max_position)} tokens"
-    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {plan.rope_factor:g} {reach}"
+    factor = rope_factor(rope, plan.config.seq)
+    return f"rotary, theta {rope.theta:,.0f}, {rope.scaling} by {factor:g} {reach}"
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:
     """Show where the weights come from, and how the run differs from their folder."""
     if config.train.init_from is None:
         return []
-    return [
-        ("weights", f"from {config.train.init_from}"),
-        *(("", line) for line in initial_weights.remarks(config)),
-    ]
+    notes = [("", line) for line in initial_weights.remarks(config)]
+    return [("weights", f"from {config.train.init_from}"), *notes]
 
 
 def describe_step(plan: RunPlan) -> str:
-    train, environment = plan.config.train, plan.environment
-    batch = "1 sequence" if train.global_batch == 1 else f"{train.global_batch} sequences"
-    split = (
-        ""
-        if train.global_batch == 1
-        else f" = {environment.dp} x {train.micro_batch} x {plan.micro_batches} accumulated"
-    )
-    return f"{plan.tokens_per_step:,} tokens, {batch}{split}"
+    train = plan.config.train
+    if train.global_batch == 1:
+        return f"{plan.tokens_per_step:,} tokens, 1 sequence"
+    split = f"{plan.dims.dp} x {train.micro_batch} x {plan.micro_batches} accumulated"
+    return f"{plan.tokens_per_step:,} tokens, {train.global_batch} sequences = {split}"
 
 
 def describe_time(plan: RunPlan) -> str:
     """Describe the FLOP of a step and its time at a usual MFU on the planned or assumed GPU."""
     text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
-    if plan.environment.device == "cpu":
+    peak = peak_flops(plan.gpu_name)
+    if plan.environment.device == "cpu" or peak is None:
         return text
-    name = plan.gpu or ASSUMED_GPU
-    peak = peak_flops(name)
-    if peak is None:
-        return text
-    seconds = (
-        plan.flops.model * plan.tokens_per_step / (USUAL_MFU * peak * plan.environment.workers)
-    )
-    return f"{text}: {duration(seconds)} at {USUAL_MFU:.0%} of the {flop(peak)}/s of {name}"
+    seconds = plan.flops.model * plan.tokens_per_step / (USUAL_MFU * peak * plan.dims.workers)
+    rate = f"{USUAL_MFU:.0%} of the {flop(peak)}/s of {plan.gpu_name}"
+    return f"{text}: {duration(seconds)} at {rate}"
 
 
 def describe_workers(plan: RunPlan) -> str:
-    environment = plan.environment
-    unit = plan.gpu or ("GPU" if environment.device == "cuda" else "CPU process")
-    if environment.workers > 1 and not plan.gpu:
-        unit += "es" if unit.endswith("s") else "s"
-    nodes = (
-        f", {environment.nodes} nodes of {environment.workers_per_node}"
-        if environment.nodes > 1
-        else ""
-    )
-    assumed = (
-        ", assumed for topology.workers=auto: give the number of GPUs"
-        if plan.elsewhere and plan.config.topology.workers == "auto"
-        else ""
-    )
-    degrees = f"{environment.dp} data x {environment.cp} context"
-    times = "x " if plan.gpu else ""
-    return f"{environment.workers} {times}{unit} = {degrees}{nodes}{assumed}"
+    environment, dims = plan.environment, plan.dims
+    unit = "GPU" if environment.device == "cuda" else "CPU process"
+    plural = "" if dims.workers == 1 else "s" if environment.device == "cuda" else "es"
+    text = f"{dims.workers} {f'x {plan.gpu}' if plan.gpu else unit + plural} = {dims}"
+    if environment.nodes > 1:
+        text += f", {environment.nodes} nodes of {environment.workers_per_node}"
+    if plan.elsewhere and plan.config.topology.workers == "auto":
+        text += ", assumed for topology.workers=auto: give the number of GPUs"
+    return text
 
 
 def describe_sparsity(plan: RunPlan) -> str:
@@ -444,20 +379,17 @@ def describe_sparsity(plan: RunPlan) -> str:
     if pattern is None:
         return "dense: every pair that the mask allows"
     dense = plan.config.sparsity.dense_steps
-    return f"{display_name(pattern)}: {pattern.describe()}" + (
-        f"; the first {dense} steps dense" if dense else ""
-    )
+    first = f"; the first {dense} steps dense" if dense else ""
+    return f"{display_name(pattern)}: {pattern.describe()}{first}"
 
 
 def describe_layout(plan: RunPlan) -> str:
     layout = plan.layout
-    name = (
-        f"{layout.name}, blocks of {layout.block_size}" if layout.name == "striped" else layout.name
-    )
+    blocks = f", blocks of {layout.block_size}" if layout.name == "striped" else ""
     pads = layout.padded_seq - layout.seq
     padding = f", {pads:,} of {layout.padded_seq:,} are padding" if pads else ""
     tokens = f"{layout.tokens_per_worker:,} tokens per worker{padding}"
-    return f"{name}: {tokens}; {_layout_reason(plan)}"
+    return f"{layout.name}{blocks}: {tokens}; {_layout_reason(plan)}"
 
 
 def _layout_reason(plan: RunPlan) -> str:
@@ -465,37 +397,29 @@ def _layout_reason(plan: RunPlan) -> str:
     config = plan.config
     if config.topology.layout != "auto":
         return "as configured"
-    if plan.environment.cp == 1:
+    if plan.dims.cp == 1:
         return "auto: each worker holds whole sequences, so layouts do not differ"
     if plan.layout.name == "zigzag":
         return "auto: dense attention without documents; zigzag balances it in the largest pieces"
-    uneven = (
-        "packed documents"
-        if config.sparsity.pattern == "dense"
-        else f"the index of {config.sparsity.pattern}"
-    )
+    pattern = config.sparsity.pattern
+    uneven = "packed documents" if pattern == "dense" else f"the index of {pattern}"
     return f"auto: stripes balance the work of {uneven}"
 
 
 def describe_compile(plan: RunPlan) -> str:
-    asked = plan.config.train.compile
+    auto = plan.config.train.compile == "auto"
     if not compiles(plan.config, plan.environment.device):
-        return "off" + (
-            "; train.compile=auto compiles only on GPUs"
-            if asked == "auto"
-            else " (train.compile=false)"
-        )
-    reason = "train.compile=auto, on GPUs" if asked == "auto" else "train.compile=true"
+        why = "; train.compile=auto compiles only on GPUs" if auto else " (train.compile=false)"
+        return f"off{why}"
+    reason = "train.compile=auto, on GPUs" if auto else "train.compile=true"
     return f"on ({reason}): the first step compiles first, which can take minutes"
 
 
 def describe_dtype(plan: RunPlan) -> str:
     train = plan.config.train
-    text = (
-        plan.dtype
-        if plan.dtype == "float32"
-        else f"{plan.dtype} compute; float32 parameters, gradients and AdamW states"
-    )
+    text = plan.dtype
+    if plan.dtype != "float32":
+        text += " compute; float32 parameters, gradients and AdamW states"
     if plan.config.optim.offload:
         states = "float32 parameters and AdamW states in host memory"
         text = f"{plan.dtype} compute and weights, float32 gradients; {states}"
@@ -510,7 +434,7 @@ def describe_traffic(plan: RunPlan) -> str:
     host, n = plan.received.host, plan.micro_batches
     on_gpu = plan.environment.device == "cuda"
     link = f"{size(host)} between GPU and host per step" if host and on_gpu else ""
-    if plan.environment.workers == 1:
+    if plan.dims.workers == 1:
         return link or "none, one worker"
     forward, backward = size(plan.received.forward), size(plan.received.backward)
     exchange = f"KV {forward} forward and {backward} backward per layer and pass"
@@ -519,7 +443,7 @@ def describe_traffic(plan: RunPlan) -> str:
     each = "" if n == 1 or shard == "optimizer" else f" in each of {n} micro-batches"
     schedule = f"gathered {times}{' and' if shard == 'full' else ','} reduced{each}"
     weights = f"weights and gradients {size(plan.received.weights)} per step ({schedule})"
-    parts = (exchange if plan.environment.cp > 1 else "no KV", weights, link)
+    parts = (exchange if plan.dims.cp > 1 else "no KV", weights, link)
     return "; ".join(part for part in parts if part)
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,10 +77,8 @@ class Evaluation:
 
 def bucket_edges(seq: int) -> np.ndarray:
     """Return the bucket boundaries 0, 128, 256, ..., seq."""
-    powers = [
-        FIRST_EDGE << n for n in range(max(0, math.ceil(math.log2(max(1, seq / FIRST_EDGE)))))
-    ]
-    return np.array([0, *(edge for edge in powers if edge < seq), seq])
+    doublings = math.ceil(math.log2(max(1, seq / FIRST_EDGE)))
+    return np.array([0, *(FIRST_EDGE << n for n in range(doublings)), seq])
 
 
 def evaluate(trainer: Trainer) -> Evaluation:
@@ -93,9 +92,9 @@ def evaluate(trainer: Trainer) -> Evaluation:
     bounds = bucket_edges(trainer.config.seq)
     # The last column collects tokens without a label.
     sums = torch.zeros(2, len(bounds), dtype=torch.float64, device=trainer.device)
-    replica = e.rank // e.cp
+    replica = e.dims.coordinate("dp", e.rank)
     with torch.no_grad():
-        for first in range(0, len(held_out), e.dp):
+        for first in range(0, len(held_out), e.dims.dp):
             # Workers gather parameters together, so a worker without a sequence of its own
             # computes another one's and does not count it.
             own = first + replica < len(held_out)
@@ -111,30 +110,18 @@ def evaluate(trainer: Trainer) -> Evaluation:
     reshard(trainer.decoder)  # no backward pass follows to reshard it
     totals = sums.cpu()
     dist.all_reduce(totals, group=trainer.host_group)
-    return _evaluation(
-        trainer,
-        totals.numpy()[:, :-1],
-        bounds,
-        time.perf_counter() - started,
-        "dense" if make.pattern is None else None,
-    )
-
-
-def _evaluation(
-    trainer: Trainer, totals: np.ndarray, bounds: np.ndarray, seconds: float, attention: str | None
-) -> Evaluation:
-    losses, counts = totals
+    losses, counts = totals.numpy()[:, :-1]
     buckets = tuple(
         ContextBucket(int(begin), int(end), int(count), float(loss / count) if count else None)
-        for begin, end, loss, count in zip(bounds[:-1], bounds[1:], losses, counts, strict=True)
+        for (begin, end), loss, count in zip(pairwise(bounds), losses, counts, strict=True)
     )
     return Evaluation(
         step=trainer.step,
         loss=float(losses.sum() / max(1.0, counts.sum())),
         tokens=int(counts.sum()),
         sequences=len(trainer.held_out),
-        seconds=seconds,
-        attention=attention or trainer.config.sparsity.pattern,
+        seconds=time.perf_counter() - started,
+        attention="dense" if make.pattern is None else trainer.config.sparsity.pattern,
         buckets=buckets,
     )
 
@@ -142,7 +129,8 @@ def _evaluation(
 def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
     """Return the bucket of every token of this worker, int64 [batch * tokens]."""
     positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
-    begins = np.stack([mask.first[row] for mask, row in zip(host.masks, positions, strict=True)])
+    masks = host.plan.masks
+    begins = np.stack([mask.first[row] for mask, row in zip(masks, positions, strict=True)])
     places = np.searchsorted(bounds, positions - begins, side="right") - 1
     return torch.from_numpy(np.where(labels < 0, len(bounds) - 1, places).ravel())
 

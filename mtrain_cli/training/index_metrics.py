@@ -46,7 +46,7 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
     over all layers (each a sum over sequences of means over heads), and the number of sequences.
 
     Args:
-        records: of one pattern.
+        records: index records of one pattern.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     by_batch_size: dict[int, list[IndexRecord]] = {}
@@ -55,14 +55,9 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
     # Integer sums are exact in any order.
     sums = torch.zeros(layers + 2, dtype=torch.int64, device=device)
     for group in by_batch_size.values():
-        lines = [
-            t
-            for record in group
-            for t in (record.counts.pairs, record.counts.slashes, record.counts.columns)
-        ]
-        places = torch.tensor(
-            [place for record in group for place in (record.layer, layers, layers + 1)]
-        )
+        counts = [record.counts for record in group]
+        lines = [t for c in counts for t in (c.pairs, c.slashes, c.columns)]
+        places = torch.tensor([p for r in group for p in (r.layer, layers, layers + 1)])
         sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
     means = sums.double() / heads
     means[:layers] *= workers

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mtrain_cli.config.derived import folder_of
+from mtrain_cli.composition.derived import folder_of
 from mtrain_cli.config.keys import show
 from mtrain_cli.config.schema import Config, ConfigError, RopeConfig
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.model.huggingface_config import read_config
+from mtrain_cli.model.huggingface_config import RAMP, read_config
 from mtrain_cli.model.huggingface_config import remarks as config_remarks
 from mtrain_cli.model.rope import rope_factor
-
-_SCALING_FIELDS = {
-    "none": (),
-    "yarn": ("beta_fast", "beta_slow"),
-    "llama3": ("low_freq_factor", "high_freq_factor"),
-}
 
 
 def remarks(config: Config) -> list[str]:
@@ -59,7 +53,7 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
             ]
             pairs += [
                 (name, show(getattr(ours, name)), show(getattr(theirs, name)))
-                for name in _SCALING_FIELDS[ours.scaling]
+                for name in RAMP[ours.scaling]
             ]
     differences = [
         f"model.rope.{name}={value} (the folder: {other})"
@@ -88,7 +82,7 @@ def _beyond_reach(config: Config, reach: int) -> list[str]:
 
 
 def _tokenizer(config: Config, folder: Path) -> list[str]:
-    """Say which tokenizer encodes text if it is the folder's, or is hardly the intended one."""
+    """Say that the folder's tokenizer encodes the text, or warn that bytes encode it."""
     if config.data.kind not in ("text", "stdlib"):
         return []
     if config.data.tokenizer == str(folder / "tokenizer.json"):

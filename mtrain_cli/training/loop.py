@@ -78,11 +78,13 @@ def _train(
         nothing_left = trainer.step >= config.train.steps
         trainer.callbacks += [metrics, *_watches(trainer, progress)]
         try:
-            trainer.callbacks += [
-                make(trainer, run_dir, progress.message) for make in more_callbacks
-            ]
+            for make in more_callbacks:
+                trainer.callbacks.append(make(trainer, run_dir, progress.message))
             trainer.callbacks.append(Evaluations(trainer, run_dir, progress))
             ended = _loop(trainer, checkpointer, progress, StopFlag(run_dir, environment))
+        except Exception as error:
+            _report_error(trainer.callbacks, error)
+            raise
         finally:
             trainer.close()
             metrics.release()
@@ -112,12 +114,10 @@ def _announce(
     for report in reports:
         progress.message(report, warning=True)
     if resume:
-        restart_note = (
-            f", restart {environment.restarts}, on {environment.workers} workers"
-            if environment.restarts
-            else ""
-        )
-        progress.message(f"resumed from the checkpoint of step {trainer.step}{restart_note}")
+        line = f"resumed from the checkpoint of step {trainer.step}"
+        if environment.restarts:
+            line += f", restart {environment.restarts}, on {environment.dims.workers} workers"
+        progress.message(line)
     if environment.rank == 0 and environment.restarts:
         progress.add_earlier_steps(read_metrics(run_dir.path))
 
@@ -132,15 +132,14 @@ def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
 
 
 def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
-    steps, launcher = trainer.config.train.steps, trainer.environment.launcher
-    records = progress_record.record_pattern(run_dir.logs, launcher)
+    launcher = trainer.environment.launcher
     return StateReporter(
         run_dir,
         launcher=launcher,
-        steps=steps,
+        steps=trainer.config.train.steps,
         step=trainer.step,
         workers=trainer.places,
-        records=records,
+        records=progress_record.record_pattern(run_dir.logs, launcher),
     )
 
 
@@ -170,8 +169,6 @@ def _loop(
         try:
             result = trainer.train_step(stop_flag.requested())
         except Exception as error:
-            for callback in callbacks:
-                callback.on_error(error)
             _let_save_finish(trainer, checkpointer, progress, error)
             raise
         stop = result.stop
@@ -186,24 +183,31 @@ def _loop(
     if finish and saved != trainer.step:
         saved = _save(trainer, checkpointer, progress)
     save_failed = _wait(checkpointer, progress)
-    # After the state is safe, since completing a profile can take a while.
+    # Close callbacks after the save, since completing a profile can take a while.
     for callback in callbacks:
         callback.close()
     if finish and save_failed:
         raise CheckpointError(
             f"could not save the state of step {trainer.step}; {checkpointer.describe_fallback()}"
         )
-    return (
-        f"trained to step {trainer.step}"
-        if trainer.step >= config.train.steps
-        else f"stopped on request after step {trainer.step}, saved"
-    )
+    if trainer.step >= config.train.steps:
+        return f"trained to step {trainer.step}"
+    return f"stopped on request after step {trainer.step}, saved"
+
+
+def _report_error(callbacks: Sequence[Callback], error: Exception) -> None:
+    """Call every `on_error`. A callback that fails there must not hide the error."""
+    for callback in callbacks:
+        try:
+            callback.on_error(error)
+        except Exception as failed:
+            error.add_note(f"{type(callback).__name__}.on_error failed: {failed}")
 
 
 def _let_save_finish(
     trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, error: Exception
 ) -> None:
-    """Wait for the save in progress where all workers fail together; others may be gone.
+    """Wait for the save in progress if all workers fail together; else some may be gone.
 
     Raises:
         NonFiniteError: instead of `error`, with the checkpoint to fall back to and a remedy.
@@ -221,13 +225,12 @@ class MetricsLog(Callback):
     """Write every step to metrics.jsonl on the first worker, and show it with its warnings."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
-        tensorboard, start = trainer.config.run.tensorboard, trainer.step
-        self._progress = progress
-        self._writer = (
-            MetricsWriter(run_dir.path, tensorboard=tensorboard, start_step=start)
-            if trainer.environment.rank == 0
-            else None
-        )
+        self._progress, self._writer = progress, None
+        if trainer.environment.rank == 0:
+            tensorboard = trainer.config.run.tensorboard
+            self._writer = MetricsWriter(
+                run_dir.path, tensorboard=tensorboard, start_step=trainer.step
+            )
 
     def after_step(self, step: FinishedStep) -> None:
         problem = self._writer.write(step.metrics) if self._writer is not None else None
@@ -250,13 +253,10 @@ class Evaluations(Callback):
         self._trainer, self._progress = trainer, progress
         first = trainer.environment.rank == 0 and bool(trainer.held_out)
         self._writer = EvaluationWriter(run_dir.path, trainer.step) if first else None
-        # A run that resumes at the step of its last evaluation has done that one.
-        rows = self._writer.kept if self._writer is not None else []
-        same = bool(rows) and (rows[-1]["step"], rows[-1].get("sequences")) == (
-            trainer.step,
-            len(trainer.held_out),
-        )
-        done = torch.tensor(int(same))
+        # A run that resumes at the step of its last evaluation must not repeat it.
+        last = self._writer.kept[-1:] if self._writer is not None else []
+        this = trainer.step, len(trainer.held_out)
+        done = torch.tensor(int([(row["step"], row.get("sequences")) for row in last] == [this]))
         dist.all_reduce(done, group=trainer.host_group)
         self._done = trainer.step if done else -1
 
@@ -264,7 +264,7 @@ class Evaluations(Callback):
         self._evaluate(at_end=self._trainer.step == 0)
 
     def after_step(self, step: FinishedStep) -> None:
-        # Whoever asked for a stop waits for the checkpoint.
+        # After a stop request the user waits for the checkpoint, so do not evaluate.
         if not step.result.stop:
             self._evaluate(at_end=step.last)
 

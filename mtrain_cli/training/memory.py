@@ -1,31 +1,35 @@
-"""GPU memory of one worker in closed form: the parts of a step at each moment that can be the peak.
+"""Estimate a worker's GPU memory in closed form, by part, at each moment that can be the peak.
 
 Symbols: T tokens of a worker and micro-batch (including padding), C hidden, A = heads * head_dim,
 K = kv_heads * head_dim, I intermediate, V vocabulary, L layers, W workers, e bytes of the compute
 dtype, P_l weights of a layer, P_r weights outside the layers (embedding, norm, LM head). The order
-of events is that of FSDP2 (torch/distributed/fsdp/_fully_shard), `Decoder`, the exchanges and the
-fused LM head and loss; norms are counted as CUDA's fused ones. With train.compile, the backward
-pass of a layer takes less.
+of events follows FSDP2 (torch/distributed/fsdp/_fully_shard), `Decoder`, the exchanges and the
+fused LM head and loss. Norms are CUDA's fused kernels. With train.compile, a layer's backward pass
+takes less memory than estimated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cache, cached_property
 
 from mtrain_cli.attention.block_lists import list_widths
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
-from mtrain_cli.config.schema import Config, ModelConfig, SparsityConfig
+from mtrain_cli.config.schema import Config, ModelConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.activation_offload import block_sizes, layers_on_host
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.lowering import SHARDS, lower
+from mtrain_cli.parallel.program import KEYS, Compute, Program, ShardSizes, low, pool_bytes
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.pattern import Pattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import attention_kept
 from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30
-# Outside the allocator and rough: observed to vary by some hundred MiB between drivers and NCCLs.
+# Rough, outside the allocator: drivers and NCCL versions differ by some hundred MiB.
 CONTEXT_BYTES = 600 * MIB  # CUDA context, kernels, cuBLAS
 COMMUNICATOR_BYTES = 400 * MIB  # NCCL channels and buffers, per communicator
 # From kernels/triton/sparse/key_gradient.py, which cannot be imported without Triton.
@@ -40,34 +44,34 @@ class MemoryMoment:
     parameters: float32 shards, 4 (P_l L + P_r) / W, with each dimension 0 rounded up to a multiple
         of W; e instead of 4 with optim.offload.
     optimizer: both AdamW states in float32, 8 (P_l L + P_r) / W; 0 with optim.offload.
-    gradients: 4 P / W of the layers (and root) reduced so far. With accumulation over micro-batches
-        those of all layers, and 4 P unsharded with train.shard=optimizer. 0 with
-        optim.offload_gradients and no accumulation.
+    gradients: 4 P_l / W per layer (and 4 P_r / W) reduced so far. With several micro-batches,
+        4 (P_l L + P_r) / W throughout, or 4 (P_l L + P_r) with train.shard=optimizer. 0 with
+        optim.offload_gradients and a single micro-batch.
     working_weights: unsharded weights e (P_r + P_l), the next layer's gathered weights e P_l (all
-        layers' unless train.shard=full), gradients e (P_l + V C), and the input r P_l of the
-        current reduce-scatter, in train.reduce_dtype (see `state_memory`).
+        layers' unless train.shard=full), gradients e (P_l + V C), and the current reduce-scatter's
+        input r P_l, with r bytes of train.reduce_dtype (see `state_memory`).
     activations: what layers keep for backward, on the device. Per token and layer:
         no checkpointing: e (4 C + 2 A + 2 K + 4 I) + 4 heads; tiled: e (2 C + 2 A + 2 K) + 4 heads;
         selective: e (C + A) + 4 heads, in a ring plus the 2 e K received from another worker;
         sequence_selective: e C + (e A + 4 heads) train.checkpoint_keep; full: e C.
-        The 4 heads are lse. Counts all layers that are not offloaded, but at least two. Layers of
+        The 4 heads are lse. All layers that are not offloaded count, at least two. Layers with
         train.keep_mlp keep e (C + 2 I) more.
-    layer: the layer in backward: what it recomputes and the gradients of its activations. Either at
-        the MLP's gate, e (6 I + 2 C) per token of a tile (e (4 I + C) if gate and up were kept),
-        less the gradients of its weights if there is one tile, since they come later; or in
-        attention. The larger together with `exchange` counts (see `layer_in_backward`).
-    index: dynamic indices of the layers between forward and backward. Bitmaps take
+    layer: the recomputed tensors and activation gradients of the layer in backward, at the MLP's
+        gate or in attention: whichever is larger together with `exchange` (`layer_in_backward`).
+        The gate takes e (6 I + 2 C) per token of a tile, or e (4 I + C) if gate and up were kept;
+        with one tile, less the MLP's weight gradients, which come later.
+    index: dynamic indices of the layers between forward and backward. A bitmap takes
         heads * (T / block) * (S / block) bytes per layer and sequence of S tokens (all rows if
-        queries circulate), and per-query choices one bit per chunk. Slashes and columns take
-        heads * (S / block + 4 columns) until all layers are counted, and what kernels derive from
-        them about as much (`IndexShape.derived`). A ring that gathers columns once holds
-        2 e heads * columns * head_dim for each layer whose activations are on the device. Bitmaps
-        also hold the pairs of each pair of blocks, 2 bytes, for every micro-batch of the step.
+        queries circulate), and one bit per query and chunk if each query chooses. Slashes and
+        columns take heads * (S / block + 4 columns) until all layers are counted; tensors that
+        kernels derive from them take about as much (`IndexShape.derived`). A ring that gathers
+        columns once holds 2 e heads * columns * head_dim per layer with activations on the device.
+        Counting a bitmap's pairs takes 2 bytes per pair of blocks and micro-batch of the step.
     exchange: KV and its gradients in transit, and the kernel's own buffers. With N = cp T keys,
-        all_gather holds 2 e N K of KV, as much of gradients, and 8 N K while it packs them; in
-        parts of the heads, that of one part plus the KV of the next. One worker holds the gradients
-        of all heads and one part's kernel buffers. A ring holds a few shards of KV and of float32
-        gradients, most of them from step to step (see `exchange_in_backward`, `kernel_backward`).
+        all_gather holds 2 e N K of KV, 2 e N K of gradients, and 8 N K while it packs them; with
+        topology.chunks, only one part of the heads, plus the next part's KV. A single worker holds
+        all heads' gradients and one part's kernel buffers. A ring holds a few shards of KV and of
+        float32 gradients, most of which stay allocated (`exchange_in_backward`, `kernel_backward`).
     loss: float32 logits of one chunk and, in another dtype, their gradient; the float32 gradient
         4 V C of the LM head; 3 e C T for the final hidden states before and after their norm, and
         their gradient.
@@ -106,7 +110,7 @@ class MemoryEstimate:
     moments: candidates for the peak.
     reserve: CUDA context and NCCL, outside the allocator; 0 on a CPU.
     host: host memory for offloaded activations and an offloaded optimizer.
-    saving: host memory for the copy that a checkpoint makes until it is written.
+    saving: host memory for the copy that a checkpoint holds until it is written.
     """
 
     moments: tuple[MemoryMoment, ...]
@@ -116,7 +120,7 @@ class MemoryEstimate:
 
     @property
     def host_peak(self) -> int:
-        """Peak host memory in addition to the device's: while a checkpoint is written."""
+        """Peak host memory, in addition to the device's, while a checkpoint is written."""
         return self.host + self.saving
 
     @property
@@ -150,7 +154,7 @@ def estimate_memory(
     The worker is context rank 0, which holds the largest shards.
 
     Args:
-        layout: of a context group; `layout.workers` = cp.
+        layout: layout of a context group; `layout.workers` = cp.
         kernel: a kernel's name, not `auto`.
         dtype_bytes: bytes of the compute dtype.
     """
@@ -218,9 +222,9 @@ class _StepMemory:
         layers, states = self.model.num_layers, self.states
         kept = self.kept(layers)
         scatter = states.scatter(states.layer_shard)
-        # Memory changes evenly over the layers, except activations, which stop shrinking at the
-        # offloaded layers. The second layer is a candidate, too: it still has another layer's
-        # weights gathered ahead and more gradients than later ones.
+        # Memory changes evenly over the layers, except that activations stop shrinking at the
+        # offloaded layers. The second layer is a candidate, too: backward has gathered the first
+        # layer's weights ahead, and has more gradients than in higher layers.
         places = {
             layers,
             max(1, layers - 1),
@@ -263,7 +267,7 @@ class _StepMemory:
         layer, exchange, freed = (
             self.layer_in_backward(products=at > self.first_with_products)
             if at
-            else (0, self.ring_buffers(), 0)
+            else (0, self.pool(), 0)
         )
         return MemoryMoment(
             name=name,
@@ -280,7 +284,10 @@ class _StepMemory:
         )
 
     def at_loss(self, kept: int) -> MemoryMoment:
-        """Loss: all activations, the last gathered weights, a chunk or the LM head's gradient."""
+        """Return the memory in use while the loss is computed.
+
+        All activations, plus a chunk of logits or the LM head's gradient.
+        """
         rows = max(
             1, min(self.tokens, (self.train.loss_chunk_mib * MIB) // (4 * self.model.vocab_size))
         )
@@ -294,12 +301,12 @@ class _StepMemory:
             + self.states.weights(self.model.num_layers, self.ahead - 1),
             activations=kept,
             indices=self.model.num_layers,
-            # The last layer's output (kept by the final norm), its norm, and the gradient of that.
+            # The last layer's output (kept by the final norm), the normed output, its gradient.
             loss=3 * self.hidden + 4 * self.head + max(chunk, converted),
         )
 
     def at_the_end(self) -> MemoryMoment:
-        """End of backward: the first layer, or the reduction of the embedding and the LM head."""
+        """Return the larger last moment: the first layer, or reducing embedding and LM head."""
         layers, states = self.model.num_layers, self.states
         first_layer = self.moment(
             "backward of layer 1",
@@ -339,7 +346,7 @@ class _StepMemory:
         )
 
     def on_device(self, layers: int) -> int:
-        """Count the layers, of the first `layers`, whose activations are on the device."""
+        """Count which of the first `layers` layers have activations on the device."""
         return max(layers - self.on_host, min(layers, 2))
 
     def host(self) -> int:
@@ -371,16 +378,11 @@ class _StepMemory:
         return 4 * self.hidden + attention + 4 * e * tokens * self.model.intermediate_size
 
     def received_kv(self) -> int:
-        """Bytes of the KV shard that a ring ends with, which it received from another worker."""
-        heads, model = self.exchange.heads, self.model
-        rings = self.exchange.name in ("ring", "hierarchical_ring")
-        if not rings or self.layout.workers == heads:
-            return 0
-        kv_heads = max(model.num_kv_heads // heads, 1)
-        return 2 * self.e * self.tokens * heads * kv_heads * model.head_dim
+        """Bytes of the KV shard that a worker receives last in a ring and keeps."""
+        return self.keys if self.exchange.circulates_among(self.layout.workers) else 0
 
     def kept_index(self, layers: int) -> int:
-        """Bytes of the indices of `layers` layers, and of what counts them."""
+        """Bytes of the indices of `layers` layers, and of the tensors that count pairs."""
         if self.index is None:
             return 0
         gathered = 0 if self.early else self.gathered_columns()
@@ -402,17 +404,18 @@ class _StepMemory:
         return self.e * self.tokens * (self.width + self.kv_width) if self.model.qk_norm else 0
 
     def layer_in_backward(self, *, products: bool) -> tuple[int, int, int]:
-        """Bytes at the larger of two points: the MLP's gate, or attention.
+        """Return (layer, exchange, freed) in bytes at the MLP's gate or in attention.
 
-        Returns (layer, exchange, freed); freed: bytes of kept activations already freed there.
+        The larger of the two counts. freed: kept activations that are freed by then.
 
-        A recomputed layer first recomputes its normalised input, q, k, v and the output and lse
-        that it did not keep. Its MLP, like any tiled one, then holds the gradients of its output,
-        of x and of attention's output. Each tile holds x + attention, its norm, gate, up,
-        silu(gate), their product, and the gradients of product and gate; several tiles also hold
-        float32 gradients of the weights. Without checkpointing and tiles, all of that was kept and
-        backward adds the gradients of product, silu and up. products: x + attention, gate and up
-        were kept.
+        A recomputed layer first recomputes its normed input, q, k, v, and the output and lse that
+        it did not keep. A recomputed or tiled MLP then holds the gradients of its output, of x and
+        of attention's output. Each tile holds x + attention, its norm, gate, up, silu(gate), their
+        product, and the gradients of product and gate; several tiles also hold float32 gradients of
+        the weights. Without checkpointing and tiles, all these tensors were kept, and backward adds
+        the gradients of product, silu and up.
+
+        products: x + attention, gate and up were kept.
         """
         e, tokens, model = self.e, self.tokens, self.model
         wide, out = e * tokens * model.intermediate_size, e * tokens * self.width
@@ -455,132 +458,85 @@ class _StepMemory:
             # Of the layer's kept tensors, those of the MLP are freed before attention.
             freed = 4 * wide + 2 * self.hidden
         exchange = self.exchange_in_backward()
-        buffers = self.ring_buffers()
+        buffers = self.pool()
         return (
             (mlp, buffers, 0)
             if mlp + buffers >= attention + exchange - freed
             else (attention, exchange, freed)
         )
 
-    def ring_buffers(self) -> int:
-        """Bytes of a ring's messages, which stay allocated: shards in transit, and gradients."""
-        exchange, cp = self.exchange, self.layout.workers
-        if exchange.name not in ("ring", "hierarchical_ring") or cp == exchange.heads:
-            return 0
-        e, tokens = self.e, self.tokens * exchange.heads
-        shard = 2 * tokens * max(self.model.num_kv_heads // exchange.heads, 1) * self.model.head_dim
-        across = 1 if exchange.name == "hierarchical_ring" else 0
-        if exchange.circulates == "queries":
-            queries = self.tokens * self.width
-            return (
-                (1 + across) * self.message_of_queries()
-                + (3 + across) * 4 * queries
-                + (e + 4) * shard
-            )
-        return (exchange.prefetch + across) * e * shard + (3 + across) * 4 * shard
+    def pool(self) -> int:
+        """Bytes of the exchange's pool, which stay allocated from layer to layer."""
+        return pool_bytes(self.programs, self.sizes)
 
-    def message_of_queries(self) -> int:
-        """Bytes of q, dout, lse and delta (`circulation.QueryMessage`)."""
-        return 2 * self.e * self.tokens * self.width + 2 * self.heads
+    @cached_property
+    def programs(self) -> tuple[Program, Program]:
+        """The forward and the backward pass. `kernel_backward` counts gathered columns."""
+        return programs_of(self.exchange.name, self.exchange.options(self.layout.workers))
+
+    @cached_property
+    def keys(self) -> int:
+        """Bytes of the KV shard of the ranks that share heads."""
+        return int(low(KEYS).of(self.sizes, self.exchange.heads))
 
     def exchange_in_backward(self) -> int:
         """Peak bytes of attention's backward in addition to its saved inputs.
 
-        They are the gradients of q, k and v, KV of other workers, and the kernel's buffers.
+        Counts the gradients of q, k and v, other workers' KV, and the kernel's buffers.
         """
-        e, cp, exchange = self.e, self.layout.workers, self.exchange
-        queries, shard = self.tokens * self.width, 2 * self.tokens * self.kv_width
-        if exchange.heads > 1:
-            # Tokens of all ranks that share heads, for some heads, plus the buffers that are sent.
-            kv_width = max(self.model.num_kv_heads // exchange.heads, 1) * self.model.head_dim
-            shard = 2 * self.tokens * exchange.heads * kv_width
-            trading = 2 * e * (queries + shard)
-            return trading + self._keys_in_backward(
-                queries, cp // exchange.heads, self.tokens * exchange.heads, kv_width
-            )
-        return self._keys_in_backward(queries, cp, self.tokens, self.kv_width)
-
-    def _keys_in_backward(self, queries: int, ranks: int, tokens: int, kv_width: int) -> int:
-        """Peak bytes of the KV exchange in backward.
-
-        Args:
-            queries: elements of a rank's queries.
-            ranks: number of ranks that exchange keys.
-            tokens: tokens of a rank.
-        """
-        e, exchange = self.e, self.exchange
-        rings = exchange.name in ("ring", "hierarchical_ring")
-        seen = tokens if rings else tokens * ranks
+        e, exchange, model = self.e, self.exchange, self.model
+        ranks, n = self.layout.workers // exchange.heads, exchange.chunks
+        tokens, queries = self.tokens * exchange.heads, self.tokens * self.width
+        circulates = exchange.circulates_among(self.layout.workers)
+        seen = tokens if circulates else tokens * ranks
         # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
         # dk and dv in float32.
-        pieces = ranks > 1 and self.layout.name == "zigzag" and self.index is None
-        grad, buffers = kernel_backward(
-            self.kernel, self.model, self.tokens, seen, e, pieces, self.index
+        zigzag = ranks > 1 and self.layout.name == "zigzag"
+        made, buffers = kernel_backward(
+            self.kernel, model, self.tokens, seen, e, zigzag and self.index is None, self.index
         )
-        keys = 2 * seen * kv_width
-        if rings and ranks > 1:
-            # dq so far and of this step; delta; the current message. A message of keys is the
-            # shard that forward kept.
-            sums = (4 + e) * queries + self.heads
-            message = self.message_of_queries() if exchange.circulates == "queries" else 0
-            if exchange.circulates == "queries" and self.kernel == "sdpa":
-                message += e * queries  # its placeholder for out
-            return sums + message + self.ring_buffers() + grad * keys + buffers
-        n = exchange.chunks
-        copied = (2 * e * queries + self.heads) // n if n > 1 and self.kernel == "sdpa" else 0
-        if ranks == 1 and n > 1:
-            # KV and gradients of one part, and the gradients of all parts.
-            return e * (queries + keys) + (e * queries + (e + grad) * keys + buffers) // n + copied
-        if ranks == 1:
-            return e * queries + grad * keys + max(buffers, e * keys)
-        # One part of the heads at a time. During its kernel: its KV, the next part's KV in transit,
-        # the float32 message of dk and dv of the previous part, and all gradients returned so far;
-        # PyTorch's kernels copy out, dout and lse of the part. Then KV and that message are freed,
-        # and dk and dv become the next message; zigzag first puts them in rank order, between nodes
-        # they are put in node order afterwards. At the end the returned gradients are rounded and
-        # the parts of dq are concatenated.
-        inner = min(ranks, max(1, exchange.per_node // exchange.heads))
-        nodes = exchange.name == "hierarchical_all_gather" and 1 < inner < ranks
-        counterparts = keys // inner if nodes else 0
-        ordered = 3 * grad * keys // (4 * n) if pieces or self.layout.name == "zigzag" else 0
-        most = (
-            e * queries + max((4 + e) * keys // ranks, e * queries + e * keys // ranks)
-            if n > 1
-            else 0
-        )
-        for part in range(n):
-            # The KV of the next part, including what this rank sends of it.
-            coming = e * (keys + keys // ranks + counterparts) // n if part < n - 1 else 0
-            before = 4 * (keys + counterparts) // n if part else 0
-            returned = 4 * keys * part // (n * ranks)
-            computing = copied + (e * keys + buffers) // n + before
-            arriving = 4 * keys // n if nodes else 4 * keys // (n * ranks)
-            packing = 4 * keys // n + max(ordered, arriving)
-            most = max(
-                most,
-                e * queries * (part + 1) // n
-                + grad * keys // n
-                + coming
-                + returned
-                + max(computing, packing),
-            )
-        return most
+        copied = 0  # by PyTorch's kernel: out, dout and lse of a part, or a placeholder for out
+        if self.kernel == "sdpa":
+            copied = (2 * e * queries + self.heads) // n if n > 1 else 0
+            copied += e * queries if exchange.queries_travel and circulates else 0
+        sizes = replace(self.sizes, made_bytes=made)
+        # dk and dv are brought into rank order before they are cut into shards. Striped and
+        # contiguous layouts do so in the same copy, unless ranks share heads.
+        kv = model.head_dim * 2 * tokens * ranks * max(1, model.num_kv_heads // exchange.heads)
+        ordered = 3 * made * kv // (4 * n) if zigzag else 0
+        if exchange.heads > 1:
+            ordered = made * kv // (2 * n)
+        scratch = {Compute.__name__: buffers // n + copied, SHARDS: ordered}
+        return self.pool() + self.programs[1].peak_bytes(sizes, scratch)
+
+    @cached_property
+    def sizes(self) -> ShardSizes:
+        model = self.model
+        return ShardSizes(self.tokens, model.num_heads, model.num_kv_heads, model.head_dim, self.e)
+
+
+@cache
+def programs_of(exchange: str, options: ScheduleOptions) -> tuple[Program, Program]:
+    """Return what a worker runs in forward and in backward."""
+    schedule = make_schedule(exchange, options)
+    return lower(schedule, 0), lower(schedule, 0, backward=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class IndexShape:
     """Sizes of one layer's dynamic index, as one worker holds it for its micro-batch.
 
-    sequences, heads, block, blocks: of the index: all query heads, blocks of a whole sequence.
+    sequences, heads: sequences of the micro-batch, and all query heads.
+    block, blocks: tokens per block, and blocks per whole sequence.
     bitmap: the index lists blocks instead of slashes.
     kept: bytes of the index.
     counted: bytes per micro-batch for counting a bitmap's pairs.
-    columns: packed columns over heads and sequences, padded to tiles; every token may be one if the
-        configuration sets no bound.
-    ways: ranks that share the heads of a call; each holds the tokens of all of them.
+    columns: packed columns over heads and sequences, padded to tiles. If the configuration sets no
+        bound, every token may be a column.
+    ways: ranks that share heads (Ulysses); each call holds the tokens of all these ranks.
     rings: KV or queries circulate.
     gathered: columns are gathered once and kept from forward to backward.
-    diagonals: most slashes per head; 0 = no bound.
+    diagonals: maximum slashes per head; 0 = no bound.
     """
 
     sequences: int
@@ -606,13 +562,9 @@ class IndexShape:
         request = pattern.request()
         blocks = -(-layout.padded_seq // request.block)
         own = -(-blocks // layout.workers)
-        rings = exchange.name in ("ring", "hierarchical_ring") and layout.workers > exchange.heads
+        rings = exchange.circulates_among(layout.workers)
         if request.bitmap:
-            held = (
-                blocks
-                if exchange.heads > 1 or (rings and exchange.circulates == "queries")
-                else own
-            )
+            held = blocks if exchange.heads > 1 or (rings and exchange.queries_travel) else own
             bytes_each = 2 if request.block**2 < 1 << 15 else 4
             kept = sequences * heads * held * blocks
             counted, width = bytes_each * sequences * own * blocks, 0
@@ -621,12 +573,8 @@ class IndexShape:
                 kept += 4 * sequences * heads * held * request.block * chunk_words
                 counted += 8 * sequences * blocks * request.block
         else:
-            most = (
-                sparsity.columns
-                if sparsity.pattern == "fixed"
-                else sparsity.max_columns or layout.padded_seq
-            )
-            width = min(most or 0, blocks * request.block)
+            most = sparsity.column_bound
+            width = min(layout.padded_seq if most is None else most, blocks * request.block)
             kept, counted = sequences * heads * (blocks + 4 * width), 0
         width = -(-width // COLUMN_TILE) * COLUMN_TILE
         return IndexShape(
@@ -641,7 +589,7 @@ class IndexShape:
             ways=exchange.heads,
             rings=rings,
             gathered=rings and exchange.shared_columns and width > 0,
-            diagonals=0 if request.bitmap else _most_diagonals(sparsity, blocks),
+            diagonals=0 if request.bitmap else sparsity.slash_bound(blocks),
         )
 
     def derived(self, kernel: str) -> int:
@@ -700,14 +648,6 @@ class IndexShape:
         )
 
 
-def _most_diagonals(sparsity: SparsityConfig, blocks: int) -> int:
-    """Return the most slashes per head; 0 if the configuration sets no bound."""
-    if sparsity.pattern != "fixed":
-        return sparsity.max_slashes or 0
-    # Drawn slashes crowd near the main diagonal, so they are longer than the mean one.
-    return sparsity.slashes or min(blocks, int((sparsity.density or 0.0) * blocks) + 2)
-
-
 def kernel_backward(
     kernel: str,
     model: ModelConfig,
@@ -728,7 +668,7 @@ def kernel_backward(
     Args:
         queries, keys: tokens of one call times micro-batch.
         pieces: flash4 is called for more than one rectangle.
-        index: narrows the call.
+        index: sizes of the dynamic index; None for dense attention.
     """
     heads, width = model.num_heads, model.num_heads * model.head_dim
     kv_width = model.num_kv_heads * model.head_dim

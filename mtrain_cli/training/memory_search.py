@@ -2,12 +2,13 @@
 
 Step time is estimated from counts alone, so every rank of every run chooses the same setting:
 
-    compute     executed FLOP / (0.56 x peak); a sparse pattern's pairs at its density, or 10 % of
-                the causal pairs if the data decide
-    weights     bytes of `StateMemory.sent` / link, overlapping with compute: a tenth of the
-                transfer is lost, plus the part that is longer than compute
-    activations bytes offloaded / host link: down during the forward pass (a quarter of compute) of
-                the offloaded layers, up during their backward pass, counted like weights
+    compute     executed FLOP / (0.56 x peak). Sparse patterns count pairs by their density, or 10 %
+                of the causal pairs if the data determine the density.
+    weights     transfer time = bytes of `StateMemory.sent` / link. It overlaps with compute, so it
+                costs a tenth of itself, plus any excess over compute.
+    activations transfer time = bytes offloaded / host link. It overlaps with the offloaded layers'
+                forward pass (down, a quarter of compute) and backward pass (up, the rest). Each
+                direction costs a tenth of itself, plus any excess over its pass.
     optimizer   28 bytes per weight of a shard through GPU memory, or through the host's memory,
                 which its workers share
     tiles       0.5 ms per tile of a layer and pass, and per chunk of the loss
@@ -22,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.model.tiling import tile_rows
@@ -93,7 +95,7 @@ class MemorySearch:
     chosen: MemorySetting | None
 
     def rejected(self) -> list[tuple[str, str]]:
-        """Return (label, reason) of the fastest other setting of each kind of checkpointing."""
+        """Return (label, reason) for the fastest setting not chosen, by checkpointing mode."""
         assert self.chosen is not None
         rows: dict[str, tuple[str, str]] = {}
         for setting in self.settings:
@@ -157,9 +159,9 @@ def _variants(plan: RunPlan) -> Iterator[tuple[Config, dict[str, Any]]]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Return whether a setting saves memory elsewhere, so MLP products would not fit, either.
+    """Return whether a setting already drops smaller tensors, so MLP products would not fit.
 
-    They are ten times as large as attention's output.
+    MLP products are ten times as large as attention's output.
     """
     return bool(offload) or kind in ("sequence_selective", "full")
 
@@ -167,9 +169,9 @@ def _short_of_memory(kind: str, offload: bool | int) -> bool:
 def _with_fewest_offloaded(
     plan: RunPlan, config: Config, changes: dict[str, Any]
 ) -> tuple[Config, dict[str, Any]]:
-    """Offload the fewest layers with which the device fits, or all if it never does.
+    """Offload the fewest layers with which the run fits the device, or all if it never fits.
 
-    Host memory grows with the offloaded layers, so no other number can fit if this one does not.
+    Each further layer takes more host memory, so if the fewest do not fit the host, no number does.
     """
     key, layers = "train.offload_activations", config.model.num_layers
 
@@ -209,9 +211,9 @@ def _with_most_products(
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
-    """Return the same run with as many layers' MLP products as there is ample room for.
+    """Return the same run with the MLP products of as many layers as there is ample room for.
 
-    Returns None if that changes nothing: no room, all kept already, or memory is saved elsewhere.
+    Return None if there is no room, if all are kept already, or if the run drops smaller tensors.
     """
     train = plan.config.train
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
@@ -231,7 +233,7 @@ def _priced(plan: RunPlan, config: Config, changes: dict[str, Any]) -> MemorySet
 def _memory(plan: RunPlan, config: Config) -> MemoryEstimate:
     return estimate_memory(
         config,
-        workers=plan.environment.workers,
+        workers=plan.dims.workers,
         layout=plan.layout,
         exchange=plan.exchange,
         kernel=plan.kernel,
@@ -247,9 +249,9 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     pairs = density(config) * causal_pairs(config.seq)
     flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
     n = plan.micro_batches
-    # Of one micro-batch.
-    compute = flop * config.seq * train.micro_batch / environment.cp / (USED_OF_PEAK * peak)
-    states = StateMemory(config, environment.workers, n, e)
+    # Seconds of one micro-batch.
+    compute = flop * config.seq * train.micro_batch / environment.dims.cp / (USED_OF_PEAK * peak)
+    states = StateMemory(config, environment.dims.workers, n, e)
     link = NETWORK if environment.nodes > 1 else NODE_LINK
     seconds = n * compute + _exposed(states.sent() / link, n * compute)
     if train.offload_activations:
@@ -278,11 +280,8 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
 
 def density(config: Config) -> float:
     """Return the share of causal pairs that attention computes, or an assumption."""
-    if config.sparsity.pattern == "dense":
-        return 1.0
-    if config.sparsity.pattern == "fixed" and config.sparsity.density:
-        return min(1.0, config.sparsity.density + 2 * (config.sparsity.columns or 0) / config.seq)
-    return ASSUMED_DENSITY
+    known = config.sparsity.known_density(config.seq)
+    return ASSUMED_DENSITY if known is None else known
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
@@ -310,7 +309,7 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
     qualifier = "at least " if auto else "about "
     exchange_note = (
         f" with topology.exchange={plan.exchange.name}"
-        if plan.environment.cp > 1 and plan.environment.device == "cuda"
+        if plan.dims.cp > 1 and plan.environment.device == "cuda"
         else ""
     )
     host = ""
@@ -363,17 +362,19 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 def _other_exchange(plan: RunPlan) -> str | None:
     """Find an exchange that fits: fewer heads at once, a ring, or gathered keys."""
-    config, environment, exchange = plan.requested or plan.config, plan.environment, plan.exchange
-    if environment.device == "cpu":
+    config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
+    if plan.environment.device == "cpu":
         return None
-    form = "hierarchical_" if exchange.name.startswith("hierarchical") else ""
-    gather, ring = ({"exchange": f"{form}{name}"} for name in ("all_gather", "ring"))
+    gather, ring = (
+        {"exchange": exchange_name(gathers=g, hierarchical=exchange.traits.hierarchical)}
+        for g in (True, False)
+    )
     kv_heads = max(1, config.model.num_kv_heads // exchange.heads)
     candidates: list[dict[str, Any]] = [gather, ring]
-    if ("all_gather" in exchange.name and environment.cp > exchange.heads) or environment.cp == 1:
+    if (exchange.traits.gathers and cp > exchange.heads) or cp == 1:
         candidates = [
             *({"chunks": n} for n in range(exchange.chunks + 1, kv_heads + 1) if kv_heads % n == 0),
-            *([ring] if environment.cp > 1 else []),
+            *([ring] if cp > 1 else []),
         ]
     elif config.topology.circulates != "auto":
         candidates.append({"circulates": "auto"})
@@ -389,7 +390,7 @@ def _other_exchange(plan: RunPlan) -> str | None:
 
 
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """Return the longest sequence that fits a plan's settings, or any under `train.memory=auto`.
+    """Return the longest sequence that fits the plan; `train.memory=auto` may use any setting.
 
     Tries eighths of powers of two. Returns None if the shortest length does not fit.
     """
@@ -422,7 +423,7 @@ def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None
-    workers = 2 * environment.workers
+    workers = 2 * environment.dims.workers
     while workers <= most:
         topology = replace(config.topology, workers=workers)
         try:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from mtrain_cli.config.schema import Config, OptimConfig
+from mtrain_cli.model.decoder import Decoder
 
 GIVEN_WEIGHTS_LR = 2e-5
 
@@ -90,6 +91,39 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) ->
         )
 
 
+class DeviceOptimizer:
+    """Weights, gradients and AdamW states on the device; see `OffloadedOptimizer` for the host.
+
+    masters: the decoder that the optimizer steps and that checkpoints hold.
+    last_micro_batch: whether the current backward pass ends a step.
+    """
+
+    def __init__(self, decoder: Decoder, optim: OptimConfig) -> None:
+        self.masters = decoder
+        self.optimizer = make_optimizer(decoder, optim)
+        self.last_micro_batch = True
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return this worker's shards of the reduced gradients, on the device."""
+        return local_gradients(self.masters.parameters())
+
+    def squared_norm(self) -> torch.Tensor:
+        """Return the squared norm of this worker's gradients, a float32 scalar on the device."""
+        return squared_norm(self.gradients(), next(self.masters.parameters()).device)
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, scale: float = 1.0) -> None:
+        """Run AdamW with `scale` times the gradients."""
+        if scale != 1.0:
+            torch._foreach_mul_(self.gradients(), scale)
+        self.optimizer.step()
+
+    def send(self) -> None:
+        """Bring changed masters to the device; they are there."""
+
+
 WSD_DECAY = 0.2  # share of the steps after warm-up that decay if optim.decay_steps=auto
 
 
@@ -119,27 +153,20 @@ class LearningRateSchedule:
     @staticmethod
     def of(config: Config) -> LearningRateSchedule:
         optim, begin = config.optim, int(config.optim.rewarm)
-        steps = (
-            config.train.steps - begin
-            if optim.schedule_steps == "auto"
-            else int(optim.schedule_steps)
-        )
-        rest = max(1, steps - 1 - optim.warmup_steps)
-        automatic = max(1, round(WSD_DECAY * rest)) if optim.schedule == "wsd" else rest
+        steps, decay = optim.schedule_steps, optim.decay_steps
+        steps = config.train.steps - begin if steps == "auto" else int(steps)
+        if decay == "auto":
+            rest = max(1, steps - 1 - optim.warmup_steps)
+            decay = max(1, round(WSD_DECAY * rest)) if optim.schedule == "wsd" else rest
         constant = optim.schedule == "constant"
-        peak = peak_learning_rate(config)
         return LearningRateSchedule(
             kind=optim.schedule,
-            peak=peak,
+            peak=peak_learning_rate(config),
             ratio=1.0 if constant else optim.min_lr_ratio,
             warmup=optim.warmup_steps,
             begin=begin,
             steps=steps,
-            decay=0
-            if constant
-            else automatic
-            if optim.decay_steps == "auto"
-            else int(optim.decay_steps),
+            decay=0 if constant else int(decay),
         )
 
     def rate(self, step: int) -> float:
@@ -173,9 +200,8 @@ class LearningRateSchedule:
         first = f", from step {self.begin + 1}" if self.begin else ""
         if not self.decay:
             return f"{self.kind}{first}: {warm}, then constant"
-        low, high = (
-            self.begin + at + 1 for at in (self._falls_from, self._falls_from + self.decay)
-        )
+        low = self.begin + self._falls_from + 1
+        high = low + self.decay
         fall = f"decay to {self.end:.2e} from step {low} to step {high}"
         text = f"{self.kind}{first}: {warm}, {fall}"
         if high < steps:

@@ -60,9 +60,9 @@ class MemoryFullError(RunError):
 class HeldTensors:
     """A group of tensors of one kind, shape and dtype.
 
-    name: of the first tensor.
+    name: name of the first tensor.
     shape: None for memory that only the allocator knows.
-    bytes: of all tensors in the group.
+    bytes: total bytes of the group.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class HeldTensors:
 
 @dataclass
 class RunContext:
-    """What is known of the run when it runs out of memory.
+    """The state of a run, for an out-of-memory message.
 
     trainer: None while it is being created.
     names: parameter names by `id`: while a layer computes, the model holds gathered parameters
@@ -301,9 +301,7 @@ _PARTS = (
     ("model/loss.py", "LM head and loss"),
     ("torch/optim/", "optimizer"),
     ("model/feed_forward.py", "MLP"),
-    ("parallel/all_gather_exchange.py", "attention"),
-    ("parallel/ring_exchange.py", "attention"),
-    ("parallel/ulysses_exchange.py", "attention"),
+    ("parallel/executor.py", "attention"),
     ("parallel/context_attention.py", "attention"),
     ("torch/distributed/fsdp", "weights gathered or gradients reduced"),
     ("training/checkpointer.py", "checkpoint"),

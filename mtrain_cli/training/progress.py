@@ -1,4 +1,4 @@
-"""Progress of a training for the user: a live display in a terminal, plain lines elsewhere."""
+"""Show the progress of a run: a live display in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mtrain_cli.records.metrics import StepMetrics
 WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: excluded from rates
 PACE_STEPS = 20
 LOG_WIDTH = 100
-SHOWN_WAIT = 0.05  # share of a step spent waiting for data from which it is reported
-LONG_S = 600.0  # remaining time from which the user is pointed to `mtrain status`
+SHOWN_WAIT = 0.05  # report waits for data from this share of a step on
+LONG_S = 600.0  # seconds left from which a line mentions `mtrain status`
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
@@ -186,57 +186,40 @@ class TrainingProgress:
         if self._live is not None:
             self._live.stop()
             self._live = None
-        rows = [
-            (
-                "time",
-                format_duration(self._clock() - self._started)
-                + " since the last restart" * self._restarted,
-            )
-        ]
+        since = " since the last restart" if self._restarted else ""
+        rows = [("time", format_duration(self._clock() - self._started) + since)]
         if self.last is not None:
-            if self.losses:
-                first = f"{self.losses[0]:.4f} at step {self._first_step}"
-                last = f"{self.losses[-1]:.4f} at step {self._last_loss}"
-                rows.append(("loss", f"{first}, {last}  {self.sparkline(24)}"))
-            else:
-                rows.append(("loss", "n/a: no step had a label"))
-            steady = self._steady or [self.last]
-            rate = _rate(
-                statistics.median(metrics.tokens_per_second_per_gpu for metrics in steady),
-                self.last,
-            )
-            name, share = _utilization(self.last)
-            if share is not None:
-                shares = [
-                    share_of_step
-                    for named, share_of_step in map(_utilization, steady)
-                    if named == name and share_of_step is not None
-                ]
-                rate += f", {name} {statistics.median(shares or [share]):.1%}"
-            basis = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
-            total = f"{self.last.tokens:,} tokens in total"
-            rows.append(("throughput", f"{rate}, {basis}; {total}"))
-            waiting = sum(metrics.data_seconds or 0.0 for metrics in steady) / max(
-                1e-9, sum(metrics.seconds for metrics in steady)
-            )
-            if waiting >= SHOWN_WAIT:
-                rows.append(
-                    (
-                        "data",
-                        f"{waiting:.0%} of the time was spent waiting for data; "
-                        "`mtrain data prepare` makes reading cheap",
-                    )
-                )
-            if self.last.peak_memory_gib is not None:
-                peak = max(metrics.peak_memory_gib or 0.0 for metrics in steady)
-                rows.append(("memory", f"peak {peak:.2f} GiB"))
+            rows += self._summary_rows(self.last)
         rows += [("files" if number == 0 else "", file) for number, file in enumerate(files)]
         text = Text(headline, style="bold")
         for label, value in [*rows, *commands]:
-            text.append("\n").append(f"{label:<12}", style="not bold dim").append(
-                value.rstrip(), style="not bold"
-            )
+            text.append(f"\n{label:<12}", style="not bold dim")
+            text.append(value.rstrip(), style="not bold")
         self.show(text)
+
+    def _summary_rows(self, last: StepMetrics) -> list[tuple[str, str]]:
+        """Describe loss, throughput, waits for data and memory after at least one step."""
+        loss = "n/a: no step had a label"
+        if self.losses:
+            begin = f"{self.losses[0]:.4f} at step {self._first_step}"
+            end = f"{self.losses[-1]:.4f} at step {self._last_loss}"
+            loss = f"{begin}, {end}  {self.sparkline(24)}"
+        steady = self._steady or [last]
+        rate = _rate(statistics.median(m.tokens_per_second_per_gpu for m in steady), last)
+        name, share = _utilization(last)
+        if share is not None:
+            used = [s for named, s in map(_utilization, steady) if named == name and s is not None]
+            rate += f", {name} {statistics.median(used or [share]):.1%}"
+        basis = "one step" if len(steady) == 1 else f"median of {len(steady)} steps"
+        rows = [("loss", loss), ("throughput", f"{rate}, {basis}; {last.tokens:,} tokens in total")]
+        waited, took = sum(m.data_seconds or 0.0 for m in steady), sum(m.seconds for m in steady)
+        if (waiting := waited / max(1e-9, took)) >= SHOWN_WAIT:
+            cause = f"{waiting:.0%} of the time was spent waiting for data"
+            rows.append(("data", f"{cause}; `mtrain data prepare` makes reading cheap"))
+        if last.peak_memory_gib is not None:
+            peak = max(m.peak_memory_gib or 0.0 for m in steady)
+            rows.append(("memory", f"peak {peak:.2f} GiB"))
+        return rows
 
     def line(self, metrics: StepMetrics) -> str:
         """Format a step as one plain line."""
@@ -247,8 +230,7 @@ class TrainingProgress:
         parts += [
             f"lr {metrics.lr:.2e}",
             _rate(metrics.tokens_per_second_per_gpu, metrics),
-            *_gpu_parts(metrics),
-            *_index_parts(metrics),
+            *_gpu_or_index_parts(metrics),
             f"{metrics.seconds:.2f} s",
             *_data_parts(metrics),
         ]
@@ -269,7 +251,7 @@ class TrainingProgress:
     def display(self, width: int) -> RenderableType:
         """Render the live display for a terminal of `width` columns."""
         done = self.last.step if self.last is not None else self.start_step
-        left = self.seconds_left()
+        left = format_duration(self.seconds_left())
         top = Table.grid(padding=(0, 1), expand=True)
         top.add_column(no_wrap=True)
         top.add_column(ratio=1)
@@ -279,26 +261,17 @@ class TrainingProgress:
         top.add_row(
             Text(f"step {done}/{self.total_steps}", style="bold"),
             ProgressBar(total=max(1, self.total_steps), completed=done),
-            Text.assemble(
-                share, ("  elapsed ", "dim"), since, ("  left ", "dim"), format_duration(left)
-            ),
+            Text.assemble(share, ("  elapsed ", "dim"), since, ("  left ", "dim"), left),
         )
         if self.last is None:
             return Group(top, Text("first step: allocating and warming up", style="dim"))
         metrics = self.last
-        room = 24 if width >= 100 else 10
-        parts: list[Text] = [
-            Text.assemble(
-                ("loss ", "dim"),
-                (_loss(metrics), "bold"),
-                f" {self.sparkline(room)}" if len(self.losses) > 1 else "",
-            ),
+        bars = f" {self.sparkline(24 if width >= 100 else 10)}" if len(self.losses) > 1 else ""
+        parts = [
+            Text.assemble(("loss ", "dim"), (_loss(metrics), "bold"), bars),
             Text.assemble(("lr ", "dim"), f"{metrics.lr:.2e}"),
             Text(_rate(metrics.tokens_per_second_per_gpu, metrics)),
-            *(
-                Text(part)
-                for part in (*_gpu_parts(metrics), *_index_parts(metrics), *_data_parts(metrics))
-            ),
+            *(Text(part) for part in (*_gpu_or_index_parts(metrics), *_data_parts(metrics))),
         ]
         if width >= 100 and self.losses:
             parts.insert(1, Text.assemble(("best ", "dim"), f"{min(self.losses):.4f}"))
@@ -364,23 +337,18 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
     """Return MFU, or HFU for a step without MFU (dynamic index), as (name, share of the peak)."""
-    return (
-        ("HFU", metrics.mfu_executed) if metrics.mfu_model is None else ("MFU", metrics.mfu_model)
-    )
+    if metrics.mfu_model is None:
+        return "HFU", metrics.mfu_executed
+    return "MFU", metrics.mfu_model
 
 
-def _gpu_parts(metrics: StepMetrics) -> list[str]:
-    """Return the parts of a line that only GPUs have: utilization and memory."""
+def _gpu_or_index_parts(metrics: StepMetrics) -> list[str]:
+    """Return utilization and memory on GPUs, and the density of a sparse step."""
     name, share = _utilization(metrics)
     parts = [] if share is None else [f"{name} {share:.1%}"]
-    return parts + (
-        [] if metrics.peak_memory_gib is None else [f"{metrics.peak_memory_gib:.1f} GiB"]
-    )
-
-
-def _index_parts(metrics: StepMetrics) -> list[str]:
-    """Return the part of a line that only sparse steps have."""
-    return [] if metrics.index_seconds is None else [f"density {metrics.density:.1%}"]
+    if metrics.peak_memory_gib is not None:
+        parts.append(f"{metrics.peak_memory_gib:.1f} GiB")
+    return parts if metrics.index_seconds is None else [*parts, f"density {metrics.density:.1%}"]
 
 
 def _data_parts(metrics: StepMetrics) -> list[str]:

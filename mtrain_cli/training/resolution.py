@@ -67,11 +67,9 @@ def exchange_needs(
     """Collect the facts that the choice of an exchange depends on."""
     model, sparsity = config.model, config.sparsity
     pattern = make_pattern(sparsity, config.seed)
-    most = sparsity.max_columns if sparsity.pattern == "vertical_slash" else sparsity.columns
-    unbounded = sparsity.pattern == "vertical_slash" and not most
     return ExchangeNeeds(
-        workers=environment.cp,
-        per_node=min(environment.workers_per_node, environment.cp),
+        workers=environment.dims.cp,
+        per_node=min(environment.workers_per_node, environment.dims.cp),
         tokens=layout.padded_seq * config.train.micro_batch,
         heads=model.num_heads,
         kv_heads=model.num_kv_heads,
@@ -79,7 +77,7 @@ def exchange_needs(
         dtype_bytes=dtype.itemsize,
         device_memory=device_memory,
         index=None if pattern is None else pattern.request(),
-        columns=None if unbounded else most or 0,
+        columns=sparsity.column_bound,
         needs_out=kernel.needs_out,
     )
 
@@ -99,7 +97,7 @@ def given_host_memory(config: Config) -> int | None:
 def kernel_request(
     config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> KernelRequest:
-    """Return what a run needs from a kernel for dense attention. capability: of the GPU."""
+    """Return what a run needs from a kernel for dense attention. capability: the GPU's."""
     model = config.model
     return KernelRequest(
         device=device,
@@ -118,7 +116,7 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     Raises:
         ConfigError: the configured kernel or exchange does not support the run.
     """
-    layout = run_layout(config, environment.cp)
+    layout = run_layout(config, environment.dims.cp)
     dtype = compute_dtype(config, environment.device)
     memory = capability = None
     if environment.device == "cuda":
@@ -161,12 +159,9 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
     named = dense_kernel_asked(config)
     with dense_steps_named(config):
         kernel, reason = choose(named, request)
-    return (
-        kernel,
-        reason
-        if named == config.train.kernel
-        else f"{reason}; {config.train.kernel} needs an index",
-    )
+    if named != config.train.kernel:
+        reason = f"{reason}; {config.train.kernel} needs an index"
+    return kernel, reason
 
 
 def dense_kernel_asked(config: Config) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +19,11 @@ from mtrain_cli.launch.environment import (
     host_memory,
     resolve_environment,
 )
-from mtrain_cli.model.rope import rope_factor
-from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import (
@@ -56,20 +58,20 @@ from mtrain_cli.training.state_memory import StateMemory
 if TYPE_CHECKING:
     from mtrain_cli.training.resolution import ResolvedRun
 
-# Plans for absent GPUs assume this one.
+# Plans for absent GPUs assume this GPU.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
 ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
-CERTAIN = 1.05  # refuse a run if its estimate exceeds a GPU by more than it was ever wrong
+CERTAIN = 1.05  # refuse a run only above this share of a GPU: estimates err by up to 5 %
 SHORTEST_SEQ = 1024  # shortest sequence to propose
 USABLE = 0.95  # of a GPU's memory: the allocator always leaves gaps
 
 
 FITS = (
-    f'to "fit" means to use at most {USABLE:.0%} of a GPU\'s memory and {USABLE_HOST:.0%} of the '
+    f'To "fit" means to use at most {USABLE:.0%} of a GPU\'s memory and {USABLE_HOST:.0%} of the '
     "host's; gaps and other processes take the rest"
 )
-# As `train.memory=auto` chooses it.
+# How `train.memory=auto` chooses train.keep_mlp.
 KEPT = f"train.keep_mlp leaves {1 - ROOMY:.0%} of a GPU free"
 
 
@@ -79,7 +81,7 @@ class ReceivedBytes:
 
     forward, backward: KV and its gradients, per layer and micro-batch.
     weights: weights and their gradients, per optimizer step.
-    host: both between device and host, per optimizer step with an offloaded optimizer.
+    host: gradients and weights between device and host, per step with an offloaded optimizer.
     """
 
     forward: int
@@ -95,9 +97,6 @@ class RunPlan:
     kernel, kernel_reason: name of the kernel and why it was chosen.
     gpu: name of the GPUs; None on a CPU or if they are assumed.
     capacity: memory of one GPU in bytes, if known.
-    micro_batches: forward and backward passes per worker and optimizer step.
-    received: bytes that reach one worker.
-    checkpoint: bytes of one checkpoint on disk.
     dense_kernel: name and reason of the kernel for the dense first steps of a sparse run.
     machine: which machine the plan is for, and why.
     elsewhere: the plan is for absent GPUs.
@@ -115,20 +114,74 @@ class RunPlan:
     dtype: str
     gpu: str | None
     capacity: int | None
-    rope_factor: float
-    parameters: ParameterCount
-    flops: FlopsPerToken
-    tokens_per_step: int
-    micro_batches: int
     memory: MemoryEstimate
-    received: ReceivedBytes
-    checkpoint: int
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
     search: MemorySearch | None = None
     requested: Config | None = None
+
+    @property
+    def dims(self) -> ParallelDims:
+        return self.environment.dims
+
+    @property
+    def dtype_bytes(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch * self.config.seq
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes of a worker in an optimizer step."""
+        train = self.config.train
+        return train.global_batch // (train.micro_batch * self.dims.dp)
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of one checkpoint on disk: float32 weights and two AdamW states."""
+        return 12 * self.parameters.total
+
+    @cached_property
+    def parameters(self) -> ParameterCount:
+        return parameters(self.config.model)
+
+    @cached_property
+    def flops(self) -> FlopsPerToken:
+        return training_flops(self.config, self.layout, dtype_bytes=self.dtype_bytes)
+
+    @cached_property
+    def received(self) -> ReceivedBytes:
+        """The traffic of one worker, from the schedule of its exchange.
+
+        Excludes columns that a ring gathers once. Recomputing attention, in part or in full,
+        repeats the forward exchange. Weights are gathered in the compute dtype and gradients
+        reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see
+        `parallel.fsdp`).
+        """
+        model, train, layout = self.config.model, self.config.train, self.layout
+        sizes = ShardSizes(
+            layout.tokens_per_worker * train.micro_batch,
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            self.dtype_bytes,
+        )
+        schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
+        traits = Traits(make_kernel(self.kernel).needs_out)
+        forward, backward = (
+            int(lower(schedule, 0, backward=b, traits=traits).sent(sizes)) for b in (False, True)
+        )
+        states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
+        return ReceivedBytes(
+            forward=forward,
+            backward=backward + (forward if recomputes_attention(train) else 0),
+            weights=states.sent(),
+            host=states.over_host_link(),
+        )
 
     @property
     def gpu_name(self) -> str:
@@ -166,15 +219,10 @@ class RunPlan:
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
     def replan(self, config: Config) -> RunPlan:
-        """Plan another configuration on this machine, with as many workers unless it sets them."""
-        workers = (
-            config.topology.workers
-            if isinstance(config.topology.workers, int)
-            else self.environment.workers
-        )
-        topology = dataclasses.replace(
-            config.topology, device=self.environment.device, workers=workers
-        )
+        """Plan another configuration here, with the same workers unless `config` sets them."""
+        workers, device = config.topology.workers, self.environment.device
+        workers = workers if isinstance(workers, int) else self.dims.workers
+        topology = dataclasses.replace(config.topology, device=device, workers=workers)
         config = dataclasses.replace(config, topology=topology)
         return _plan_elsewhere(config, "") if self.elsewhere else _plan_here(config)
 
@@ -194,9 +242,9 @@ class RunPlan:
 def make_plan(config: Config) -> RunPlan:
     """Plan a run, on this machine or on absent GPUs.
 
-    With GPUs in this machine, plans for GPUs like them. Without, `topology.device=auto` plans for
-    this machine's CPU. If the CPU cannot run it and `topology.workers` is a number, plans for that
-    many GPUs. `topology.device` = cpu or cuda decides explicitly.
+    If this machine has GPUs, plan for GPUs like them. Otherwise `topology.device=auto` plans for
+    the CPU of this machine, or, if the CPU cannot run the configuration and `topology.workers` is a
+    number, for that many GPUs. `topology.device` = cpu or cuda decides explicitly.
 
     Raises:
         ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
@@ -214,23 +262,7 @@ def with_auto_memory(plan: RunPlan) -> RunPlan:
 
 def with_setting(plan: RunPlan, setting: MemorySetting) -> RunPlan:
     """Replace the memory setting of a plan."""
-    train = setting.config.train
-    dtype_bytes = getattr(torch, plan.dtype).itemsize
-    return dataclasses.replace(
-        plan,
-        config=setting.config,
-        memory=setting.memory,
-        flops=training_flops(setting.config, plan.layout, dtype_bytes=dtype_bytes),
-        received=received_bytes(
-            setting.config,
-            plan.environment.workers,
-            plan.layout,
-            plan.exchange,
-            dtype_bytes,
-            needs_out=make_kernel(plan.kernel).needs_out,
-        ),
-        micro_batches=train.global_batch // (train.micro_batch * plan.environment.dp),
-    )
+    return dataclasses.replace(plan, config=setting.config, memory=setting.memory)
 
 
 def _manual_plan(config: Config) -> RunPlan:
@@ -247,28 +279,20 @@ def _plan_here(config: Config) -> RunPlan:
     """Plan for this machine, or for more GPUs like its own."""
     environment = resolve_environment(config, planning=True)
     # Plan for the first GPU here, whichever worker this process would be.
-    plan = plan_resolved(
-        config,
-        environment,
-        resolve_run(config, dataclasses.replace(environment, rank=0, local_rank=0)),
-    )
+    first = dataclasses.replace(environment, rank=0, local_rank=0)
+    plan = plan_resolved(config, environment, resolve_run(config, first))
     return dataclasses.replace(plan, machine=_machine_here(plan))
 
 
 def _machine_here(plan: RunPlan) -> str:
     if plan.gpu is None:
+        other = "; plan for N GPUs with topology.device=cuda topology.workers=N"
         requested = plan.config.topology.device == "cpu"
-        return "the CPU of this machine" + (
-            ""
-            if requested
-            else ", which has no GPU; plan for N GPUs with topology.device=cuda topology.workers=N"
-        )
+        return f"the CPU of this machine{'' if requested else f', which has no GPU{other}'}"
     gpus = torch.cuda.device_count()
-    return (
-        f"GPUs like the {gpus} x {plan.gpu} of this machine"
-        if plan.environment.workers > gpus
-        else "the GPUs of this machine"
-    )
+    if plan.dims.workers > gpus:
+        return f"GPUs like the {gpus} x {plan.gpu} of this machine"
+    return "the GPUs of this machine"
 
 
 def _refusal_here(config: Config) -> str | None:
@@ -279,7 +303,7 @@ def _refusal_here(config: Config) -> str | None:
         return f"this machine has no GPU, and its CPU refuses {error.problems[0]}"
     if plan.fits:
         return None
-    workers = plan.environment.workers
+    workers = plan.dims.workers
     needs = f"{workers} CPU worker{'s' * (workers > 1)} would need {needed_here(plan)}"
     return f"this machine has no GPU, and {needs}"
 
@@ -291,30 +315,21 @@ def needed_here(plan: RunPlan) -> str:
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
     """Plan a resolved run on this machine."""
-    properties = (
-        torch.cuda.get_device_properties(gpu_index(environment))
-        if environment.device == "cuda"
-        else None
-    )
-    plan = _complete(
-        config,
-        environment,
-        choices.layout,
-        choices.exchange,
-        (choices.kernel.name, choices.kernel_reason),
-        choices.dtype,
-        gpu=properties.name if properties else None,
-        capacity=given_memory(config) or properties.total_memory if properties else None,
-    )
+    kernel = choices.kernel.name, choices.kernel_reason
+    plan = _complete(config, environment, choices.layout, choices.exchange, kernel, choices.dtype)
     if environment.device == "cuda":
-        host = given_host_memory(config) or host_memory() / workers_sharing_host(
-            environment, torch.cuda.device_count()
+        properties = torch.cuda.get_device_properties(gpu_index(environment))
+        sharing = workers_sharing_host(environment, torch.cuda.device_count())
+        plan = dataclasses.replace(
+            plan,
+            gpu=properties.name,
+            capacity=given_memory(config) or properties.total_memory,
+            host_share=round(USABLE_HOST * (given_host_memory(config) or host_memory() / sharing)),
         )
-        plan = dataclasses.replace(plan, host_share=round(USABLE_HOST * host))
     if choices.dense_kernel is None:
         return plan
-    kernel, reason = choices.dense_kernel
-    return dataclasses.replace(plan, dense_kernel=(kernel.name, reason))
+    dense, reason = choices.dense_kernel
+    return dataclasses.replace(plan, dense_kernel=(dense.name, reason))
 
 
 def workers_sharing_host(environment: Environment, gpus: int) -> int:
@@ -329,47 +344,15 @@ def workers_sharing_host(environment: Environment, gpus: int) -> int:
 
 
 def _plan_elsewhere(config: Config, why: str) -> RunPlan:
-    """Plan for absent GPUs, and say what is assumed about them."""
-    config = dataclasses.replace(
-        config, topology=dataclasses.replace(config.topology, device="cuda")
-    )
-    environment = resolve_environment(config, planning=True)
-    layout = run_layout(config, environment.cp)
-    dtype = compute_dtype(config, environment.device)
-    pattern = make_pattern(config.sparsity, config.seed)
-    kernel = _kernel_elsewhere(
-        config, dtype, config.train.kernel, None if pattern is None else pattern.request()
-    )
+    """Plan for absent GPUs, and state the assumptions about them."""
+    plan = _plan_gpus(config, None, (9, 0), given_memory(config), ASSUMED_HOST_BYTES, None)
     dense_kernel = None
     if config.sparsity.dense_steps:
         with dense_steps_named(config):
-            dense_kernel = _kernel_elsewhere(config, dtype, dense_kernel_asked(config), None)
-    exchange = choose_exchange(
-        config.topology,
-        exchange_needs(
-            config,
-            environment,
-            layout,
-            dtype,
-            make_kernel(kernel[0]),
-            given_memory(config) or ASSUMED_GPU_BYTES,
-        ),
-    )
-    plan = _complete(
-        config,
-        environment,
-        layout,
-        exchange,
-        kernel,
-        dtype,
-        gpu=None,
-        capacity=given_memory(config),
-    )
-    host_share = round(USABLE_HOST * (given_host_memory(config) or ASSUMED_HOST_BYTES))
+            dtype = getattr(torch, plan.dtype)
+            dense_kernel = _kernel_elsewhere(plan.config, dtype, dense_kernel_asked(config), None)
     machine = f"assumed {ASSUMED_GPU} GPUs: {why}"
-    return dataclasses.replace(
-        plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True, host_share=host_share
-    )
+    return dataclasses.replace(plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True)
 
 
 def plan_for(
@@ -395,27 +378,37 @@ def plan_for(
     Raises:
         ConfigError: sizes are inconsistent, or no kernel supports the run.
     """
-    config = dataclasses.replace(
-        config, topology=dataclasses.replace(config.topology, device="cuda")
-    )
+    plan = _plan_gpus(config, gpu, capability, capacity, host, kernel)
+    return plan if config.train.memory == "manual" else with_auto_memory(plan)
+
+
+def _plan_gpus(
+    config: Config,
+    gpu: str | None,
+    capability: tuple[int, int],
+    capacity: int | None,
+    host: int,
+    kernel: str | None,
+) -> RunPlan:
+    """Plan as `plan_for` does. gpu, capacity: None = `ASSUMED_GPU` and its memory."""
+    topology = dataclasses.replace(config.topology, device="cuda")
+    config = dataclasses.replace(config, topology=topology)
     environment = resolve_environment(config, planning=True)
-    layout, dtype = run_layout(config, environment.cp), compute_dtype(config, "cuda")
+    layout, dtype = run_layout(config, environment.dims.cp), compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
-    kernel_choice = _kernel_elsewhere(
-        config, dtype, kernel or config.train.kernel, index, capability, gpu
+    choice = _kernel_elsewhere(
+        config, dtype, kernel or config.train.kernel, index, capability, gpu or ASSUMED_GPU
     )
-    exchange = choose_exchange(
-        config.topology,
-        exchange_needs(config, environment, layout, dtype, make_kernel(kernel_choice[0]), capacity),
+    memory = capacity or ASSUMED_GPU_BYTES
+    needs = exchange_needs(config, environment, layout, dtype, make_kernel(choice[0]), memory)
+    exchange = choose_exchange(config.topology, needs)
+    return dataclasses.replace(
+        _complete(config, environment, layout, exchange, choice, dtype),
+        gpu=gpu,
+        capacity=capacity,
+        host_share=round(USABLE_HOST * (given_host_memory(config) or host)),
     )
-    plan = _complete(
-        config, environment, layout, exchange, kernel_choice, dtype, gpu=gpu, capacity=capacity
-    )
-    plan = dataclasses.replace(
-        plan, host_share=round(USABLE_HOST * (given_host_memory(config) or host))
-    )
-    return plan if config.train.memory == "manual" else with_auto_memory(plan)
 
 
 def _kernel_elsewhere(
@@ -452,15 +445,11 @@ def _complete(
     exchange: ExchangeChoice,
     kernel: tuple[str, str],
     dtype: torch.dtype,
-    *,
-    gpu: str | None,
-    capacity: int | None,
 ) -> RunPlan:
-    train, count = config.train, parameters(config.model)
-    micro_batches = train.global_batch // (train.micro_batch * environment.dp)
+    """Complete a plan for an unknown GPU with the memory estimate."""
     memory = estimate_memory(
         config,
-        workers=environment.workers,
+        workers=environment.dims.workers,
         layout=layout,
         exchange=exchange,
         kernel=kernel[0],
@@ -475,59 +464,9 @@ def _complete(
         kernel=kernel[0],
         kernel_reason=kernel[1],
         dtype=str(dtype).removeprefix("torch."),
-        gpu=gpu,
-        capacity=capacity,
-        rope_factor=rope_factor(config.model.rope, config.seq),
-        parameters=count,
-        flops=training_flops(config, layout, dtype_bytes=dtype.itemsize),
-        tokens_per_step=train.global_batch * config.seq,
-        micro_batches=micro_batches,
+        gpu=None,
+        capacity=None,
         memory=memory,
-        received=received_bytes(
-            config,
-            environment.workers,
-            layout,
-            exchange,
-            dtype.itemsize,
-            needs_out=make_kernel(kernel[0]).needs_out,
-        ),
-        checkpoint=12 * count.total,
-    )
-
-
-def received_bytes(
-    config: Config,
-    workers: int,
-    layout: Layout,
-    exchange: ExchangeChoice,
-    dtype_bytes: int,
-    *,
-    needs_out: bool,
-) -> ReceivedBytes:
-    """Compute the traffic of one worker from the schedule of its exchange.
-
-    Excludes columns that a ring gathers once. Recomputing attention, in part or in full, repeats
-    the forward exchange. Weights are gathered in the compute dtype and gradients reduced in
-    train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see `parallel.fsdp`).
-    """
-    model, train = config.model, config.train
-    sizes = ShardSizes(
-        layout.tokens_per_worker * train.micro_batch,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
-        dtype_bytes,
-        needs_out,
-    )
-    schedule = make_schedule(exchange.name, exchange.options(layout.workers))
-    forward, backward = (pass_bytes(schedule, 0, sizes, backward=b) for b in (False, True))
-    passes = train.global_batch // (train.micro_batch * (workers // layout.workers))
-    states = StateMemory(config, workers, passes, dtype_bytes)
-    return ReceivedBytes(
-        forward=forward,
-        backward=backward + (forward if recomputes_attention(train) else 0),
-        weights=states.sent(),
-        host=states.over_host_link(),
     )
 
 

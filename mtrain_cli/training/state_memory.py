@@ -22,7 +22,7 @@ def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
 
 
 class StateMemory:
-    """Memory of weights, gradients and states: shards and weights in elements, rest in bytes."""
+    """Memory of weights, gradients and states: shards and weights in elements, others in bytes."""
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
         model, train = config.model, config.train
@@ -74,10 +74,10 @@ class StateMemory:
         return 12 * self.shard if self.saves else 0
 
     def gradients(self, reduced: int) -> int:
-        """Gradients in a backward pass that has reduced those of `reduced` layers.
+        """Return the bytes of gradients after backward has reduced `reduced` layers.
 
-        While micro-batches accumulate, gradients of all layers, unsharded for `optimizer`, since
-        the peak is in a middle micro-batch. Offloaded gradients are gone by the next layer's peak.
+        With several micro-batches, every layer holds gradients at the peak, unsharded with
+        train.shard=optimizer. With one, offloaded gradients are freed before the next layer's peak.
         """
         if self.accumulates and self.shard_kind == "optimizer":
             return 4 * (self.layers * self.layer_weights + self.root_weights)
@@ -91,18 +91,18 @@ class StateMemory:
         return 0 if self.gradients_leave else 4 * self.shard
 
     def weights(self, left: int, at_once: int) -> int:
-        """Unsharded weights of layers in the compute dtype.
+        """Return the bytes of the layers' unsharded weights in the compute dtype.
 
         Args:
             left: layers whose backward pass is not over; in forward, layers that have begun.
-            at_once: layers that `full` holds: the current one, and the next if it is gathered.
+            at_once: layers that train.shard=full holds: the current one, and a gathered next one.
         """
         if self.shard_kind == "full":
             return self.e * self.layer_weights * min(left, at_once)
         return self.e * self.layer_weights * (self.layers if self.accumulates else left)
 
     def scatter(self, shard: int) -> int:
-        """Input of the reduce-scatter for shards of `shard` elements: r bytes each, padded."""
+        """Return the bytes of a reduce-scatter's input, for shards of `shard` elements."""
         if self.accumulates and self.shard_kind == "optimizer":
             return 0
         return self.r * shard * self.workers

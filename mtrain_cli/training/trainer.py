@@ -1,4 +1,4 @@
-"""One worker of a training, and one optimizer step."""
+"""One worker of a training run, and its optimizer step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import register_fsdp_forward_method
 
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
@@ -31,13 +31,15 @@ from mtrain_cli.launch.failures import PeerLostError, RunError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
+from mtrain_cli.model.parallelize import parallelize
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.parallel import profiler_labels
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.context_attention import IndexRecord
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
+from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.records.metrics import StepMetrics
@@ -54,11 +56,9 @@ from mtrain_cli.training.index_metrics import (
     local_index_sums,
 )
 from mtrain_cli.training.optimizer import (
+    DeviceOptimizer,
     LearningRateSchedule,
-    local_gradients,
-    make_optimizer,
     set_hyperparameters,
-    squared_norm,
 )
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
@@ -72,14 +72,14 @@ class NonFiniteError(RunError):
 
 @dataclass(frozen=True)
 class StepReport:
-    """What every rank tells all others at the end of a step, in one all-gather of float64.
+    """The numbers that a rank shares at the end of a step, in one all-gather of float64.
 
     loss: this rank's part of the mean loss, in nats.
-    squared_norm: of its gradient shards, before clipping.
-    stop: 1 if it was asked to stop.
-    compute_seconds: see `compute_time`; 0 if not measured.
-    data_seconds: time that it waited for data.
-    index_sums: of a sparse step, see `index_metrics.local_index_sums`.
+    squared_norm: squared norm of this rank's gradient shards, before clipping.
+    stop: 1 if this rank received a stop request, else 0.
+    compute_seconds: seconds that `compute_time` measured; 0 if not measured.
+    data_seconds: seconds that this rank waited for data.
+    index_sums: `index_metrics.local_index_sums` of a sparse step; else empty.
     """
 
     loss: float
@@ -91,11 +91,9 @@ class StepReport:
 
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
-        """Read the row of one rank, in the order of the fields."""
-        loss, squared_norm, stop, compute_seconds, data_seconds, *index_sums = row
-        return StepReport(
-            loss, squared_norm, stop, compute_seconds, data_seconds, tuple(index_sums)
-        )
+        """Read one rank's row. Its numbers have the order of the fields."""
+        loss, norm, stop, compute_seconds, data_seconds, *index_sums = row
+        return StepReport(loss, norm, stop, compute_seconds, data_seconds, tuple(index_sums))
 
 
 @dataclass(frozen=True)
@@ -105,8 +103,8 @@ class StepResult:
     loss: mean over valid tokens, in nats; None without any.
     pairs: computed query-key pairs, mean over heads and layers, sum over all sequences.
     stop: whether any worker requested a stop.
-    reports: of every rank.
-    index: None for a dense step.
+    reports: one per rank.
+    index: metrics of the dynamic index; None for a dense step.
     skipped: whether the update was skipped.
     warnings: lines for the user.
     """
@@ -129,7 +127,7 @@ class StepResult:
 
 
 def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
-    """Refuse CPU workers that need more memory than there is, before they stall the machine.
+    """Refuse CPU workers that need more memory than the machine has, before they stall it.
 
     A GPU that is too small raises its own error at once.
     """
@@ -146,14 +144,14 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
 
 
 def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """Plan a run, including `train.memory=auto`, equally on all ranks; all of them call this.
+    """Plan a run, including `train.memory=auto`, with one result on all ranks. All ranks call this.
 
     Raises:
-        ConfigError: it cannot fit the GPUs; one line that says what would.
+        ConfigError: the run cannot fit the GPUs; one line that says what would fit.
     """
     plan = plan_resolved(config, environment, choices)
-    if environment.device == "cuda" and environment.workers > 1:
-        # GPUs of one job may differ by some MiB, and so would decisions: use the smallest.
+    if environment.device == "cuda" and environment.dims.workers > 1:
+        # GPUs of one job may differ by some MiB. Use the smallest, so that ranks agree.
         everyone: list[list[int]] = share((plan.gpu_bytes, plan.host_share))
         plan = replace(
             plan,
@@ -167,19 +165,17 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
 
 
 class Trainer:
-    """One worker of a training: its shards of model and optimizer, its data, its current step.
+    """One worker of a training run: its shards of model and optimizer, its data, its step.
 
-    callbacks: hooks of this training, called in this order.
+    callbacks: hooks of this run, in call order.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
         self.config = config
         self.environment = environment
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if environment.device == "cuda"
-            else torch.device("cpu")
-        )
+        self.device = torch.device("cpu")
+        if environment.device == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(config.seed)
         if config.train.deterministic:
             # cuBLAS is repeatable only with a workspace per stream, requested by this variable
@@ -193,18 +189,49 @@ class Trainer:
         # A new group does not inherit the default group's timeout.
         timeout = timedelta(seconds=config.topology.timeout_s)
         self.host_group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+        self.exchange = self._make_exchange(timeout)
+        self.offload: ActivationOffload | None = None
+        if offloaded := config.train.offload_activations:
+            self.offload = ActivationOffload(config.model.num_layers, self.device, offloaded)
+        make = partial(
+            BatchMaker,
+            self.exchange,
+            mask=MaskRule.of(config.data),
+            keep=attention_kept(config.train),
+            offload=self.offload,
+        )
+        self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
+        dense = self.choices.dense_kernel
+        self.dense_batch_maker = make(dense[0], self.device) if dense is not None else None
+        self._make_data()
+        self.decoder, self.states = self._make_decoder()
+        self.optimizer = self.states.optimizer
+        self._schedule = LearningRateSchedule.of(config)
+        self.step = 0
+        self.tokens = 0
+        self.callbacks: list[Callback] = []
+        self.recorder: Recorder | None = None
+        self._batches: Any = None
+        self.lacks_data = False  # some worker could not read this step's data; all workers stop
+        self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
+        self._spikes = SpikeWatch(config.run.spike_sigma)
+        self._frozen_after: set[bool] = set()  # step kinds already seen: with an index, without
+        self._peak_flops: float | None = None
+        if self.device.type == "cuda":
+            self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
+
+    def _make_exchange(self, timeout: timedelta) -> Exchange:
         choice = self.choices.exchange
         group = make_context_group(
-            environment.rank,
-            environment.workers,
-            environment.cp,
+            self.environment.rank,
+            self.environment.dims,
             self.device,
             timeout,
             per_node=choice.per_node,
             heads=choice.heads,
             channels=choice.channels,
         )
-        exchange = make_exchange(
+        return make_exchange(
             choice.name,
             self.choices.layout,
             group,
@@ -213,59 +240,22 @@ class Trainer:
             circulates=choice.circulates,
             shared_columns=choice.shared_columns,
         )
-        self.exchange = exchange
-        mask = config.data.document_mask
-        offloaded = config.train.offload_activations
-        self.offload = (
-            ActivationOffload(config.model.num_layers, self.device, offloaded)
-            if offloaded
-            else None
-        )
-        make = partial(
-            BatchMaker,
-            exchange,
-            document_mask=mask,
-            keep=attention_kept(config.train),
-            offload=self.offload,
-        )
-        self.batch_maker = make(self.choices.kernel, self.device, pattern=self.choices.pattern)
-        dense = self.choices.dense_kernel
-        self.dense_batch_maker = make(dense[0], self.device) if dense is not None else None
+
+    def _make_data(self) -> None:
+        config, environment = self.config, self.environment
         self.dataset: Dataset = open_dataset(config)
         self.places = self._check_same_data()
         self.sampler = self.dataset.sampler(config.seed)
         self.loader = Loader(
             self.dataset,
             self.sampler,
-            dp_rank=environment.rank // environment.cp,
-            dp=environment.dp,
+            dp_rank=environment.dims.coordinate("dp", environment.rank),
+            dp=environment.dims.dp,
             global_batch=config.train.global_batch,
             micro_batch=config.train.micro_batch,
             make_batch=self._on_host,
         )
         self.held_out: list[Sample] = self.dataset.held_out
-        self.host_states: OffloadedOptimizer | None = None
-        self.decoder = self._make_decoder()
-        self.optimizer = (
-            self.host_states.optimizer
-            if self.host_states
-            else make_optimizer(self.decoder, config.optim)
-        )
-        self._schedule = LearningRateSchedule.of(config)
-        self.step = 0
-        self.tokens = 0
-        self.callbacks: list[Callback] = []
-        self.recorder: Recorder | None = None
-        self._batches: Any = None
-        self.lacks_data = False  # a worker could not read this step's data; all know, and end
-        self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
-        self._spikes = SpikeWatch(config.run.spike_sigma)
-        self._frozen_after: set[bool] = set()  # step kinds already seen: with an index, without
-        self._peak_flops = (
-            peak_flops(torch.cuda.get_device_name(self.device))
-            if self.device.type == "cuda"
-            else None
-        )
 
     def _check_same_data(self) -> list[str]:
         """Return host and device of each rank, after checking that all read the same corpus.
@@ -283,50 +273,35 @@ class Trainer:
             )
         return [place for _, place in answers]
 
-    def _make_decoder(self) -> Decoder:
-        """Build on the meta device, shard, then fill, so no worker ever holds the whole model."""
-        config, dtype = self.config, self.choices.dtype
-        decoder = self._empty_decoder()
-        if config.optim.offload:
-            decoder.to(dtype)
-        mesh = make_parameter_mesh(self.environment.workers, self.environment.device)
-        shard_parameters(
-            decoder,
+    def _make_decoder(self) -> tuple[Decoder, DeviceOptimizer | OffloadedOptimizer]:
+        """Build on the meta device, shard, then fill. No worker ever holds the whole model."""
+        config = self.config
+        mesh = make_parameter_mesh(self.environment.dims, self.environment.device)
+        decoder = parallelize(
+            self._empty_decoder(),
+            config,
             mesh,
-            dtype,
-            shard=config.train.shard,
-            reduce_dtype=getattr(torch, config.train.reduce_dtype),
+            self.choices.dtype,
+            compile=self.choices.compile,
+            offload=self.offload,
         )
-        # Evaluation enters here, and needs FSDP to gather the root's parameters, too.
-        register_fsdp_forward_method(decoder, "token_losses")
         decoder.to_empty(device=self.device)
-        filled = decoder
-        if config.optim.offload:
-            self.host_states = OffloadedOptimizer(decoder, self._empty_decoder(), config.optim)
-            filled = self.host_states.masters
+        states = (
+            OffloadedOptimizer(decoder, self._empty_decoder(), config.optim)
+            if config.optim.offload
+            else DeviceOptimizer(decoder, config.optim)
+        )
         if config.train.init_from:
-            load_into(filled, config.train.init_from)
+            load_into(states.masters, config.train.init_from)
         else:
-            initialize(filled, config.seed, self.device)
-        if self.host_states:
-            self.host_states.send()
-        return decoder
+            initialize(states.masters, config.seed, self.device)
+        states.send()
+        return decoder, states
 
     def _empty_decoder(self) -> Decoder:
-        config = self.config
+        model = self.config.model
         with torch.device("meta"):
-            return Decoder(
-                config.model,
-                rope_factor=rope_factor(config.model.rope, config.seq),
-                loss_chunk_bytes=config.train.loss_chunk_mib << 20,
-                activation_checkpoint=config.train.activation_checkpoint,
-                compile=self.choices.compile,
-                tile_bytes=config.train.tile_mib << 20,
-                offload=self.offload,
-                loss_gradients=config.train.loss_gradients,
-                z_loss=config.train.z_loss,
-                keep_mlp=config.train.keep_mlp,
-            )
+            return Decoder(model, rope_factor(model.rope, self.config.seq))
 
     def train_step(self, stop: bool) -> StepResult:
         """Run one optimizer step over `train.global_batch` sequences.
@@ -350,7 +325,7 @@ class Trainer:
             batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
         )
         with profiler_labels.label(profiler_labels.OPTIMIZER):
-            finite_check = torch.stack([loss.double(), self._squared_norm().double()])
+            finite_check = torch.stack([loss.double(), self.states.squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
         reports = self._exchange_reports(finite_check, stop, compute_seconds, data_seconds, records)
         self._check_finite(reports)
@@ -360,24 +335,19 @@ class Trainer:
         skipped, warning = self._skips_update(mean_loss, grad_norm)
         if not skipped:
             self._update(grad_norm)
-        self.drop_gradients()
+        self.states.drop_gradients()
         progress_record.note("done")
         self.step += 1
-        tokens = self.config.train.global_batch * self.config.seq
-        self.tokens += tokens
+        batch, seq = self.config.train.global_batch, self.config.seq
+        self.tokens += batch * seq
         self._freeze_garbage(sparse=bool(records))
         index = self._index_metrics(reports, records)
-        computed = (
-            index.density * causal_pairs(self.config.seq) * self.config.train.global_batch
-            if index
-            else float(pairs)
-        )
         return StepResult(
             loss=mean_loss,
             grad_norm=grad_norm,
             lr=lr,
-            tokens=tokens,
-            pairs=computed,
+            tokens=batch * seq,
+            pairs=index.density * causal_pairs(seq) * batch if index else float(pairs),
             stop=any(report.stop for report in reports),
             reports=tuple(reports),
             index=index,
@@ -425,7 +395,7 @@ class Trainer:
         progress_record.note(
             "waits for the loss and gradient norm of all ranks", progress_record.SEVERAL
         )
-        rows = all_gather(local, self.environment.workers).tolist()
+        rows = all_gather(local, self.environment.dims.workers).tolist()
         progress_record.note("optimizer")
         return [StepReport.of(row) for row in rows]
 
@@ -434,12 +404,7 @@ class Trainer:
         clip = self.config.optim.clip_norm
         scale = clip / grad_norm if clip and grad_norm > clip else 1.0
         with profiler_labels.label(profiler_labels.OPTIMIZER):
-            if self.host_states:
-                self.host_states.step(scale)
-                return
-            if scale != 1.0:
-                torch._foreach_mul_(self.gradients(), scale)
-            self.optimizer.step()
+            self.states.step(scale)
 
     def _index_metrics(
         self, reports: Sequence[StepReport], records: list[IndexRecord]
@@ -451,7 +416,7 @@ class Trainer:
         return index_metrics(sums, records, self.config.seq)
 
     def _freeze_garbage(self, *, sparse: bool) -> None:
-        """Freeze what the first dense or sparse step created, above all compiled code: it stays."""
+        """Freeze the lasting objects of the first dense and sparse step, mostly compiled code."""
         if sparse not in self._frozen_after:
             self._frozen_after.add(sparse)
             garbage_collection.freeze_garbage()
@@ -462,8 +427,7 @@ class Trainer:
         In a step without labels, AdamW would decay the weights and move them by its moments.
         """
         if loss is None:
-            line = f"step {self.step + 1}: no token has a label; the update is skipped"
-            return True, line
+            return True, f"step {self.step + 1}: no token has a label; the update is skipped"
         spike, line = self._spikes.check(self.step + 1, loss, grad_norm)
         skipped = spike and self.config.optim.skip_spikes
         return skipped, line + "; its update is skipped" * skipped if line else ""
@@ -475,7 +439,7 @@ class Trainer:
         error = None
         try:
             on_host = next(self._batches)
-        except Exception as failure:  # raised below, once all workers know
+        except Exception as failure:  # raised below, after all workers know
             error = failure
         waited = time.perf_counter() - wait_started
         first_without = self._first_rank_with(error is not None)
@@ -488,7 +452,7 @@ class Trainer:
 
     def _first_rank_with(self, flag: bool) -> int | None:
         """Return the first rank whose `flag` is true, or None."""
-        ranks = self.environment.workers
+        ranks = self.environment.dims.workers
         first = torch.tensor(self.environment.rank if flag else ranks)
         if ranks > 1:
             progress_record.note("waits for the data of all ranks", progress_record.SEVERAL)
@@ -501,17 +465,14 @@ class Trainer:
 
         Drops whole sequences, which may take gigabytes, unless a callback needs them.
         """
-        host = self.batch_maker.on_host(samples)
+        host = self.next_batch_maker().on_host(samples)
         keep = any(callback.needs_samples for callback in self.callbacks)
         return host if keep else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
         """Return the batch maker of the next step; the first steps of a sparse run may be dense."""
-        if self.dense_batch_maker is not None and self.step < (
-            self.config.sparsity.dense_steps or 0
-        ):
-            return self.dense_batch_maker
-        return self.batch_maker
+        dense = self.step < self.config.sparsity.dense_steps
+        return self.dense_batch_maker if dense and self.dense_batch_maker else self.batch_maker
 
     def close(self) -> None:
         """Stop the loader's background thread."""
@@ -534,8 +495,7 @@ class Trainer:
                     self.recorder.micro_batch(number)
                 last = number == len(batches) - 1
                 begin_micro_batch(self.decoder, self.config.train.shard, last=last)
-                if self.host_states:
-                    self.host_states.last_micro_batch = last
+                self.states.last_micro_batch = last
                 # Local sums over the step's global number of valid tokens: summed over workers,
                 # this equals one worker's mean.
                 part = self.decoder(
@@ -547,30 +507,15 @@ class Trainer:
                     batch.attend.index.count()
         return loss
 
-    def gradients(self) -> list[torch.Tensor]:
-        """Return this worker's shards of the reduced gradients, on the device."""
-        return (
-            self.host_states.gradients()
-            if self.host_states
-            else local_gradients(self.decoder.parameters())
-        )
-
-    def _squared_norm(self) -> torch.Tensor:
-        return (
-            self.host_states.squared_norm()
-            if self.host_states
-            else squared_norm(self.gradients(), self.device)
-        )
-
-    def drop_gradients(self) -> None:
-        if self.host_states:
-            self.host_states.drop_gradients()
-        else:
-            self.optimizer.zero_grad(set_to_none=True)
-
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
         """Return labels that count and allowed query-key pairs per head, over all workers."""
-        valid, pairs = self._summed([sum(b.valid for b in batches), sum(b.pairs for b in batches)])
+        valid, pairs = sum(b.valid for b in batches), sum(b.pairs for b in batches)
+        if self.environment.dims.dp == 1:
+            return valid, pairs
+        totals = torch.tensor([valid, pairs], dtype=torch.int64)
+        dist.all_reduce(totals, group=self.host_group)
+        # All workers of a context group count the same whole sequences.
+        valid, pairs = (int(n) // self.environment.dims.cp for n in totals)
         return valid, pairs
 
     def record(self, recorder: Recorder | None) -> None:
@@ -578,37 +523,28 @@ class Trainer:
         self.recorder = recorder
         self.exchange.set_recorder(recorder)
 
-    def _summed(self, numbers: list[int]) -> list[int]:
-        """Sum over data-parallel replicas; a context group counts the same whole sequences."""
-        if self.environment.dp == 1:
-            return numbers
-        totals = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(totals, group=self.host_group)
-        return [int(n) // self.environment.cp for n in totals]
-
     def _check_finite(self, reports: Sequence[StepReport]) -> None:
         """Raise NonFiniteError, which names the ranks, unless every loss and gradient is finite."""
-        for name, values in (
-            ("loss", [report.loss for report in reports]),
-            ("gradient", [report.squared_norm for report in reports]),
-        ):
-            ranks = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
+        for name, field in (("loss", "loss"), ("gradient", "squared_norm")):
+            ranks = [str(n) for n, r in enumerate(reports) if not math.isfinite(getattr(r, field))]
             if ranks:
+                on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
                 raise NonFiniteError(
-                    f"step {self.step + 1}: the {name} is not finite on "
-                    f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}; "
-                    "the step was not applied"
+                    f"step {self.step + 1}: the {name} is not finite on {on}; the step was not "
+                    "applied"
                 )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
         """Build the line of metrics.jsonl for a finished step."""
-        config, workers = self.config, self.environment.workers
+        config, index, peak = self.config, result.index, self._peak_flops
         pairs = result.pairs / config.train.global_batch
         flops = training_flops(
             config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs
         )
-        rate = result.tokens / seconds / workers
-        peak = self._peak_flops
+        rate = result.tokens / seconds / self.environment.dims.workers
+        memory = None
+        if self.device.type == "cuda":
+            memory = torch.cuda.max_memory_allocated(self.device) / 2**30
         return StepMetrics(
             step=self.step,
             loss=result.loss,
@@ -616,35 +552,25 @@ class Trainer:
             lr=result.lr,
             tokens=self.tokens,
             tokens_per_second_per_gpu=rate,
-            mfu_model=rate * flops.model / peak if peak and result.index is None else None,
+            mfu_model=rate * flops.model / peak if peak and index is None else None,
             mfu_executed=rate * flops.executed / peak if peak else None,
-            density=result.pairs / config.train.global_batch / causal_pairs(config.seq),
-            peak_memory_gib=torch.cuda.max_memory_allocated(self.device) / 2**30
-            if self.device.type == "cuda"
-            else None,
+            density=pairs / causal_pairs(config.seq),
+            peak_memory_gib=memory,
             seconds=seconds,
             epoch=self.sampler.consumed / len(self.dataset),
             consumed=self.sampler.consumed,
             data_seconds=result.data_seconds,
-            slashes=result.index.slashes if result.index else None,
-            columns=result.index.columns if result.index else None,
-            index_seconds=result.index.seconds if result.index else None,
-            density_by_layer=list(result.index.density_by_layer) if result.index else None,
+            slashes=index.slashes if index else None,
+            columns=index.columns if index else None,
+            index_seconds=index.seconds if index else None,
+            density_by_layer=list(index.density_by_layer) if index else None,
             skipped=result.skipped if config.optim.skip_spikes or result.skipped else None,
         )
-
-    def _master_decoder(self) -> Decoder:
-        """Return the decoder with the optimizer's parameters: this one, or the host's masters."""
-        return self.host_states.masters if self.host_states else self.decoder
-
-    def _send_weights(self) -> None:
-        if self.host_states:
-            self.host_states.send()
 
     def state(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds; parameters and optimizer states as shards."""
         fresh = not self.optimizer.state
-        model, optimizer = get_state_dict(self._master_decoder(), self.optimizer)
+        model, optimizer = get_state_dict(self.states.masters, self.optimizer)
         if fresh:
             # PyTorch creates the states by a step without gradients, which would count in the
             # bias correction of the first real step.
@@ -666,18 +592,18 @@ class Trainer:
         if checkpointer.holds_only_weights():
             weights = {"model": self.state()["model"]}
             checkpointer.load(weights)
-            set_model_state_dict(self._master_decoder(), weights["model"])
-            self._send_weights()
+            set_model_state_dict(self.states.masters, weights["model"])
+            self.states.send()
             return
         state = self.state()
         checkpointer.load(state)
         set_state_dict(
-            self._master_decoder(),
+            self.states.masters,
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        self._send_weights()
+        self.states.send()
         # The optimizer's state restores hyperparameters, but the resume may configure others.
         set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]

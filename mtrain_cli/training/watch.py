@@ -32,9 +32,9 @@ class _Band:
         self.values: deque[float] = deque(maxlen=WINDOW)
 
     def sigmas(self, value: float, minimum: float) -> float:
-        """Return the distance above the median in robust standard deviations of at least `minimum`.
+        """Return the distance of `value` above the median, in robust standard deviations.
 
-        0 while there are too few values.
+        A deviation is at least `minimum`. Return 0 while there are too few values.
         """
         if len(self.values) < MIN_STEPS:
             return 0.0
@@ -47,7 +47,7 @@ class SpikeWatch:
     """Detect spikes of loss and gradient norm, equally on all workers.
 
     A value is a spike if it exceeds the median of the last 64 steps, including spikes, by more than
-    `sigma` robust standard deviations. A lasting change is normal once it fills half of these
+    `sigma` robust standard deviations. A lasting change becomes normal after half of these
     steps. A robust standard deviation is 1.4826 x the median absolute deviation, at least 1 % of
     the median loss, and at least 0.05 for the logarithm of the gradient norm. The first 16 steps
     are never spikes.
@@ -62,20 +62,8 @@ class SpikeWatch:
     def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
         """Return whether this step is a spike, and a line if a spike starts or ends here."""
         log_norm = math.log(grad_norm) if grad_norm > 0 else -math.inf
-        outliers = []
         before = len(self._loss.values)
-        if self._sigma:
-            middle = statistics.median(self._loss.values) if self._loss.values else 0.0
-            sigmas = self._loss.sigmas(loss, _MIN_LOSS_SIGMA * abs(middle))
-            if sigmas > self._sigma:
-                outliers.append(
-                    f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}"
-                )
-            sigmas = self._norm.sigmas(log_norm, _MIN_NORM_SIGMA)
-            if sigmas > self._sigma:
-                middle = math.exp(statistics.median(self._norm.values))
-                distance = f"{_format_sigmas(sigmas)} above the median {middle:.3g}"
-                outliers.append(f"gradient norm {grad_norm:.3g}, {distance}")
+        outliers = self._outliers(loss, grad_norm, log_norm) if self._sigma else []
         self._loss.values.append(loss)
         if log_norm > -math.inf:
             self._norm.values.append(log_norm)
@@ -85,11 +73,26 @@ class SpikeWatch:
             line = f"step {step} is a spike: {' and '.join(outliers)} of the last {before} steps"
         elif not outliers and self._since is not None:
             count = step - self._since
-            line = (
-                f"step {step} is back to normal; the spike lasted {count} step{'s' * (count > 1)}"
-            )
+            lasted = f"the spike lasted {count} step{'s' * (count > 1)}"
+            line = f"step {step} is back to normal; {lasted}"
             self._since = None
         return bool(outliers), line
+
+    def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
+        """Describe each value that exceeds its threshold."""
+        outliers = []
+        middle = statistics.median(self._loss.values) if self._loss.values else 0.0
+        sigmas = self._loss.sigmas(loss, _MIN_LOSS_SIGMA * abs(middle))
+        if sigmas > self._sigma:
+            outliers.append(
+                f"loss {loss:.4f}, {_format_sigmas(sigmas)} above the median {middle:.4f}"
+            )
+        sigmas = self._norm.sigmas(log_norm, _MIN_NORM_SIGMA)
+        if sigmas > self._sigma:
+            middle = math.exp(statistics.median(self._norm.values))
+            distance = f"{_format_sigmas(sigmas)} above the median {middle:.3g}"
+            outliers.append(f"gradient norm {grad_norm:.3g}, {distance}")
+        return outliers
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint."""
@@ -108,15 +111,14 @@ class StragglerWatch:
     """Detect workers that have become slower than the others at the same work.
 
     A rank is slow if it takes more than 1 + `share` times the median of the other ranks in more
-    than half of the last 20 steps. It is reported once, and again when it has recovered for as
-    long.
+    than half of the last 20 steps. The watch reports it once, and once more after it recovers.
     """
 
     def __init__(self, share: float, places: Sequence[str], work: str) -> None:
         """Args:
         share: threshold; 0 disables the watch.
         places: host and device of each rank.
-        work: what is timed, for messages.
+        work: the timed work, for messages.
         """
         self._share, self._places, self._work = share, places, work
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
@@ -127,16 +129,12 @@ class StragglerWatch:
         """Return a line for each rank that has become slow or recovered.
 
         Args:
-            seconds: of each rank; 0 if it was not measured.
-            base: seconds to divide differences by; None for the median of the other ranks.
+            seconds: seconds of each rank; 0 if not measured.
+            base: seconds to divide differences by; None = the median of the other ranks.
         """
         self._seen += 1
-        if (
-            not self._share
-            or len(seconds) < 2
-            or self._seen <= STRAGGLER_WARM_UP
-            or (base is None and not all(seconds))
-        ):
+        unmeasured = base is None and not all(seconds)
+        if not self._share or len(seconds) < 2 or self._seen <= STRAGGLER_WARM_UP or unmeasured:
             return []
         lines = []
         for rank, own in enumerate(seconds):
@@ -145,17 +143,15 @@ class StragglerWatch:
             ratios.append(1 + (own - others) / (others if base is None else base))
             if len(ratios) < STRAGGLER_STEPS:
                 continue
-            ratio = statistics.median_low(ratios)
+            ratio, name = statistics.median_low(ratios), f"rank {rank} ({self._places[rank]})"
             if rank not in self._slow and ratio > 1 + self._share:
                 self._slow.add(rank)
-                lines.append(
-                    f"rank {rank} ({self._places[rank]}) is a straggler: "
-                    f"{self._describe(ratio, base)}, {_LASTING}"
-                )
+                lasting = f"in most of the last {STRAGGLER_STEPS} steps"
+                lines.append(f"{name} is a straggler: {self._describe(ratio, base)}, {lasting}")
             # Recover only halfway down, so that a rank at the limit is not reported repeatedly.
             elif rank in self._slow and ratio < 1 + self._share / 2:
                 self._slow.remove(rank)
-                lines.append(f"rank {rank} ({self._places[rank]}) has caught up with the others")
+                lines.append(f"{name} has caught up with the others")
         return lines
 
     def _describe(self, ratio: float, base: float | None) -> str:
@@ -168,7 +164,7 @@ class StragglerWatches(Callback):
     """Warn of workers whose device or data loading has become slow; runs on the first worker.
 
     Devices are compared by their own computation, which waits for no other worker. Data waits are
-    compared with the duration of the step before.
+    compared with the duration of the previous step.
     """
 
     def __init__(
@@ -196,6 +192,3 @@ class StragglerWatches(Callback):
         lines += self._loaders.check([r.data_seconds for r in reports], self._last_seconds)
         for line in lines:
             self._warn(line)
-
-
-_LASTING = f"in most of the last {STRAGGLER_STEPS} steps"

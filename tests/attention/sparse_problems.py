@@ -12,7 +12,8 @@ import torch
 
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.attention.tiles import Tiles
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ def make_problem(
     else:
         masks = [SequenceMask.causal(seq - b, padded) for b in range(batch)]
     queries, keys = shard(where, padded, block)
-    geometry = BlockGeometry.make(masks, queries, keys, block, device)
+    tiles = Tiles.between(masks, queries, keys, MaskTables.make(masks, block)).to(device)
+    geometry = tiles.geometry
     index = make_index(kind.removeprefix("local "), rng, batch, heads, padded, block).to(device)
     if kind == "local bitmap":
         # Like a context-parallel worker, keep only the rows of the local queries.
@@ -159,7 +161,7 @@ def make_problem(
         held = geometry.query_blocks.long()
         gates = index.gates.unflatten(2, (-1, block))[:, :, held].flatten(2, 3)
         index = replace(index, bits=index.bits[:, :, held], rows=geometry.query_blocks, gates=gates)
-    tiles = Tiles.make([m.spans(queries, keys) for m in masks], device, geometry).with_index(index)
+    tiles = tiles.with_index(index)
     torch.manual_seed(seed)
     shapes = (
         (len(queries), heads),

@@ -24,6 +24,12 @@ def rectangle(q: torch.Tensor, k: torch.Tensor, causal: bool) -> Tiles:
     return Tiles.make([KeySpans(np.zeros(queries, np.int64), high, keys)] * len(q))
 
 
+def tiles_of(low: torch.Tensor, high: torch.Tensor, keys: int) -> Tiles:
+    """Return the tiles of given spans, [batch, queries]."""
+    bounds = zip(low.numpy(), high.numpy(), strict=True)
+    return Tiles.make([KeySpans(first, last, keys) for first, last in bounds])
+
+
 def listed(rows: torch.Tensor, lists: dict[str, torch.Tensor]) -> None:
     assert int(lists["partial_count"].sum() + lists["full_count"].sum()) > 0
     assert lists["partial"].shape[2] == -(-rows.shape[1] // 128)
@@ -46,14 +52,12 @@ def calls(monkeypatch) -> list[str]:
     def spans_forward(q, k, v, spans, lists, scale):
         names.append("lists")
         listed(spans[0], lists)
-        return oracle.forward(q, k, v, Tiles(*spans, k.shape[1], 1, ()), scale)
+        return oracle.forward(q, k, v, tiles_of(*spans, k.shape[1]), scale)
 
     def spans_backward(dout, q, k, v, out, lse, delta, spans, lists, scale):
         names.append("lists")
         listed(k, lists)
-        return oracle.backward(
-            dout, q, k, v, out, lse, delta, Tiles(*spans, k.shape[1], 1, ()), scale
-        )
+        return oracle.backward(dout, q, k, v, out, lse, delta, tiles_of(*spans, k.shape[1]), scale)
 
     for function in (forward, backward, spans_forward, spans_backward):
         setattr(fake, function.__name__, function)

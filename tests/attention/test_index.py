@@ -11,9 +11,9 @@ from attention.equal_indices import same_index
 from attention.sparse_problems import make_index, make_problem
 
 from mtrain_cli.attention import index as index_module
-from mtrain_cli.attention.index import BlockBitmap, MaskWork, VerticalSlash, block_pairs
+from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.attention.tiles import NOTHING, BlockGeometry
+from mtrain_cli.attention.mask_tables import NOTHING, BlockPairs, MaskTables
 
 KINDS = ("slashes", "columns", "both", "all", "none", "bitmap", "gated")
 
@@ -34,7 +34,7 @@ def test_counts_equal_the_enumerated_pairs(kind, documents, seed):
         where="whole",
     )
     index = p.tiles.index
-    counts = index.counts(MaskWork.make(p.masks, 16, bitmap=kind in ("bitmap", "gated")))
+    counts = index.counts(MaskTables.make(p.masks, 16, bitmap=kind in ("bitmap", "gated")))
     seen = p.tiles.seen()
     positions = p.tiles.positions()[0]
     chosen = index.chosen(positions // 16, positions // 16)
@@ -72,7 +72,7 @@ def test_joined_layers_have_the_counts_of_each_layer():
         for kind in ("both", "columns", "none", "both")
     ]
     assert len({index.columns.shape[-1] for index in layers}) > 2
-    work, joined = MaskWork.make(p.masks, 16), VerticalSlash.joined(layers)
+    work, joined = MaskTables.make(p.masks, 16), VerticalSlash.joined(layers)
     for i, (index, counts) in enumerate(zip(layers, joined.counts(work).parts(4), strict=True)):
         assert same_index(joined.part(i, 4), index)
         assert all(
@@ -97,19 +97,24 @@ def test_block_pairs_equal_the_enumerated_pairs(block, documents):
         for q in range(mask.length):
             table[q, mask.first[q] : q + 1] = True
     want = seen.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).sum((-1, -3))
-    actual = block_pairs(masks, block, blocks)
+    actual = MaskTables.make(masks, block, bitmap=True).per_block
     assert actual.dtype == (torch.int16 if block <= 181 else torch.int32)
     assert torch.equal(actual.long(), want)
     rows = np.sort(rng.permutation(blocks)[: blocks // 2])
-    assert torch.equal(
-        block_pairs(masks, block, blocks, rows).long(), want[:, torch.from_numpy(rows)]
-    )
+    some = MaskTables.make(masks, block, bitmap=True, rows=rows)
+    assert torch.equal(some.per_block.long(), want[:, torch.from_numpy(rows)])
+    for mask, pairs in zip(masks, want.numpy(), strict=True):
+        assert np.array_equal(BlockPairs.make(mask, block, blocks, rows).table(), pairs[rows])
+        table, diagonals = BlockPairs.make(mask, block, blocks), range(blocks)
+        per_diagonal, touched = table.by_diagonal()
+        assert per_diagonal.tolist() == [np.trace(pairs, -d) for d in diagonals]
+        assert touched.tolist() == [np.trace(pairs > 0, -d) for d in diagonals]
 
 
 def test_bitmap_counts_are_exact_for_any_number_of_rows_per_pass(monkeypatch):
     masks = [SequenceMask.causal(1 << 16, 1 << 16)]
     blocks = 512
-    work = MaskWork.make(masks, 128, bitmap=True)
+    work = MaskTables.make(masks, 128, bitmap=True)
     bits = torch.ones(1, 2, blocks, blocks, dtype=torch.bool).tril()
     bits[0, 1, 7, 3] = False
     for at_once in (1, 1000, 1 << 24):
@@ -147,22 +152,18 @@ def test_indices_with_different_block_sizes_differ():
 def test_geometry_refuses_shards_that_are_not_whole_blocks():
     mask = SequenceMask.causal(100, 100)
     with pytest.raises(ValueError, match="whole blocks"):
-        BlockGeometry.make([mask], np.arange(8, 100), np.arange(100), 16)
-
-
-def geometry(masks: list[SequenceMask]) -> BlockGeometry:
-    everywhere = np.arange(masks[0].padded)
-    return BlockGeometry.make(masks, everywhere, everywhere, 16)
+        MaskTables.make([mask], 16).between(np.arange(8, 100), np.arange(100))
 
 
 def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
     documents = np.repeat([0, 1, 2], [20, 16, 5])
-    actual = geometry(
+    actual = MaskTables.make(
         [
             SequenceMask.from_documents(documents, 41),
             SequenceMask.causal(41, 41),
             SequenceMask.causal(40, 41),
-        ]
+        ],
+        16,
     )
     assert actual.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
     assert actual.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
@@ -172,9 +173,9 @@ def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
 def test_a_mask_is_plain_only_without_documents_and_padding(padded):
     whole, short = SequenceMask.causal(padded, padded), SequenceMask.causal(padded - 1, padded)
     documents = SequenceMask.from_documents(np.repeat([0, 1], [20, padded - 20]), padded)
-    assert geometry([whole, whole]).plain
-    assert not geometry([whole, short]).plain
-    assert not geometry([documents, whole]).plain
+    assert MaskTables.make([whole, whole], 16).plain
+    assert not MaskTables.make([whole, short], 16).plain
+    assert not MaskTables.make([documents, whole], 16).plain
 
 
 def test_last_is_the_last_query_that_sees_a_key():

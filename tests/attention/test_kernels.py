@@ -143,7 +143,10 @@ def test_block_lists_equal_the_mask(seed):
     spans, q, k, _, _ = problem(seed, 4, 4)
     tiles = Tiles.make(spans)
     block = 8
-    lists = block_lists(tiles.low, tiles.high, tiles.num_keys, block)
+    by_query, by_key = block_lists(tiles.low, tiles.high, tiles.num_keys, block)
+    lists = dict(by_query)
+    for name in ("partial", "full"):
+        lists[f"{name}_t"], lists[f"{name}_t_count"] = by_key[name], by_key[f"{name}_count"]
     slots = torch.arange(k.shape[1])
     seen = (slots >= tiles.low[..., None]) & (slots < tiles.high[..., None])
     rows, columns = -(-q.shape[1] // block), -(-k.shape[1] // block)

@@ -14,7 +14,7 @@ from mtrain_cli.attention.block_lists import index_lists
 from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.triton_kernel import make_tile_plan
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.memory import IndexShape, kernel_backward
 
 

@@ -79,7 +79,7 @@ def test_lists_hold_the_blocks_that_index_and_mask_leave(kind, where, transposed
     assert make_tile_plan(p.tiles).entries_t is None
     queries, keys = geometry.query_blocks.long(), geometry.key_blocks.long()
     touched = (keys <= queries[:, None]) & (
-        (keys + 1) * 16 > geometry.first_min[:, queries][..., None]
+        (keys + 1) * 16 > geometry.tables.first_min[:, queries][..., None]
     )
     want = (index.chosen(queries, keys) & touched[:, None]).flatten(0, 1)
     want, numbers = (want.transpose(-1, -2), queries) if transposed else (want, keys)

@@ -99,10 +99,10 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
     ("words", "message"),
     [
         (["--sizes", "4k"], "--sizes 4k: a latency and a bandwidth need at least two sizes"),
-        (["--sizes", "4k,1"], "--sizes 1: must be from 64 bytes to 4g"),
+        (["--sizes", "4k,1"], "--sizes 4k,1: each must be from 64 bytes to 4g"),
         (
             ["--sizes", "4k,many"],
-            "--sizes 4k,many: many is not a size; give items such as 4k,1m,128m",
+            "--sizes 4k,many: many is not a number; give items such as 4k,1m,128m",
         ),
         (["--repeats", "1"], "--repeats=1: must be at least 3"),
         (
@@ -121,11 +121,12 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
         (["--cluster-out", "mine.txt"], "--cluster-out mine.txt: give a file that ends in .yaml"),
         (
             ["--cluster-out", "notes.yaml"],
-            "--cluster-out notes.yaml: exists and was not measured by mtrain",
+            "--cluster-out notes.yaml: exists and is not a measured cluster of mtrain; give "
+            "another name, or remove it",
         ),
         (
             ["--cluster-out", "notes.yaml/my.yaml"],
-            "--cluster-out notes.yaml/my.yaml: cannot be written",
+            "--cluster-out notes.yaml/my.yaml: a part of the path is a file, not a folder",
         ),
     ],
 )

@@ -442,8 +442,8 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(
         (["--out", "x"], "--out"),
         (
             ["topology.layout=zigzig"],
-            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped; did you "
-            "mean zigzag?",
+            "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped (did "
+            "you mean zigzag?)",
         ),
     ],
 )
@@ -495,10 +495,7 @@ def test_stopping_before_a_recorded_step_leaves_no_folder(tmp_path):
         (lambda s: s.pop("ranks"), "ranks is missing"),
         (lambda s: s.pop("steps"), "steps is missing"),
         (lambda s: s["ranks"][1].pop("plain_ms"), "plain_ms is missing"),
-        (
-            lambda s: s.update(ranks=[]),
-            "not the summary of a recorded step (fmean requires at least one data point)",
-        ),
+        (lambda s: s.update(ranks=[]), "ranks is empty"),
         (lambda s: s["top"][0].update(ms="x"), "not the summary of a recorded step"),
     ],
 )

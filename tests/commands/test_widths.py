@@ -21,7 +21,7 @@ NAMES = {
 }
 VALIDATE = (
     "simulate",
-    "--validate",
+    "validate",
     "predicted-4xh200",
     "--prediction",
     "predicted-4xh200/predictions",

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 
 
@@ -19,10 +19,11 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
     ("override", "message"),
     [
         # names
-        ("modle=qwen3b", "no key or group is called modle; did you mean model=qwen3b?"),
-        ("optim.lrr=1", "no key or group is called optim.lrr; did you mean optim.lr=1?"),
+        ("modle=qwen3b", "no key or group is called modle (did you mean model=qwen3b?)"),
+        ("optim.lrr=1", "no key or group is called optim.lrr (did you mean optim.lr=1?)"),
         ("warmup_steps=5", "did you mean optim.warmup_steps=5?"),
         ("lr=5", "did you mean optim.lr=5?"),
+        ("sparsity.min_bars=4", "(did you mean sparsity.min_columns=4?)"),  # its former name
         ("foo=1", "no key or group is called foo; `mtrain config list` shows all groups and keys"),
         ("=5", "=5: the key before = is missing; expected key=value, such as seq=4k"),
         ("a=b=c", "no key or group is called a"),
@@ -34,7 +35,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
             "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, "
             "mistral7b, qwen0.5b, qwen1.5b,",
         ),
-        ("model=qwen4b", "; did you mean qwen14b?"),
+        ("model=qwen4b", " (did you mean qwen14b?)"),
         ("model=~/x", "no such model; options: "),
         ("model=", "no such model; options: "),
         ("model=null", "no such model; options: "),
@@ -64,7 +65,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("model.rope.factor=twice", "expected a number or auto"),
         (
             "topology.layout=zigzg",
-            "expected one of auto, contiguous, zigzag, striped; did you mean zigzag?",
+            "expected one of auto, contiguous, zigzag, striped (did you mean zigzag?)",
         ),
         ("topology.layout=zigzag,striped", "expected one of auto, contiguous, zigzag, striped"),
         ("train.kernel=null", "expected one of auto, reference, sdpa, triton, flash4"),
@@ -99,8 +100,8 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ),
         ("topology.=1", "no key or group is called topology."),
         # no equals sign
-        ("tiny", "expected key=value; did you mean model=tiny?"),
-        ("qwen3", "expected key=value; did you mean model=qwen3b?"),
+        ("tiny", "expected key=value (did you mean model=tiny?)"),
+        ("qwen3", "expected key=value (did you mean model=qwen3b?)"),
         ("model", "expected model=OPTION; options: auto, llama14b"),
         ("optim.lr", "expected optim.lr=VALUE; VALUE is a number"),
         ("my.yaml", "--config-dir DIR model=mine"),
@@ -190,3 +191,12 @@ def test_all_mistakes_are_reported_together_without_their_consequences():
         "optim.lr=-1",
         "topology.context_parallel=2",
     ]
+
+
+def test_a_file_with_a_former_name_gets_the_current_one(tmp_path):
+    (tmp_path / "sparsity").mkdir()
+    file = tmp_path / "sparsity/mine.yaml"
+    file.write_text("defaults: [vertical_slash]\nmin_bars: 4\n")
+    (found,) = complaints("sparsity=mine", config_dir=tmp_path)
+    hint = "(did you mean sparsity.min_columns?)"
+    assert found == f"{file}: no key is called sparsity.min_bars {hint}"

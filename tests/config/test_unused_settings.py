@@ -1,6 +1,6 @@
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.unused_settings import repeated_keys, unused_keys, unused_ring_keys
 
 RING = ["topology.exchange=ring", "topology.device=cuda"]

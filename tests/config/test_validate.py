@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys, validate
-from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import problems
 from mtrain_cli.data.tokenizers import ByteTokenizer
@@ -270,7 +270,7 @@ def test_the_byte_vocabulary_matches_the_byte_tokenizer():
 def test_every_number_in_the_schema_has_a_range():
     """Without a range, a bad number fails only in the trainer."""
     numbers = {key.name for key in keys.all_keys().values() if {int, float} & set(key.types)}
-    assert numbers == set(validate._RANGE)
+    assert numbers == {key.name for key in keys.all_keys().values() if key.range is not None}
 
 
 def test_the_configuration_is_frozen(defaults):
@@ -299,16 +299,17 @@ def test_the_advice_for_too_few_blocks_works(words, message):
         compose(["seq=512", "topology.workers=32", "topology.block_size=16"])
 
 
-@pytest.mark.parametrize("name", sorted(validate._RANGE))
+@pytest.mark.parametrize("name", [key.name for key in keys.all_keys().values() if key.range])
 def test_every_number_has_an_upper_limit_with_a_reason(name):
     """Without limits, 1e15 tokens fill the memory and 1e30 seconds overflow."""
-    message = validate.out_of_range(name, 2.0**100)
+    key = keys.all_keys()[name]
+    message = key.out_of_range(2.0**100)
     assert message is not None
-    bound = validate.upper_limit(name)
-    assert bound is None or (
+    limit = key.range.limit
+    assert limit is None or (
         message.startswith("must be at most ")
-        and bound.reason in message
-        and bound.reason in validate.allowed(keys.all_keys()[name])
+        and limit.reason in message
+        and limit.reason in key.allowed
     )
 
 

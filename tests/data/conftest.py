@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import Config
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import shutil
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -446,3 +448,75 @@ def test_a_shard_that_unpacks_to_another_size_is_refused(tmp_path: Path) -> None
         ConfigError, match=r"shard.00000.mds.gz unpacks to 339 bytes but index.json lists 400"
     ):
         MdsFolder(folder).sample(0, ["domain"])
+
+
+ONLY_IDS = {"input_ids": "ndarray:uint32"}
+TWO_SAMPLES = [
+    {"input_ids": np.arange(5, dtype=np.uint32)},
+    {"input_ids": np.arange(3, dtype=np.uint32)},
+]
+
+
+def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads((folder / "index.json").read_text())
+    change(content["shards"][0])
+    (folder / "index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../shard.00000.mds", "a/../../b", "", "a\0b"])
+@pytest.mark.parametrize("which", ["raw_data", "zip_data"])
+def test_shards_outside_their_folder_are_refused(tmp_path, name, which):
+    folder = write_mds(tmp_path / "mds", ONLY_IDS, TWO_SAMPLES, compression="gz")
+    change_index(folder, lambda shard: shard[which].update(basename=name))
+    with pytest.raises(ConfigError) as caught:
+        MdsFolder(folder)
+    assert (
+        str(caught.value)
+        == f"{folder}: index.json names the shard {name!r}, which is not in the folder"
+    )
+
+
+def test_shards_in_subfolders_are_read(tmp_path):
+    folder = write_mds(tmp_path / "mds", ONLY_IDS, TWO_SAMPLES)
+    (folder / "part").mkdir()
+    (folder / "shard.00000.mds").rename(folder / "part" / "shard.00000.mds")
+    change_index(folder, lambda shard: shard["raw_data"].update(basename="part/shard.00000.mds"))
+    assert MdsFolder(folder).sample(1, ["input_ids"])["input_ids"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("samples", -1), ("samples", 1 << 40), ("bytes", -5), ("bytes", 1 << 40)]
+)
+def test_impossible_shard_sizes_are_refused(tmp_path, key, value):
+    folder = write_mds(tmp_path / "mds", ONLY_IDS, TWO_SAMPLES)
+    change_index(
+        folder,
+        lambda shard: (shard if key == "samples" else shard["raw_data"]).update({key: value}),
+    )
+    with pytest.raises(
+        ConfigError, match=r"index\.json lists shard\.00000\.mds .* which no MDS shard can have$"
+    ):
+        MdsFolder(folder)
+
+
+@pytest.mark.parametrize("compression", ["gz", "zstd"])
+def test_unpacking_a_shard_stops_at_the_size_in_the_index(tmp_path, compression):
+    zstandard = pytest.importorskip("zstandard") if compression == "zstd" else None
+    folder = Path(shutil.copytree(REAL / "raw_zstd", tmp_path / "mds"))
+    change_index(folder, lambda shard: shard.update(compression=compression))
+    zeros = bytes(1 << 28)
+    bomb = zstandard.ZstdCompressor().compress(zeros) if zstandard else gzip.compress(zeros, 1)
+    del zeros
+    index = json.loads((folder / "index.json").read_text())["shards"][0]
+    (folder / index["zip_data"]["basename"]).write_bytes(bomb)
+    change_index(folder, lambda shard: shard["zip_data"].update(bytes=len(bomb), hashes={}))
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            ConfigError,
+            match=f"unpacks to more bytes but index.json lists {index['raw_data']['bytes']:,}$",
+        ):
+            MdsFolder(folder).sample(0, ["input_ids"])
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.mixture import MixedDataset, MixtureSampler, parse_mix

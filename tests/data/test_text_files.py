@@ -16,6 +16,7 @@ from mtrain_cli.commands.data import prepare
 from mtrain_cli.config.groups import summary
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.validate import TEXT
+from mtrain_cli.data import text_files
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.text_files import READERS, text_corpus
 
@@ -250,3 +251,16 @@ def test_help_and_messages_name_every_kind_of_file_that_is_read():
     assert kinds in summary(resource_dir("conf") / "data/text.yaml")
     assert kinds == TEXT
     assert f"`text` ({kinds})" in (Path(__file__).parents[2] / "docs/data.md").read_text()
+
+
+def test_an_absurdly_long_line_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LONGEST_LINE", 100)
+    path = tmp_path / "t.jsonl"
+    path.write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "b" * 200}) + "\n")
+    reading = text_corpus(str(path), "text").units[0].documents(0)
+    assert "".join(next(reading).pieces) == "a"
+    with pytest.raises(
+        ConfigError,
+        match=r"t\.jsonl line 2: is longer than 100 bytes\. Put one document on each line\.$",
+    ):
+        next(reading)

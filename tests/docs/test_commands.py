@@ -16,7 +16,7 @@ from docs.blocks import PAGES, RULES, Block, blocks_of
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.huggingface_config import config_json
 
 BLOCKS = blocks_of("bash")

@@ -114,7 +114,7 @@ def commands_for(material: Path) -> Iterator[tuple[Path, list[str], list[list[st
     yield material / "meas", inside("meas", "*.json", "*.npz", "*.parquet", "*.yaml"), [
         ["report", "THIS"], ["report", "THIS", "--json"], ["profile", "what-if", "THIS"],
         ["simulate", "--index", "THIS", "--no-files"],
-        ["simulate", "--validate", "THIS", "--no-files"],
+        ["simulate", "validate", "THIS", "--no-files"],
     ]  # fmt: skip
     yield (
         material / "cluster.yaml",

@@ -12,7 +12,8 @@ from fuzz.damage import copy_to, damage
 from fuzz.material import commands_for, complete
 from fuzz.runner import PYTHON, run, stub_heavy_work
 from fuzz.words import Words
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_state
 from mtrain_cli.launch.run_dir import RunDir
@@ -82,7 +83,7 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("material")
     run_dir = folder / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
-    compose.save(compose.compose(["seq=256"]), run_dir / "resolved.yaml")
+    resolved_file.save(compose.compose(["seq=256"]), run_dir / "resolved.yaml")
     step = {
         "step": 1, "loss": 5.0, "grad_norm": 1.0, "lr": 1e-3, "tokens": 256,
         "tokens_per_second_per_gpu": 9.0, "mfu_model": None, "mfu_executed": None, "density": 1.0,

@@ -36,7 +36,7 @@ _KEPT = (
     "summary.json",
     "index.npz",
 )
-_VALIDATE = "simulate --json --no-files --validate"
+_VALIDATE = "simulate validate --json --no-files"
 # Name -> a command that prints JSON. This package's profile is in the working directory, the ones
 # that ship with mtrain are in PROFILES.
 _READ: dict[str, str] = {

@@ -214,15 +214,15 @@ CASES: dict[str, Case] = {
 }
 _SWEEP, _RECOMMEND = "sweep", "recommend"
 TABLES: dict[str, str] = {
-    f"{_SWEEP} of lengths and nodes": "model=qwen3b --cluster a100_4x8 --layout striped --sweep "
-    '"seq=64k,256k nodes=1,2,4" --tokens 2b',
+    f"{_SWEEP} of lengths and nodes": "sweep model=qwen3b seq=64k,256k nodes=1,2,4 "
+    "--cluster a100_4x8 --layout striped --tokens 2b",
     f"{_SWEEP} of workers and density": (
-        'model=llama8b seq=64k --exchange ring,ulysses --layout striped --sweep "workers=2,4,8 '
-        'density=2%,20%" --columns 512'
+        "sweep model=llama8b seq=64k workers=2,4,8 density=2%,20% --exchange ring,ulysses "
+        "--layout striped --columns 512"
     ),
-    f"{_RECOMMEND} dense": "model=qwen3b seq=128k --cluster h100_4x8 --nodes 1 --recommend "
+    f"{_RECOMMEND} dense": "recommend model=qwen3b seq=128k --cluster h100_4x8 --nodes 1 "
     "--tokens 1b --price 2.5",
-    f"{_RECOMMEND} sparse": "model=llama8b seq=512k --cluster a100_4x8 --nodes 2 --recommend "
+    f"{_RECOMMEND} sparse": "recommend model=llama8b seq=512k --cluster a100_4x8 --nodes 2 "
     "--density 5% --exchange ring,hierarchical_ring",
 }
 NAMES: dict[str, str] = {

@@ -154,7 +154,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def memory(words: Sequence[str]) -> dict[str, Any]:
     """Return the exact bytes that `mtrain train WORDS --dry-run` prints rounded."""
-    from mtrain_cli.config.compose import compose
+    from mtrain_cli.composition.compose import compose
     from mtrain_cli.training.run_plan import make_plan
 
     result = make_plan(compose(list(words), plan=True))
@@ -297,7 +297,7 @@ def predicted(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def swept(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of `simulate --sweep`, including configurations that are impossible."""
+    """Return the rows of `simulate sweep`, including configurations that are impossible."""
     return [
         {"point": row["point"], **({"cannot": True} if "cannot" in row else step_row(row))}
         for row in document["sweep"]
@@ -305,7 +305,7 @@ def swept(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def recommended(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the configurations of `simulate --recommend`, best first."""
+    """Return the configurations of `simulate recommend`, best first."""
     return [step_row(row) for row in document["recommended"]["ranked"]] + [
         {"rejected": len(document["recommended"]["rejected"])}
     ]

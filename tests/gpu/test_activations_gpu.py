@@ -13,6 +13,9 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
+from mtrain_cli.model.layer_execution import LayerExecution
+from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -60,11 +63,15 @@ class Steps:
         device = torch.device("cuda")
         self.offload = ActivationOffload(LAYERS, device, offload) if offload else None
         with torch.device("meta"):
-            self.decoder = Decoder(
-                MODEL, rope_factor=1.0, loss_chunk_bytes=16 << 20, activation_checkpoint=checkpoint,
-                compile=compile,
-                tile_bytes=tile_mib << 20, offload=self.offload,
-            )  # fmt: skip
+            loss = LossOptions(chunk_bytes=16 << 20, compile=compile)
+            self.decoder = Decoder(MODEL, loss=loss)
+        execution = LayerExecution(
+            recompute=checkpoint != "none",
+            compile=compile,
+            tile_bytes=tile_mib << 20,
+            offload=self.offload,
+        )
+        execute_layers(self.decoder, execution)
         self.decoder.to_empty(device=device)
         initialize(self.decoder, 0)
         self.decoder.to(torch.float32 if exact else torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from command import mtrain
 
-from mtrain_cli.profiling.kernel_benchmark import KernelCase
+from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.cluster import load_cluster
@@ -40,10 +40,10 @@ def test_links_of_two_gpus(tmp_path):
     for t in document["times"]:
         assert t["us"] > 0
         assert t["loaded_us"] > 0
-    # Both are device times: a link faster than memory, or a computation that messages speed up,
-    # would mean that nothing was measured.
+    # Both are device times. A link faster than memory, or a computation that messages speed up
+    # twofold, would mean that nothing was measured.
     assert all(t["gbps"] < 2000 for t in document["times"])
-    assert all(t["slowdown"] is None or t["slowdown"] > 0.8 for t in document["times"])
+    assert all(t["slowdown"] is None or t["slowdown"] > 0.5 for t in document["times"])
     cluster = load_cluster(str(tmp_path / "mine.yaml"))
     assert cluster.gpu.name == torch.cuda.get_device_name()
     assert cluster.gpus_per_node == 8
@@ -53,7 +53,8 @@ def test_calls_of_one_worker():
     case = KernelCase(
         seq=16384, heads=4, kv_heads=2, head_dim=128, block=128, density=0.1, columns=256
     )
-    result = profile_worker_calls([case], [4], [], torch.bfloat16, "cuda", 3, lambda _: None)
+    bench = KernelBench([], torch.bfloat16, "cuda", 3)
+    result = list(profile_worker_calls(bench, [case], [4]))
     assert {DIAGONALS, ALONE_COLUMNS, SPARSE, LISTS} <= {t.form for t in result}
     assert {"triton"} <= {t.kernel for t in result}
     assert all(t.forward_ms > 0 < t.backward_ms for t in result)

@@ -16,8 +16,10 @@ from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.reference import ReferenceKernel
-from mtrain_cli.attention.tiles import BlockGeometry, Tiles
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -104,13 +106,10 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
         ids = np.sort(np.random.default_rng(2).integers(0, 5 if documents else 1, SEQ))
         positions = np.arange(SEQ)
         mask = SequenceMask.from_documents(ids, SEQ)
-        whole = Tiles.make(
-            [mask.spans(positions, positions)],
-            device,
-            BlockGeometry.make([mask], positions, positions, BLOCK, device),
-        )
+        tables = MaskTables.make([mask], BLOCK)
+        whole = Tiles.between([mask], positions, positions, tables).to(device)
         if (index := index_of(kind, -(-SEQ // BLOCK), device)) is not None:
-            whole = whole.under(index)
+            whole = whole.with_index(index)
         exact = [t.double() for t in (q, k, v)]
         out, lse = ReferenceKernel().forward(*exact, whole, scale)
         expected = (
@@ -130,7 +129,11 @@ def work(rank: int, world: int, store: str, kernel_name: str, kind: str) -> None
                 per_node = min(way.per_node, world)
                 if (per_node, way.heads) not in groups:
                     groups[per_node, way.heads] = make_context_group(
-                        rank, world, world, device, per_node=per_node, heads=way.heads
+                        rank,
+                        ParallelDims.of(world, cp=world),
+                        device,
+                        per_node=per_node,
+                        heads=way.heads,
                     )
                 exchange = make_exchange(
                     way.exchange, layout, groups[per_node, way.heads], chunks=way.chunks,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import tempfile
 
+import gloo
 import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.compose import compose
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.trainer import Trainer
 
 pytestmark = [
@@ -46,18 +48,7 @@ def group():
 
 
 def make(*overrides: str) -> Trainer:
-    alone = Environment(
-        device="cuda",
-        workers=1,
-        cp=1,
-        dp=1,
-        workers_per_node=1,
-        nodes=1,
-        rank=0,
-        local_rank=0,
-        launcher="mtrain",
-        local_workers=1,
-    )
+    alone = dataclasses.replace(gloo.environment(0, 1), device="cuda")
     return Trainer(compose([*SMALL, *overrides]), alone)
 
 
@@ -110,8 +101,8 @@ def test_offloaded_states_train_alike_and_free_gpu_memory():
         gc.collect()
         before = torch.cuda.memory_allocated()
         trainer = make(*wide, *overrides)
-        assert trainer.host_states is not None
-        masters = trainer.host_states.masters.named_parameters()
+        assert isinstance(trainer.states, OffloadedOptimizer)
+        masters = trainer.states.masters.named_parameters()
         assert all(
             torch.equal(parameter.detach().to_local(), drawn[name]) for name, parameter in masters
         ), "the GPU must still draw the weights"

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -37,7 +38,9 @@ def recorded(rank: int, world: int, folder: str, name: str) -> None:
         world_size=world,
         device_id=device,
     )
-    group = make_context_group(rank, world, world, device, per_node=max(1, world // 2))
+    group = make_context_group(
+        rank, ParallelDims.of(world, cp=world), device, per_node=max(1, world // 2)
+    )
     layout = make_layout("zigzag", world, SEQ, 128)
     exchange = make_exchange(name, layout, group)
     attend = ContextAttention.make(

@@ -27,6 +27,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -134,7 +135,7 @@ def main() -> int:
     dist.init_process_group("nccl", device_id=device)
     lines = one_call(device) if rank == 0 and "flash4" in args.kernels else []
     sent = count_sent()
-    group: ContextGroup = make_context_group(rank, world, world, device)
+    group: ContextGroup = make_context_group(rank, ParallelDims.of(world, cp=world), device)
     worst = 0.0
     for tokens in args.tokens:
         layout = make_layout("zigzag", world, tokens, 128)

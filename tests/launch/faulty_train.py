@@ -91,7 +91,7 @@ def _wait_for_others(records, environment, timeout_s):
 
     others = [
         Path(records.format(rank=rank))
-        for rank in range(environment.workers)
+        for rank in range(environment.dims.workers)
         if rank != environment.rank
     ]
     deadline = time.monotonic() + timeout_s / 2

@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.launch.environment import gpu_index, memory_limits, resolve_environment
@@ -67,9 +67,9 @@ def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
     resolved = resolve_environment(default)
     assert (
         resolved.device,
-        resolved.workers,
-        resolved.cp,
-        resolved.dp,
+        resolved.dims.workers,
+        resolved.dims.cp,
+        resolved.dims.dp,
         resolved.nodes,
         resolved.launcher,
     ) == (
@@ -85,7 +85,12 @@ def test_auto_is_two_cpu_workers_in_one_context_group_without_gpus(default):
 def test_auto_is_all_visible_gpus(default, machine):
     machine(gpus=4)
     resolved = resolve_environment(default)
-    assert (resolved.device, resolved.workers, resolved.cp, resolved.workers_per_node) == (
+    assert (
+        resolved.device,
+        resolved.dims.workers,
+        resolved.dims.cp,
+        resolved.workers_per_node,
+    ) == (
         "cuda",
         4,
         4,
@@ -98,8 +103,13 @@ def test_workers_divide_into_data_and_context_and_virtual_nodes(default, machine
     resolved = resolve_environment(
         having(default, workers=8, context_parallel=4, gpus_per_node=2, global_batch=2)
     )
-    assert (resolved.dp, resolved.cp, resolved.workers_per_node, resolved.nodes) == (2, 4, 2, 4)
-    assert dataclasses.replace(resolved, rank=5).dp_rank == 1
+    assert (resolved.dims.dp, resolved.dims.cp, resolved.workers_per_node, resolved.nodes) == (
+        2,
+        4,
+        2,
+        4,
+    )
+    assert str(resolved.dims) == "2 data x 4 context"
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,7 @@ def test_all_problems_are_reported_together(default):
 def test_planning_needs_neither_the_gpus_nor_the_job(default, machine):
     machine(gpus=0, variables=TORCHRUN)
     resolved = resolve_environment(having(default, device="cuda", workers=64), planning=True)
-    assert (resolved.device, resolved.workers, resolved.rank) == ("cuda", 64, 0)
+    assert (resolved.device, resolved.dims.workers, resolved.rank) == ("cuda", 64, 0)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +174,7 @@ def test_a_job_decides_the_number_of_workers(default, machine, variables, launch
         resolved.launcher,
         resolved.rank,
         resolved.local_rank,
-        resolved.workers,
+        resolved.dims.workers,
         resolved.nodes,
     ) == (
         launcher,
@@ -238,7 +248,7 @@ def test_a_worker_without_a_gpu_of_its_own_is_an_error(default, machine):
     machine(gpus=1, variables=SRUN)
     assert gpu_index(resolve_environment(default)) == 0  # SLURM may show each task only its own GPU
     machine(gpus=1, variables=TORCHRUN)
-    with pytest.raises(ConfigError, match="worker 1 of this machine has no GPU: only 1 visible"):
+    with pytest.raises(ConfigError, match=r"no GPU\. Start one worker per visible GPU \(1\)"):
         gpu_index(resolve_environment(default))
 
 

@@ -9,10 +9,19 @@ import threading
 from types import SimpleNamespace
 
 import pytest
+from test_job import free_port, job_at
 
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failure_channel
-from mtrain_cli.launch.failure_channel import FailureChannel, _Hub
+from mtrain_cli.launch.failure_channel import (
+    FailureChannel,
+    RankZeroDuties,
+    _Hub,
+    _port_and_token,
+    _server,
+)
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.job import PORT, SECRET
 
 
 def connected(hub: _Hub) -> socket.socket:
@@ -52,7 +61,7 @@ def is_dropped(connection: socket.socket) -> bool:
     ],
 )
 def test_a_stranger_is_dropped_and_workers_stay_connected(data):
-    hub = _Hub(2, on_mistake=lambda: None)
+    hub = _Hub(2, RankZeroDuties(lambda: None))
     workers = [connected(hub) for _ in range(2)]
     workers[0].sendall(f"{hub.token} 0\n".encode())
     with connected(hub) as stranger:
@@ -104,7 +113,7 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
         )
         mine = FailureChannel(
             SimpleNamespace(rank=1, world_size=2, address="localhost", master_addr="localhost"),
-            on_mistake=lambda: None,
+            RankZeroDuties(lambda: None),
         )
         connection, _ = rank_0.accept()
         failing = threading.Thread(target=_fails, args=(mine, kind))
@@ -120,3 +129,35 @@ def test_a_rank_without_an_answer_prints_its_own_failure(monkeypatch, kind, code
 def _fails(mine: FailureChannel, kind: str) -> None:
     with contextlib.suppress(Left):
         mine.fail(Failure(1, 1, kind, "seq=1: too short", "", 0.0))
+
+
+def test_the_user_can_set_the_hubs_port(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv(PORT, str(port))
+    with _server(job_at("127.0.0.1", nodes=1)) as server:
+        assert server.getsockname()[1] == port
+        with pytest.raises(
+            ConfigError, match=rf"{PORT}={port}: rank 0 cannot listen there .*\. Give a free port"
+        ):
+            _server(job_at("127.0.0.1", nodes=1))
+    monkeypatch.setenv(PORT, "http")
+    with pytest.raises(ConfigError, match=f"{PORT}=http: must be a port"):
+        _server(job_at("127.0.0.1", nodes=1))
+
+
+def test_with_a_secret_the_store_does_not_hold_the_hubs_token(monkeypatch):
+    monkeypatch.setenv(SECRET, "one")
+    hub = _Hub(2, RankZeroDuties(lambda: None))
+    assert _port_and_token(f"{hub.port} -".encode()) == (hub.port, hub.token)
+    with connected(hub) as stranger, contextlib.suppress(OSError):
+        stranger.sendall(b"- 1\n")
+        assert is_dropped(stranger)
+    for entry in (b"1234 abcdef", b"", b"port -"):
+        with pytest.raises(
+            ConfigError, match=f"{SECRET}: this rank and rank 0 do not have the same secret"
+        ):
+            _port_and_token(entry)
+    monkeypatch.delenv(SECRET)
+    with pytest.raises(ConfigError, match=SECRET):
+        _port_and_token(f"{hub.port} -".encode())
+    assert failure_channel.shared_key("x") is None

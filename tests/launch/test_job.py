@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 import mtrain_cli
-from mtrain_cli.config import compose
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch import job as jobs
+from mtrain_cli.launch.job import PORT, SECRET, Job, _seal, _unseal, listen
 
 HERE = Path(__file__).parent
 
@@ -100,7 +103,7 @@ def signed_in(count: int) -> Callable[[], bool]:
 def test_all_ranks_share_the_folder_that_rank_0_names():
     assert SimulatedJob("adds_ranks", 2).ends() == [(0, ""), (0, "")]
     (run,) = (path for path in Path("runs").iterdir() if not path.is_symlink())
-    assert compose.load(run / "resolved.yaml").run.name == run.name
+    assert resolved_file.load(run / "resolved.yaml").run.name == run.name
     for rank in range(2):
         assert (run / f"result-{rank}").read_text() == f"3 1 slurm False {run.absolute()}"
 
@@ -288,3 +291,62 @@ def test_torchrun_runs_and_shows_the_traceback_of_the_cause(here):
     assert bad.stderr.startswith(
         "error: rank 1 failed: ValueError: a bad thing\nTraceback (most recent call last):"
     )
+
+
+def job_at(address: str, nodes: int = 2) -> Job:
+    return Job("slurm", 0, 2 * nodes, 0, 2, address, 0)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_ranks_of_one_machine_meet_on_loopback_whatever_the_address():
+    with listen(job_at("192.0.2.1", nodes=1), 0) as server:
+        assert server.getsockname()[0] == "127.0.0.1"
+
+
+def test_several_machines_meet_at_the_address_that_the_user_names(monkeypatch):
+    monkeypatch.setattr(
+        jobs.ipaddress, "ip_address", lambda _: type("Address", (), {"is_loopback": False})
+    )
+    with listen(job_at("127.0.0.2"), 0) as server:
+        assert server.getsockname()[0] == "127.0.0.2"
+
+
+@pytest.mark.parametrize(
+    "address", ["localhost", "192.0.2.1"], ids=["loopback", "of another machine"]
+)
+def test_an_unreachable_address_means_all_interfaces(address):
+    with listen(job_at(address), 0) as server:
+        assert server.getsockname()[0] in ("::", "0.0.0.0")
+
+
+def test_decisions_of_rank_0_need_the_secret(monkeypatch):
+    assert _unseal("decision/1", _seal("decision/1", "a\nb").encode()) == "a\nb"
+    without = _seal("decision/1", "text").encode()
+    monkeypatch.setenv(SECRET, "one")
+    sealed = _seal("decision/1", "a\nb").encode()
+    assert _unseal("decision/1", sealed) == "a\nb"
+    for stranger in (without, sealed + b"c", b"", b"\xff\n"):
+        with pytest.raises(ConfigError, match=f"{SECRET}: .* Give all ranks the same one"):
+            _unseal("decision/1", stranger)
+    with pytest.raises(ConfigError):
+        _unseal("decision/2", sealed)
+    monkeypatch.setenv(SECRET, "two")
+    with pytest.raises(ConfigError):
+        _unseal("decision/1", sealed)
+
+
+def test_a_job_under_srun_with_a_secret_and_a_port_listens_on_loopback_and_ends_well(monkeypatch):
+    port = free_port()
+    monkeypatch.setenv(SECRET, "of this job")
+    monkeypatch.setenv(PORT, str(port))
+    assert [code for code, _ in SimulatedJob("attacks_its_ports", 2, "run.dir=run").ends()] == [
+        0,
+        0,
+    ]
+    found = [line.split() for line in Path("run/listening-0").read_text().split("\n")]
+    assert {address for _, address, _ in found} == {"127.0.0.1"}
+    assert str(port) in {number for _, _, number in found}

@@ -20,7 +20,8 @@ import torch
 from rich.console import Console
 
 import mtrain_cli
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import local, run_dir, run_state
 from mtrain_cli.launch.environment import Environment, resolve_environment
@@ -49,13 +50,15 @@ STEP = StepMetrics(
 )
 LAUNCHER = """
 import sys
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.local import launch
 from mtrain_cli.launch.run_dir import RunDir
 from pathlib import Path
 run = RunDir(Path(sys.argv[1]))
-sys.exit(launch(run, resolve_environment(compose.load(run.resolved)), False, target=sys.argv[2]))
+environment = resolve_environment(resolved_file.load(run.resolved))
+sys.exit(launch(run, environment, False, target=sys.argv[2]))
 """
 
 
@@ -82,7 +85,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def launched(run: RunDir, target: str, resume: bool = False) -> int:
     return launch(
         run,
-        resolve_environment(compose.load(run.resolved)),
+        resolve_environment(resolved_file.load(run.resolved)),
         resume,
         target=f"worker_targets:{target}",
     )
@@ -147,9 +150,9 @@ def test_only_the_exception_of_the_first_failed_worker_is_printed(run, capfd, ta
 
 
 def launched_with_timeout(run: RunDir, target: str, timeout_s: float) -> int:
-    config = compose.load(run.resolved)
+    config = resolved_file.load(run.resolved)
     topology = dataclasses.replace(config.topology, timeout_s=timeout_s)
-    compose.save(dataclasses.replace(config, topology=topology), run.resolved)
+    resolved_file.save(dataclasses.replace(config, topology=topology), run.resolved)
     return launched(run, target)
 
 
@@ -175,7 +178,7 @@ def test_a_worker_that_hangs_is_named_and_leaves_its_stack(run, capfd):
     assert lines[1] == "Where each worker was:"
     assert re.fullmatch(r"  rank 1: training step 2 \(\d+ s ago\)", lines[3])
     assert lines[4:] == [
-        f"Its stack, if it could still write it, is at the end of {run.logs / 'rank-1.log'}."
+        f"If the worker could still write its stack, {run.logs / 'rank-1.log'} ends with it."
     ]
     assert "in rank_1_hangs" in (run.logs / "rank-1.log").read_text()
 
@@ -224,7 +227,7 @@ def test_a_run_without_workers_still_renews_its_lock(run, monkeypatch):
     outcomes = iter([(1, Failure(1, -9, "died", "was killed", "", 0.0)), (0, None)])
     monkeypatch.setattr(run_state, "HEARTBEAT_S", 0.05)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    monkeypatch.setattr(local._Attempt, "run", lambda _: next(outcomes))
+    monkeypatch.setattr(local._Workers, "run", lambda *_: next(outcomes))
     monkeypatch.setattr(local.RestartPolicy, "after", probed)
     monkeypatch.setattr(local.run_state, "set_phase", lasts_long)  # before the wait
     assert launched(run, "succeed") == 0

@@ -14,7 +14,8 @@ import pytest
 import torch
 from command import python_path
 
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.launch.local import launch
@@ -47,7 +48,7 @@ def test_a_killed_worker_ends_a_run_that_waits_in_nccl(tmp_path, monkeypatch, ca
     threading.Thread(target=kill).start()
     code = launch(
         run,
-        resolve_environment(compose.load(run.resolved)),
+        resolve_environment(resolved_file.load(run.resolved)),
         False,
         target="worker_targets:rank_0_waits_in_nccl",
     )
@@ -70,7 +71,7 @@ def test_gloo_and_nccl_listen_on_loopback_only(tmp_path, monkeypatch):
     assert (
         launch(
             run,
-            resolve_environment(compose.load(run.resolved)),
+            resolve_environment(resolved_file.load(run.resolved)),
             False,
             target="worker_targets:attacks_its_ports",
         )

@@ -8,9 +8,10 @@ import os
 import signal
 from pathlib import Path
 
+import gloo
 import pytest
 
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.environment import Environment, resolve_environment
 from mtrain_cli.launch.failures import Failure
@@ -134,7 +135,7 @@ def test_only_machine_failures_are_retried(run, kind, message, retried):
 
 def on_gpus(workers: int, *overrides: str):
     config = compose.compose([*overrides])
-    return config, Environment("cuda", workers, workers, 1, workers, 1, 0, 0, "mtrain", workers)
+    return config, dataclasses.replace(gloo.environment(0, workers), device="cuda")
 
 
 @pytest.fixture
@@ -178,7 +179,7 @@ def test_after_losing_a_gpu_the_run_continues_on_as_many_workers_as_fit(
         assert workers in decision
         return
     assert isinstance(decision, RestartDecision)
-    assert (decision.environment.workers, decision.entry.workers) == (workers, workers)
+    assert (decision.environment.dims.workers, decision.entry.workers) == (workers, workers)
     assert decision.devices == ("4", "5", "7")[:workers]
     assert decision.environment.launcher == "mtrain"
     assert "without GPU 6, which does not respond" in restart.describe_restart(decision, 1)
@@ -193,7 +194,7 @@ def test_a_broken_gpu_that_no_worker_needs_is_skipped(run, monkeypatch):
     run.reach(10, checkpoint=8)
     decision = RestartPolicy(run.dir, config, False).after(KILLED, e)
     assert isinstance(decision, RestartDecision)
-    assert (decision.environment.workers, decision.devices) == (2, ("5", "6"))
+    assert (decision.environment.dims.workers, decision.devices) == (2, ("5", "6"))
 
 
 def test_a_device_that_does_not_respond_is_detected():

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import mtrain_cli
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.job import current_job
@@ -46,7 +47,7 @@ def test_a_new_run_is_named_after_model_length_and_time_and_can_be_read_back(her
     run = run_dir.create(config_for("seq=8k"), ["seq=8k"])
     assert run.path.parent == here / "runs"
     assert run.path.name.startswith("tiny-8k-20")
-    saved = compose.load(run.resolved)
+    saved = resolved_file.load(run.resolved)
     assert (saved.run.name, Path(saved.run.dir), saved.seq) == (run.path.name, run.path, 8192)
     assert run.overrides.read_text() == "seq=8k\n"
     facts = json.loads(run.environment.read_text())
@@ -62,7 +63,7 @@ def test_two_runs_started_in_the_same_second_get_two_folders(monkeypatch):
     monkeypatch.setattr(run_dir.time, "strftime", lambda _: "same-second")
     first, second = (run_dir.create(config_for(), []) for _ in range(2))
     assert second.path.name == f"{first.path.name}-2"
-    assert compose.load(second.resolved).run.name == second.path.name
+    assert resolved_file.load(second.resolved).run.name == second.path.name
 
 
 def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
@@ -206,8 +207,10 @@ def test_open_requires_a_run_and_removes_an_old_stop_request():
 
 def test_rewrite_changes_the_configuration_and_appends_overrides():
     run = run_dir.create(config_for("run.dir=mine"), ["run.dir=mine"])
-    run.rewrite(compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"])
-    assert compose.load(run.resolved).train.steps == 7
+    run.rewrite(
+        compose.resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
+    )
+    assert resolved_file.load(run.resolved).train.steps == 7
     assert run.overrides.read_text() == "run.dir=mine\ntrain.steps=7\n"
 
 
@@ -220,9 +223,9 @@ def test_discard_restores_what_a_rewrite_replaced():
             run.overrides.unlink()
         before = {path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()}
         rewritten = run.rewrite(
-            compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
+            compose.resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
         )
-        assert compose.load(run.resolved).train.steps == 7
+        assert resolved_file.load(run.resolved).train.steps == 7
         assert not rewritten.discard()
         assert {
             path.name: path.read_bytes() for path in run.path.iterdir() if path.is_file()
@@ -246,7 +249,7 @@ def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
     run = run_dir.open("mine")
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
     rewritten = run.rewrite(
-        compose.resume(compose.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"]
+        compose.resume(resolved_file.load(run.resolved), ["optim.lr=7e-3"]), ["optim.lr=7e-3"]
     )
     if after == "checkpoint":
         manifest = run.checkpoints / "step-3" / "manifest.json"
@@ -255,7 +258,7 @@ def test_a_rewrite_stays_once_a_step_has_run_under_it(after, kept):
     else:
         run.metrics.write_text(after)
     assert not rewritten.discard()
-    assert (compose.load(run.resolved).optim.lr == 7e-3) == kept
+    assert (resolved_file.load(run.resolved).optim.lr == 7e-3) == kept
     assert ("optim.lr=7e-3" in run.overrides.read_text()) == kept
 
 
@@ -267,7 +270,7 @@ def test_a_rewrite_that_fails_halfway_restores_the_old_files():
     before = run.resolved.read_bytes()
     with pytest.raises(ConfigError, match="cannot write there"):
         run.rewrite(
-            compose.resume(compose.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
+            compose.resume(resolved_file.load(run.resolved), ["train.steps=7"]), ["train.steps=7"]
         )
     assert run.resolved.read_bytes() == before
 

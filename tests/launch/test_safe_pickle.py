@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
 from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.rendezvous import open_store
 from mtrain_cli.launch.safe_pickle import MessageUnpickler, RefusedError

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.model.decoder import Decoder
@@ -57,9 +57,7 @@ def export(
 
 def empty_decoder(model: ModelConfig) -> Decoder:
     with torch.device("meta"):
-        decoder = Decoder(
-            model, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
-        )
+        decoder = Decoder(model)
     return decoder
 
 

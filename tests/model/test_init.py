@@ -19,9 +19,7 @@ MODEL = tiny_model("qwen3", tied=False, qkv_bias=True, head_dim=2, init_std=0.02
 
 def initialized(seed: int, mesh=None) -> dict[str, Tensor]:
     with torch.device("meta"):
-        decoder = Decoder(
-            MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
-        )
+        decoder = Decoder(MODEL)
     if mesh is not None:
         for layer in decoder.layers:
             fully_shard(layer, mesh=mesh)
@@ -75,8 +73,6 @@ def test_values_depend_on_seed_and_name():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU draws them")
 def test_numbers_are_drawn_on_the_given_device():
-    decoder = Decoder(
-        MODEL, rope_factor=1.0, loss_chunk_bytes=1, activation_checkpoint="none", compile=False
-    )
+    decoder = Decoder(MODEL)
     with pytest.raises((RuntimeError, AssertionError), match="CUDA"):
         initialize(decoder, 0, torch.device("cuda"))

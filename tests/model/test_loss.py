@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mtrain_cli.model import loss as loss_module
-from mtrain_cli.model.loss import with_z_loss
+from mtrain_cli.model.loss import LossOptions, with_z_loss
 
 VOCAB, HIDDEN, ROWS = 50, 16, 37
 
@@ -31,7 +31,7 @@ def loss_of(
     **options: bool,
 ) -> Tensor:
     """Return the loss without z-loss."""
-    return with_z_loss(x, weight, labels, chunk_bytes, scale, 0.0, **options)[0]
+    return with_z_loss(x, weight, labels, scale, LossOptions(chunk_bytes, **options))[0]
 
 
 def plain(x: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
@@ -59,7 +59,8 @@ def test_gradcheck_in_float64(recompute, z_loss):
     x, weight, labels = problem(torch.float64)
 
     def total(x, weight):
-        return with_z_loss(x, weight, labels, 8 * VOCAB * 10, 0.3, z_loss, recompute=recompute)[0]
+        options = LossOptions(8 * VOCAB * 10, z_loss, recompute=recompute)
+        return with_z_loss(x, weight, labels, 0.3, options)[0]
 
     assert torch.autograd.gradcheck(total, (x, weight))
 
@@ -84,9 +85,8 @@ def test_only_a_gradient_in_the_logits_dtype_is_formed_in_place(
 def test_z_loss_is_the_squared_logsumexp_of_counted_rows(recompute, chunk_rows):
     x, weight, labels = problem(torch.float64)
     scale = torch.tensor(0.25, dtype=torch.float64)
-    total, loss = with_z_loss(
-        x, weight, labels, 8 * VOCAB * chunk_rows, scale, 1e-2, recompute=recompute
-    )
+    options = LossOptions(8 * VOCAB * chunk_rows, z_loss=1e-2, recompute=recompute)
+    total, loss = with_z_loss(x, weight, labels, scale, options)
     logits = x @ weight.t()
     plain_loss = functional.cross_entropy(logits, labels, reduction="sum") * 0.25
     squares = logits.logsumexp(-1)[labels != -100].square().sum() * 0.25
@@ -105,15 +105,15 @@ def test_the_out_of_place_version_equals_the_in_place_one(dtype, z_loss, monkeyp
     x, weight, labels = problem(dtype)
     results = []
     for compile in (False, True):
-        total, loss = with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=compile)
+        options = LossOptions(4 * VOCAB * 5, z_loss, compile=compile)
+        total, loss = with_z_loss(x, weight, labels, 0.25, options)
         results.append((total, loss, *torch.autograd.grad(total, (x, weight))))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5 if dtype == torch.float32 else 2**-7
     for compiled, plain_one in zip(*results, strict=True):
         torch.testing.assert_close(compiled, plain_one, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
         torch.testing.assert_close(
-            with_z_loss(x, weight, labels, 4 * VOCAB * 5, 0.25, z_loss, compile=True)[0],
-            results[0][0].detach(),
+            with_z_loss(x, weight, labels, 0.25, options)[0], results[0][0].detach()
         )
 
 

@@ -6,11 +6,16 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
+from mtrain_cli.model.layer_execution import LayerExecution
+from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.model.rope import rope_factor
+from mtrain_cli.model.verify import causal_attend
 
 PLAIN = RopeConfig(
     theta=10000.0,
@@ -54,19 +59,21 @@ def make_decoder(
     seed: int = 0,
     checkpoint: str = "none",
     compile: bool = False,
-    chunk_rows: int = 7,
-    **options: Any,
+    tile_bytes: int = 0,
+    keep_mlp: bool | int = False,
+    **loss_options: Any,
 ) -> Decoder:
     """Return an initialised decoder with random biases and norms, so that mistakes in them show."""
     with torch.device("meta"):
         decoder = Decoder(
             model,
             rope_factor=rope_factor(model.rope, 4 * model.rope.original_max_position),
-            loss_chunk_bytes=4 * model.vocab_size * chunk_rows,
-            activation_checkpoint=checkpoint,
-            compile=compile,
-            **options,
+            loss=LossOptions(4 * model.vocab_size * 7, compile=compile, **loss_options),
         )
+    execution = LayerExecution(
+        recompute=checkpoint != "none", compile=compile, tile_bytes=tile_bytes
+    )
+    execute_layers(decoder, execution, keep_mlp=keep_mlp)
     decoder.to_empty(device="cpu")
     initialize(decoder, seed)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -87,3 +94,12 @@ def tokens_and_labels(
     )
     labels[:, ::5] = -100
     return tokens, torch.arange(length).expand(batch, length).contiguous(), labels
+
+
+def loss_and_gradients(
+    decoder: Decoder, attend=causal_attend, scale: float = 1 / 48
+) -> tuple[Tensor, dict[str, Tensor]]:
+    tokens, positions, labels = tokens_and_labels(decoder.model_config)
+    loss = decoder(tokens, positions, labels, attend, scale)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in decoder.named_parameters()}

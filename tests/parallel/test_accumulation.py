@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.circulation import RunningAttention
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_bytes import ShardSizes
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.running_attention import RunningAttention
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 TINY = 2.0**-9  # bfloat16 rounds 1 + TINY to 1, but not 1 + 3 TINY
 
@@ -46,7 +49,7 @@ class OnePartEach:
 
 
 def gradients(rank: int, world: int, exchange: str) -> list[float]:
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     layout = make_layout("striped", world, 32 * world, 1)
     mask = SequenceMask.causal(layout.seq, layout.padded_seq)
     attend = ContextAttention.make(
@@ -85,7 +88,17 @@ def test_partial_outputs_in_bfloat16_are_merged_in_float32():
 
 
 def test_a_part_of_the_heads_has_at_least_one_head():
+    """With two key-value heads and four ranks, each rank has one, for the tokens of all four."""
     sizes = ShardSizes(tokens=10, heads=8, kv_heads=2, head_dim=16, dtype_bytes=2)
-    assert sizes.shard("kv", (0, 4)) == 2 * 10 * 16 * 1 * 2
-    assert sizes.shard("dkv", (0, 2)) == 2 * 10 * 16 * 1 * 4
-    assert sizes.shard("dq", (0, 4)) == 4 * 10 * 16 * 2
+    for heads, kept in ((4, 1), (2, 1), (1, 2)):
+        schedule = make_schedule("ring", ScheduleOptions(2 * heads, 2 * heads, heads=heads))
+        for backward, numbers in ((False, {"kv": 2}), (True, {"kv": 2, "dkv": 4})):
+            program = lower(schedule, 0, backward=backward)
+            assert {
+                p.transfer.payload: p.sends.of(sizes, heads)
+                for p in program.posts
+                if p.transfer.payload != "heads"
+            } == {name: 2 * heads * 10 * kept * 16 * each for name, each in numbers.items()}
+    queries = make_schedule("ring", ScheduleOptions(8, 8, circulates="queries", heads=4))
+    (dq,) = (p for p in lower(queries, 0, backward=True).posts if p.transfer.payload == "dq")
+    assert dq.sends.of(sizes, 4) == 4 * 4 * 10 * 16 * 2

@@ -9,15 +9,18 @@ import torch
 from parallel.ways import Way
 
 from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import _KERNELS
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import _Attend
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.index_group import gather_rows, make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.pattern import MaskedPositions
 
 SEQ, BATCH, HEAD_DIM, BLOCK = 61, 2, 8, 4
@@ -194,7 +197,11 @@ def cells(
                 continue
             if (way.per_node, way.heads) not in groups:
                 groups[way.per_node, way.heads] = make_context_group(
-                    rank, world, world, torch.device("cpu"), per_node=way.per_node, heads=way.heads
+                    rank,
+                    ParallelDims.of(world, cp=world),
+                    torch.device("cpu"),
+                    per_node=way.per_node,
+                    heads=way.heads,
                 )
             group = groups[way.per_node, way.heads]
             for layout_name in LAYOUTS:
@@ -230,18 +237,16 @@ def cells(
                             t[:, ~real] = 50.0
                             t.requires_grad_()
                         batch_masks = masks(documents, layout.padded_seq)
-                        work = exchange.make_tiles(
-                            batch_masks, "cpu", None if index is None else BLOCK
-                        )
+                        request = None if index is None else IndexRequest(BLOCK, bitmap=False)
+                        work = Plan.make(exchange, batch_masks, request).tiles
                         if isinstance(index, BlockBitmap):
                             held = np.unique(positions // BLOCK).astype(np.int32)
                             mine = BlockBitmap(
                                 BLOCK, index.blocks, index.bits[:, :, held], torch.from_numpy(held)
                             )
                             shards = [layout.positions(r) for r in range(world)]
-                            masked = MaskedPositions.make(
-                                batch_masks, BLOCK, "cpu", shards, make_index_group(group)
-                            )
+                            masked = MaskedPositions.make(batch_masks, BLOCK, shards, group.rank)
+                            masked = masked.with_group(make_index_group(group))
                             work = work.under(
                                 gather_rows(mine, masked) if exchange.foreign_queries else mine
                             )

@@ -10,11 +10,14 @@ import pytest
 import torch
 from attention.equal_indices import same_index
 
-from mtrain_cli.attention.index import BlockBitmap, MaskWork
+from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import DynamicIndex
+from mtrain_cli.parallel.index_group import make_index_group
 from mtrain_cli.parallel.layout import Layout, make_layout
-from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
@@ -39,7 +42,7 @@ def vertical_slash(**changed) -> VerticalSlashPattern:
         "max_columns": 40,
         "min_slashes": 1,
         "max_slashes": 0,
-        "per_group": False,
+        "index_per": "query_head",
     }
     return VerticalSlashPattern(**{**default, **changed})
 
@@ -48,13 +51,13 @@ PATTERNS: dict[str, Pattern] = {
     "plain": vertical_slash(),
     "joint": vertical_slash(joint=True, p_v=0.8),
     "windows": vertical_slash(windows=3),
-    "joint windows of groups": vertical_slash(windows=3, joint=True, per_group=True, p_v=0.8),
-    "per group": vertical_slash(per_group=True),
+    "joint windows of groups": vertical_slash(windows=3, joint=True, index_per="kv_group", p_v=0.8),
+    "per group": vertical_slash(index_per="kv_group"),
     "any number of columns": vertical_slash(max_columns=0),
     # One worker cannot hold all the largest ones: candidates of all workers must be merged.
     "few columns": vertical_slash(max_columns=7, min_columns=7, max_slashes=3, sink_tokens=0),
-    "moba": MobaPattern(BLOCK, 32, 3),
-    "moba of blocks": MobaPattern(BLOCK, 32, 3, by_query=False),
+    "moba": MobaPattern(BLOCK, 32, 3, "query"),
+    "moba of blocks": MobaPattern(BLOCK, 32, 3, "block"),
     "xattention": XAttentionPattern(BLOCK, 4, 0.6),
     "fixed": FixedPattern(BLOCK, 4, 9, 0.0, 1),
 }
@@ -64,6 +67,17 @@ def layout_of(name: str, world: int) -> Layout:
     """Layouts with whole blocks per worker; with 4 workers, the last contiguous part is padding."""
     unit = 2 * world * BLOCK
     return make_layout(name, world, SEQ if name == "striped" else -(-SEQ // unit) * unit, BLOCK)
+
+
+def masked(
+    pattern: Pattern, batch_masks: list[SequenceMask], layout: Layout, group: ContextGroup
+) -> MaskedPositions:
+    """Return the positions of one worker, whose estimates use the group."""
+    shards, request = [layout.positions(r) for r in range(layout.workers)], pattern.request()
+    mine = MaskedPositions.make(
+        batch_masks, request.block, shards, group.rank, bitmap=request.bitmap
+    )
+    return mine.with_group(make_index_group(group))
 
 
 def masks(documents: bool, padded: int) -> list[SequenceMask]:
@@ -100,7 +114,7 @@ def estimates(
         import mtrain_cli.sparsity.vertical_slash as module
 
         module.fused_probe_usable = lambda *_: True
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     found: dict[str, Any] = {}
     # The Triton interpreter takes seconds a cell.
     for heads, kv_heads in HEADS[1:2] if fused else HEADS:
@@ -118,7 +132,7 @@ def estimates(
                     my_k[b, own >= mask.length] = 70.0
                 for name in names:
                     pattern = PATTERNS[name]
-                    dynamic = DynamicIndex.make(pattern, batch_masks, "cpu", layout, group)
+                    dynamic = DynamicIndex(pattern, masked(pattern, batch_masks, layout, group))
                     index = dynamic.of(3, my_q, my_k)
                     mask_name = "docs" if documents else "causal"
                     cell = f"{layout_name}/{heads}:{kv_heads}/{mask_name}/{name}"
@@ -126,7 +140,7 @@ def estimates(
                     found[cell] = (index.tensors(), dynamic.records[0].counts.pairs)
                     if rank == 0:
                         alone = pattern.estimate(q, k, MaskedPositions.make(batch_masks, BLOCK), 3)
-                        work = MaskWork.make(
+                        work = MaskTables.make(
                             batch_masks, BLOCK, bitmap=isinstance(index, BlockBitmap)
                         )
                         found[cell] += (alone.tensors(), alone.counts(work).pairs)
@@ -217,12 +231,10 @@ def test_in_lower_precision_only_ties_differ(world, dtype, fused):
 
 def scattered(rank: int, world: int) -> list[bool]:
     """Whether each worker holds a probed row of each sequence, under a contiguous layout."""
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     layout = layout_of("contiguous", world)
-    dynamic = DynamicIndex.make(
-        PATTERNS["plain"], masks(False, layout.padded_seq), "cpu", layout, group
-    )
-    return [len(probe.held) > 0 for probe in vertical_slash().probes(dynamic.masked)]
+    mine = masked(PATTERNS["plain"], masks(False, layout.padded_seq), layout, group)
+    return [len(probe.held) > 0 for probe in vertical_slash().probes(mine)]
 
 
 def test_some_workers_hold_no_probed_query_and_some_only_padding():
@@ -235,13 +247,8 @@ def test_shards_that_are_not_whole_blocks_are_refused():
         MaskedPositions.make(
             [SequenceMask.causal(72, 72)],
             BLOCK,
-            shards=[layout.positions(r) for r in range(2)],
-            group=_Pair(),
+            [layout.positions(r) for r in range(2)],
         )
-
-
-class _Pair:
-    rank, size = 0, 2
 
 
 def test_an_index_of_local_rows_equals_that_part_of_the_whole():

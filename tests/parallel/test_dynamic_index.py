@@ -46,7 +46,7 @@ def attend() -> ContextAttention:
         max_columns=20,
         min_slashes=1,
         max_slashes=0,
-        per_group=False,
+        index_per="query_head",
     )
     masks = [
         SequenceMask.from_documents(np.repeat([0, 1], [40, 50]), SEQ),
@@ -74,7 +74,7 @@ def expected(
     attend: ContextAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
 ) -> list[torch.Tensor]:
     """Output and gradients by autograd from the definition, with the index that the call keeps."""
-    (tiles,) = attend.tiles.tiles.values()
+    (tiles,) = attend.plan.tiles.tiles.values()
     seen = tiles.with_index(attend.index.kept[layer]).seen()
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(2, 2)) / 8**0.5
     out = torch.einsum(
@@ -91,7 +91,8 @@ def test_output_and_gradients_equal_those_of_the_allowed_pairs(attend):
     want = expected(attend, q, k, v, 3)
     attend.index.count()
     assert (
-        attend.index.records[0].counts.pairs.max() < attend.index.work.per_diagonal.sum(-1).max()
+        attend.index.records[0].counts.pairs.max()
+        < attend.index.masked.tables.per_diagonal.sum(-1).max()
     ), "something is left out"
     for got, exact in zip((out, *torch.autograd.grad(out.sum(), (q, k, v))), want, strict=True):
         torch.testing.assert_close(got, exact, atol=1e-10, rtol=0)
@@ -125,7 +126,7 @@ def test_the_next_batch_starts_without_indices(attend):
     assert other.index.kept == {}
     assert other.index.records == []
     assert other.narrowed == {}
-    assert other.tiles is attend.tiles
+    assert other.plan is attend.plan
     other(q * 2, k, v, 0)
     assert Counting.calls == [0, 0]
 
@@ -148,7 +149,7 @@ def test_time_and_work_of_several_layers_are_counted_together(attend, at_once, m
     )
     attend.index.count()
     assert joined == [at_once] * (3 // at_once) + [1] * (at_once == 2)
-    (tiles,) = attend.tiles.tiles.values()
+    (tiles,) = attend.plan.tiles.tiles.values()
     for layer, record in enumerate(attend.index.records):
         assert record.seconds > 0
         assert record.layer == layer

@@ -9,11 +9,13 @@ from parallel.free_buffers import free_tensors
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.parallel.circulation import QueryMessage
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.plan import Plan
+from mtrain_cli.parallel.query_message import QueryMessage
 from mtrain_cli.parallel.transport import Buffers
 
 SEQ = 48
@@ -28,7 +30,7 @@ class Counting(SdpaKernel):
 
 
 def passes(rank: int, world: int, circulates: str) -> dict[str, object]:
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     layout = make_layout("contiguous", world, SEQ, 4)
     exchange = make_exchange("ring", layout, group, circulates=circulates)
     attend = ContextAttention.make(exchange, Counting(), [SequenceMask.causal(SEQ, SEQ)], "cpu")
@@ -94,4 +96,4 @@ def test_pairs_of_all_ranks_sum_to_those_of_the_mask():
             make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks)
             for rank in range(4)
         ]
-        assert sum(e.pairs(e.make_tiles([mask], "cpu")) for e in made) == total
+        assert sum(Plan.make(e, [mask]).pairs for e in made) == total

@@ -11,17 +11,17 @@ from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
-from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_selection import (
     ExchangeNeeds,
     choose_exchange,
     gathered_bytes,
-    keys_bytes,
-    queries_bytes,
+    ring_backward_bytes,
 )
-from mtrain_cli.parallel.schedule import CONTEXT, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.schedule import CONTEXT, Schedule, ScheduleOptions, make_schedule
 
 AUTO = compose([]).topology
 NEEDS = ExchangeNeeds(
@@ -168,7 +168,8 @@ def test_auto_skips_the_choice_for_one_worker_and_for_configured_exchanges():
 def test_the_smaller_payload_circulates(heads, kv_heads, needs_out, circulates):
     needs = replace(NEEDS, heads=heads, kv_heads=kv_heads, needs_out=needs_out)
     assert choose_exchange(asked(exchange="ring"), needs).circulates == circulates
-    assert (queries_bytes(needs) < keys_bytes(needs)[1]) == (circulates == "queries")
+    queries, keys = (ring_backward_bytes(needs, what) for what in ("queries", "kv"))
+    assert (queries < keys) == (circulates == "queries")
     assert choose_exchange(asked(exchange="all_gather"), needs).circulates == "kv"
     bitmap = replace(needs, index=IndexRequest(128, bitmap=True))
     assert choose_exchange(asked(exchange="ring"), bitmap).circulates == "kv", (
@@ -181,11 +182,15 @@ def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backwar
     kernel,
 ):
     """1M tokens, 32 heads of 128, 32 workers (BurstEngine, section 3.1); delta travels, not out."""
-    sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2, kernel().needs_out)
+    sizes = ShardSizes((1 << 20) // 32, 32, 32, 128, 2)
+    traits = Traits(kernel().needs_out)
     keys, queries = (
-        pass_bytes(
-            make_schedule("ring", ScheduleOptions(32, 8, circulates=what)), 0, sizes, backward=True
-        )
+        lower(
+            make_schedule("ring", ScheduleOptions(32, 8, circulates=what)),
+            0,
+            backward=True,
+            traits=traits,
+        ).sent(sizes)
         / 2**30
         for what in ("kv", "queries")
     )
@@ -196,25 +201,27 @@ def test_without_grouped_heads_circulating_queries_sends_a_third_less_in_backwar
     "exchange", ["ring", "all_gather", "hierarchical_ring", "hierarchical_all_gather"]
 )
 @pytest.mark.parametrize("kv_heads", [2, 16])
-def test_byte_formulas_equal_the_bytes_of_the_schedule(exchange, kv_heads):
-    needs = replace(NEEDS, kv_heads=kv_heads)
-    sizes = ShardSizes(needs.shard, needs.heads, kv_heads, needs.head_dim, needs.dtype_bytes)
+def test_bytes_of_a_program_by_hand(exchange, kv_heads):
+    """Each of four workers sends KV to three others, and float32 gradients."""
+    tokens, heads, dim, e = NEEDS.shard, NEEDS.heads, NEEDS.head_dim, NEEDS.dtype_bytes
+    sizes = ShardSizes(tokens, heads, kv_heads, dim, e)
+
+    def sent(schedule: Schedule, rank: int = 0) -> tuple[int, ...]:
+        return tuple(lower(schedule, rank, backward=b).sent(sizes) for b in (False, True))
+
     schedule = make_schedule(exchange, ScheduleOptions(4, 4))
+    keys = 3 * tokens * 2 * kv_heads * dim
     for rank in range(4):
-        assert (
-            pass_bytes(schedule, rank, sizes, backward=False),
-            pass_bytes(schedule, rank, sizes, backward=True),
-        ) == keys_bytes(needs)
+        assert sent(schedule, rank) == (keys * e, keys * (e + 4))
     if exchange == "ring":
         queries = make_schedule(exchange, ScheduleOptions(4, 4, circulates="queries"))
-        assert pass_bytes(queries, 0, sizes, backward=True) == queries_bytes(needs)
+        row = heads * dim
+        assert sent(queries)[1] == 3 * tokens * (2 * row * e + 2 * 4 * heads + row * 4)
         trading = make_schedule("all_gather", ScheduleOptions(4, 4, heads=4))
         # Three quarters of 16 query heads there and back, and of keys and values there: 16 heads
         # each, or 4, as 2 are repeated for 4 workers.
-        heads = {2: 30, 16: 48}[kv_heads]
-        traded = heads * (1 << 17) // 4 * 128 * 2
-        assert pass_bytes(trading, 0, sizes, backward=False) == traded
-        assert pass_bytes(trading, 0, sizes, backward=True) == traded
+        traded = {2: 30, 16: 48}[kv_heads] * (1 << 17) // 4 * 128 * 2
+        assert sent(trading) == (traded, traded)
 
 
 def test_ulysses_shares_heads_among_all_workers_or_the_given_number():

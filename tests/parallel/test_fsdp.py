@@ -6,6 +6,7 @@ import gloo
 import torch
 from torch import nn
 
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.mesh import make_parameter_mesh
 
@@ -25,7 +26,7 @@ class OneLayer(nn.Module):
 def gradients(rank: int, world: int) -> dict[str, tuple[float, str]]:
     """Rank 0 contributes 1 to every gradient, the others TINY: all of them exact in bfloat16."""
     module = OneLayer()
-    shard_parameters(module, make_parameter_mesh(world, "cpu"), torch.bfloat16)
+    shard_parameters(module, make_parameter_mesh(ParallelDims.of(world), "cpu"), torch.bfloat16)
     x = torch.full((1, 8), 1.0 if rank == 0 else TINY, dtype=torch.bfloat16)
     module(x).sum().backward()
     return {

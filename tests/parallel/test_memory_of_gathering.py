@@ -12,11 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training import memory
 
 TOKENS, DIM, BLOCK = 1024, 64, 16
@@ -57,6 +59,8 @@ class Held(TorchDispatchMode):
 
 class Stub:
     """A kernel that allocates its results and a temporary buffer."""
+
+    needs_out = False
 
     def __init__(self, grad: torch.dtype, buffer: int) -> None:
         self.grad, self.buffer = grad, buffer
@@ -119,15 +123,17 @@ def test_peak_memory_equals_the_closed_form(
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     parts = make_layout(layout, ranks, TOKENS * ranks, BLOCK, unit=BLOCK)
     group = make_context_group(
-        0, ranks, ranks, torch.device("cpu"), per_node=per_node or ranks, heads=1
+        0,
+        ParallelDims.of(ranks, cp=ranks),
+        torch.device("cpu"),
+        per_node=per_node or ranks,
+        heads=1,
     )
     name = "hierarchical_all_gather" if per_node else "all_gather"
     exchange = make_exchange(
         name, parts, group, chunks=chunks, prefetch=1, circulates="keys", shared_columns=False
     )
-    work = exchange.make_tiles(
-        [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)], torch.device("cpu"), None
-    )
+    work = Plan.make(exchange, [SequenceMask.causal(TOKENS * ranks, TOKENS * ranks)]).tiles
     q, out, dout = (torch.randn(1, TOKENS, heads, DIM).bfloat16() for _ in range(3))
     packed, lse = torch.randn(2, 1, TOKENS, kv_heads, DIM).bfloat16(), torch.randn(1, heads, TOKENS)
     held = Held()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import transport
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
@@ -19,7 +20,7 @@ from mtrain_cli.parallel.mesh import make_context_group
 
 
 def groups(rank: int, world: int, cp: int) -> tuple[int, tuple[int, ...], list[list[int]], bool]:
-    group = make_context_group(rank, world, cp, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=cp), torch.device("cpu"))
     pair = [group.channel("context", payload) for payload in ("kv", "dkv")]
     return (
         group.rank,
@@ -40,7 +41,7 @@ def test_consecutive_ranks_share_a_sequence():
 
 def timeouts(rank: int, world: int, seconds: float | None) -> list[timedelta]:
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    group = make_context_group(rank, world, world, torch.device("cpu"), timeout)
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"), timeout)
     return [g._get_backend(torch.device("cpu")).options._timeout for g in group.channels.values()]
 
 
@@ -50,7 +51,7 @@ def test_a_context_group_uses_the_given_timeout():
 
 def users(rank: int, world: int, name: str) -> set[tuple[str, str]]:
     """Return the communicators that carry messages in forward and in backward."""
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     seen: set[tuple[str, str]] = set()
     phase = "forward"
 
@@ -88,7 +89,9 @@ def test_gradients_never_queue_behind_kv(name):
 
 
 def subgroups(rank: int, world: int, cp: int, per_node: int, heads: int) -> dict[str, list[int]]:
-    group = make_context_group(rank, world, cp, torch.device("cpu"), per_node=per_node, heads=heads)
+    group = make_context_group(
+        rank, ParallelDims.of(world, cp=cp), torch.device("cpu"), per_node=per_node, heads=heads
+    )
     found = {"whole": dist.get_process_group_ranks(group.whole)}
     inside = group.exchange or group
     if group.exchange is not None:

@@ -14,13 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
-from mtrain_cli.parallel.exchange_bytes import ShardSizes, pass_bytes
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
+from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.recording import COMPUTING, NOTHING, Recorder, Span, with_gaps
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.sparsity.pattern_registry import make_pattern
@@ -39,7 +41,9 @@ def recorded(
     rank: int, world: int, name: str, heads: int, sparse: bool
 ) -> tuple[list[Span], tuple[int, int]]:
     """Run layer 7 twice and record the second time. Also return the bytes of the schedule."""
-    group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2, heads=heads)
+    group = make_context_group(
+        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
+    )
     layout = make_layout("zigzag", world, SEQ, 4, unit=4)
     exchange = make_exchange(name, layout, group)
     pattern = FixedPattern(block=4, slashes=4, columns=6, density=0.0, seed=0) if sparse else None
@@ -61,11 +65,10 @@ def recorded(
     attend(q, k, v, 7).sum().backward()
     recorder.start()
     assert recorder.read() == [], "what is done outside of a recording is not in it"
-    sizes = ShardSizes(
-        layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4, SdpaKernel().needs_out
-    )
+    sizes = ShardSizes(layout.tokens_per_worker, HEADS, KV_HEADS, HEAD_DIM, 4)
+    traits = Traits(SdpaKernel().needs_out)
     return found, tuple(
-        pass_bytes(exchange.schedule, rank, sizes, backward=b) for b in (False, True)
+        lower(exchange.schedule, rank, backward=b, traits=traits).sent(sizes) for b in (False, True)
     )
 
 
@@ -146,7 +149,7 @@ def test_a_second_forward_pass_is_recorded_as_recompute():
 
 def estimated(rank: int, world: int) -> list[Span]:
     """Rank 1 starts to estimate a layer's index 0.3 s after rank 0."""
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     layout = make_layout("striped", world, SEQ, 16, unit=16)
     exchange = make_exchange("ring", layout, group)
     pattern = make_pattern(

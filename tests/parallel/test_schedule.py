@@ -8,10 +8,10 @@ from itertools import product
 
 import pytest
 
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.parallel.schedule import (
     DKV,
     DQ,
-    EXCHANGES,
     GRADIENTS,
     HEADS,
     KV,
@@ -50,12 +50,10 @@ def cases() -> list[tuple[str, ScheduleOptions]]:
     ):
         if workers % heads or (per_node % heads and heads % per_node):
             continue
-        for chunks in (1, 2, 4):
+        for (name, traits), chunks in product(EXCHANGE_TRAITS.items(), (1, 2, 4)):
             options = ScheduleOptions(workers, per_node, chunks, prefetch, circulates, heads)
-            if circulates == KV and prefetch == 1:
-                found += [("all_gather", options), ("hierarchical_all_gather", options)]
-            if chunks == 1:
-                found += [("ring", options), ("hierarchical_ring", options)]
+            if (circulates == KV and prefetch == 1) if traits.gathers else chunks == 1:
+                found.append((name, options))
     return [
         (name, o)
         for name, o in found
@@ -317,7 +315,7 @@ def check_schedule(schedule: Schedule, options: ScheduleOptions) -> None:
             assert sorted(parts) == pairs, "complete, nothing twice"
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", EXCHANGE_TRAITS)
 def test_every_pair_is_computed_once_and_gradients_come_home(name):
     mine = [options for exchange, options in cases() if exchange == name]
     assert len(mine) > 40
@@ -451,7 +449,7 @@ def test_number_of_cases():
     ("exchange", "options", "message"),
     [
         ("star", ScheduleOptions(2, 2), "topology.exchange=star"),
-        ("ring", ScheduleOptions(6, 4), "6 workers: not a multiple of 4 ranks a node"),
+        ("ring", ScheduleOptions(6, 4), "6 workers: not a multiple of 4 ranks per node"),
         ("ring", ScheduleOptions(6, 6, heads=4), "6 workers: not a multiple of the 4 ranks"),
         ("ring", ScheduleOptions(12, 4, heads=3), "do not fit nodes of 4 ranks"),
         ("ring", ScheduleOptions(2, 2, prefetch=0), "at least 1"),

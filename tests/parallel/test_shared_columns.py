@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from mtrain_cli.attention.index import VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.packed_columns import whole_columns
-from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.ring_exchange import RingExchange, _Columns
+from mtrain_cli.parallel.plan import Plan
+from mtrain_cli.parallel.program import WHOLE_SEQUENCE
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 
 SEQ, BLOCK, WORLD, HEADS, WIDTH = 61, 4, 3, 4, 6
@@ -36,10 +38,12 @@ def test_every_rank_packs_its_columns_and_receives_their_gradients(name, part):
     schedule = make_schedule("ring", ScheduleOptions(WORLD, WORLD))
     heads = range(HEADS)[part[0] * HEADS // part[1] : (part[0] + 1) * HEADS // part[1]]
     exchanges = [
-        RingExchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule, part)
-        for rank in range(WORLD)
+        Exchange(layout, ContextGroup(rank, tuple(range(WORLD))), schedule) for rank in range(WORLD)
     ]
-    works = [exchange.make_tiles([mask], "cpu", BLOCK) for exchange in exchanges]
+    for exchange in exchanges:
+        exchange.part = part
+    request = IndexRequest(BLOCK, bitmap=False)
+    works = [Plan.make(exchange, [mask], request).tiles for exchange in exchanges]
     # The second layer has another index under the same masks.
     for index in (index_of(layout, 1), index_of(layout, 2)):
         columns = index.columns[0, heads.start : heads.stop].long()
@@ -51,12 +55,9 @@ def test_every_rank_packs_its_columns_and_receives_their_gradients(name, part):
         packed, owners = torch.zeros(2, *columns.shape, 1), torch.zeros(columns.shape)
         for exchange, work in zip(exchanges, works, strict=True):
             narrowed = work.under(index)
-            columns_of_rank = _Columns.make(exchange, narrowed, "layer 0")
-            assert columns_of_rank is not None
-            shared, own = (
-                columns_of_rank.shared,
-                torch.from_numpy(layout.positions(exchange.group.rank)),
-            )
+            shared = exchange.columns_of(narrowed)
+            assert shared is not None
+            own = torch.from_numpy(layout.positions(exchange.group.rank))
             # Positions of the columns among this rank's keys.
             at = (own == columns[..., None]).long()
             assert torch.equal(

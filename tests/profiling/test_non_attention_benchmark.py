@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
@@ -73,9 +73,7 @@ def test_what_is_timed_is_what_is_counted(configs, monkeypatch):
             return found
 
     monkeypatch.setattr(measuring, "_Bench", Bench)
-    reported: list[NonAttentionTime] = []
-    times = profile_non_attention(configs, 1, reported.append)
-    assert times == reported
+    times = list(profile_non_attention(configs, 1))
     assert [(t.part, t.tokens) for t in times] == [
         (part, n) for n in LENGTHS for part in (FORWARD, BACKWARD, LOSS, INDEX)
     ]
@@ -118,8 +116,8 @@ def test_times_are_of_one_layer_forward_and_backward(configs, monkeypatch):
     layers = len(bench.decoder.layers)
     assert layers > 1
     assert bench.layer(128, 3) == pytest.approx((1e3 / layers, 2e3 / layers))
-    assert all(layer.keep_mlp for layer in bench.decoder.layers)
-    assert bench.decoder.recompute_logits
+    assert all(layer.execution.keep_products for layer in bench.decoder.layers)
+    assert bench.decoder.loss.recompute
 
 
 def test_every_estimate_of_an_index_is_made_anew(configs, monkeypatch):
@@ -150,9 +148,10 @@ def test_a_layer_is_told_by_the_rows_of_its_tiles(configs, monkeypatch):
     monkeypatch.setattr(measuring, "_Bench", Bench)
     tiled = replace(configs[-1], train=replace(configs[-1].train, tile_mib=1))
     # A token of the MLP has 11 KiB of temporaries, and a tile is whole in the products' own.
-    assert {
-        (t.tokens, t.rows) for t in profile_non_attention([configs[-1], tiled], 1, lambda _: None)
-    } == {(640, 640), (640, 80)}
+    assert {(t.tokens, t.rows) for t in profile_non_attention([configs[-1], tiled], 1)} == {
+        (640, 640),
+        (640, 80),
+    }
 
 
 def test_a_file_of_times_is_a_calibration(configs, tmp_path):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -34,7 +35,9 @@ class Delayed(SdpaKernel):
 
 def profiled(rank: int, world: int, slow: int | None, exchange_name: str) -> np.ndarray:
     """Record three iterations of two layers. Returns rows on the first rank."""
-    group = make_context_group(rank, world, world, torch.device("cpu"), per_node=2)
+    group = make_context_group(
+        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2
+    )
     layout = make_layout("striped", world, SEQ, 16)
     exchange = make_exchange(exchange_name, layout, group)
     masks = [SequenceMask.causal(SEQ, layout.padded_seq)]

@@ -10,8 +10,12 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
-from mtrain_cli.profiling import worker_calls
-from mtrain_cli.profiling.kernel_benchmark import KernelCase, KernelTime, save_calibration
+from mtrain_cli.profiling.kernel_benchmark import (
+    KernelBench,
+    KernelCase,
+    KernelTime,
+    save_times,
+)
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup
@@ -35,29 +39,19 @@ CASE = KernelCase(seq=128, heads=4, kv_heads=2, head_dim=16, block=16, density=0
 @pytest.fixture(scope="module")
 def timed() -> list[tuple[KernelTime, int]]:
     """Return the times, and the pairs in the tiles of each call."""
-    seen: list[int] = []
-    original = worker_calls._timed
+    seen = [-1]
 
-    def counting(kernel, case, share, tiles: Tiles, *rest):
-        seen.append(int(tiles.seen().expand(1, case.heads, -1, -1).sum()))
-        return original(kernel, case, share, tiles, *rest)
+    class CountingBench(KernelBench):
+        def time_passes(self, kernel, case, tiles: Tiles, *rest, **options):
+            seen[0] = int(tiles.seen().expand(1, case.heads, -1, -1).sum())
+            return super().time_passes(kernel, case, tiles, *rest, **options)
 
-    worker_calls._timed = counting
-    found: list[KernelTime] = []
-
-    def report(one: KernelTime) -> None:
-        if len(seen) < len(found) + 1:
-            seen.append(-1)
-        found.append(one)
-
-    try:
-        assert (
-            profile_worker_calls([CASE], [2, 4, 7], ["sdpa"], torch.float32, "cpu", 1, report)
-            == found
-        )
-    finally:
-        worker_calls._timed = original
-    return list(zip(found, seen, strict=True))
+    found = []
+    bench = CountingBench(["sdpa"], torch.float32, "cpu", 1)
+    for time in profile_worker_calls(bench, [CASE], [2, 4, 7]):
+        found.append((time, seen[0]))
+        seen[0] = -1
+    return found
 
 
 def test_counts_match_the_tiles(timed):
@@ -82,7 +76,7 @@ def test_counts_match_the_tiles(timed):
 
 def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
     path = tmp_path / "mine.json"
-    save_calibration([found for found, _ in timed], path, "test", torch.float32, "cpu")
+    save_times(path, [found for found, _ in timed], "test", torch.float32, "cpu")
     calibration = load_calibration(path)
     forms = {curve.form for curve in calibration.curves}
     assert forms == {DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS}
@@ -103,7 +97,7 @@ def test_a_calibration_has_a_curve_for_each_kind_of_call(timed, tmp_path):
 def test_a_kernel_that_cannot_skip_is_priced_by_all_pairs(timed, tmp_path):
     """sdpa computes all pairs of the mask at any density, but only the gathered columns."""
     path = tmp_path / "mine.json"
-    save_calibration([found for found, _ in timed], path, "test", torch.float32, "cpu")
+    save_times(path, [found for found, _ in timed], "test", torch.float32, "cpu")
     calibration = load_calibration(path)
     made = RecordedSetup(
         seq=4096, heads=4, kv_heads=2, head_dim=16, dtype_bytes=4, workers=4, per_node=4,

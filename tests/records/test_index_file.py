@@ -14,7 +14,7 @@ from attention.equal_indices import same_index
 from mtrain_cli.attention.index import BlockBitmap, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.records.index_file import IndexWriter, RecordedSetup, load_indices, save_indices
+from mtrain_cli.records.index_file import RecordedSetup, load_indices, save_indices
 
 SETUP = RecordedSetup(
     seq=61, heads=4, kv_heads=2, head_dim=8, dtype_bytes=2, workers=4, per_node=2,
@@ -70,10 +70,11 @@ def test_indices_round_trip(tmp_path):
 
 def test_a_bitmap_is_recorded_worker_by_worker(tmp_path):
     whole = bitmap()
-    with IndexWriter(tmp_path / "index.npz", SETUP, MASKS) as writer:
-        for rank in (2, 0, 1):
-            rows = torch.arange(rank, 16, 3, dtype=torch.int32)
-            writer.add("xattention", 5, BlockBitmap(4, 16, whole.bits[:, :, rows.long()], rows))
+    parts = []
+    for rank in (2, 0, 1):
+        rows = torch.arange(rank, 16, 3, dtype=torch.int32)
+        parts.append(("xattention", 5, BlockBitmap(4, 16, whole.bits[:, :, rows.long()], rows)))
+    save_indices(tmp_path / "index.npz", SETUP, MASKS, parts)
     assert same_index(load_indices(tmp_path / "index.npz").index("xattention", 5), whole)
 
 

@@ -48,6 +48,12 @@ def test_steps_are_read_back_as_written(tmp_path):
     assert read_metrics(tmp_path / "metrics.jsonl") == read_metrics(tmp_path)
 
 
+def test_columns_have_their_former_name_in_metrics_of_earlier_versions(tmp_path):
+    row = {**json.loads(STEP.to_json()), "slashes": 3.0, "bars": 7.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    assert read_metrics(tmp_path) == [replace(STEP, slashes=3.0, columns=7.5)]
+
+
 def test_an_mfu_above_hfu_from_earlier_versions_is_dropped(tmp_path):
     # 94 % counted all causal pairs of packed documents, 359 % those that an index skipped.
     shares = ((0.4, 0.5), (0.94, 0.45), (3.59, 0.53))

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import base64
 import gzip
-import itertools
 import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from reporting.training_runs import trained
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
-from mtrain_cli.reporting.figures import figures
-from mtrain_cli.reporting.html import _markdown, write_page
-from mtrain_cli.reporting.report_source import open_source
+from mtrain_cli.reporting import html
+from mtrain_cli.reporting.figures import HEAT_NUMBERS, figures
+from mtrain_cli.reporting.html import write_page
+from mtrain_cli.reporting.plots import Figure, FigureView
+from mtrain_cli.reporting.plots import numbers as rounded
+from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.timeline import BARS
+from mtrain_cli.reporting.training_figures import POINTS, POINTS_OF_ALL
+
+BAD = "</script><b>a & b"
+SAFE = "&lt;/script&gt;&lt;b&gt;a &amp; b"
 
 
 def uneven(direction: str, rank: int, step: int) -> float:
@@ -44,6 +52,11 @@ def figures_in(text: str) -> list[dict]:
     return json.loads(unpack(text, "figures"))
 
 
+def page(folder: Path, *sources: ReportSource) -> tuple[str, dict[str, dict]]:
+    text = write_page(folder / "report.html", sources).read_text()
+    return text, {figure["name"]: figure for figure in figures_in(text)}
+
+
 def test_the_page_needs_no_network_and_holds_plotly_once(tmp_path):
     text, drawn = page_of(tmp_path)
     own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
@@ -68,30 +81,6 @@ def test_heat_maps_hold_the_times_of_workers_and_steps(tmp_path):
     assert view["data"][0]["z"] == [
         [pytest.approx(uneven("backward", r, s), rel=1e-3) for s in range(4)] for r in range(4)
     ]
-
-
-def test_the_timeline_fills_the_pass_of_a_rank_in_order(tmp_path):
-    text, drawn = page_of(tmp_path)
-    assert "3 of " not in text
-    for view, rank in itertools.product(drawn["timeline"], range(4)):
-        background, *others = view["data"]
-        computing = [trace for trace in others if not trace["name"].startswith("message")]
-        bars = [
-            bar
-            for trace in computing
-            for bar in zip(trace["base"], trace["x"], trace["y"], strict=True)
-        ]
-        spans = sorted((start, length) for start, length, y in bars if y == rank)
-        for (start, length), (following, _) in itertools.pairwise(spans):
-            assert start + length == pytest.approx(following, abs=2e-3)
-        assert spans[0][0] == pytest.approx(0, abs=1e-6)
-        # Where no phase covers it, the bar of the whole pass shows as a gap.
-        assert background["name"] == "gap"
-        assert dict(zip(background["y"], background["x"], strict=True))[rank] == pytest.approx(
-            sum(spans[-1]), rel=1e-3
-        )
-    assert [trace for trace in view["data"] if trace["name"] == "message, context"]
-    assert any(trace["name"] == "exposed (context link)" for trace in computing)
 
 
 def test_stacked_bars_of_a_rank_add_up_to_its_passes(tmp_path):
@@ -129,7 +118,7 @@ def test_names_cannot_break_the_page(tmp_path):
 
 
 def test_large_recordings_are_thinned_with_a_note(tmp_path, monkeypatch):
-    monkeypatch.setattr("mtrain_cli.reporting.figures.TIMELINE_BARS", 400)
+    monkeypatch.setattr("mtrain_cli.reporting.timeline.BARS", 400)
     monkeypatch.setattr("mtrain_cli.reporting.figures.HEAT_NUMBERS", 12 * 16**2)
     source = open_source(recorded_once(tmp_path, Play(ring(24), uneven, link={"context": 0.3})))
     drawn = {figure.name: figure for figure in figures([source])}
@@ -146,11 +135,121 @@ def test_large_recordings_are_thinned_with_a_note(tmp_path, monkeypatch):
 
 
 def test_markdown_of_the_definitions_becomes_html():
-    text = "# A\n\nSome **bold** `x < y`\nmore.\n\n- one\n  two\n- three\n\n"
+    text = "# A\n\nSome **bold** `x < y`\n`more`.\n\n- one\n  two\n- three\n\n"
     text += "| a | b |\n|---|---|\n| 1 | `max_r` |\n\n```\ncode <\n```"
-    html = _markdown(text)
-    assert "<h3>A</h3>" in html
-    assert "<p>Some <b>bold</b> <code>x &lt; y</code> more.</p>" in html
-    assert "<li>one two</li><li>three</li>" in html
-    assert "<td class=words>1</td><td class=words><code>max_r</code></td>" in html
-    assert "<pre>code &lt;</pre>" in html
+    shown = html._markdown(text)
+    assert "<h3>A</h3>" in shown
+    paragraph = "<p>Some <strong>bold</strong> <code>x &lt; y</code>\n<code>more</code>.</p>"
+    assert paragraph in shown, "a line that begins with code belongs to its paragraph"
+    assert "<li>one\ntwo</li>\n<li>three</li>" in shown
+    assert "<td>1</td>\n<td><code>max_r</code></td>" in shown
+    assert '<div class="scroll"><table>' in shown
+    assert "<pre><code>code &lt;\n</code></pre>" in shown
+
+
+def recorded_step() -> dict:
+    rank = {
+        "step_ms": 10.0,
+        "plain_ms": 9.0,
+        "recorded_ms": 10.0,
+        "parts": {"attention": 6.0, "links": 1.0, "host": 3.0, BAD: 1.0},
+    }
+    rank |= {
+        "links_hidden_ms": 0.0,
+        "unmatched": 0,
+        "launches": 0,
+        "launching_ms": 0,
+        "syncs": 0,
+        "syncing_ms": 0,
+        "ahead_us": None,
+    }
+    top = [{"name": BAD, "part": BAD, "calls": 2, "ms": 6.0}]
+    return {
+        "ranks": [{**rank, "rank": 0}, {**rank, "rank": 1}],
+        "gpu": False,
+        "workers": 2,
+        "top": top,
+    }
+
+
+def test_a_recorded_step_has_a_page(tmp_path):
+    text, drawn = page(tmp_path, ReportSource(BAD, tmp_path, step=recorded_step()))
+    assert "</script><b>" not in text
+    assert f"<h1>{SAFE} <small>recorded step" in text
+    (view,) = drawn["step"]["views"]
+    assert [trace["x"] for trace in view["data"]][:2] == [[6.0, 6.0], [1.0, 1.0]]
+    # plotly interprets markup in labels, so kernel names are escaped there too.
+    assert drawn["kernels"]["views"][0]["data"][0]["y"] == ["1. a &amp; b"]
+    assert "<td class=words>attention</td><td>6</td><td>60.0%</td>" in text
+
+
+def test_a_sparsity_profile_has_a_page_and_one_without_rows_is_refused(tmp_path):
+    import pandas
+
+    from mtrain_cli.config.schema import ConfigError
+    from mtrain_cli.records.record_files import HEAD_ROWS, SPARSITY, write_summary
+
+    numbers = {"density": 0.2, "of_mask": 0.2, "worst": 0.5, "slashes": 3, "columns": 9}
+    places = [(at, layer, head) for at in (1, 5) for layer in (0, 1) for head in (0, 1)]
+    rows = [
+        {
+            "step": at,
+            "pattern": BAD,
+            "layer": layer,
+            "head": head,
+            "recall": 0.8 + 0.1 * head,
+            **numbers,
+        }
+        for at, layer, head in places
+    ]
+    folder = tmp_path / "measured"
+    write_summary(folder, {"kind": SPARSITY, "complete": True})
+    with pytest.raises(ConfigError, match=r"sparsity\.parquet: cannot be read"):
+        open_source(folder)
+    pandas.DataFrame(rows).to_parquet(folder / HEAD_ROWS)
+    source = open_source(folder)
+    assert (source.kind, source.complete, len(source.sparsity)) == ("sparsity profile", True, 8)
+    text, drawn = page(tmp_path, source)
+    assert "</script><b>" not in text
+    assert SAFE in text
+    recall = drawn["sparsity"]["views"][0]
+    assert [trace["y"] for trace in recall["data"]] == [pytest.approx([0.85, 0.85])] * 2
+    assert drawn["heads"]["views"][0]["data"][0]["z"] == [pytest.approx([0.8, 0.9])] * 2
+
+
+def test_a_full_page_is_under_one_and_a_half_megabytes(tmp_path, monkeypatch):
+    random = np.random.default_rng(0)
+
+    def numbers(count: int) -> list[float]:
+        return rounded(random.random(count))
+
+    heat = {"type": "heatmap", "z": numbers(HEAT_NUMBERS)}
+    columns = {
+        "x": numbers(BARS),
+        "base": rounded(random.random(BARS) * 100, 6),
+        "y": [3] * BARS,
+    }
+    columns["customdata"] = random.integers(0, 64, (BARS, 2)).tolist()
+    runs = POINTS_OF_ALL // POINTS
+    curves = [{"x": list(range(POINTS)), "y": numbers(POINTS)} for _ in range(runs * 2 * 8)]
+    filled = [Figure("all", "All", ("what",), [FigureView(("a",), [heat, columns, *curves], {})])]
+    monkeypatch.setattr(html, "figures", lambda _: filled)
+    size = len(write_page(tmp_path / "report.html", [trained("one", tmp_path)]).read_bytes())
+    assert 1e6 < size < 1.5e6
+
+
+def test_pages_follow_the_color_scheme_of_the_reader(tmp_path):
+    text, _ = page(tmp_path, trained("one", tmp_path))
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert 'matchMedia("(prefers-color-scheme: dark)")' in text
+    assert '"#fff"' not in text, "figures take the colours of the page"
+
+
+def test_settings_are_listed_and_differences_tabulated(tmp_path):
+    one = trained("one", tmp_path)
+    settings = {**one.settings, "optim.lr": 2e-3, "topology.workers": 4, "run.name": "two"}
+    text, _ = page(tmp_path, one, trained("two", tmp_path, settings=settings))
+    assert "<dt>sequence</dt><dd>seq 4k</dd>" in text
+    assert "<td class=words>optim.lr</td><td>0.001</td><td>0.002</td>" in text
+    assert "<td class=words>run.name</td>" not in text
+    assert "the runs differ in workers (one: 2; two: 4): settings alone do not explain" in text

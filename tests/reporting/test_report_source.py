@@ -18,6 +18,7 @@ from mtrain_cli.reporting.report_source import (
     known,
     open_source,
     ships,
+    shortened,
 )
 
 PLAY = Play(ring(4))
@@ -95,7 +96,7 @@ def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
 def test_a_remark_says_if_workers_share_cores(tmp_path, environment, shared):
     remarks = open_source(recorded_once(tmp_path, PLAY, environment=environment)).remarks
     expected = [
-        "4 workers share 3 CPU cores: times depend on who gets a core; compare work instead"
+        "4 workers share 3 CPU cores: times depend on the OS scheduler; compare work instead"
     ]
     assert remarks == (expected if shared else [])
 
@@ -166,3 +167,8 @@ def test_a_profile_shows_despite_damaged_metrics_with_a_remark(tmp_path, content
     (tmp_path / "alone" / "metrics.jsonl").write_text(content)
     with pytest.raises(ConfigError):
         open_source(tmp_path / "alone")
+
+
+def test_ranks_are_shortened():
+    assert shortened([1, 4, 5, 6, 9]) == "1, 4-6, 9"
+    assert shortened(range(0, 60, 2)).endswith(" and more")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mtrain_cli.reporting.sweeps import cells, scaling_views, sheet
+from mtrain_cli.reporting.plots import FigureView
+from mtrain_cli.reporting.sweeps import Row, cells, scaling_figure, sheet
 
 
 def row(
@@ -46,12 +47,16 @@ def test_the_fastest_that_fits_of_each_number_of_gpus_is_the_best():
     assert lines[-1][-1] == "too many GPUs"
     assert all(len(line) == len(heads) for line in lines)
     table = sheet([("one", ROWS), ("two", [row(8, "striped", 3, seq_="x")])])
-    assert all(len(line) == len(table.columns) for line in table.rows)
-    assert [line[0] for line in table.rows] == ["one"] * 7 + ["two"]
+    assert all(list(line) == list(table.rows[0]) for line in table.rows)
+    assert [line["run"] for line in table.rows] == ["one"] * 7 + ["two"]
+
+
+def views_of(rows: list[Row]) -> list[FigureView]:
+    return scaling_figure([("mine", rows)]).views
 
 
 def test_throughput_over_gpus_has_bounds_and_a_linear_line():
-    views = {labels[-1]: (data, layout) for labels, data, layout in scaling_views("mine", ROWS)}
+    views = {view.labels[-1]: (view.data, view.layout) for view in views_of(ROWS)}
     assert set(views) == {
         "tokens/s, all GPUs",
         "tokens/s/GPU",
@@ -83,13 +88,12 @@ def test_length_is_the_axis_if_the_number_of_gpus_is_fixed():
     ]
     for one in rows:
         one["point"] = {"seq": str(one["seq"]), "train.micro_batch": "1"}
-    views = scaling_views("mine", rows)
-    assert {labels[1] for labels, _, _ in views} == {"train.micro_batch 1"}
-    _, data, layout = views[0]
-    assert data[-1]["x"] == [1 << 18, 1 << 19]
-    assert layout["xaxis"]["ticktext"] == ["256k", "512k"]
-    several = scaling_views("mine", [*ROWS, row(16, "striped", 20, seq=1 << 20, seq_="1m")])
-    assert len({labels[1] for labels, _, _ in several}) == 2
+    views = views_of(rows)
+    assert {view.labels[1] for view in views} == {"train.micro_batch 1"}
+    assert views[0].data[-1]["x"] == [1 << 18, 1 << 19]
+    assert views[0].layout["xaxis"]["ticktext"] == ["256k", "512k"]
+    several = views_of([*ROWS, row(16, "striped", 20, seq=1 << 20, seq_="1m")])
+    assert len({view.labels[1] for view in several}) == 2
 
 
 def test_units_agree_in_table_sheet_and_figure():
@@ -103,10 +107,9 @@ def test_units_agree_in_table_sheet_and_figure():
         "8 - 32",
         "20.0%",
     )
-    table = sheet([("one", mine)])
-    line = dict(zip(table.columns, table.rows[0], strict=True))
+    line = sheet([("one", mine)]).rows[0]
     assert (line["memory_gib"], line["tokens_per_second_per_gpu"]) == (30, 4096)
     assert (line["seconds_low"], line["seconds"], line["seconds_high"]) == (8, 16, 32)
-    views = {labels[-1]: data for labels, data, _ in scaling_views("mine", mine)}
+    views = {view.labels[-1]: view.data for view in views_of(mine)}
     (drawn,) = [trace for trace in views["GiB per GPU"] if trace.get("mode") == "lines+markers"]
     assert drawn["y"] == [30, 30]

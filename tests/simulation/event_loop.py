@@ -50,7 +50,7 @@ class EventLoop:
         costs: Costs,
     ) -> None:
         self.schedule, self.attention, self.merge, self.costs = schedule, attention, merge, costs
-        rings = schedule.exchange in ("ring", "hierarchical_ring")
+        rings = not schedule.gathers
         steps = schedule.backward if direction == "backward" else schedule.forward
         self.ranks = [Rank(self._items(r, mine, rings)) for r, mine in enumerate(steps)]
         self.ops: dict[tuple[int, int], Op] = {}
@@ -68,6 +68,10 @@ class EventLoop:
         unwaited: list[int] = []
         for at, step in enumerate(steps):
             first = [t for t in step.post if t.payload == HEADS]
+            if first and at:
+                # The trade back sends what these bring.
+                items += [("wait", n) for n in unwaited]
+                unwaited.clear()
             for t in first:
                 items += [("post", t), ("wait", t.number)]
             for t in step.post:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from mtrain_cli import resource_dir
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
@@ -22,6 +24,7 @@ from mtrain_cli.simulation.calibration import (
     held_out_errors,
     kernels_for,
     load_calibration,
+    same_device,
     shipped,
 )
 
@@ -258,3 +261,43 @@ def test_invalid_files_are_refused(tmp_path, content, said):
         path.write_text(content)
     with pytest.raises(ConfigError, match=f"--calibration {path}: {said}"):
         load_calibration(path)
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def shipped_file():
+    return resource_dir("profiles") / "kernels-h200.json"
+
+
+@pytest.mark.parametrize(
+    ("device", "gpu", "same"),
+    [
+        ("NVIDIA H200", "NVIDIA H200", True),
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-80GB", False),
+        ("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe", True),
+        ("NVIDIA H200", "NVIDIA H200 NVL", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", "NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 80GB HBM3", "NVIDIA H200", False),
+        ("a laptop", "another", False),
+        ("a laptop", "a laptop", True),
+    ],
+)
+def test_equivalent_device_names_count_as_the_same(device, gpu, same):
+    assert same_device(device, gpu) == same_device(gpu, device) == same
+
+
+def test_times_of_another_device_are_never_used_silently():
+    measured = load_calibration(shipped_file())
+    of_h100 = replace(measured, device="NVIDIA H100 80GB HBM3")
+    peaks = {of_h100.device: 989e12}
+    pcie = kernels_for("NVIDIA H100 PCIe", 756e12, "triton", "sparse", peaks, of_h100)
+    assert all(curve.scaled is not None for curve in pcie.whole.values())
+    assert "not calibrated on NVIDIA H100 PCIe" in pcie.remarks[0]
+    alike = kernels_for("NVIDIA H100 SXM5", 989e12, "triton", "sparse", peaks, of_h100)
+    assert all(curve.scaled is None for curve in alike.whole.values())
+    assert alike.remarks[0].startswith("kernel times are those of NVIDIA H100 80GB HBM3")

@@ -117,7 +117,7 @@ def test_all_problems_are_reported_together(tmp_path):
     ]
     outer = [line for line in problems(tmp_path, wrong) if line.startswith("links.outer")]
     assert outer[0].startswith("links.outer.bandwith_gbps=")
-    assert "unknown key; did you mean bandwidth_gbps?; allowed: latency_us" in outer[0]
+    assert "unknown key (did you mean bandwidth_gbps?); allowed: latency_us" in outer[0]
     assert (
         "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, "
         "paper, guess" in outer

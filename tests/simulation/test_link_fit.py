@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 
-from mtrain_cli.profiling import kernel_benchmark
 from mtrain_cli.profiling import link_benchmark as measuring
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.link_fit import (
@@ -170,7 +169,7 @@ def test_without_slowdown_messages_take_no_share_of_the_gpu():
 
 def test_a_machine_is_measured_by_copies_additions_and_products(monkeypatch):
     """All take 1 ms: a copy moves 16 MiB, an addition three times as much, a product 2^31 FLOP."""
-    monkeypatch.setattr(kernel_benchmark, "median_ms", lambda *_: 1.0)
+    monkeypatch.setattr(measuring, "median_ms", lambda *_: 1.0)
     monkeypatch.setattr(measuring, "_launch_us", lambda _: (1.0, 2.0, 3.0))
     found = measuring._machine(torch.device("cpu"))
     assert (found.copy_gbps, found.added_gbps) == (
@@ -203,19 +202,14 @@ def test_the_slowest_rank_sets_the_time(monkeypatch):
         device=torch.device("cpu"),
         synchronize=lambda: None,
         free_memory=lambda: None,
-        gather=lambda mine: (
-            [mine]
-            if isinstance(mine, bool)
-            else [5.0, 70.0, 6.0, 7.0]
-            if isinstance(mine, float)
-            else [mine]
-        ),
+        stop_requested=lambda: False,
+        gather=lambda _: [(us, None) for us in (5.0, 70.0, 6.0, 7.0)],
     )
     monkeypatch.setattr(measuring, "_on_cpu", lambda *_: (6.0, None))
     operation = SimpleNamespace(
         link=INNER, what=HOP, ranks=4, takes_part=True, start=lambda size: (lambda: [], size)
     )
     plan = SimpleNamespace(sizes=(4096,), repeats=3, loaded_repeats=0)
-    quiet = SimpleNamespace(done=lambda: None, requested=lambda: False)
-    (found,) = measuring._measured(operation, plan, bench, quiet, quiet, quiet)
+    progress = SimpleNamespace(done=lambda: None)
+    (found,) = measuring._measured(operation, plan, bench, None, progress)
     assert (found.us, found.low, found.high, found.size, found.ranks) == (70, 70, 70, 4096, 4)

@@ -11,8 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands import simulate as command
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.simulation import scenario as scenarios
 from mtrain_cli.simulation.cluster import load_cluster, shipped
 from mtrain_cli.simulation.scenario import (
@@ -22,16 +21,16 @@ from mtrain_cli.simulation.scenario import (
     evaluate,
     plan_on,
 )
-from mtrain_cli.simulation.sweep import row_of
+from mtrain_cli.simulation.sweep import row_of, with_cost
 
 
 def test_days_and_dollars_of_a_row():
     """86.4M tokens on 8 GPUs at 2 $: one day at 125 tokens/s/GPU, 2.5 at worst, 0.5 at best."""
     row = {"workers": 8, "tokens_per_second_per_gpu": {"low": 50.0, "value": 125.0, "high": 250.0}}
-    found = command._SimulateJob._with_cost(SimpleNamespace(tokens=86.4e6, price=2.0), row)
+    found = with_cost(row, 86.4e6, 2.0)
     assert found["days"] == pytest.approx({"low": 0.5, "value": 1.0, "high": 2.5})
     assert found["dollars"] == pytest.approx({"low": 192.0, "value": 384.0, "high": 960.0})
-    assert command._SimulateJob._with_cost(SimpleNamespace(tokens=None, price=2.0), row) == row
+    assert with_cost(row, None, 2.0) == row
 
 
 def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
@@ -78,7 +77,7 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
         scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped", small="striped")
     )
     assert "time   zigzag ring:" in (text := said())
-    assert "best   zigzag ring; --recommend also tries" in text
+    assert "best   zigzag ring; `mtrain simulate recommend` also tries" in text
     rows = json.loads(said("--json"))["predicted"]
     assert [row["step"]["fits"] for row in rows] == [True, False]
     for step in (row["step"] for row in rows):
@@ -91,7 +90,7 @@ def test_the_best_is_the_fastest_that_fits(tmp_path, monkeypatch):
     monkeypatch.setattr(scenarios, "evaluate", lambda *a, **k: found(*a, **k, faster="striped"))
     assert "time   striped ring:" in (text := said())
     gap = made["zigzag"].step.seconds.high / made["striped"].step.seconds.low - 1
-    assert f"best   striped ring, {gap:.1%} faster than the next; --recommend" in " ".join(
+    assert f"best   striped ring, {gap:.1%} faster than the next; `mtrain simulate" in " ".join(
         text.replace("\n       ", " ").splitlines()
     )
 
@@ -159,6 +158,6 @@ def test_if_nothing_fits_the_least_memory_is_reported(tmp_path, monkeypatch):
     assert f"time {least['layout']} {least['exchange']}: " in flat
     assert f"memory {least['memory_bytes'] / 2**30:.2f} GiB of 1.0 (0.9 usable) at its peak" in flat
     assert (
-        "best none of these fits; --recommend tries settings that need less memory, "
-        "or says what would fit" in flat
+        "best none of these fits; `mtrain simulate recommend` tries settings that need less "
+        "memory, or says what would fit" in flat
     )

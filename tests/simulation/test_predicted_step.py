@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster

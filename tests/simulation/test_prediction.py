@@ -9,13 +9,14 @@ import pytest
 from simulation.counting import count_work
 
 from mtrain_cli.attention.flash4 import Flash4Kernel
-from mtrain_cli.attention.index import MaskWork
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
-from mtrain_cli.parallel.exchange_bytes import ShardSizes, sent_bytes
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.lowering import lower
+from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
@@ -25,7 +26,6 @@ from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.prediction import (
-    _NEED_OUT,
     AttentionWorkload,
     BoundedTime,
     Prediction,
@@ -85,12 +85,17 @@ def costs(
     return Costs(cluster, kernels, ShardSizes(1 << 14, 16, 2, 128, 2), lockstep, 128, bound=bound)
 
 
+def first_size(found: Costs) -> int:
+    """Bytes of the first message of a forward pass."""
+    return found.bytes_of(next(lower(found.lockstep.schedule, 0).posts).sends)
+
+
 def test_a_message_takes_latency_and_bytes_over_bandwidth_of_its_link():
     cluster = load_cluster("a100_4x8")
     found = costs(cluster)
     (move,) = found.lockstep.forward[0].post
-    message = found.message(move, "forward", first=True)
-    size = sent_bytes(move.first, found.sizes)
+    size = first_size(found)
+    message = found.message(move, size)
     assert size == 2 * (1 << 14) * 2 * 128 * 2  # 16.8 MB: a hop of 512K tokens over 32 workers
     us = message.latency + message.busy
     crossing = np.arange(32) % 8 == 0
@@ -111,8 +116,8 @@ def test_gpus_behind_one_card_share_it_when_they_send_at_once():
     for exchange, times in (("ring", 1), ("hierarchical_ring", 4)):
         alone, together = costs(cluster, exchange), costs(shared(cluster, 4), exchange)
         move = alone.lockstep.forward[0].post[0]
-        size = sent_bytes(move.first, alone.sizes)
-        before, after = (c.message(move, "forward", first=True) for c in (alone, together))
+        size = first_size(alone)
+        before, after = (c.message(move, size) for c in (alone, together))
         assert before.outer[0]
         assert (after.latency + after.busy)[0] == pytest.approx(70 + times * size / 25e3)
         assert (before.latency + before.busy)[0] == pytest.approx(70 + size / 25e3)
@@ -205,15 +210,15 @@ def test_work_equals_that_of_the_counter():
     assert checked == 3 * 4 * 2 * 2
 
 
-def test_kernels_that_need_out_are_listed():
+def test_no_kernel_needs_out_as_predictions_assume():
     kernels = (ReferenceKernel, SdpaKernel, TritonKernel, Flash4Kernel)
-    assert all((kernel.name in _NEED_OUT) == kernel.needs_out for kernel in kernels)
+    assert not any(kernel.needs_out for kernel in kernels)
 
 
 def test_pairs_of_columns_are_counted_separately_in_every_exchange():
     one = problem()
     index = one.index(0)
-    expected = int(index.counts(MaskWork.make(one.masks, BLOCK)).column_pairs.sum())
+    expected = int(index.counts(MaskTables.make(one.masks, BLOCK)).column_pairs.sum())
     assert expected > 0
     for exchange, shared_columns, apart in (
         ("all_gather", True, False),

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.recommend import (
@@ -90,8 +91,7 @@ def test_the_best_is_the_fastest_that_fits():
     assert unfit
     assert all("of 28.5 GiB" in r.what for r in unfit)
     assert any(
-        r.why == "train.global_batch=2 cannot be divided among so many groups"
-        for r in found.rejected
+        r.why == "train.global_batch=2 cannot be divided among 4 groups" for r in found.rejected
     )
     said = "; ".join(reasons(found.best, found.ranked[1]))
     assert "memory" in said
@@ -245,6 +245,13 @@ def test_equal_configurations_are_tried_once():
     ]
 
 
+def test_a_flat_exchange_with_the_traits_of_another_is_tried_too(monkeypatch):
+    monkeypatch.setitem(EXCHANGE_TRAITS, "mirrored_ring", EXCHANGE_TRAITS["ring"])
+    names = ("mirrored_ring", "ring", "hierarchical_ring")
+    flat = [("striped", "mirrored_ring"), ("striped", "ring")]
+    assert _distinct(("striped",), names, 8, 8) == flat
+
+
 def test_context_groups_fill_nodes_or_divide_them():
     config = compose(["model=tiny"])
     assert contexts(config, 32, 8) == [32, 16, 8, 4, 2, 1]
@@ -341,7 +348,7 @@ def test_if_nothing_fits_the_exchange_with_the_least_memory_is_reported():
 def test_a_batch_that_groups_cannot_divide_raises():
     with pytest.raises(
         ConfigError,
-        match=r"train.global_batch=1 cannot be divided among so many groups; allowed: "
+        match=r"train.global_batch=1 cannot be divided among 2 groups; allowed: "
         "multiples of 2",
     ):
         recommend(

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.compose import compose
-from mtrain_cli.parallel.exchange_bytes import ShardSizes
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel.lowering import ORDER, Traits, lower
+from mtrain_cli.parallel.program import Arrange, Merge, ShardSizes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import (
@@ -268,21 +269,42 @@ def test_copies_and_sums_by_hand():
         return pytest.approx(max(moved / 4200e3, 2.0))
 
     ring, gather = costs("ring", 8), costs("all_gather", 8)
+
+    def merges(backward: bool = False) -> list[float]:
+        operations = lower(ring.lockstep.schedule, 0, backward=backward).operations
+        return [ring.copy_us(op.moves) for op in operations if isinstance(op, Merge)]
+
     # Partial outputs are float32: read, added and written, beside what a kernel wrote in bfloat16.
-    assert ring.merge("forward", 0) == 0
-    assert ring.merge("forward", 1) == us((4 + 4 + 2) * rows + (4 + 2) * rows)
-    assert ring.merge("forward", 2) == us((4 + 4 + 2) * rows)
-    assert ring.merge("backward", 2) == us((4 + 4 + 2) * rows + (4 + 2) * kv)
-    assert ring.merge("backward", 2) > 20
+    first, second, third, *_ = merges()
+    assert first == 0
+    assert second == us((4 + 4 + 2) * rows + (4 + 2) * rows)
+    assert third == us((4 + 4 + 2) * rows)
+    assert merges(backward=True)[2] == us((4 + 4 + 2) * rows + (4 + 2) * kv)
+    assert merges(backward=True)[2] > 20
     # Keys and values of all eight workers are put in order: read and written.
-    assert gather.other("forward", "order") == us(2 * 2 * 8 * kv)
+    (order,) = (
+        op.moves
+        for op in lower(gather.lockstep.schedule, 0).operations
+        if isinstance(op, Arrange) and op.what == ORDER
+    )
+    assert gather.copy_us(order) == us(2 * 2 * 8 * kv)
 
 
 def test_single_columns_are_summed_over_all_workers():
     """KV of 128 columns of 16 heads; a ring sends 7/8 of them twice, in bfloat16 then float32."""
     found = {}
     for direction, each in (("forward", 2), ("backward", 4)):
-        message = costs("ring", 8, columns=128).sum_of_columns(direction)
+        mine = costs("ring", 8)
+        sizes = dataclasses.replace(mine.sizes, columns=100, column_width=128)
+        mine = dataclasses.replace(mine, sizes=sizes)
+        program = lower(
+            mine.lockstep.schedule,
+            0,
+            backward=direction == "backward",
+            traits=Traits(columns=True),
+        )
+        (post,) = (p for p in program.posts if p.transfer.payload == "columns")
+        message = mine.sum_of_columns(mine.bytes_of(post.payload))
         size = 2 * 16 * 128 * 128 * each
         found[direction] = float((message.latency + message.busy)[0])
         assert found[direction] == pytest.approx(79 + 2 * 7 / 8 * size / 322e3)

@@ -6,14 +6,15 @@ import json
 
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation import sweep as sweeping
+from mtrain_cli.simulation import scenario as scenarios
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.scenario import PairSource, Scenario
-from mtrain_cli.simulation.sweep import Sweep, axes, points, shared_remarks
+from mtrain_cli.simulation.sweep import Sweep, points, shared_remarks
+from mtrain_cli.simulation.sweep_axes import axes, is_axis
 
-LINE = ("seq=1k,32k nodes=1,2", "density=0.1")
+LINE = ("seq=1k,32k", "nodes=1,2", "density=0.1")
 
 
 def scenario_of(settings: tuple[str, ...], density: float | None, columns: int | None) -> Scenario:
@@ -38,35 +39,50 @@ def test_axes_and_points():
     found = points(swept, ("zigzag", "striped"), ("ring", "all_gather"))
     assert len(found) == 16
     assert len({(tuple(p.values.items()), p.layout, p.exchange) for p in found}) == 16
-    assert [p.settings for p in found] == [["seq=1k"]] * 8 + [["seq=32k"]] * 8, (
+    assert [p.inputs[0] for p in found] == [("seq=1k",)] * 8 + [("seq=32k",)] * 8, (
         "settings are outermost"
     )
 
 
 @pytest.mark.parametrize(
+    ("word", "axis"),
+    [
+        ("seq=1k,2k", True),
+        ("nodes=2", True),
+        ("density=5%", True),
+        ("seq=1k", False),
+        ("model.name=", False),
+        ("key=[1,2]", False),
+    ],
+)
+def test_several_values_or_an_own_name_make_an_axis(word, axis):
+    assert is_axis(word) == axis
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("seq", "--sweep seq: expected NAME=VALUE"),
-        ("seq=", "--sweep seq=: expected NAME=VALUE"),
-        ("", "empty; expected NAME=VALUE"),
+        ("seq", "seq: expected NAME=VALUE"),
+        ("seq=", "seq=: expected NAME=VALUE"),
+        ("", "nothing to sweep: give NAME=VALUE"),
         ("nodes=0", "nodes=0: expected a whole number of at least 1"),
         ("workers=x", "workers=x: expected a whole number"),
         ("density=2", "density=2: must be above 0 and at most 1"),
         ("nods=1", "did you mean nodes?"),
         ("exchange=ring", "use --exchange ring to compare these"),
         ("seq=1k seq=2k", "seq is swept twice"),
-        ("nodes=1 workers=2", "give one of them"),
+        ("nodes=1 workers=2", "sweep one of them"),
     ],
 )
 def test_invalid_axes_are_refused(text, said):
     with pytest.raises(ConfigError) as error:
-        axes([text])
+        axes(text.split())
     assert said in str(error.value)
     assert len(error.value.problems) == 1
 
 
 def test_the_number_of_points_is_limited():
-    with pytest.raises(ConfigError, match="makes 6000 configurations"):
+    with pytest.raises(ConfigError, match="6000 configurations to sweep"):
         points(
             {"seed": [str(i) for i in range(1000)]},
             ("zigzag", "striped"),
@@ -76,16 +92,16 @@ def test_the_number_of_points_is_limited():
 
 def test_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
     journal, evaluated = tmp_path / "sweep.jsonl", []
-    evaluate = sweeping.evaluate
+    evaluate = scenarios.evaluate
     monkeypatch.setattr(
-        sweeping, "evaluate", lambda *a, **k: evaluated.append(a) or evaluate(*a, **k)
+        scenarios, "evaluate", lambda *a, **k: evaluated.append(a) or evaluate(*a, **k)
     )
     told: list[int] = []
     rows = list(make().rows(journal, told.append))
     assert told == [0, 1, 2, 3, 4]
     assert [row["workers"] for row in rows] == [8, 16, 8, 16]
     # Eight blocks for sixteen workers.
-    assert "are too few for so many workers" in rows[1]["cannot"]
+    assert "are too few for 16 workers" in rows[1]["cannot"]
     assert [row["density"] > 0.09 for row in rows if "cannot" not in row] == [True] * 3
     assert len(evaluated) == 3
     lines = journal.read_text().splitlines()

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from simulation.event_loop import EventLoop
 
+from mtrain_cli.parallel.lowering import FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS, Traits, lower
+from mtrain_cli.parallel.program import Arrange, Merge, Reduce
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
 from mtrain_cli.parallel.schedule import INNER, OUTER, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.record_files import LINKS
-from mtrain_cli.simulation.program import PricedMessage, Prices, collective_of_all, program
+from mtrain_cli.simulation.actions import PricedMessage, Prices, actions, collective_of_all
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
 
@@ -33,17 +35,13 @@ class Given(Prices):
     host: float = 0.0
     index_us: float = 0.0
 
-    def __post_init__(self):
-        self.columns = self.columns_us > 0
-
     def attention(self, step):
         return self.attention_us[:, step]
 
-    def merge(self, step):  # noqa: ARG002
-        return self.merge_us
-
-    def other(self, what):
-        return self.others.get(what, 0.0)
+    def copy(self, op):
+        if isinstance(op, Merge):
+            return self.merge_us
+        return self.others.get(op.what if isinstance(op, Arrange) else type(op).__name__, 0.0)
 
     def index(self):
         return self.index_us
@@ -54,7 +52,7 @@ class Given(Prices):
     def column_times(self):
         return np.full(self.lockstep.grid.workers, self.columns_us), None, None
 
-    def column_sum(self):
+    def column_sum(self, post):  # noqa: ARG002
         grid = self.lockstep.grid
         return collective_of_all(
             "columns",
@@ -66,7 +64,7 @@ class Given(Prices):
             size=1,
         )
 
-    def message(self, move: SpmdTransfer, *, first: bool) -> PricedMessage:  # noqa: ARG002
+    def message(self, move: SpmdTransfer, post) -> PricedMessage:  # noqa: ARG002
         t, workers = move.first, self.lockstep.grid.workers
         latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), move)
         return PricedMessage(
@@ -102,8 +100,14 @@ def simulated(
 ) -> PassTimes:
     lockstep = prices.lockstep
     steps = len(lockstep.beats(prices.direction))
+    program = lower(
+        lockstep.schedule,
+        0,
+        backward=prices.direction == "backward",
+        traits=Traits(columns=prices.columns_us > 0),
+    )
     return play(
-        program(lockstep, prices),
+        actions(program, lockstep, prices),
         prices.direction,
         lockstep.grid.workers,
         steps,
@@ -229,7 +233,7 @@ def test_gradients_of_a_part_leave_once_those_of_the_part_before_have():
     gather = of("all_gather", 4, chunks=2)
 
     def backward(link):
-        others = {"shards": 5.0, "add": 7.0, "cut": 3.0}
+        others = {"shards": 5.0, Reduce.__name__: 7.0, "cut": 3.0}
         return simulated(
             Given(
                 gather,
@@ -256,7 +260,8 @@ def test_parts_of_a_hierarchical_gather_follow_one_another():
 
 def test_head_trades_block():
     trading = of("all_gather", 4, heads=4)
-    found = simulated(Given(trading, even(trading), {"heads": 25.0}, others={"trade": 5.0}))
+    others = dict.fromkeys((TO_HEADS, FROM_TOKENS, TO_TOKENS, FROM_HEADS), 5.0)
+    found = simulated(Given(trading, even(trading), {"heads": 25.0}, others=others))
     assert found.duration == 100 + 2 * (25 + 2 * 5)
     assert found.exposed["heads"].sum() == 4 * 50
 

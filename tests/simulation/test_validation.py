@@ -6,13 +6,15 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask import MaskRule, SequenceMask
 from mtrain_cli.commands import app as command_line
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
@@ -112,7 +114,7 @@ def document(*words: object) -> dict:
 
 
 def test_a_played_profile_is_predicted_exactly(recorded, tmp_path):
-    said = document("--validate", recorded, "--out", tmp_path / "v")
+    said = document("validate", recorded, "--out", tmp_path / "v")
     together = said["agreement"]
     assert together["mape"] < 1e-3
     assert together["inside_bounds"] == 1
@@ -146,7 +148,7 @@ def test_errors_have_the_sign_and_size_of_the_change(recorded, tmp_path):
         late_us=lambda rows: 4 * rows["late_us"],
         pairs=lambda rows: rows["pairs"] + ((rows["case"] == 1) & (rows["pairs"] > 0)),
     )
-    said = document("--validate", slow, "--out", tmp_path / "v")
+    said = document("validate", slow, "--out", tmp_path / "v")
     together = said["agreement"]
     assert together["mape"] == pytest.approx(0.75, abs=1e-3)
     assert together["worst_error"] == pytest.approx(-0.75, abs=1e-3)
@@ -169,7 +171,7 @@ def test_errors_have_the_sign_and_size_of_the_change(recorded, tmp_path):
             np.where((rows["rank"] == 2) & (rows["phase"] == 1), 9, 1) * rows["dur_us"]
         ),
     )
-    ranks = document("--validate", one, "--out", tmp_path / "w")["cases"][0]["passes"]["forward"][
+    ranks = document("validate", one, "--out", tmp_path / "w")["cases"][0]["passes"]["forward"][
         "ranks"
     ]["error"]
     assert min(range(WORKERS), key=lambda rank: ranks[rank]) == 2
@@ -189,7 +191,7 @@ def test_written_predictions_are_used_and_protected_against_changes(recorded):
     written = run("simulate", *words, "--exchange", "ring,all_gather", "--out", "written")
     assert written.exit_code == 0, written.output
     (said,) = [line.split()[1] for line in written.stdout.splitlines() if line.startswith("sha256")]
-    found = run("simulate", "--validate", recorded, "--prediction", "written", "--out", "v")
+    found = run("simulate", "validate", recorded, "--prediction", "written", "--out", "v")
     assert found.exit_code == 0, found.output
     assert f"sha256     {said}  written/summary.json" in found.stdout
     assert "AFTER it was measured" in found.stdout
@@ -202,13 +204,13 @@ def test_written_predictions_are_used_and_protected_against_changes(recorded):
         for of_pass in predicted["passes"].values():
             of_pass["ms"] = {name: 2 * value for name, value in of_pass["ms"].items()}
     Path("written/summary.json").write_text(json.dumps(summary))
-    other = document("--validate", recorded, "--prediction", "written", "--out", "w")
+    other = document("validate", recorded, "--prediction", "written", "--out", "w")
     assert other["agreement"]["mape"] == pytest.approx(1, abs=1e-3), (
         "what is written counts, and its digest is another"
     )
     assert other["predictions"][0]["sha256"] != said
     shutil.copy(recorded / record_files.RECORDS, "written")
-    refused = run("simulate", "--validate", recorded, "--prediction", "written")
+    refused = run("simulate", "validate", recorded, "--prediction", "written")
     assert refused.exit_code == 2
     assert (
         "--prediction written: records.parquet is not the file written with summary.json"
@@ -226,23 +228,23 @@ def edited(recorded: Path, to: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _, to: to, "--validate bad: no such folder"),
+        (lambda _, to: to, "RUN bad: no such folder"),
         (
             lambda _, to: to.mkdir() or to,
-            "--validate bad: no profile (summary.json is missing)",
+            "RUN bad: no profile (summary.json is missing)",
         ),
         (
             lambda r, to: (edited(r, to) / record_files.INDEX).unlink(),
-            "--validate bad: index.npz is missing",
+            "RUN bad: index.npz is missing",
         ),
         (
             lambda r, to: edited(r, to, complete=False, samples=2, samples_wanted=5),
-            "--validate bad: ended early (2 of 5 samples)",
+            "RUN bad: ended early (2 of 5 samples)",
         ),
         (lambda r, to: edited(r, to, schema=1), "has schema 1, this version of mtrain reads 2"),
         (
             lambda r, to: edited(r, to, kind="simulation"),
-            "--validate bad: is a simulation, not a measurement; give it as --prediction bad",
+            "RUN bad: is a simulation, not a measurement; give it as --prediction bad",
         ),
         (
             lambda r, to: (edited(r, to) / record_files.INDEX).write_bytes(b"no"),
@@ -250,13 +252,13 @@ def edited(recorded: Path, to: Path, **values) -> Path:
         ),
         (
             lambda r, to: (edited(r, to) / record_files.RECORDS).unlink(),
-            "--validate bad: no records",
+            "RUN bad: no records",
         ),
     ],
 )
 def test_an_invalid_folder_is_one_line(recorded, tmp_path, make, said):
     make(recorded, tmp_path / "bad")
-    found = run("simulate", "--validate", "bad")
+    found = run("simulate", "validate", "bad")
     assert found.exit_code == 2, found.output
     assert said in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
@@ -267,16 +269,16 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
     (tmp_path / "empty").mkdir()
     for words, said in (
         (
-            ["--validate", recorded, "--prediction", "empty"],
+            ["validate", recorded, "--prediction", "empty"],
             "--prediction empty: no prediction (summary.json is missing)",
         ),
-        (["--validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
+        (["validate", recorded, "--prediction", recorded], "is a profile, not a prediction"),
         (
             ["--prediction", recorded],
-            "needs a measurement to compare with; add --validate RUN",
+            "--prediction: is an option of `mtrain simulate validate`",
         ),
-        (["--validate", recorded, "nothing"], "--validate nothing: no such folder"),
-        (["--validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, but"),
+        (["validate", recorded, "nothing"], "RUN nothing: no such folder"),
+        (["validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, but"),
     ):
         import yaml
 
@@ -304,7 +306,7 @@ def test_errors_of_both_signs_are_reported_per_case(recorded, tmp_path):
         **{name: times(name) for name in ("dur_us", "start_us", "late_us")},
         blocks=lambda rows: rows["blocks"] + ((rows["case"] == 2) & (rows["blocks"] > 0)),
     )
-    said = document("--validate", mixed, "--out", tmp_path / "v")
+    said = document("validate", mixed, "--out", tmp_path / "v")
     assert [case["error"] for case in said["cases"]] == pytest.approx([-0.5, 1.0, 0.0], abs=1e-3)
     together = said["agreement"]
     assert together["mape"] == pytest.approx(0.5, abs=1e-3)
@@ -336,7 +338,7 @@ def test_one_layer_is_compared_with_the_median_and_several_with_their_mean(recor
 
 def test_several_runs_are_compared_together(recorded, tmp_path):
     other = edited(recorded, tmp_path / "other")
-    said = document("--validate", recorded, other, "--out", tmp_path / "v")
+    said = document("validate", recorded, other, "--out", tmp_path / "v")
     assert len(said["cases"]) == 2 * len(CASES)
     assert len(said["agreement"]["spearman"]) == 2
 
@@ -351,3 +353,24 @@ def test_spearman_is_that_of_ranks():
         np.array([1.0, 2.0, 2.0, 3.0]), np.array([1.0, 2.0, 3.0, 4.0])
     ) == pytest.approx(0.9486833)
     assert np.isnan(spearman(np.ones(3), np.arange(3.0)))
+
+
+def test_a_length_without_recorded_masks_has_the_mask_of_the_run(monkeypatch):
+    first = np.maximum(np.arange(256) - 7, 0)
+    masked = SequenceMask(first, 256)
+    monkeypatch.setattr(MaskRule, "__call__", lambda *_: masked)
+    monkeypatch.setattr(validation, "_config", lambda *_: compose(["seq=256"]))
+    setup = RecordedSetup(
+        seq=SEQ,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        dtype_bytes=2,
+        workers=1,
+        per_node=1,
+        layout="striped",
+        exchange="ring",
+    )
+    measured = SimpleNamespace(indices=SimpleNamespace(setup=setup, patterns=()))
+    case = SimpleNamespace(facts={"pattern": "dense", "seq": 256, "micro_batch": 2}, layers=(0,))
+    assert validation._workload(measured, case).masks == (masked, masked)

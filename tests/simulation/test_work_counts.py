@@ -12,15 +12,18 @@ from attention.sparse_problems import gated_index
 from parallel.ways import Way
 from simulation.counting import count_work
 
-from mtrain_cli.attention.index import BlockBitmap, Index, MaskWork, VerticalSlash
+from mtrain_cli.attention.index import BlockBitmap, Index, VerticalSlash
+from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.parallel.exchange import WHOLE_SEQUENCE, Exchange
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.lowering import Traits
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.ring_exchange import RingExchange
-from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, ScheduleStep, make_schedule
-from mtrain_cli.parallel.ulysses_exchange import UlyssesExchange
+from mtrain_cli.parallel.plan import Plan, positions_of
+from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
+from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork, WorkCounter
 
@@ -106,51 +109,43 @@ def of_executor(
     exchange: Exchange, masks: list[SequenceMask], index: Index | None, block: int | None
 ) -> dict[str, list]:
     """By pass: (pairs, blocks) of each step, and last (columns, column pairs), from the tiles."""
-    inner = exchange.inner if isinstance(exchange, UlyssesExchange) else exchange
-    work = exchange.make_tiles(masks, "cpu", None if index is None else index.block).under(index)
+    request = None if index is None else IndexRequest(index.block, bitmap=False)
+    work = Plan.make(exchange, masks, request).tiles.under(index)
     columns = (0, 0)
-    apart = (
-        isinstance(inner, RingExchange)
-        and inner.shared_columns
-        and isinstance(index, VerticalSlash)
-    )
+    apart = exchange.gathers_columns and isinstance(index, VerticalSlash)
     if apart:
-        tiles = work.for_pair(inner.own, WHOLE_SEQUENCE, inner.part)
-        without = work.for_pair(inner.own, WHOLE_SEQUENCE, inner.part, columns=False)
+        tiles = work.for_pair(exchange.own, WHOLE_SEQUENCE, exchange.part)
+        without = work.for_pair(exchange.own, WHOLE_SEQUENCE, exchange.part, columns=False)
         lengths = torch.tensor([mask.length for mask in masks])[:, None, None]
         columns = (
             int((tiles.index.columns < lengths).sum()),
             int(tiles.seen().sum() - without.seen().sum()),
         )
     found = {}
-    for direction, steps in (("forward", inner.forward_steps), ("backward", inner.backward_steps)):
-        values = []
-        for step in steps:
-            if not step.keys:
-                values.append((0, 0))
-                continue
-            part = inner._part(step)
-            seen = work.for_pair(*inner._tile(step), part, columns=not apart).seen()
+    for direction, backward in (("forward", False), ("backward", True)):
+        program = exchange.program(backward=backward, traits=Traits(columns=apart))
+        values = [(0, 0)] * program.steps
+        for op in program.computes:
+            seen = work.for_pair(op.queries, op.keys, op.part, columns=op.with_columns).seen()
             of_blocks = (
-                work.for_pair(*inner._tile(step), part, columns=False).seen()
+                work.for_pair(op.queries, op.keys, op.part, columns=False).seen()
                 if index is not None
                 else seen
             )
-            heads = 1 if index is not None else HEADS // part[1]
-            values.append(
-                (
-                    heads * int(seen.sum()),
-                    heads * _touched(of_blocks, inner, step, block) if block else 0,
-                )
+            heads = 1 if index is not None else HEADS // op.part[1]
+            values[op.step] = (
+                heads * int(seen.sum()),
+                heads * _touched(of_blocks, exchange, op, block) if block else 0,
             )
-        found[direction] = [*values, *[(0, 0)] * (exchange is not inner), columns]
+        found[direction] = [*values, columns]
     return found
 
 
-def _touched(seen: torch.Tensor, exchange: Exchange, step: ScheduleStep, block: int) -> int:
+def _touched(seen: torch.Tensor, exchange: Exchange, op: Compute, block: int) -> int:
     """Count the pairs of blocks with at least one pair."""
     queries, keys = (
-        torch.from_numpy(exchange._positions(shards) // block) for shards in exchange._tile(step)
+        torch.from_numpy(positions_of(exchange.inside, shards) // block)
+        for shards in (op.queries, op.keys)
     )
     rows, columns = (torch.nn.functional.one_hot(n).float() for n in (queries, keys))
     return int((torch.einsum("bhqk,qi,kj->bhij", seen.float(), rows, columns) > 0).sum())
@@ -263,7 +258,7 @@ def test_totals_equal_those_of_the_index_in_every_layout(kind):
             masks = masks_of(masks_kind, seq, seq - 5)
             index = index_of(kind, layout, block, heads)
             assert index is not None
-            counts = index.counts(MaskWork.make(masks, block, bitmap=kind in ("bitmap", "gated")))
+            counts = index.counts(MaskTables.make(masks, block, bitmap=kind in ("bitmap", "gated")))
             for work in count_work(
                 options(way, layout),
                 layout,
@@ -288,7 +283,7 @@ def test_flop_equal_those_of_the_index():
     )
     assert index is not None
     work = count_work(options(Way("ring"), layout), layout, masks, index, heads=HEADS)
-    expected = index.counts(MaskWork.make(masks, 16)).flop(64)
+    expected = index.counts(MaskTables.make(masks, 16)).flop(64)
     assert (
         tuple(
             FLOP_PER_PAIR[direction] * 64 * int(work[direction].total_pairs.sum())

@@ -61,7 +61,8 @@ def pattern(**changed) -> VerticalSlashPattern:
     default = {
         "block": BLOCK, "last_q": 20, "windows": 1, "p_v": 0.6, "p_s": 0.7, "joint": False,
         "sink_tokens": 2,
-        "min_columns": 3, "max_columns": 60, "min_slashes": 1, "max_slashes": 0, "per_group": False,
+        "min_columns": 3, "max_columns": 60, "min_slashes": 1, "max_slashes": 0,
+        "index_per": "query_head",
     }  # fmt: skip
     return VerticalSlashPattern(**{**default, **changed})
 
@@ -98,9 +99,9 @@ def expected_rows(p: VerticalSlashPattern, length: int) -> list[int]:
         {}, {"windows": 3}, {"last_q": 40}, {"min_slashes": 2, "p_s": 0.1},
         {"min_slashes": 4, "p_s": 0.1},
         {"joint": True}, {"joint": True, "p_v": 0.9, "p_s": 0.3, "min_columns": 0},
-        {"per_group": True},
+        {"index_per": "kv_group"},
         {"max_columns": 10, "max_slashes": 2}, {"min_columns": 50},
-        {"max_slashes": 2, "per_group": True},
+        {"max_slashes": 2, "index_per": "kv_group"},
     ],
 )  # fmt: skip
 def test_vertical_slash_equals_its_definition(documents, changed):
@@ -173,7 +174,7 @@ def test_one_key_may_get_all_attention_or_none(at, joint):
 
 def test_per_group_gives_one_index_to_the_heads_of_a_group():
     q, k, masked = inputs(2)
-    index = pattern(per_group=True).estimate(q, k, masked, 0)
+    index = pattern(index_per="kv_group").estimate(q, k, masked, 0)
     group = HEADS // KV_HEADS
     assert index.heads == (2, HEADS)
     for tensor in (index.slashes, index.columns):
@@ -265,7 +266,7 @@ def test_xattention_equals_its_definition(monkeypatch, documents, score_bytes):
 def test_moba_picks_the_best_chunks_and_its_own():
     q, k, masked = inputs(6)
     chunk, top_k = 32, 2
-    index = MobaPattern(BLOCK, chunk, top_k, by_query=False).estimate(q, k, masked, 0)
+    index = MobaPattern(BLOCK, chunk, top_k, "block").estimate(q, k, masked, 0)
     assert type(index) is BlockBitmap
     for b in range(2):
         for h in range(HEADS):
@@ -289,7 +290,7 @@ def test_every_moba_query_picks_its_best_chunks_and_its_own(monkeypatch, documen
     q, k, masked = inputs(6, documents, length)
     q[:, length:], k[:, length:] = float("nan"), 70.0
     k[1, :chunk] = k[1, chunk : 2 * chunk]  # ties: the earlier chunk goes first
-    index = MobaPattern(BLOCK, chunk, top_k).estimate(q, k, masked, 0)
+    index = MobaPattern(BLOCK, chunk, top_k, "query").estimate(q, k, masked, 0)
     everywhere = torch.arange(SEQ)
     allowed = index.allowed(everywhere, everywhere)
     chosen = []
@@ -372,7 +373,7 @@ def test_the_description_names_every_bound_of_vertical_slash():
         "spread over the last 32 tokens"
     )
     assert pattern(
-        windows=4, max_columns=256, max_slashes=4, joint=True, per_group=True
+        windows=4, max_columns=256, max_slashes=4, joint=True, index_per="kv_group"
     ).describe() == (
         "columns that, joint with the diagonals, hold 60% and block diagonals that hold 70% of the "
         "attention of 20 queries spread over "
@@ -395,8 +396,9 @@ def test_descriptions_show_shares_as_configured():
 @pytest.mark.parametrize(
     "made",
     [
-        MobaPattern(BLOCK, 64, 3), MobaPattern(BLOCK, 64, 2), MobaPattern(BLOCK, 64, 10**20),
-        MobaPattern(BLOCK, BLOCK << 60, 1),
+        MobaPattern(BLOCK, 64, 3, "query"), MobaPattern(BLOCK, 64, 2, "query"),
+        MobaPattern(BLOCK, 64, 10**20, "query"),
+        MobaPattern(BLOCK, BLOCK << 60, 1, "query"),
         XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK,
         9, 0, 0.0, 0),
         FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK,
@@ -460,7 +462,8 @@ def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, window
 # Triton's interpreter runs the fused probe, slowly.
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "changed", [{}, {"joint": True, "p_v": 0.9}, {"per_group": True, "joint": True, "p_v": 0.9}]
+    "changed",
+    [{}, {"joint": True, "p_v": 0.9}, {"index_per": "kv_group", "joint": True, "p_v": 0.9}],
 )
 def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fused):
     """The small budget fits one probed block and 64 rows, and a joint budget computes all twice."""

@@ -17,7 +17,8 @@ def pattern(**changed) -> VerticalSlashPattern:
     default = {
         "block": 128, "last_q": 64, "windows": 1, "p_v": 0.9, "p_s": 0.9, "joint": False,
         "sink_tokens": 4,
-        "min_columns": 0, "max_columns": 64, "min_slashes": 2, "max_slashes": 0, "per_group": False,
+        "min_columns": 0, "max_columns": 64, "min_slashes": 2, "max_slashes": 0,
+        "index_per": "query_head",
     }  # fmt: skip
     return VerticalSlashPattern(**{**default, **changed})
 

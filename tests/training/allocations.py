@@ -13,15 +13,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model import decoder as decoder_module
 from mtrain_cli.model import feed_forward as feed_forward_module
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.parallelize import parallelize, set_execution
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
-from mtrain_cli.parallel.fsdp import begin_micro_batch, shard_parameters
+from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group, make_parameter_mesh
 from mtrain_cli.training.flops import attention_kept
@@ -124,7 +127,7 @@ def step_peak(
     """
     config = compose(overrides)
     layout = make_layout(config.layout, world, config.seq, config.topology.block_size)
-    group = make_context_group(rank, world, world, torch.device("cpu"))
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     train, states_away = config.train, config.optim.offload
     circulates = "queries" if config.topology.circulates == "queries" else "kv"
     offload = (
@@ -135,23 +138,10 @@ def step_peak(
 
     def empty() -> Decoder:
         with torch.device("meta"):
-            return Decoder(
-                config.model,
-                rope_factor=1.0,
-                loss_chunk_bytes=train.loss_chunk_mib << 20,
-                activation_checkpoint=train.activation_checkpoint,
-                compile=False,
-                tile_bytes=train.tile_mib << 20,
-                offload=offload,
-                loss_gradients=train.loss_gradients,
-                keep_mlp=train.keep_mlp,
-            )
+            return Decoder(config.model)
 
-    decoder = empty().to(dtype) if states_away else empty()
-    mesh = make_parameter_mesh(world, "cpu")
-    shard_parameters(
-        decoder, mesh, dtype, shard=train.shard, reduce_dtype=getattr(torch, train.reduce_dtype)
-    )
+    mesh = make_parameter_mesh(ParallelDims.of(world), "cpu")
+    decoder = parallelize(empty(), config, mesh, dtype, compile=False, offload=offload)
     decoder.to_empty(device="cpu")
     for parameter in decoder.parameters():
         torch.nn.init.zeros_(parameter)
@@ -217,11 +207,9 @@ def kept(layers: int, overrides: list[str], dtype: torch.dtype) -> tuple[int, Me
     layout = make_layout(config.layout, 1, config.seq, config.topology.block_size)
     offloaded = config.train.offload_activations
     offload = ActivationOffload(layers, torch.device("cpu"), offloaded) if offloaded else None
-    decoder = Decoder(
-        config.model, rope_factor=1.0, loss_chunk_bytes=1 << 20,
-        activation_checkpoint=config.train.activation_checkpoint, compile=False,
-        tile_bytes=config.train.tile_mib << 20, offload=offload, keep_mlp=config.train.keep_mlp,
-    ).to(dtype)  # fmt: skip
+    decoder = Decoder(config.model).to(dtype)
+    set_execution(decoder, config.train, offload=offload)
+    decoder.loss = LossOptions()
     masks = [SequenceMask.causal(config.seq, config.seq)]
     exchange, keep = (
         make_exchange("all_gather", layout, ContextGroup.alone()),

@@ -17,10 +17,15 @@ import numpy as np
 import torch
 from parallel.ways import Way
 
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
+from mtrain_cli.model.layer_execution import LayerExecution
+from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
@@ -142,7 +147,7 @@ def pattern() -> CountingPattern:
     return CountingPattern(
         block=BLOCK, last_q=16, windows=1, p_v=0.4, p_s=0.4, joint=False, sink_tokens=2,
         min_columns=2, max_columns=20,
-        min_slashes=1, max_slashes=0, per_group=False,
+        min_slashes=1, max_slashes=0, index_per="query_head",
     )  # fmt: skip
 
 
@@ -164,12 +169,16 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
     offload = ActivationOffload(LAYERS, device, option.offload) if option.offload else None
     with torch.device("meta"):
         decoder = Decoder(
-            MODEL, rope_factor=1.0, loss_chunk_bytes=4 * VOCAB * 37,
-            activation_checkpoint=option.checkpoint, compile=False,
-            tile_bytes=option.tile_bytes, offload=offload, loss_gradients=option.loss_gradients,
-            z_loss=1e-3, keep_mlp=option.keep_mlp,
-        )  # fmt: skip
-    shard_parameters(decoder, make_parameter_mesh(world, "cpu"), torch.float32)
+            MODEL,
+            loss=LossOptions(
+                4 * VOCAB * 37, z_loss=1e-3, recompute=option.loss_gradients == "recompute"
+            ),
+        )
+    execution = LayerExecution(
+        recompute=option.checkpoint != "none", tile_bytes=option.tile_bytes, offload=offload
+    )
+    execute_layers(decoder, execution, keep_mlp=option.keep_mlp)
+    shard_parameters(decoder, make_parameter_mesh(ParallelDims.of(world), "cpu"), torch.float32)
     decoder.to_empty(device="cpu")
     initialize(decoder, 0)
     kernel, chosen = CountingKernel(), pattern() if sparse else None
@@ -177,7 +186,7 @@ def step(option: Option, world: int, exchange, sparse: bool) -> Outcome:
         exchange,
         kernel,
         device,
-        document_mask=True,
+        mask=MaskRule(document_mask=True),
         pattern=chosen,
         keep=option.keep,
         offload=offload,
@@ -214,8 +223,7 @@ def outcomes(
         layout = make_layout(layout_name, world, SEQ, BLOCK, unit=BLOCK)
         group = make_context_group(
             rank,
-            world,
-            world,
+            ParallelDims.of(world, cp=world),
             torch.device("cpu"),
             per_node=min(exchange_case.per_node, world),
             heads=exchange_case.heads,

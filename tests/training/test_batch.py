@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.sparsity.fixed import FixedPattern
 from mtrain_cli.training.batch import BatchMaker
 
@@ -29,11 +31,15 @@ def test_batches_share_the_causal_mask_but_not_the_index():
     exchange = make_exchange("all_gather", layout, ContextGroup.alone())
     pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
     make = BatchMaker(
-        exchange, SdpaKernel(), torch.device("cpu"), document_mask=False, pattern=pattern
+        exchange,
+        SdpaKernel(),
+        torch.device("cpu"),
+        mask=MaskRule(document_mask=False),
+        pattern=pattern,
     )
     samples = [Sample(*(np.arange(SEQ, dtype=np.int32) for _ in range(3)))] * 2
     first, second = make(samples).attend, make(samples).attend
-    assert second.tiles is first.tiles
+    assert second.plan is first.plan
     q, k, v = (torch.randn(2, SEQ, heads, 8) for heads in (4, 2, 2))
     first(q, k, v, 0)
     assert (len(first.index.records), len(first.index.kept)) == (1, 1)
@@ -41,3 +47,45 @@ def test_batches_share_the_causal_mask_but_not_the_index():
     assert [(attend.index.records, attend.index.kept) for attend in (second, third)] == [
         ([], {})
     ] * 2
+
+
+def test_the_plan_is_made_with_the_host_batch(monkeypatch):
+    """The training thread only moves it, unless another maker takes the batch."""
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    pattern = FixedPattern(block=16, slashes=2, columns=4, density=0.0, seed=0)
+    mask, cpu = MaskRule(document_mask=True), torch.device("cpu")
+    sparse = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask, pattern=pattern)
+    dense = BatchMaker(exchange, SdpaKernel(), cpu, mask=mask)
+    documents = np.repeat(np.arange(4, dtype=np.int32), SEQ // 4)
+    tokens = np.arange(SEQ, dtype=np.int32)
+    hosts = [sparse.on_host([Sample(tokens, tokens, documents)]) for _ in range(2)]
+    made, make = [], Plan.make
+
+    def counted(*args, **kwargs):
+        made.append(1)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(Plan, "make", counted)
+    assert sparse.to_device(hosts[0]).attend.index is not None
+    assert not made
+    assert dense.to_device(hosts[1]).attend.plan.masked is None
+    assert made == [1]
+    assert sparse.to_device(hosts[1]).pairs == 4 * (SEQ // 4) * (SEQ // 4 + 1) // 2
+
+
+def test_batches_with_other_documents_have_plans_of_their_own():
+    """Only whole causal sequences share a plan, also when one of them comes first."""
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    make = BatchMaker(
+        exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(document_mask=True)
+    )
+    tokens = np.arange(SEQ, dtype=np.int32)
+
+    def pairs(*lengths: int) -> tuple[int, float]:
+        documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+        batch = make([Sample(tokens, tokens, documents)])
+        return batch.pairs, batch.attend.plan.pairs
+
+    for lengths in ((SEQ,), (16, 48), (32, 32), (SEQ,), (16, 48)):
+        expected = sum(length * (length + 1) // 2 for length in lengths)
+        assert pairs(*lengths) == (expected, expected)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -28,14 +29,18 @@ def test_documents_that_fill_their_sequences_share_the_causal_mask():
     exchange = make_exchange(
         "all_gather", make_layout("contiguous", 1, SEQ, 16), ContextGroup.alone()
     )
-    pattern = MobaPattern(block=16, chunk=16, top_k=1)
+    pattern = MobaPattern(16, 16, 1, "query")
     make = BatchMaker(
-        exchange, SdpaKernel(), torch.device("cpu"), document_mask=True, pattern=pattern
+        exchange,
+        SdpaKernel(),
+        torch.device("cpu"),
+        mask=MaskRule(document_mask=True),
+        pattern=pattern,
     )
     one, other, packed = (make([s]) for s in (sample(SEQ), sample(SEQ), sample(20, 44)))
-    assert one.attend.index.work.per_block is other.attend.index.work.per_block
+    assert one.attend.index.masked.tables.per_block is other.attend.index.masked.tables.per_block
     assert one.attend.index.kept is not other.attend.index.kept
     assert one.pairs == other.pairs == SEQ * (SEQ + 1) // 2
     assert packed.pairs == 20 * 21 // 2 + 44 * 45 // 2
-    assert int(packed.attend.index.work.per_block.sum()) == packed.pairs
-    assert int(one.attend.index.work.per_block.sum()) == one.pairs
+    assert int(packed.attend.index.masked.tables.per_block.sum()) == packed.pairs
+    assert int(one.attend.index.masked.tables.per_block.sum()) == one.pairs

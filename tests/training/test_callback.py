@@ -6,9 +6,9 @@ from pathlib import Path
 
 import gloo
 import pytest
-from training.test_train_loop import SMALL, place
+from training.test_loop import SMALL, place
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training import loop
 from mtrain_cli.training.callback import Callback, FinishedStep
@@ -46,7 +46,7 @@ class Log(Callback):
     def on_checkpoint(self, step: int) -> None:
         self.seen.append(("checkpoint", step))
 
-    def on_error(self, error: BaseException) -> None:
+    def on_error(self, error: Exception) -> None:
         self.seen.append(("error", type(error).__name__))
 
     def close(self) -> None:
@@ -110,3 +110,26 @@ def fails(rank: int, world: int, folder: str) -> list[tuple]:
 def test_an_error_reaches_the_callbacks_and_ends_the_training(tmp_path):
     (seen,) = gloo.run(1, fails, str(tmp_path))
     assert seen == [("before step", 1), ("error", "NonFiniteError")]
+
+
+class FailsAfterAStep(Log):
+    """Fails in two hooks; the first error is the one that counts."""
+
+    def after_step(self, _step: FinishedStep) -> None:
+        raise OSError("no space left")
+
+    def on_error(self, error: Exception) -> None:
+        super().on_error(error)
+        raise ValueError("again")
+
+
+def fails_in_a_callback(rank: int, world: int, folder: str) -> list[tuple]:
+    with pytest.raises(OSError, match="no space left") as caught:
+        trained(rank, world, folder, FailsAfterAStep)
+    assert caught.value.__notes__ == ["FailsAfterAStep.on_error failed: again"]
+    return logs[0].seen[-1:]
+
+
+def test_an_error_in_a_callback_reaches_the_callbacks(tmp_path):
+    (seen,) = gloo.run(1, fails_in_a_callback, str(tmp_path))
+    assert seen == [("error", "OSError")]

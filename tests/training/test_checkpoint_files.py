@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.metadata import (
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
-from mtrain_cli.config import compose
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
 from mtrain_cli.launch.manifest import Manifest, checksum
 from mtrain_cli.training.checkpointer import (
     Checkpointer,
@@ -277,7 +278,7 @@ def foreign_run(tmp_path: Path, marker: Path) -> Path:
         "train.steps=2",
         "run.restarts=0",
     ]
-    compose.save(compose.compose(words), run / "resolved.yaml")
+    resolved_file.save(compose.compose(words), run / "resolved.yaml")
     change_metadata(
         write_model_state(run / "checkpoints", 1, {"weight": torch.zeros(3)}),
         lambda metadata: setattr(metadata, "planner_data", Bomb(marker)),

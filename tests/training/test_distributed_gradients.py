@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
+from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.init import initialize
+from mtrain_cli.model.layer_execution import LayerExecution
+from mtrain_cli.model.loss import LossOptions
+from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.fsdp import shard_parameters
 from mtrain_cli.parallel.layout import make_layout
@@ -73,13 +78,13 @@ def sample(documents: bool) -> Sample:
 
 def make_decoder(kv_heads: int, tied: bool) -> Decoder:
     with torch.device("meta"):
-        return Decoder(
+        decoder = Decoder(
             replace(MODEL, num_kv_heads=kv_heads, tie_word_embeddings=tied),
             rope_factor=4.0,
-            loss_chunk_bytes=4 * VOCAB * 7,
-            activation_checkpoint="selective",
-            compile=False,
+            loss=LossOptions(chunk_bytes=4 * VOCAB * 7),
         )
+    execute_layers(decoder, LayerExecution(recompute=True))
+    return decoder
 
 
 def alone(documents: bool, kv_heads: int, tied: bool) -> tuple[float, dict[str, torch.Tensor]]:
@@ -110,8 +115,8 @@ def alone(documents: bool, kv_heads: int, tied: bool) -> tuple[float, dict[str, 
 def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str, float]:
     """Return the largest difference of loss and gradients from one process, for every case."""
     device = torch.device("cpu")
-    group = make_context_group(rank, world, world, device)
-    mesh = make_parameter_mesh(world, "cpu")
+    group = make_context_group(rank, ParallelDims.of(world, cp=world), device)
+    mesh = make_parameter_mesh(ParallelDims.of(world), "cpu")
     result = {}
     for _, kv_heads in heads:
         for documents in (False, True):
@@ -125,9 +130,9 @@ def cells(rank: int, world: int, heads: tuple[tuple[int, int], ...]) -> dict[str
                     exchange_ = make_exchange(
                         exchange, make_layout(layout, world, SEQ, BLOCK), group
                     )
-                    batch = BatchMaker(exchange_, SdpaKernel(), device, document_mask=True)(
-                        [sample(documents)]
-                    )
+                    batch = BatchMaker(
+                        exchange_, SdpaKernel(), device, mask=MaskRule(document_mask=True)
+                    )([sample(documents)])
                     loss = decoder(
                         batch.tokens, batch.positions, batch.labels, batch.attend, 1.0 / batch.valid
                     )

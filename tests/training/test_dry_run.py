@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.parallel.exchange_selection import gathered_bytes
@@ -43,7 +43,7 @@ def text(renderable, width=80):
 
 def test_the_default_plan_is_for_this_machine():
     plan = make_plan(compose(["topology.device=cpu"]))
-    assert (plan.environment.device, plan.environment.workers, plan.dtype, plan.gpu) == (
+    assert (plan.environment.device, plan.dims.workers, plan.dtype, plan.gpu) == (
         "cpu",
         2,
         "float32",
@@ -63,8 +63,8 @@ def test_the_default_plan_is_for_this_machine():
 def test_a_plan_for_absent_gpus_says_what_it_assumes():
     plan = make_plan(compose(LARGE))
     assert (
-        plan.environment.workers,
-        plan.environment.cp,
+        plan.dims.workers,
+        plan.dims.cp,
         plan.dtype,
         plan.layout.tokens_per_worker,
     ) == (64, 64, "bfloat16", 65536)
@@ -75,7 +75,7 @@ def test_a_plan_for_absent_gpus_says_what_it_assumes():
     longer = make_plan(compose([*LARGE, "seq=16m"])).exchange
     assert longer.name == "ring"
     assert "gathered KV and dKV would take 40.0 GiB at once, over 10% of " in longer.reason
-    assert plan.rope_factor == 8.0
+    assert " by 8 from " in module.describe_rope(plan)
     assert plan.parameters.total == 8_030_261_248
     assert plan.fits is None
 
@@ -92,7 +92,7 @@ def with_24_gib(monkeypatch):
 @pytest.mark.parametrize("workers", [1, 3, 16])
 def test_a_run_that_fits_here_is_planned_for_here(workers):
     plan = make_plan(compose([f"topology.workers={workers}"]))
-    assert (plan.environment.device, plan.environment.workers, plan.dtype, plan.fits) == (
+    assert (plan.environment.device, plan.dims.workers, plan.dtype, plan.fits) == (
         "cpu",
         workers,
         "float32",
@@ -105,7 +105,7 @@ def test_a_run_that_fits_here_is_planned_for_here(workers):
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
     plan = make_plan(compose(LARGE[:3]))
-    assert (plan.environment.device, plan.environment.workers, plan.dtype) == (
+    assert (plan.environment.device, plan.dims.workers, plan.dtype) == (
         "cuda",
         64,
         "bfloat16",
@@ -328,7 +328,7 @@ def test_accumulation_and_data_parallel_groups_split_the_global_batch():
             ]
         )
     )
-    assert (plan.environment.dp, plan.micro_batches, plan.tokens_per_step) == (2, 3, 12 * 4096)
+    assert (plan.dims.dp, plan.micro_batches, plan.tokens_per_step) == (2, 3, 12 * 4096)
     assert "12 sequences = 2 x 2 x 3 accumulated" in text(module.render(plan))
 
 

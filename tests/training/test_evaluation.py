@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.reporting.report_source import open_source
-from mtrain_cli.reporting.tables import positions_table
+from mtrain_cli.reporting.training_tables import positions_table
 from mtrain_cli.training.evaluation import (
     Evaluation,
     EvaluationWriter,
@@ -35,11 +35,7 @@ SMALL = [
 
 
 def place(rank: int, world: int, cp: int) -> Environment:
-    return Environment(
-        device="cpu", workers=world, cp=cp, dp=world // cp, workers_per_node=world, nodes=1,
-        rank=rank, local_rank=rank,
-        launcher="mtrain", local_workers=world,
-    )  # fmt: skip
+    return gloo.environment(rank, world, cp)
 
 
 def evaluated(rank: int, world: int, cases: list[tuple[int, list[str]]]) -> list[Evaluation]:

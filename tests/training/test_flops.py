@@ -6,8 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.parallelize import set_execution
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.training.flops import (
     causal_pairs,
@@ -28,13 +29,7 @@ def config(name, *overrides):
 
 
 def build(model):
-    return Decoder(
-        model,
-        rope_factor=1.0,
-        loss_chunk_bytes=1 << 16,
-        activation_checkpoint="none",
-        compile=False,
-    )
+    return Decoder(model)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,11 +97,8 @@ def test_executed_matmul_flops_equal_those_of_a_training_step(
     whole = compose(["model=tiny", "seq=256", *overrides, *options])
     model, seq = whole.model, whole.seq
     with torch.device("cpu"):
-        decoder = Decoder(
-            model, rope_factor=1.0, loss_chunk_bytes=1 << 16, activation_checkpoint=checkpoint,
-            compile=False,
-            tile_bytes=tile_mib << 20, loss_gradients=gradients, keep_mlp=whole.train.keep_mlp,
-        )  # fmt: skip
+        decoder = Decoder(model)
+    set_execution(decoder, whole.train)
     for parameter in decoder.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     tokens, positions = torch.zeros(1, seq, dtype=torch.long), torch.arange(seq)[None]

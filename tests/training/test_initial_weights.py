@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.initial_weights import remarks
 
 QWEN = {

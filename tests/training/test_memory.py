@@ -8,7 +8,7 @@ import gloo
 import pytest
 import torch
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import CHECKPOINTS
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
@@ -356,7 +356,7 @@ def test_bitmaps_stay_until_backward_and_are_counted_by_pairs_of_blocks():
     assert four.index - at_loss.index == 3 * counted
     # Ranks that compute for other ranks' queries hold all rows.
     everywhere = moba(
-        "train.global_batch=1", workers=8, kernel="triton", exchange="all_to_all", heads=8
+        "train.global_batch=1", workers=8, kernel="triton", exchange="all_gather", heads=8
     ).moments[0]
     assert everywhere.index == layers * heads * blocks * blocks + counted
 

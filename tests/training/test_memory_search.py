@@ -12,8 +12,8 @@ import torch
 from rich.console import Console
 from test_trainer import make
 
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
-from mtrain_cli.config.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.model.tiling import layers_with_products

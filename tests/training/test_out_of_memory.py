@@ -8,13 +8,14 @@ from pathlib import Path
 import gloo
 import pytest
 import torch
-from training.test_train_loop import SMALL, place
+from training.test_loop import SMALL, place
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model import decoder as decoders
 from mtrain_cli.model import feed_forward as feed_forwards
+from mtrain_cli.model import layer_execution
 from mtrain_cli.model.loss import with_z_loss
 from mtrain_cli.training import trainer as trainers
 from mtrain_cli.training.loop import train
@@ -56,7 +57,7 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
 
     def faulty(self, stop):
         if self.step == 1:
-            project, finish = decoders._stages(False)
+            project, finish = layer_execution.stage_functions(False)
 
             def failing(layer, x_BNC, out_BNHD):
                 if layer.index != 1:
@@ -69,7 +70,9 @@ def full(rank: int, world: int, folder: str, where: str) -> tuple[str, dict]:
             if where == "recomputed":
                 patch.setattr(feed_forwards, "_GradientSums", no_sums)
             elif where != "loss":
-                patch.setattr(decoders, "_stages", lambda _compile: (project, failing))
+                patch.setattr(
+                    layer_execution, "stage_functions", lambda _compile: (project, failing)
+                )
         return step(self, stop)
 
     def no_sums(*_):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
+import gloo
 import pytest
 import torch
 
-from mtrain_cli.config.compose import compose
-from mtrain_cli.config.schema import PATTERNS, ConfigError
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 
 
@@ -24,19 +26,8 @@ def an_ampere_gpu(monkeypatch):
 
 
 def choices(*overrides: str) -> ResolvedRun:
-    alone = {
-        "workers": 1,
-        "cp": 1,
-        "dp": 1,
-        "workers_per_node": 1,
-        "nodes": 1,
-        "rank": 0,
-        "local_rank": 0,
-        "local_workers": 1,
-    }
-    return resolve_run(
-        compose([*overrides, "topology.workers=1"]), Environment("cuda", launcher="mtrain", **alone)
-    )
+    alone = replace(gloo.environment(0, 1), device="cuda")
+    return resolve_run(compose([*overrides, "topology.workers=1"]), alone)
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.training.dry_run import kernel_rows
 from mtrain_cli.training.run_plan import make_plan

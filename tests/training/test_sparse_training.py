@@ -8,8 +8,7 @@ import gloo
 import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
-from mtrain_cli.config.compose import compose
-from mtrain_cli.launch.environment import Environment
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.training.flops import causal_pairs, flops_per_token
 from mtrain_cli.training.trainer import Trainer
 
@@ -36,18 +35,7 @@ VERTICAL_SLASH = [
 def trainer(
     rank: int, world: int, cp: int, overrides: list[str], per_node: int | None = None
 ) -> Trainer:
-    environment = Environment(
-        device="cpu",
-        workers=world,
-        cp=cp,
-        dp=world // cp,
-        workers_per_node=per_node or world,
-        nodes=1,
-        rank=rank,
-        local_rank=rank,
-        launcher="mtrain",
-        local_workers=world,
-    )
+    environment = gloo.environment(rank, world, cp, per_node)
     return Trainer(compose([*SMALL, *overrides]), environment)
 
 

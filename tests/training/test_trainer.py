@@ -15,9 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from mtrain_cli.attention.index import VerticalSlash
-from mtrain_cli.config.compose import compose
+from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.model.decoder import Decoder
@@ -40,27 +39,8 @@ SMALL = [
 ]
 
 
-DECODER: dict[str, Any] = {
-    "rope_factor": 1.0,
-    "loss_chunk_bytes": 1 << 20,
-    "activation_checkpoint": "none",
-    "compile": False,
-}
-
-
 def make(rank: int, world: int, cp: int, overrides: tuple[str, ...]) -> Trainer:
-    environment = Environment(
-        device="cpu",
-        workers=world,
-        cp=cp,
-        dp=world // cp,
-        workers_per_node=world,
-        nodes=1,
-        rank=rank,
-        local_rank=rank,
-        launcher="mtrain",
-        local_workers=world,
-    )
+    environment = gloo.environment(rank, world, cp)
     return Trainer(compose([*SMALL, *overrides]), environment)
 
 
@@ -175,7 +155,7 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
     make, seen, local = (
         trainer.loader._make_batch,
         iter(range(10**6)),
-        trainer.config.train.global_batch // trainer.environment.dp,
+        trainer.config.train.global_batch // trainer.environment.dims.dp,
     )
 
     def made(samples):
@@ -193,7 +173,7 @@ def without_labels(trainer: Trainer, *steps: int) -> None:
 def updated_tensors(trainer: Trainer) -> list[torch.Tensor]:
     """Return all that an update changes: both copies of the weights, moments and step counts."""
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
-    results = [*trainer.decoder.parameters(), *trainer._master_decoder().parameters(), *states]
+    results = [*trainer.decoder.parameters(), *trainer.states.masters.parameters(), *states]
     return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in results]
 
 
@@ -329,7 +309,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
                 train(
                     compose(words),
                     run_dir,
-                    Environment("cpu", 2, 2, 1, 2, 1, rank, rank, "mtrain", 2),
+                    gloo.environment(rank, 2),
                     False,
                 )
         errors.append(str(caught.value))
@@ -369,7 +349,7 @@ def not_finite(rank: int, world: int, what: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and what == "gradient":
             patch.setattr(
-                "mtrain_cli.training.trainer.squared_norm", lambda *_: torch.tensor(float("nan"))
+                "mtrain_cli.training.optimizer.squared_norm", lambda *_: torch.tensor(float("nan"))
             )
         with pytest.raises(NonFiniteError) as caught:
             trainer.train_step(False)
@@ -386,9 +366,7 @@ def test_an_infinite_loss_or_gradient_counts_as_not_finite(what):
 
 
 def test_weight_decay_spares_norms_and_biases():
-    optimizer = make_optimizer(
-        Decoder(compose(["model.num_layers=1"]).model, **DECODER), compose([]).optim
-    )
+    optimizer = make_optimizer(Decoder(compose(["model.num_layers=1"]).model), compose([]).optim)
     by_shape = {
         group["weight_decay"] for group in optimizer.param_groups if group["params"][0].ndim >= 2
     }
@@ -466,18 +444,7 @@ def trained(rank: int, _world: int, folder: str, overrides: tuple[str, ...], res
     """Train a whole run and return its log."""
     run_dir = RunDir(Path(folder))
     run_dir.path.mkdir(exist_ok=True)
-    environment = Environment(
-        device="cpu",
-        workers=1,
-        cp=1,
-        dp=1,
-        workers_per_node=1,
-        nodes=1,
-        rank=rank,
-        local_rank=rank,
-        launcher="mtrain",
-        local_workers=1,
-    )
+    environment = gloo.environment(rank, 1)
     train(
         compose([*SMALL, "train.steps=2", f"run.dir={folder}", *overrides]),
         run_dir,

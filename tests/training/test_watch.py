@@ -9,10 +9,10 @@ import time
 import gloo
 import pytest
 import torch
-from training.test_train_loop import SMALL, place
+from training.test_loop import SMALL, place
 
-from mtrain_cli.config.compose import compose
-from mtrain_cli.model import decoder as decoders
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.model import layer_execution
 from mtrain_cli.training.callback import FinishedStep
 from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import (
@@ -141,14 +141,14 @@ def stepped(
         compose([*SMALL, "optim.skip_spikes=true", "train.steps=60", "topology.device=cpu"]),
         place(rank, world),
     )
-    whole, rest = trainer.decoder.forward, decoders.feed_forward
+    whole, rest = trainer.decoder.forward, layer_execution.feed_forward
 
     def dawdling(*arguments, **options):
         time.sleep(0.05)
         return rest(*arguments, **options)
 
     if rank == slow:
-        decoders.feed_forward = dawdling
+        layer_execution.feed_forward = dawdling
     lines, skipped, weights = [], [], []
     watches = StragglerWatches(trainer.config.run.straggler, "cpu", trainer.places, lines.append)
     for step in range(1, STRAGGLER_STEPS + STRAGGLER_WARM_UP + 5):

@@ -1,6 +1,4 @@
-"""Device code that the kernels share: constants, and the entries that a program for one query block
-visits.
-"""
+"""Constants and device functions that the kernels share."""
 
 from __future__ import annotations
 
@@ -28,8 +26,8 @@ def block_ranges(
 ):
     """Return (list, full_begin, full_end, end) for query block qb, local number i.
 
-    Entries [0, full_begin) and [full_end, end) need an element mask; [full_begin, full_end) are
-    seen in full.
+    Entries [0, full_begin) and [full_end, end) need an element mask. Every row sees entries
+    [full_begin, full_end) in full.
     """
     if LISTED:
         row = bh * tl.num_programs(0) + i
@@ -59,7 +57,7 @@ def hidden_by_gates(
     CHUNK_BLOCKS,
     BLOCK: tl.constexpr,
 ):
-    """bool like in_block: rows of query block qb that do not see the chunk of key block kb."""
+    """Return which rows of query block qb cannot see key block kb's chunk, bool like in_block."""
     row = bh * gate_rows + tl.load(GATE_SLOTS + qb) * BLOCK + in_block
     chunk = kb // CHUNK_BLOCKS
     return ((tl.load(GATES + row * gate_words + chunk // 32) >> (chunk % 32)) & 1) == 0

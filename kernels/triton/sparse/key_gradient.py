@@ -1,7 +1,7 @@
-"""The gradients of keys and values: of key blocks, and of packed columns.
+"""Compute dk and dv of key blocks, and of packed columns.
 
-A program owns a key block, or a tile of columns and a part of the queries, and loops over the query
-blocks that see it.
+A program owns a key block, or a tile of columns and a part of the queries. It loops over the query
+blocks that see those keys.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _backward_keys(
     BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    j = tl.program_id(0)  # most queries see the first keys, so the longest programs start first
+    j = tl.program_id(0)  # start the longest programs first: most queries see the first keys
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
     kv = tl.program_id(1).to(tl.int64) % (HEADS // GROUP)
     key_slots = j * BLOCK + tl.arange(0, BLOCK)
@@ -70,8 +70,8 @@ def _backward_keys(
     dv = tl.zeros([BLOCK, D], tl.float32)
     tile_offsets = tl.arange(0, BLOCK_M)
     SUB: tl.constexpr = BLOCK // BLOCK_M
-    # LAST never decreases along a sequence. Query blocks up to the last query of the first key see
-    # every key of the block; those up to the last query of the last key see at least one.
+    # LAST never decreases along a sequence. Query blocks up to the first key's LAST see every key
+    # of the block; query blocks up to the last key's LAST see at least one.
     all_keys_until = (tl.load(LAST + b * SEQ + kb * BLOCK) + 1) // BLOCK - 1
     some_keys_until = tl.load(LAST + b * SEQ + kb * BLOCK + BLOCK - 1) // BLOCK
     for g in range(GROUP):
@@ -201,7 +201,7 @@ def _backward_columns(
     if highest >= 0:
         last_query = LAST + b * SEQ
         # Local query blocks [begin, end) see some column of the tile; in [full_begin, full_end)
-        # every row sees all of them. Each of PARTS programs takes an equal share of [begin, end).
+        # every row sees all columns. Each of PARTS programs takes an equal share of [begin, end).
         begin = tl.load(QUERY_COUNT + lowest // BLOCK)
         end = tl.load(QUERY_COUNT + tl.load(last_query + highest) // BLOCK + 1)
         full_begin = tl.load(QUERY_COUNT + highest // BLOCK + 1)

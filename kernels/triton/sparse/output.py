@@ -29,7 +29,7 @@ _FORWARD_COLUMNS = {128: Tile(32, 4, 3), 64: Tile(32, 4, 3)}
 
 @triton.jit
 def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
-    """Add one tile of keys to the online softmax. hidden: pairs to mask out, read if MASKED.
+    """Add one tile of keys to the online softmax. hidden: pairs to mask, read only if MASKED.
 
     m: running maximum of the scaled scores, in units of log2. total: running sum of exponentials.
     """
@@ -225,7 +225,7 @@ def forward(
         columns: packed keys and values of ``plan.column_positions``; None for blocks only.
         slashes: compute the blocks; False for columns only.
         partial: out and lse over other keys, to continue from.
-        dtype: of out; None for q's.
+        dtype: dtype of out; None = q's dtype.
     """
     # One launch each for blocks and columns: in a single kernel both loops share registers, and
     # each runs slower than alone (profiles/notes.md).

@@ -1,4 +1,4 @@
-"""The gradient of queries (a program owns a query block), and rowsum(out * dout)."""
+"""Compute dq, with one program per query block, and delta = rowsum(out * dout)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, MASKED: tl.constexpr):
-    """Add one tile of keys to acc = dq / scale. lse: in units of log2. hidden: read if MASKED."""
+    """Add one tile of keys to acc = dq / scale. lse: base 2. hidden: read only if MASKED."""
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
@@ -247,7 +247,7 @@ def backward_queries(
         columns: packed keys and values of ``plan.column_positions``; None for blocks only.
         slashes: compute the blocks; False for columns only.
         partial: contiguous gradient from other keys, added to the result.
-        dtype: of dq; None for q's.
+        dtype: dtype of dq; None = q's dtype.
     """
     assert partial is None or partial.is_contiguous()
     batch, queries, heads, dim = q.shape

@@ -1,4 +1,4 @@
-"""Which pairs a launch computes, and kernels that make its block lists and covered columns."""
+"""Define the pairs that a launch computes, and make its block lists and covered columns."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import triton.language as tl
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Which query-key pairs a launch computes. Tensors are int32 on the device unless noted.
+    """The query-key pairs that a launch computes. Tensors are int32 on the device unless noted.
 
     block: tokens per block.
     blocks: blocks in the whole sequence.
-    first: [batch, blocks * block], first position that the query at each position sees; a larger
-        position if it sees none.
+    first: [batch, blocks * block], first position that the query at each position sees; above every
+        position if the query sees nothing.
     last: [batch, blocks * block], last query position that sees the key at each position.
     query_blocks, key_blocks: global number of each local block, ascending.
     query_slot, key_slot: [blocks], local number of each global block, -1 if absent.
@@ -24,15 +24,16 @@ class TilePlan:
     first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A query
         that sees nothing raises first_max above every position; a block of such queries raises
         first_min too.
-    entries, counts: what a query block visits; None if the launch computes columns only.
-        Diagonals: the chosen ones [batch * heads, width], ascending, and how many are chosen below
-            each diagonal [batch * heads, blocks + 1].
+    entries, counts: the blocks that a query block visits; None if the launch computes columns
+        only.
+        Diagonals: chosen diagonals [batch * heads, width], ascending, and the number of chosen
+            diagonals below each diagonal [batch * heads, blocks + 1].
         Lists: key blocks of each local query block [batch * heads, query blocks, width] and their
             number [batch * heads, query blocks], from `list_blocks`. Entries are int16 if that
             holds every block number.
     entries_t, counts_t: the transpose, for the gradient of keys; None in the forward pass.
     slash: uint8 [batch * heads, blocks], 1 for each chosen diagonal; all zero if listed.
-    column_positions: [batch * heads, width], ascending positions of single columns. Unused places
+    column_positions: [batch * heads, width], ascending positions of single columns. Unused entries
         hold ``blocks * block``; width is a multiple of 128.
     columns_below: [batch * heads, blocks + 1], number of columns below the start of each block.
     covered: [batch * heads, local query blocks, width / 32], one bit per column, from
@@ -41,8 +42,7 @@ class TilePlan:
     holes: some query or key block of the sequence is absent, so the kernel may have to skip a block
         that it visits.
     gates: [batch * heads, held query blocks * block, words], for lists only. Bit c % 32 of word
-        c // 32 says whether the query sees the keys of chunk c. None: every query sees all listed
-        blocks.
+        c // 32 is 1 if the query sees the keys of chunk c. None: queries see all listed blocks.
     gate_slots: [blocks], row of blocks in gates that holds each query block.
     chunk: keys per chunk, a multiple of block.
     """

@@ -1,0 +1,282 @@
+"""The masks of a batch by position and by block, as kernels, indices and counts read them.
+
+`MaskTables` covers whole sequences; `BlockGeometry` adds where the blocks of a query shard and of a
+key shard lie. Both are made on the host, by `Plan` on the loader's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+
+# `first` of a query that sees nothing: above every position, but `first` + block fits in int32.
+NOTHING = 1 << 30
+
+
+@dataclass(frozen=True)
+class BlockPairs:
+    """The allowed pairs in each pair of blocks of one sequence.
+
+    Along a row of blocks the number of pairs changes only at document starts and at the diagonal.
+
+    rows, blocks: number of query blocks and of key blocks.
+    places: int64 [changes], ascending flat indices into [rows, blocks + 1].
+    changes: int64 [changes], number of pairs there minus that one block before.
+    """
+
+    rows: int
+    blocks: int
+    places: IntArray
+    changes: IntArray
+
+    @staticmethod
+    def make(
+        mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None
+    ) -> BlockPairs:
+        """Find the changes. rows: the query blocks, ascending; None for all."""
+        rows = np.arange(blocks) if rows is None else rows
+        first, q = mask.first[: mask.length], np.arange(mask.length)
+        own = q // block
+        # Runs of queries in the same block that see the same first key.
+        starts = np.flatnonzero(np.diff(own, prepend=-1) | np.diff(first, prepend=-1))
+        count = np.diff(starts, append=mask.length)
+        slot = np.full(blocks, -1)
+        slot[rows] = np.arange(len(rows))
+        held = slot[own[starts]] >= 0
+        starts, count = starts[held], count[held]
+        own, first, begin = own[starts], first[starts], q[starts]
+        row_start, first_block = slot[own] * (blocks + 1), first // block
+        before = first_block < own
+        # Pairs in the block of the first key, in a block between, and in the query's own block,
+        # where each query sees one key more than the query before.
+        in_first = np.where(before, count * ((first_block + 1) * block - first), 0)
+        between = np.where(before, count * block, 0)
+        last = count * (begin - np.maximum(own * block, first)) + count * (count + 1) // 2
+        places = np.concatenate([first_block, first_block + 1, own, own + 1])
+        changes = np.concatenate([in_first, between - in_first, last - between, -last])
+        places, inverse = np.unique(places + np.tile(row_start, 4), return_inverse=True)
+        summed = np.zeros(len(places), np.int64)
+        np.add.at(summed, inverse, changes)
+        return BlockPairs(len(rows), blocks, places, summed)
+
+    def by_diagonal(self) -> tuple[IntArray, IntArray]:
+        """Return each block diagonal's allowed pairs, and its number of non-empty pairs of blocks.
+
+        int64 [blocks] each. The rows must be all query blocks.
+        """
+        row, column = np.divmod(self.places, self.blocks + 1)
+        away = row - column
+        # A change counts for every diagonal at most that far away; -1 is past the main diagonal.
+        changes = np.zeros(self.blocks + 1, np.int64)
+        np.add.at(changes, away, self.changes)
+        farthest = np.bincount(away[np.diff(row, prepend=-1) > 0], minlength=self.blocks)
+        pairs, touched = (np.cumsum(t[::-1])[::-1] for t in (changes[:-1], farthest))
+        return pairs.copy(), touched.copy()
+
+    def table(self) -> IntArray:
+        """Return the pairs, int64 [rows, blocks]."""
+        table = np.zeros((self.rows, self.blocks + 1), np.int64)
+        table.flat[self.places] = self.changes
+        return table.cumsum(1)[:, :-1]
+
+
+@dataclass(frozen=True)
+class MaskTables:
+    """The masks of a batch, shared by all shards and layers. Tensors are int32 unless noted.
+
+    block: tokens per block.
+    blocks: blocks in the whole sequence; the last may be short.
+    padded: positions of the padded sequence.
+    plain: every mask is causal only, without documents or padding, so only blocks on the diagonal
+        are partial.
+    lengths: int64 [batch], tokens without padding.
+    first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
+        for padding.
+    last: [batch, blocks * block], last query that sees the key at each position.
+    first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A position
+        that sees nothing makes first_max `NOTHING`, so that no key block is full for its block.
+    per_diagonal: int64 [batch, blocks], allowed pairs in each block diagonal.
+    touched: int64 [batch, blocks], pairs of blocks in each diagonal that hold an allowed pair.
+    rows: number of query blocks that a bitmap holds; 0 if the index is no bitmap.
+    changes: int64 [2, changes], places and changes of the batch's `BlockPairs` for these rows.
+    """
+
+    block: int
+    blocks: int
+    padded: int
+    plain: bool
+    lengths: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
+    first_min: torch.Tensor
+    first_max: torch.Tensor
+    per_diagonal: torch.Tensor
+    touched: torch.Tensor
+    rows: int
+    changes: torch.Tensor
+
+    @staticmethod
+    def make(
+        masks: Sequence[SequenceMask],
+        block: int,
+        *,
+        bitmap: bool = False,
+        rows: IntArray | None = None,
+    ) -> MaskTables:
+        """Make the tables on the host.
+
+        Args:
+            masks: one per sequence of the batch.
+            bitmap: also make `per_block`, which counting a bitmap needs.
+            rows: the query blocks that the bitmap holds, ascending; None for all.
+        """
+        padded = masks[0].padded
+        blocks = -(-padded // block)
+        first = np.full((len(masks), blocks * block), NOTHING, np.int32)
+        last = np.empty_like(first)
+        pairs, held = [], []
+        for row, mask in enumerate(masks):
+            first[row, : mask.length] = mask.first[: mask.length]
+            last[row, :padded], last[row, padded:] = mask.last(), mask.length - 1
+            pairs.append(BlockPairs.make(mask, block, blocks))
+            if bitmap:
+                held.append(
+                    pairs[-1] if rows is None else BlockPairs.make(mask, block, blocks, rows)
+                )
+        by_block = first.reshape(len(masks), blocks, block)
+        first_max = by_block.max(-1)
+        # Positions beyond the padded sequence must not constrain full blocks.
+        first_max[:, -1] = by_block[:, -1, : padded - (blocks - 1) * block].max(-1)
+        per_diagonal, touched = zip(*(p.by_diagonal() for p in pairs), strict=True)
+        return MaskTables(
+            block=block,
+            blocks=blocks,
+            padded=padded,
+            plain=all(mask.plain for mask in masks),
+            lengths=torch.tensor([mask.length for mask in masks]),
+            first=torch.from_numpy(first),
+            last=torch.from_numpy(last),
+            first_min=torch.from_numpy(by_block.min(-1)),
+            first_max=torch.from_numpy(first_max),
+            per_diagonal=torch.from_numpy(np.stack(per_diagonal)),
+            touched=torch.from_numpy(np.stack(touched)),
+            rows=held[0].rows if held else 0,
+            changes=_joined_changes(held),
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.first.device
+
+    @cached_property
+    def per_block(self) -> torch.Tensor:
+        """[batch, rows, blocks]: allowed pairs in each pair of blocks, for a bitmap's query blocks.
+
+        int16, or int32 for blocks of more than 181 tokens. Computed on the tables' device.
+        """
+        dtype = torch.int16 if self.block**2 <= torch.iinfo(torch.int16).max else torch.int32
+        shape = len(self.lengths), self.rows, self.blocks + 1
+        table = torch.zeros(shape, dtype=dtype, device=self.changes.device)
+        table.view(-1)[self.changes[0]] = self.changes[1].to(dtype)
+        return table.cumsum(-1, dtype=dtype)[..., :-1]
+
+    def between(self, query_positions: IntArray, key_positions: IntArray) -> BlockGeometry:
+        """Return the geometry of a pair of shards, on the host.
+
+        query_positions, key_positions: global positions, ascending.
+
+        Raises:
+            ValueError: the positions are not whole blocks (the sequence's last block may be short).
+        """
+        query_blocks, key_blocks = (
+            whole_blocks(p, self.block, self.padded) for p in (query_positions, key_positions)
+        )
+        slots = np.full((2, self.blocks), -1, np.int32)
+        slots[0, query_blocks] = np.arange(len(query_blocks))
+        slots[1, key_blocks] = np.arange(len(key_blocks))
+        present = slots >= 0
+        # Find which differences of block numbers occur by correlating the two sets.
+        size = 2 * self.blocks
+        spectrum = np.fft.rfft(present[0], size) * np.conj(np.fft.rfft(present[1], size))
+        diagonals = np.fft.irfft(spectrum, size)[: self.blocks] > 0.5
+        below = np.append(0, np.cumsum(present[0]))
+        arrays = [query_blocks, key_blocks, *slots, below]
+        q, k, q_slot, k_slot, count = (torch.from_numpy(t.astype(np.int32)) for t in arrays)
+        occur, holes = torch.from_numpy(diagonals), not present.all()
+        return BlockGeometry(self, q, k, q_slot, k_slot, count, occur, holes)
+
+
+def _joined_changes(pairs: Sequence[BlockPairs]) -> torch.Tensor:
+    """Return the places and changes of several sequences as one table, int64 [2, changes]."""
+    joined = [np.empty((2, 0), np.int64)]
+    for row, p in enumerate(pairs):
+        joined.append(np.stack([p.places + row * p.rows * (p.blocks + 1), p.changes]))
+    return torch.from_numpy(np.concatenate(joined, 1))
+
+
+@dataclass(frozen=True)
+class BlockGeometry:
+    """The masks of a batch, and where the blocks of a query shard and a key shard lie.
+
+    Tensors are int32 on the device of the tables unless noted.
+
+    query_blocks, key_blocks: global number of each local block, ascending.
+    query_slot, key_slot: [blocks], local number of each global block, -1 if absent.
+    query_count: [blocks + 1], number of local query blocks below each global block.
+    diagonals: bool [blocks], block diagonals (query block - key block) that occur between the
+        shards. With striped layouts these are one residue class modulo the number of workers.
+    holes: some block of the sequence is absent among the queries or keys.
+    """
+
+    tables: MaskTables
+    query_blocks: torch.Tensor
+    key_blocks: torch.Tensor
+    query_slot: torch.Tensor
+    key_slot: torch.Tensor
+    query_count: torch.Tensor
+    diagonals: torch.Tensor
+    holes: bool
+
+    @property
+    def block(self) -> int:
+        return self.tables.block
+
+    @property
+    def blocks(self) -> int:
+        return self.tables.blocks
+
+    @property
+    def all_keys(self) -> bool:
+        """Whether no key block is absent, so that a key's slot is its position."""
+        return self.key_blocks.numel() == self.blocks
+
+    @cached_property
+    def key_starts(self) -> torch.Tensor:
+        """int32 [blocks + 1], slot of each block's first key.
+
+        Negative for absent blocks and for the entry past the last block.
+        """
+        return torch.nn.functional.pad(self.key_slot, (0, 1), value=-1) * self.block
+
+
+def whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
+    """Return the block numbers of a shard.
+
+    positions: global positions, ascending.
+
+    Raises:
+        ValueError: they are not whole blocks of a sequence of ``padded`` positions.
+    """
+    starts = positions[::block]
+    whole = (starts[:, None] + np.arange(block)).reshape(-1)
+    if (starts % block).any() or not np.array_equal(whole[: whole.searchsorted(padded)], positions):
+        raise ValueError(
+            f"A shard of {len(positions)} positions is not made of whole blocks of {block}."
+        )
+    return starts // block

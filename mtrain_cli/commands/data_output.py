@@ -1,0 +1,293 @@
+"""The terminal output of `mtrain data`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.console import Console
+from mtrain_cli.data.mds import MdsFolder
+from mtrain_cli.data.mds_corpus import open_mds_folders
+from mtrain_cli.data.mds_source import DOMAIN, TOKENS, sample_lengths
+from mtrain_cli.data.prepare import PreparationProgress
+from mtrain_cli.data.store import TokenStore
+from mtrain_cli.data.tokenizers import Tokenizer
+
+_SNIPPET = 240  # tokens
+_SECONDS_PER_LINE = 10.0
+_SEARCHED = 1 << 24  # tokens of an array to search for the largest id without --check
+_BAR = 14  # columns of a full bar; the table must fit 80 columns whatever the lengths
+
+
+def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
+    """Print what a store holds. rounded: vocabulary size for the model."""
+    meta = store.meta
+    console.print(
+        f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, "
+        f"{store.tokens.nbytes / 2**20:,.1f} MiB of {meta.dtype}"
+    )
+    ending = "documents have no end token"
+    if meta.eos is not None:
+        ending = f"each document ends with id {meta.eos}"
+    room = f" ({rounded:,} for the model, a multiple of 8)" if rounded != meta.vocab_size else ""
+    console.print(f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}{room}, {ending}")
+    if meta.left_out:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
+        console.print(f"  left out: {reasons}")
+    if meta.cut:
+        console.print(f"  cut at --max-tokens: {meta.cut:,}, which have no end token")
+    _print_domains(console, _by_domain(store))
+
+
+def show_store(
+    console: Console,
+    store: TokenStore,
+    path: Path,
+    document: int,
+    check: bool,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Print counts and lengths of a token store, and the start of a document.
+
+    tokenizer: replaces the one of the store.
+    """
+    meta = store.meta
+    _require_document(store, document)
+    if check:
+        store.verify()
+    _print_size(console, store, path)
+    console.print(
+        f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
+        f"end token {meta.eos}"
+    )
+    console.print(f"  sha256 {meta.sha256}{' (checked)' if check else ''}")
+    _print_lengths(console, _by_domain(store))
+    _print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
+
+
+def show_array(
+    console: Console,
+    store: TokenStore,
+    path: Path,
+    document: int,
+    check: bool,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Print count and lengths of a token array, and the start of a document."""
+    _require_document(store, document)
+    _print_size(console, store, path)
+    searched = store.tokens if check else store.tokens[:_SEARCHED]
+    where = " among the first 16M" if searched.size < store.tokens.size else ""
+    largest = int(searched.max())
+    console.print(f"  {store.meta.tokenizer}; largest id {largest:,}{where}")
+    _print_lengths(console, _by_domain(store))
+    _print_snippet(console, store.document(document), document, tokenizer)
+
+
+def _require_document(store: TokenStore, document: int) -> None:
+    last = store.meta.num_documents - 1
+    if not 0 <= document <= last:
+        raise ConfigError(f"--document {document}: the store has documents 0 to {last}")
+
+
+def _print_size(console: Console, store: TokenStore, path: Path) -> None:
+    meta = store.meta
+    console.print(
+        f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens from {meta.source}"
+    )
+
+
+def show_shards(
+    console: Console,
+    root: Path,
+    origin: str,
+    document: int,
+    check: bool,
+    tokenizer: Tokenizer | None,
+) -> None:
+    """Print columns, sample counts, and tokens by domain and length of MDS folders."""
+    folders = list(open_mds_folders(root, origin))
+    parts: dict[str, list[np.ndarray]] = {}
+    for name, shards in folders:
+        lengths = sample_lengths(shards)
+        _print_shards(console, shards, lengths)
+        in_samples = not name and DOMAIN in shards.columns
+        by_domain = _samples_by_domain(shards, lengths) if in_samples else {name: lengths}
+        for domain, of_domain in by_domain.items():
+            parts.setdefault(domain, []).append(of_domain)
+        if check:
+            _read_all(shards)
+    if check:
+        console.print("  every sample was read; sizes and available checksums match")
+    _print_lengths(console, {name: np.concatenate(lengths) for name, lengths in parts.items()})
+    first = folders[0][1]
+    if not 0 <= document < first.num_samples:
+        raise ConfigError(
+            f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}"
+        )
+    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, tokenizer)
+
+
+def _print_shards(console: Console, shards: MdsFolder, lengths: np.ndarray) -> None:
+    size = sum((shard.packed or shard.raw).size for shard in shards.shards)
+    compression = f", {shards.compression}" if shards.compression else ""
+    console.print(
+        f"{shards.folder}: {shards.num_samples:,} samples, {int(lengths.sum()):,} tokens in "
+        f"{len(shards.shards)} MDS shards ({size / 2**20:,.1f} MiB{compression})"
+    )
+    console.print(f"  columns {shards.describe_columns()}")
+
+
+def _read_all(shards: MdsFolder) -> None:
+    """Read every sample, whole if all columns can be read."""
+    readable = all(column.is_readable for column in shards.columns.values())
+    columns = list(shards.columns) if readable else [TOKENS]
+    for number in range(shards.num_samples):
+        shards.sample(number, columns)
+
+
+def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the lengths of the samples of each domain that the shards name."""
+    labels = np.array(
+        [str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)]
+    )
+    return {str(label): lengths[labels == label] for label in np.unique(labels)}
+
+
+def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
+    """Return each domain's document lengths; of "" if there are no domains."""
+    lengths = np.diff(store.offsets)
+    if store.domains is None:
+        return {"": lengths}
+    return {name: lengths[store.domains == i] for i, name in enumerate(store.meta.domains)}
+
+
+def _print_lengths(console: Console, by_domain: dict[str, np.ndarray]) -> None:
+    _print_domains(console, by_domain)
+    console.print(_length_table(np.concatenate(list(by_domain.values()))))
+
+
+def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
+    """Print a table of documents and lengths by domain, if a domain has a name."""
+    if not any(by_domain):
+        return
+    table = Table(title="by domain, lengths in tokens", title_justify="left", title_style="")
+    table.add_column("domain", overflow="fold")
+    for heading in ("documents", "tokens", "share", "median", "90 %", "longest"):
+        table.add_column(heading, justify="right")
+    total = sum(int(lengths.sum()) for lengths in by_domain.values())
+    for name, lengths in sorted(by_domain.items(), key=lambda pair: -int(pair[1].sum())):
+        some = lengths if lengths.size else np.zeros(1, int)
+        median, high, longest = np.quantile(some, (0.5, 0.9, 1)).astype(int)
+        counts = [f"{lengths.size:,}", f"{lengths.sum():,}", f"{lengths.sum() / total:.1%}"]
+        table.add_row(name or "(none)", *counts, f"{median:,}", f"{high:,}", f"{longest:,}")
+    console.print(table)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
+    """Yield a function that shows progress: as bars on a terminal, else as a line now and then."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[counts]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        stages: dict[str, TaskID] = {}
+
+        def report(progress: PreparationProgress) -> None:
+            sizes: Any = {"total": progress.size, "completed": progress.read}
+            if progress.stage not in stages:
+                stages[progress.stage] = bars.add_task(progress.stage, counts="", **sizes)
+            bars.update(stages[progress.stage], counts=_counts(progress), **sizes)
+
+        yield report
+
+
+def _lines(console: Console) -> Callable[[PreparationProgress], None]:
+    shown = time.monotonic()
+
+    def report(progress: PreparationProgress) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= _SECONDS_PER_LINE:
+            shown = time.monotonic()
+            read = f"{progress.read / 2**20:,.0f} of {progress.size / 2**20:,.0f} MiB"
+            line = f"{progress.stage}: {read}  {_counts(progress)}"
+            console.print(line, soft_wrap=True, highlight=False)
+
+    return report
+
+
+def _counts(progress: PreparationProgress) -> str:
+    if not progress.tokens:
+        return ""
+    return f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+
+
+def _length_table(lengths: np.ndarray) -> Table:
+    """Return a table of documents and tokens by document length, in powers of four."""
+    low, median, high = np.quantile(lengths, (0.1, 0.5, 0.9)).astype(int)
+    table = Table(
+        title=f"lengths: 10 % up to {low:,}, half up to {median:,}, 90 % up to {high:,}, "
+        f"longest {lengths.max():,} tokens",
+        title_justify="left",
+        title_style="",
+    )
+    for heading in ("tokens in document", "documents", "share of all tokens"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    bounds = [0, *(4**power for power in range(4, 13)), int(lengths.max()) + 1]
+    for low, high in pairwise(bounds):
+        inside = lengths[(lengths >= low) & (lengths < high)]
+        if inside.size:
+            share = inside.sum() / lengths.sum()
+            bar = "█" * round(_BAR * share)
+            table.add_row(f"{low:,} to {high - 1:,}", f"{inside.size:,}", f"{share:.1%}", bar)
+    return table
+
+
+def _print_snippet(
+    console: Console,
+    ids: np.ndarray,
+    number: int,
+    tokenizer: Tokenizer | Callable[[], Tokenizer] | None,
+) -> None:
+    if tokenizer is None:
+        console.print(
+            f"document {number} ({ids.size:,} tokens) begins with ids "
+            f"{', '.join(map(str, ids[:12]))}; give --tokenizer to show text"
+        )
+        return
+    console.print(f"document {number} ({ids.size:,} tokens) begins:")
+    try:
+        text = (tokenizer() if callable(tokenizer) else tokenizer).decode(ids[:_SNIPPET])
+    except ConfigError as error:
+        console.print(f"  (not shown: {error})")
+        return
+    # A corpus may contain escape sequences; the terminal must not execute them.
+    console.print(re.sub(r"[^\S\n]|[\x00-\x09\x0b-\x1f\x7f-\x9f]", " ", text), style="dim")

@@ -1,0 +1,301 @@
+"""`mtrain profile kernels`: time this machine's attention kernels."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from mtrain_cli.commands.completion import complete_kernels
+from mtrain_cli.commands.options import (
+    MOST_HEAD_DIM,
+    MOST_HEADS,
+    MOST_SAMPLES,
+    MOST_TOKENS,
+    MOST_WORKERS,
+    CalibrationOut,
+    Threads,
+    flag,
+    option,
+    parse_items,
+    parse_names,
+    parse_whole_number,
+)
+from mtrain_cli.commands.profile import (
+    app,
+    check_output,
+    is_calibration,
+    reporting_out_of_memory,
+    saving_partial_results,
+    set_threads,
+)
+from mtrain_cli.config.schema import KERNELS, ConfigError
+
+if TYPE_CHECKING:
+    from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
+
+_BLOCKS = (16, 32, 64, 128)
+
+
+@app.command("kernels")
+def kernels(
+    seq: Annotated[
+        str,
+        option(
+            "N,...", "Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU, 1k,2k on a CPU."
+        ),
+    ] = "auto",
+    density: Annotated[
+        str, option("D,...", "Shares of the causal blocks that slashes fill, such as 0.05 or 5%.")
+    ] = "0.1,0.05,0.02",
+    columns: Annotated[
+        int | None,
+        option(
+            "N",
+            "Columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.",
+            least=0,
+            most=MOST_TOKENS,
+        ),
+    ] = None,
+    heads: Annotated[str, option("Q/KV,...", "Numbers of query and key-value heads.")] = "16/2",
+    head_dim: Annotated[int, option("N", "Width of one head.", least=16, most=MOST_HEAD_DIM)] = 128,
+    block: Annotated[
+        int | None, option("N", "Tokens per block; by default 128 on a GPU, 16 on a CPU.")
+    ] = None,
+    kernel: Annotated[
+        str,
+        option(
+            "NAME,...",
+            "Kernels to time with an index; by default all that support it.",
+            complete=complete_kernels,
+        ),
+    ] = "",
+    workers: Annotated[
+        str,
+        option(
+            "N,...",
+            "Also time the calls of one worker among N, such as 8,32: ring steps and gathered "
+            "keys.",
+        ),
+    ] = "",
+    whole: Annotated[
+        bool,
+        flag(
+            "--whole/--no-whole",
+            "Time whole sequences; --no-whole times only the calls of --workers.",
+        ),
+    ] = True,
+    threads: Threads = None,
+    repeats: Annotated[int, option("N", "Samples per time.", least=1, most=MOST_SAMPLES)] = 7,
+    out: CalibrationOut = None,
+) -> None:
+    """Time this machine's attention kernels, dense and with synthetic indices.
+
+    [bold]Examples[/bold]
+
+      [cyan]mtrain profile kernels[/cyan]
+          Time lengths that suit this machine
+      [cyan]mtrain profile kernels --seq 512 --density 20%,5% --columns 8 --heads 4/2[/cyan]
+          Try the command on a CPU, in seconds; CPU kernels skip no pairs
+      [cyan]mtrain profile kernels --seq 32k,128k,256k --out profiles/kernels-h200.json[/cyan]
+          Write a calibration for the simulator
+      [cyan]mtrain profile kernels --seq 128k --density 5% --workers 8 --out mine.json[/cyan]
+          Include the smaller calls of ring workers
+    """
+    import torch
+
+    from mtrain_cli.console import Console
+    from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels, save_times
+    from mtrain_cli.profiling.worker_calls import profile_worker_calls
+    from mtrain_cli.reporting.terminal_width import limit, say
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = _parse_cases(device, seq, density, columns, heads, head_dim, block)
+    counts = _parse_workers(workers, seq, cases)
+    if not whole and not counts:
+        raise ConfigError("--no-whole: leaves nothing to time; add --workers N")
+    set_threads(threads, device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    names = parse_names("--kernel", kernel, [k for k in KERNELS if k != "auto"]) if kernel else []
+    bench = KernelBench(names, dtype, device, repeats)
+    _require_a_kernel(bench, names, cases)
+    replaced = check_output(out, is_calibration, "calibration")
+    console = Console(highlight=False, soft_wrap=True)
+    columns_of = _Columns.fitting(limit(console), device)
+    console.print(columns_of.header)
+    command = " ".join(["mtrain", *sys.argv[1:]])
+    with (
+        reporting_out_of_memory(),
+        saving_partial_results(
+            out, lambda times, file: save_times(file, times, command, dtype, device)
+        ) as (times, add),
+    ):
+        for time in profile_kernels(bench, cases if whole else []):
+            console.print(columns_of.line(time))
+            add(time)
+        if counts:
+            console.print("calls of one worker")
+            for time in profile_worker_calls(bench, cases, counts):
+                console.print(columns_of.line_of_call(time))
+                add(time)
+    say(console, columns_of.legend)
+    for name, reason, everywhere in bench.unsupported(cases):
+        console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
+    if out is not None:
+        console.print(f"{len(times)} times in {out}{replaced}")
+
+
+def _parse_cases(
+    device: str,
+    seq: str,
+    density: str,
+    columns: int | None,
+    heads: str,
+    head_dim: int,
+    block: int | None,
+) -> list[KernelCase]:
+    """Return a case for each shape of heads, length and density.
+
+    Raises:
+        ConfigError: an option is wrong.
+    """
+    from mtrain_cli.config.sizes import parse_share, parse_size
+    from mtrain_cli.profiling.kernel_benchmark import KernelCase
+
+    gpu = device == "cuda"
+    usual = "32k,128k" if gpu else "1k,2k"
+    lengths = parse_items("--seq", usual if seq == "auto" else seq, parse_size, "32k,128k")
+    if any(not 2 <= length <= MOST_TOKENS for length in lengths):
+        raise ConfigError(f"--seq {seq}: each must be at least 2 tokens and at most 64m")
+    densities = parse_items("--density", density, parse_share, "0.05 or 5%")
+    if any(not 0 < share <= 1 for share in densities):
+        raise ConfigError(f"--density {density}: each must be above 0 and at most 1, which is 100%")
+    if block is None:
+        block = 128 if gpu else 16
+    if block not in _BLOCKS:
+        raise ConfigError(f"--block {block}: must be 16, 32, 64 or 128")
+    shapes = [_parse_heads(heads, pair) for pair in heads.split(",")]
+
+    def columns_at(length: int) -> int:
+        usual_columns = 2048 if gpu else length // 64
+        return min(usual_columns if columns is None else columns, length)
+
+    return [
+        KernelCase(
+            seq=length,
+            heads=query,
+            kv_heads=kv,
+            head_dim=head_dim,
+            block=block,
+            density=share,
+            columns=columns_at(length),
+        )
+        for query, kv in shapes
+        for length in lengths
+        for share in densities
+    ]
+
+
+def _parse_heads(heads: str, pair: str) -> tuple[int, int]:
+    try:
+        query, kv = map(parse_whole_number, pair.split("/"))
+    except ValueError:
+        query, kv = 0, 0
+    if not (0 < kv <= query <= MOST_HEADS and query % kv == 0):
+        raise ConfigError(
+            f"--heads {heads}: expected QUERY/KV heads, where KV divides QUERY, such as 16/2; "
+            f"at most {MOST_HEADS:,}"
+        )
+    return query, kv
+
+
+def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]:
+    """Return the numbers of workers whose calls are timed.
+
+    Raises:
+        ConfigError: out of range, or no length divides into whole blocks for the workers.
+    """
+    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
+    for count in counts:
+        if not 2 <= count <= MOST_WORKERS:
+            raise ConfigError(
+                f"--workers {workers}: each must be at least 2 workers and at most {MOST_WORKERS:,}"
+            )
+        if not any(case.seq % (2 * count * case.block) == 0 for case in cases):
+            raise ConfigError(
+                f"--workers {count}: none of --seq {seq} divides into whole blocks for {count} "
+                f"workers; give a multiple of {2 * count * cases[0].block}"
+            )
+    return counts
+
+
+def _require_a_kernel(bench: KernelBench, names: list[str], cases: list[KernelCase]) -> None:
+    """Raise ConfigError if none of the named kernels supports a case."""
+    reasons = {name: reason for name, reason, everywhere in bench.unsupported(cases) if everywhere}
+    if names and reasons.keys() >= set(names):
+        raise ConfigError(*(f"--kernel {name}: {reason}" for name, reason in reasons.items()))
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """The columns that fit the terminal.
+
+    narrow: without heads, FLOP/s and ratios.
+    speed: with FLOP/s. CPU kernels compute whole products and mask them, so theirs would be
+        meaningless.
+    """
+
+    narrow: bool
+    speed: bool
+
+    @staticmethod
+    def fitting(width: int | None, device: str) -> _Columns:
+        wide = _Columns(narrow=False, speed=device == "cuda")
+        return _Columns(width is not None and width < len(wide.header), wide.speed)
+
+    @property
+    def header(self) -> str:
+        heads = "" if self.narrow else f"{'heads':>6} "
+        wide = 23 if self.speed and not self.narrow else 13
+        return (
+            f"{'kernel':<10} {'seq':>8} {heads}{'slashes':>9} {'columns':>8} {'pairs':>7} "
+            f"{'forward':>{wide}} {'backward':>{wide}}{'' if self.narrow else '   ratio to dense'}"
+        )
+
+    @property
+    def legend(self) -> str:
+        counted = " and that TF (TFLOP/s) counts" if self.speed and not self.narrow else ""
+        more = ""
+        if self.narrow:
+            speed = ", TFLOP/s" if self.speed else ""
+            more = f" A wider terminal also shows heads{speed} and ratios."
+        return (
+            "slashes: requested share of the causal blocks; columns: per head; pairs: share of the "
+            f"causal pairs that is computed{counted}.{more}"
+        )
+
+    def line(self, time: KernelTime) -> str:
+        case = time.case
+        slashes, columns = "dense", ""
+        if case.density is not None:
+            slashes = f"{case.density:.1%}"
+            columns = f"all {case.seq}" if case.columns == case.seq else str(case.columns)
+        share = time.pairs / (case.heads * math.comb(case.seq + 1, 2))
+        counts = f"{slashes:>9} {columns:>8} {share:>7.1%}"
+        if self.narrow:
+            times = f"{time.forward_ms:>10.3f} ms {time.backward_ms:>10.3f} ms"
+            return f"{time.kernel:<10} {case.seq:>8} {counts} {times}"
+        parts = [f"{time.kernel:<10} {case.seq:>8} {case.heads:>3}/{case.kv_heads:<2} {counts}"]
+        for ms, tflops in (
+            (time.forward_ms, time.forward_tflops),
+            (time.backward_ms, time.backward_tflops),
+        ):
+            parts.append(f"{ms:>10.3f} ms" + (f" {tflops:>6.1f} TF" if self.speed else ""))
+        if time.forward_ratio and time.backward_ratio:
+            parts.append(f"  {time.forward_ratio:.2f}x / {time.backward_ratio:.2f}x")
+        return " ".join(parts)
+
+    def line_of_call(self, time: KernelTime) -> str:
+        between = "\n" + " " * 11 if self.narrow else "  "
+        return f"{self.line(time)}{between}1/{time.workers} {time.what}"

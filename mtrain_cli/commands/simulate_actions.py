@@ -1,0 +1,268 @@
+"""What the commands of `mtrain simulate` do: predict, write files, and print."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from mtrain_cli.commands import simulate_files as files
+from mtrain_cli.commands import simulate_output as output
+from mtrain_cli.commands.options import writing
+from mtrain_cli.commands.simulate_args import SimulateJob
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.console import Console
+from mtrain_cli.records.record_files import SWEEP
+from mtrain_cli.reporting import sweeps
+from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.simulation.calibration import load_user_calibration
+from mtrain_cli.simulation.prediction import Prediction
+from mtrain_cli.simulation.recommend import Recommendation, label
+from mtrain_cli.simulation.recommend import recommend as search
+from mtrain_cli.simulation.scenario import (
+    PredictedScenario,
+    Scenario,
+    evaluate,
+    predict_attention_alone,
+    predict_training,
+)
+from mtrain_cli.simulation.sweep import Sweep, points, row_of, shared_remarks, with_cost
+from mtrain_cli.simulation.sweep_axes import NODES, WORKERS
+
+_SHOWN = 8  # configurations in the table of a recommendation
+
+
+def predict_steps(job: SimulateJob) -> None:
+    """Predict a training step for every layout and exchange."""
+    scenario = job.scenario()
+    folder = files.folder_of(job)
+    outcomes: list[PredictedScenario] = []
+    for number, (layout, exchange) in enumerate(itertools.product(job.layouts, job.exchanges)):
+        with job.errors_by_option(exchange):
+            outcomes.append(
+                predict_training(
+                    job.cluster,
+                    scenario,
+                    job.workers,
+                    layout,
+                    exchange,
+                    number=number,
+                    rows=job.files,
+                )
+            )
+    predictions = [outcome.attention for outcome in outcomes]
+    rows = [with_cost(row_of(outcome), job.tokens, job.price) for outcome in outcomes]
+    content = files.document(
+        job.cluster,
+        scenario.calibration,
+        **files.prediction_entries(scenario.problem, predictions, rows),
+    )
+
+    def show(console: Console) -> None:
+        output.print_pairs(console, job, scenario.problem.pattern)
+        table = output.step_table(job.cluster, scenario.problem, outcomes)
+        print_table(console, table, output.SPARE_OF_STEPS)
+        say(console, output.STEP_LEGEND)
+        if len(outcomes) > 1 or not outcomes[0].step.fits:
+            output.print_lines(console, [output.best_line(outcomes)])
+        main = output.main_outcome(outcomes)
+        output.print_lines(console, output.step_lines(main, job.tokens, job.price))
+        output.print_notes(console, (remark for outcome in outcomes for remark in outcome.remarks))
+
+    files.deliver(job, folder, content, predictions, show)
+
+
+def predict_attention(job: SimulateJob, recompute: bool) -> None:
+    """Predict a layer's attention for every layout and exchange."""
+    request = job.request
+    own = load_user_calibration(request.calibration)
+    per_node = request.per_node(job.workers)
+    if request.without_a_model:
+        config, workload = None, request.load_without_model()
+        conditions = request.disturbances(job.workers)
+    else:
+        scenario = job.scenario()
+        config, workload, conditions = scenario.config, scenario.problem, scenario.conditions
+    folder = files.folder_of(job)
+    predictions: list[Prediction] = []
+    for number, (layout, exchange) in enumerate(itertools.product(job.layouts, job.exchanges)):
+        with job.errors_by_option(exchange):
+            predictions.append(
+                predict_attention_alone(
+                    job.cluster,
+                    workload,
+                    config,
+                    layout,
+                    exchange,
+                    workers=job.workers,
+                    per_node=per_node,
+                    kernel=request.typed_kernel,
+                    conditions=conditions,
+                    calibration=own,
+                    recompute=recompute,
+                    number=number,
+                    rows=job.files,
+                )
+            )
+    content = files.document(job.cluster, own, **files.prediction_entries(workload, predictions))
+
+    def show(console: Console) -> None:
+        output.print_pairs(console, job, workload.pattern)
+        table = output.attention_table(job.cluster, workload, predictions)
+        print_table(console, table, output.SPARE_OF_ATTENTION)
+        say(console, output.LEGEND)
+        output.print_notes(console, (remark for p in predictions for remark in p.remarks))
+
+    files.deliver(job, folder, content, predictions, show)
+
+
+def recommend(job: SimulateJob) -> None:
+    """Search the fastest configuration that fits. The exit code is 1 if nothing fits."""
+    scenario = job.scenario()
+    if job.request.slow and job.request.context_parallel(scenario.config) is None:
+        # A rank belongs to a group, and groups of different sizes are tried.
+        raise ConfigError(
+            f"--slow {job.request.slow}: groups of any size are tried; add "
+            "topology.context_parallel=N, or leave --slow out"
+        )
+    folder = files.folder_of(job)
+    # Settings that the user typed stay fixed.
+    fixed = job.request.sets("train.activation_checkpoint")
+    kinds = {"recomputations": (scenario.config.train.activation_checkpoint,)} if fixed else {}
+    with job.errors_by_option(job.exchanges[0]), _progress() as progress:
+        result = search(
+            job.cluster,
+            scenario,
+            job.workers,
+            job.layouts,
+            job.exchanges,
+            progress=progress,
+            **kinds,
+        )
+    content = _recommendation(job, scenario, result)
+    predictions: list[Prediction] = []
+    if folder is not None and result.ranked:
+        with_rows = evaluate(job.cluster, scenario, result.best.plan, rows=True, bounds=False)
+        predictions = [with_rows.attention]
+
+    def show(console: Console) -> None:
+        output.print_pairs(console, job, scenario.problem.pattern)
+        if result.ranked:
+            by_time = sorted(result.ranked, key=lambda outcome: outcome.step.seconds.value)
+            table = output.step_table(job.cluster, scenario.problem, by_time[:_SHOWN])
+            print_table(console, table, output.SPARE_OF_STEPS)
+            if len(by_time) > _SHOWN:
+                console.print(f"and {len(by_time) - _SHOWN} slower ones that fit")
+        output.print_lines(console, content["recommended"]["lines"])
+        if result.ranked:
+            output.print_lines(console, output.step_lines(result.best, job.tokens, job.price))
+            output.print_notes(console, result.best.remarks)
+
+    files.deliver(job, folder if result.ranked else None, content, predictions, show)
+    if not result.ranked:
+        raise typer.Exit(1)
+
+
+def _recommendation(job: SimulateJob, scenario: Scenario, result: Recommendation) -> dict[str, Any]:
+    """Return summary.json of a recommendation."""
+    rows = [row_of(outcome) for outcome in result.ranked]
+    entries: dict[str, Any] = {"workers": job.workers}
+    if rows:
+        entries = files.prediction_entries(scenario.problem, [result.best.attention], rows[:1])
+    ranked = [
+        with_cost({"configuration": label(outcome.plan), **row}, job.tokens, job.price)
+        for outcome, row in zip(result.ranked, rows, strict=True)
+    ]
+    recommended = {
+        "ranked": ranked,
+        "rejected": [{"what": r.what, "why": r.why} for r in result.rejected],
+        "needed": list(result.needed),
+        "lines": list(output.recommendation_lines(job.cluster, result, scenario.words)),
+    }
+    return files.document(job.cluster, scenario.calibration, **entries, recommended=recommended)
+
+
+def predict_sweep(
+    job: SimulateJob, swept: Mapping[str, Sequence[str]], workers: int | None
+) -> None:
+    """Predict every combination of the axes, layouts and exchanges.
+
+    Args:
+        swept: values by axis.
+        workers: number of GPUs as typed.
+    """
+    _check_axes(job, swept, workers)
+    todo = points(swept, job.layouts, job.exchanges)
+    folder = files.folder_of(job)
+    own = load_user_calibration(job.request.calibration)
+    # Identifies the sweep by content: a calibration file that was measured again differs.
+    about = json.dumps([repr(own), repr(job.request), repr(job.cluster), workers])
+    # Check all settings before anything is written.
+    pair_lines: dict[str, None] = {}
+    for inputs in dict.fromkeys(point.inputs for point in todo):
+        pairs = job.request.scenario(*inputs).problem.pattern
+        pair_lines[job.request.describe_pairs(pairs, inputs[0])] = None
+    journal = None if folder is None else folder / SWEEP
+    sweep = Sweep(todo, job.cluster_with, job.request.scenario, workers, about)
+    with writing(folder), _progress() as progress:
+        rows = list(sweep.rows(journal, lambda done: progress(done, len(todo))))
+    if all("cannot" in row for row in rows):
+        typed = " ".join(f"{name}={','.join(values)}" for name, values in swept.items())
+        raise ConfigError(f"{typed}: {rows[0]['cannot']}")
+    rows = [row if "cannot" in row else with_cost(row, job.tokens, job.price) for row in rows]
+    remarks, rows = shared_remarks(rows)
+    most = max(row["workers"] for row in rows)
+    content = files.document(job.cluster, own, workers=most, cases=[], remarks=remarks, sweep=rows)
+    if folder is not None:
+        sweeps.sheet([(folder.name, rows)]).write(folder)
+
+    def show(console: Console) -> None:
+        output.print_lines(console, (f"pairs  {line}" for line in pair_lines))
+        print_table(console, sweeps.sweep_table(rows), sweeps.SPARE)
+        say(console, sweeps.LEGEND)
+        output.print_lines(console, (f"not    {why}" for why in sweeps.why_not(rows)))
+        of_rows = len({remark for row in rows for remark in row.get("remarks", ())})
+        more = [f"{of_rows} more remarks on single rows: see --json"] if of_rows else []
+        output.print_notes(console, [*remarks, *more])
+
+    files.deliver(job, folder, content, [], show)
+
+
+def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]], workers: int | None) -> None:
+    """Raise ConfigError if an axis contradicts an option or the cluster."""
+    if WORKERS in swept and workers is not None:
+        raise ConfigError(
+            f"--workers {workers}: workers={','.join(swept[WORKERS])} sweeps it; give only one of "
+            "the two"
+        )
+    for value in swept.get(NODES, ()):
+        job.cluster_with(int(value))
+    for value in swept.get(WORKERS, ()):
+        if int(value) > job.cluster.gpus:
+            raise ConfigError(
+                f"workers={value}: {job.cluster.name} has {job.cluster.gpus} GPUs; "
+                f"allowed: 1 to {job.cluster.gpus}"
+            )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar if stderr is a terminal."""
+    columns = (
+        TextColumn("configurations"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+    ) as bar:
+        task = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,273 @@
+"""Compose YAML groups and overrides into one frozen, checked `Config`.
+
+`yaml_groups` composes the YAML. Every leaf is then converted to its schema type, and the whole is
+checked across fields. All problems are reported together.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.composition import derived
+from mtrain_cli.composition.yaml_groups import compose_groups
+from mtrain_cli.config import keys, validate
+from mtrain_cli.config.documents import read_yaml
+from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
+from mtrain_cli.config.overrides import OverrideProblem, convert, parse
+from mtrain_cli.config.schema import Config, ConfigError
+
+# A resumed run keeps these: its weights, data order and name depend on them.
+FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
+
+# Marks a value that the user must give. A null in the defaults would win over OmegaConf's own ???.
+_OPEN = "REQUIRED"
+_DISPENSABLE = ("train.init_from",)  # required keys that the user may set to null
+
+
+def compose(
+    overrides: Sequence[str] = (), config_dir: Path | None = None, *, plan: bool = False
+) -> Config:
+    """Return the configuration for overrides such as ``["model=qwen3b", "seq=512k"]``.
+
+    Paths become absolute, so that workers on other machines and resumed runs find them.
+
+    Args:
+        overrides: ``group=option`` and ``key=value``; the last one of a key wins.
+        config_dir: the user's own groups, searched before the shipped ones.
+        plan: allow null for values that a recipe leaves to the user (REQUIRED), such as the folder
+            of the weights; a plan does not read them.
+
+    Raises:
+        ConfigError: every problem, one line each.
+    """
+    groups = open_groups(config_dir)
+    parsed = parse(overrides, groups)
+    files = _files(groups, parsed.groups)
+    raw, unresolved = compose_groups(groups, parsed.groups, parsed.values)
+    open_keys, raw = _required_keys(raw, parsed.groups)
+    given, model = _given_model(groups, parsed.groups, parsed.values, raw)
+    raw, underivable = derived.fill(raw, given, model, _defaults())
+    leaves, wrong = convert(raw, files)
+    if leaves.get("optim.rewarm"):
+        value = keys.show(leaves["optim.rewarm"])
+        line = f"optim.rewarm={value}: is for --resume RUN; a new run warms up anyway. Leave it out"
+        wrong.append(OverrideProblem(line, ("optim.rewarm",)))
+    problems = [*parsed.problems, *unresolved, *underivable, *wrong]
+    if plan:
+        return _checked(
+            leaves, problems, files, tolerated=[key for p in open_keys for key in p.keys]
+        )
+    return _checked(leaves, [*problems, *open_keys], files)
+
+
+def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None = None) -> Config:
+    """Return ``saved`` with ``overrides`` on top, for a run that resumes from its checkpoint.
+
+    Raises:
+        ConfigError: an override is wrong, or changes one of `FIXED`.
+    """
+    groups = open_groups(config_dir)
+    parsed = parse(overrides, groups)
+    files = _files(groups, parsed.groups)
+    before = keys.values(saved)
+    raw, unresolved = compose_groups(groups, parsed.groups, parsed.values)
+    raw = derived.without_auto(_required_keys(raw, parsed.groups)[1])
+    from_files = {name: raw[name] for name in raw if name not in parsed.values}
+    unresolved += _recipe_conflicts(groups, parsed.groups, from_files, before)
+    chosen = tuple(f"{group}." for group in parsed.groups)
+    touched = {n: raw[n] for n in raw if n in parsed.values or n.startswith(chosen)}
+    changed, wrong = convert(touched, files)
+    # One line for all keys of an option.
+    conflicts = dict.fromkeys(
+        _kept(name, value, before[name], parsed.groups, name in parsed.values)
+        for name, value in _absolute(changed).items()
+        if name.startswith(FIXED) and value != before[name]
+    )
+    problems = [*parsed.problems, *unresolved, *wrong, *conflicts]
+    # The checkpoint holds the weights, so the folder of train.init_from may be gone.
+    return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
+
+
+def _kept(
+    name: str, value: Any, before: Any, choices: Mapping[str, str], is_typed: bool
+) -> OverrideProblem:
+    """Return the problem of a key that a resumed run keeps."""
+    group = name.partition(".")[0]
+    if group in choices and not is_typed:
+        line = f"{group}={choices[group]}: a resumed run keeps its {group}"
+        blamed = f"{group}."
+    else:
+        line = f"{name}={keys.show(value)}: a resumed run keeps its {name}={keys.show(before)}"
+        blamed = name
+    return OverrideProblem(f"{line}; start a new run to change it", (blamed,))
+
+
+def _recipe_conflicts(
+    groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
+) -> list[OverrideProblem]:
+    """Return one line if a recipe's keys in ``raw`` differ from the run's.
+
+    A recipe that agrees is allowed, so the command line that started a run can be repeated.
+    """
+    recipe = choices.get("recipe", "none")
+    if recipe == "none":
+        return []
+    others = {group: option for group, option in choices.items() if group != "recipe"}
+    without, _ = compose_groups(groups, others, {})
+    of_recipe = {n: v for n, v in raw.items() if v is not None and v != without.get(n)}
+    values = _absolute(convert(of_recipe)[0])
+    different = [name for name in of_recipe if name in values and values[name] != before[name]]
+    if not different:
+        return []
+    shown = [
+        f"{name}={keys.show(values[name])} (the run: {keys.show(before[name])})"
+        for name in different
+    ]
+    line = (
+        f"recipe={recipe}: a resumed run keeps its recipe, and this one sets "
+        f"{keys.first_few(shown)}; start a new run to change it, or give single keys"
+    )
+    return [OverrideProblem(line, tuple(different))]
+
+
+def _required_keys(
+    raw: Mapping[str, Any], choices: Mapping[str, str]
+) -> tuple[list[OverrideProblem], dict[str, Any]]:
+    """Return a line for each REQUIRED leaf, and the leaves with null in those places."""
+    required = []
+    for name in (name for name, value in raw.items() if value == _OPEN):
+        owners = ("recipe", name.partition(".")[0])
+        chosen = (f"{g}={choices[g]}" for g in owners if choices.get(g, "none") != "none")
+        key = keys.all_keys().get(name)
+        line = (
+            f"{name}={_OPEN}: {next(chosen, TOP)} leaves it to you: "
+            f"{key.help if key else 'a value'}; give {name}=..."
+        )
+        if name in _DISPENSABLE:
+            line += f", or {name}=null to do without"
+        required.append(OverrideProblem(line, (name,)))
+    return required, {name: None if value == _OPEN else value for name, value in raw.items()}
+
+
+def _given_model(
+    groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
+) -> tuple[set[str], str]:
+    """Return the leaves under ``model`` that the user or a file chose, and the option as text.
+
+    The text, such as ``model=qwen3b``, is empty if neither the user nor a file chose an option. The
+    group's default is not a choice.
+    """
+    given = {name for name in values if name.startswith("model.")}
+    option, source = choices.get("model"), ""
+    if option is None:
+        files = [file for folder in groups.folders[:-1] if (file := folder / TOP).is_file()]
+        recipe = groups.options.get("recipe", {}).get(choices.get("recipe", "none"))
+        for file in [*files, *([recipe] if recipe else [])]:
+            chosen, leaves = _model_in(file)
+            given |= leaves
+            option, source = (chosen, f"{file.stem}'s ") if chosen else (option, source)
+    if option is None or option == derived.AUTO:
+        return given, ""
+    return given | {name for name in raw if name.startswith("model.")}, f"{source}model={option}"
+
+
+def _model_in(file: Path) -> tuple[str | None, set[str]]:
+    """Return the ``model`` option that a recipe or top file chooses, and the leaves it sets."""
+    try:
+        content = read_yaml(file)
+    except (OSError, ValueError):
+        return None, set()  # composing has reported it
+    if not isinstance(content, dict):
+        return None, set()
+    option = default_options(content).get("model")
+    leaves = set(keys.flatten({"model": content.get("model") or {}})) - {"model"}
+    return (None if option == open_groups().defaults["model"] else option), leaves
+
+
+def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
+    """Return the leaves of the chosen options by dotted name, as in the YAML, unchecked."""
+    return compose_groups(open_groups(config_dir), choices, {})[0]
+
+
+def _checked(
+    leaves: Mapping[str, Any],
+    problems: Sequence[OverrideProblem],
+    files: Mapping[str, Path],
+    ignore: tuple[str, ...] = (),
+    tolerated: Sequence[str] = (),
+) -> Config:
+    """Return the configuration. Raise ConfigError if there are ``problems`` or conflicts.
+
+    A leaf with a problem takes its default while the other leaves are checked across fields. A
+    conflict that names such a leaf is dropped, because the problem may cause it.
+
+    Args:
+        files: each group's YAML, for messages.
+        ignore: drop conflicts whose line begins with one of these.
+        tolerated: drop conflicts that name one of these keys.
+    """
+    blamed = {name for problem in problems for name in problem.keys}
+    missing = [name for name in keys.all_keys() if name not in leaves and not _is_in(name, blamed)]
+    lines = [problem.line for problem in problems]
+    for section in dict.fromkeys(name.partition(".")[0] for name in missing):
+        names = keys.first_few([name for name in missing if name.partition(".")[0] == section])
+        lines.append(
+            f"{files.get(section, TOP)}: does not give {names}; to inherit them from another "
+            "option, begin the file with `defaults: [OPTION]`"
+        )
+    blamed.update(missing)
+    complete = {**_defaults(), **leaves} if blamed else leaves
+    lines += [
+        line
+        for line in _conflicts(complete)
+        if not line.startswith(ignore)
+        and not any(_is_in(name, blamed | {*tolerated}) for name in _keys_in(line))
+    ]
+    if lines:
+        raise ConfigError(*lines)
+    return keys.build(_absolute(leaves))
+
+
+def _conflicts(leaves: Mapping[str, Any]) -> Iterator[str]:
+    yield from validate.pattern_keys(leaves)
+    yield from validate.problems(keys.build(leaves))
+
+
+def _keys_in(line: str) -> list[str]:
+    return re.findall(r"[a-z_]+(?:\.[a-z_]+)+|\bseq\b|\bseed\b", line)
+
+
+def _is_in(name: str, blamed: set[str]) -> bool:
+    """Return whether ``blamed`` holds the key or, with a trailing dot, its section."""
+    return name in blamed or any(b.endswith(".") and name.startswith(b) for b in blamed)
+
+
+def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Expand ~ in ``leaves`` and make relative paths absolute."""
+    absolute = {
+        name: str(Path(value).expanduser().absolute())
+        for name, words in keys.PATHS.items()
+        if isinstance(value := leaves.get(name), str) and value and value not in words
+    }
+    if leaves.get("data.mix") and leaves.get("data.path", "") is None:
+        absolute["data.path"] = str(Path.cwd())  # names of a mixture are relative to it
+    return {**leaves, **absolute}
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return convert({**composed_values({}), derived.TOKENIZER: "bytes"})[0]
+
+
+def _files(groups: Groups, choices: Mapping[str, str]) -> dict[str, Path]:
+    """Return the YAML file of each group's chosen option."""
+    chosen = {**groups.defaults, **choices}
+    return {
+        group: groups.options[group][option]
+        for group, option in chosen.items()
+        if option in groups.options.get(group, {})
+    }

@@ -1,0 +1,184 @@
+"""Resolve the values that a configuration takes from other files.
+
+The model comes from ``train.init_from``; vocabulary and tokenizer come from there or from the data.
+Each ``auto`` that refers to another file is replaced. Values that the user set stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.overrides import OverrideProblem
+from mtrain_cli.config.schema import ConfigError, ModelConfig
+
+AUTO = "auto"
+INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.tokenizer"
+
+
+def fill(
+    raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[OverrideProblem]]:
+    """Return ``raw`` with a value for every leaf that another file decides, and the problems.
+
+    Args:
+        raw: leaves by dotted name, not yet converted to schema types.
+        given: names of the leaves under ``model`` that the user chose.
+        model: the user's choice of model for messages, such as ``model=qwen3b``.
+        defaults: leaves to use if a value cannot be determined. A problem from here or from
+            `validate` gives the reason.
+    """
+    leaves = dict(raw)
+    of_model = [name for name in leaves if name.startswith("model.")]
+    problems: list[OverrideProblem] = []
+    given = {name for name in given if not (name == VOCABULARY and leaves.get(name) == AUTO)}
+    folder = folder_of(leaves.get(INIT_FROM))
+    if folder is not None:
+        problems += _from_folder(leaves, given, model, folder)
+    elif isinstance(leaves.get(INIT_FROM), str):  # `validate` reports what is wrong with it
+        _take(leaves, defaults, (name for name in of_model if name not in given))
+    elif leaves.get("model.family") == AUTO:
+        line = (
+            f"model=auto: needs {INIT_FROM}=FOLDER to take the model from; give it, or choose "
+            "another model"
+        )
+        problems.append(OverrideProblem(line, ("model.",)))
+    if problems:
+        _take(leaves, defaults, of_model)
+    if leaves.get(TOKENIZER) == AUTO:
+        leaves[TOKENIZER] = _tokenizer(leaves, folder)
+    if leaves.get(VOCABULARY) == AUTO and not problems:
+        try:
+            leaves[VOCABULARY] = _vocabulary(leaves)
+        except ConfigError as error:
+            blamed = (VOCABULARY, TOKENIZER, "data.path", "data.mix")
+            problems += [OverrideProblem(line, blamed) for line in error.problems]
+    if leaves.get(VOCABULARY) == AUTO:
+        leaves[VOCABULARY] = defaults[VOCABULARY]
+    return leaves, problems
+
+
+def folder_of(init_from: object) -> Path | None:
+    """Return the Hugging Face folder that ``train.init_from`` names, if it has a config.json."""
+    if not isinstance(init_from, str) or not init_from:
+        return None
+    folder = Path(init_from).expanduser()
+    return folder if (folder / "config.json").is_file() else None
+
+
+def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop the leaves that another file decides. A resumed run keeps the values of its start."""
+    derived = (VOCABULARY, TOKENIZER, *(["model."] if leaves.get("model.family") == AUTO else []))
+    return {
+        name: value
+        for name, value in leaves.items()
+        if value != AUTO or not name.startswith(derived)
+    }
+
+
+def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str]) -> None:
+    leaves.update({name: source[name] for name in list(names) if name in source})
+
+
+def _from_folder(
+    leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
+) -> list[OverrideProblem]:
+    """Copy the folder's model into ``leaves``, except for given keys. Return the problems."""
+    from mtrain_cli.model.huggingface_config import read_config
+
+    try:
+        theirs = _leaves_of(read_config(folder)[0])
+    except ConfigError as error:
+        return [OverrideProblem(line, ("model.",)) for line in error.problems]
+    scaling = "model.rope.scaling"
+    if scaling in given and leaves[scaling] == "yarn" != theirs[scaling]:
+        # The folder's factor belongs to the folder's scaling; YaRN needs another factor.
+        theirs["model.rope.factor"] = AUTO
+    _take(leaves, theirs, (name for name in theirs if name not in given))
+    other = [name for name in _wrong_shape(leaves, theirs) if name in given]
+    if not other:
+        return []
+    shown = [
+        f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})"
+        for name in other
+    ]
+    listed = ", ".join(other[:3]) + (" and the others" if len(other) > 3 else "")
+    leave_out = f"{model} to take the folder's" if model else listed
+    line = (
+        f"{keys.first_few(shown)}: the weights of {INIT_FROM}={leaves[INIT_FROM]} have another "
+        f"shape; leave out {leave_out}"
+    )
+    return [OverrideProblem(line, ("model.",))]
+
+
+def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """Yield names whose values differ. Skip values of a wrong type: conversion reports them."""
+    for name in (f"model.{field}" for field in ModelConfig.SHAPE):
+        try:
+            if keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]:
+                yield name
+        except ValueError:
+            continue
+
+
+def _leaves_of(model: ModelConfig) -> dict[str, Any]:
+    return keys.flatten({"model": dataclasses.asdict(model)})
+
+
+def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
+    """Return the folder's tokenizer if it has one and the data are text, else bytes."""
+    reads_text = leaves.get("data.kind") in ("text", "stdlib")
+    if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
+        return str(folder / "tokenizer.json")
+    return "bytes"
+
+
+def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
+    """Return the vocabulary size of the data's tokenizer, rounded up to a multiple of 8.
+
+    Return auto if `validate` will report a problem with the data.
+
+    Raises:
+        ConfigError: the data do not give the size of their vocabulary.
+    """
+    kind = leaves.get("data.kind")
+    if kind in ("text", "stdlib"):
+        from mtrain_cli.data.tokenizers import open_tokenizer
+
+        choice = str(leaves.get(TOKENIZER))
+        if choice != "bytes" and not Path(choice).expanduser().is_file():
+            return AUTO
+        ids = [open_tokenizer(choice).vocab_size]
+    else:
+        ids = [_ids_of_store(kind, corpus) for corpus in _corpora(leaves)]
+    return -(-max(ids) // 8) * 8 if ids and all(ids) else AUTO
+
+
+def _corpora(leaves: Mapping[str, Any]) -> list[Path]:
+    """Return the paths of the data's token stores."""
+    mix, path = leaves.get("data.mix"), leaves.get("data.path")
+    folder = Path(path).expanduser() if isinstance(path, str) else None
+    if isinstance(mix, str) and Path(mix).expanduser().is_file():
+        from mtrain_cli.data.mixture import parse_mix
+
+        mix = parse_mix(mix)
+    if isinstance(mix, Mapping):
+        return [folder / str(name) if folder else Path(str(name)).expanduser() for name in mix]
+    return [folder] if folder else []
+
+
+def _ids_of_store(kind: object, path: Path) -> int:
+    """Return the vocabulary size of a token store, or 0 if nothing is there."""
+    if not path.exists():
+        return 0
+    if kind != "tokens" or not path.is_dir():
+        raise ConfigError(
+            f"{VOCABULARY}=auto: {path} does not give the vocabulary size of its tokenizer; "
+            f"give a number, or {INIT_FROM}=FOLDER, or tokens from `mtrain data prepare`"
+        )
+    from mtrain_cli.data.store import StoreMeta
+
+    return StoreMeta.read(path, f"data.path={path}").vocab_size

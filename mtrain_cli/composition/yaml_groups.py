@@ -1,0 +1,146 @@
+"""Compose YAML groups with Hydra. No Hydra or OmegaConf object leaves this module."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.documents import reason
+from mtrain_cli.config.groups import TOP, Groups
+from mtrain_cli.config.overrides import OverrideProblem
+from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.schema import ConfigError
+
+
+def compose_groups(
+    groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[OverrideProblem]]:
+    """Return the leaves of the options ``choices`` with ``values`` on top, and problems.
+
+    Interpolations are resolved. Values are not checked.
+
+    Raises:
+        ConfigError: Hydra cannot compose the options.
+    """
+    import yaml
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    words = [
+        f"{'' if group in groups.defaults else '+'}{group}={option}"
+        for group, option in choices.items()
+    ]
+    unreadable = (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError)
+    try:
+        composed = _compose(groups.folders, words)
+        tree: Any = OmegaConf.to_container(composed, resolve=False)
+    except (*unreadable, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{' '.join(words) or TOP}: cannot be composed: {_one_line(error)}"
+        ) from error
+    leaves: dict[str, Any] = {}
+    problems: dict[str, OverrideProblem] = {}
+
+    def update(name: str) -> None:
+        OmegaConf.update(composed, name, values[name], merge=False, force_add=True)
+
+    def resolve(name: str) -> None:
+        value = OmegaConf.select(composed, name)
+        is_tree = OmegaConf.is_config(value)
+        leaves[name] = OmegaConf.to_container(value, resolve=True) if is_tree else value
+
+    steps = [(update, name) for name in values]
+    steps += [(resolve, name) for name in dict.fromkeys([*values, *keys.flatten(tree)])]
+    for step, name in steps:
+        try:
+            step(name)
+        except (OmegaConfBaseException, ValueError, RecursionError) as error:
+            shown = f"{name}={keys.show(values[name])}" if name in values else name
+            line = f"{shown}: cannot be resolved: {_one_line(error)}"
+            problems[name] = OverrideProblem(line, (name,))
+    return _of_pattern(leaves, values), list(problems.values())
+
+
+def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
+    """Return Hydra's composition of ``words``, such as ``model=qwen3b``."""
+    from hydra import compose, initialize_config_dir
+    from omegaconf import OmegaConf
+
+    *own, shipped = folders
+    top = TOP.removesuffix(".yaml")
+    with (
+        _own_hydra(own),
+        initialize_config_dir(str(shipped), version_base="1.3", job_name="mtrain"),
+    ):
+        composed = compose(top, overrides=list(words))
+        other = [word for word in words if not word.startswith("recipe=")]
+        if other and len(other) < len(words) and "recipe=none" not in words:
+            # A group on the command line replaces the recipe's whole group: a mixture of both would
+            # match neither.
+            without_recipe = compose(top, overrides=other)
+            for group in (word.lstrip("+").partition("=")[0] for word in other):
+                OmegaConf.update(
+                    composed, group, without_recipe[group], merge=False, force_add=True
+                )
+    return composed
+
+
+def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the leaves of ``sparsity`` for the chosen pattern. values: what the user typed."""
+    pattern = leaves.get("sparsity.pattern")
+    if settings := PATTERNS.get(str(pattern)):
+        for name, other in settings.instead.items():
+            if values.get(f"sparsity.{name}") and f"sparsity.{other}" not in values:
+                leaves[f"sparsity.{other}"] = 0
+    typed = "sparsity.pattern" in values  # without its group: all its keys are missing
+    return keys.with_other_patterns(leaves, None if typed else pattern)
+
+
+@contextlib.contextmanager
+def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
+    """Isolate Hydra from other users in this process, and search ``folders`` before mtrain's own.
+
+    `hydra.searchpath` would search them last.
+    """
+    from hydra.core.global_hydra import GlobalHydra
+
+    _register_search_path()
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    _user_folders.extend(folders)
+    try:
+        yield
+    finally:
+        _user_folders.clear()
+        GlobalHydra.instance().hydra = outer
+
+
+_user_folders: list[Path] = []  # global, since Hydra constructs its plugins without arguments
+
+
+@functools.cache
+def _register_search_path() -> None:
+    from hydra.core.plugins import Plugins
+    from hydra.plugins.search_path_plugin import SearchPathPlugin
+
+    class UserFolders(SearchPathPlugin):
+        def manipulate_search_path(self, search_path: Any) -> None:
+            for folder in _user_folders:
+                search_path.prepend(provider="--config-dir", path=str(folder), anchor="main")
+
+    Plugins.instance().register(UserFolders)
+
+
+def _one_line(error: Exception) -> str:
+    """Return the first line of a library's message, with the place of a YAML error."""
+    if isinstance(error, RecursionError | UnicodeDecodeError):
+        return reason(error)
+    named = getattr(error, "problem", None) or getattr(error, "strerror", None) or error
+    line = (str(named).strip() or type(error).__name__).splitlines()[0]
+    mark = getattr(error, "problem_mark", None)
+    return line if mark is None else f"{line} ({Path(mark.name).name}, line {mark.line + 1})"

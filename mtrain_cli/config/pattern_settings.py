@@ -1,0 +1,277 @@
+"""The settings of each pattern: its keys under ``sparsity``, and what they allow.
+
+To add a pattern, add three things:
+
+- its settings, here and in `PATTERNS`;
+- ``mtrain_cli/sparsity/NAME.py`` with a function ``make_pattern(settings, seed)``;
+- ``conf/sparsity/NAME.yaml`` with its defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+from mtrain_cli.config.option import (
+    FRACTION,
+    MOST_TOKENS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    STEPS,
+    TOKENS_OF_SEQ,
+    Range,
+    option,
+)
+
+BLOCKS = (16, 32, 64, 128)  # tokens per block that a dynamic index may have
+# Maximum number of columns or slashes to choose from: `sparsity.pattern.rank_keys` packs the number
+# and the mass of a candidate into one int64.
+MOST_LINES = 1 << 24
+_LINES = Range("must be between 0 and 2^31 - 1", lambda value: 0 <= value < 2**31)
+_MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and slashes in 32 bits")
+
+
+@dataclass(frozen=True)
+class PatternSettings:
+    """Which query-key pairs are computed. Keys that the pattern does not use are null."""
+
+    # As in ``sparsity=NAME``.
+    name: ClassVar[str]
+    # The index does not come from the data. Such a pattern is for benchmarks only, and reports
+    # label it.
+    synthetic: ClassVar[bool] = False
+    # The index is a bitmap of blocks. Otherwise it consists of slashes and columns.
+    bitmap: ClassVar[bool] = False
+    # {key: alternative}. Setting only the key sets the alternative to 0.
+    instead: ClassVar[Mapping[str, str]] = {}
+
+    block: int | None = None
+    dense_steps: int = 0
+
+    @property
+    def pattern(self) -> str:
+        return self.name
+
+    @classmethod
+    def own_keys(cls) -> tuple[str, ...]:
+        """Return the names of the pattern's keys, without ``pattern``."""
+        return tuple(item.name for item in fields(cls) if item.metadata)
+
+    def problems(self, seq: int) -> Iterator[str]:
+        """Yield every conflict among the settings, one line ``key=value: reason`` each."""
+        yield from ()
+
+    @property
+    def column_bound(self) -> int | None:
+        """The maximum columns per head; None = no bound, 0 = the index has no columns."""
+        return 0
+
+    def slash_bound(self, blocks: int) -> int:
+        """Return the maximum slashes per head in a sequence of ``blocks``; 0 = no bound."""
+        return 0
+
+    def known_density(self, seq: int) -> float | None:
+        """Return the share of causal pairs that attention computes; None if the data decide."""
+        return None
+
+    @property
+    def packed_documents_remark(self) -> str | None:
+        """A remark for sequences that pack several documents, or None."""
+        return None
+
+
+@dataclass(frozen=True)
+class DenseSettings(PatternSettings):
+    """Dense attention: every pair that the mask allows."""
+
+    name: ClassVar[str] = "dense"
+
+    def known_density(self, seq: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class SparseSettings(PatternSettings):
+    """The keys of every pattern with an index."""
+
+    block: int = option(
+        "tokens per block, the unit in which pairs are chosen",
+        Range("must be 16, 32, 64 or 128", lambda value: value in BLOCKS),
+        tokens=True,
+    )
+    dense_steps: int = option(
+        "number of first training steps that use dense attention",
+        NOT_NEGATIVE.up_to(*STEPS),
+        default=0,
+        kw_only=True,
+    )
+
+
+@dataclass(frozen=True)
+class VerticalSlashSettings(SparseSettings):
+    """Slashes and columns with budgets found online (MTraining, algorithm 1)."""
+
+    name: ClassVar[str] = "vertical_slash"
+
+    last_q: int = option(
+        "queries probed per window, spread evenly over whole blocks",
+        POSITIVE.up_to(*TOKENS_OF_SEQ),
+    )
+    windows: int = option(
+        "number of evenly spaced probe windows, the last at the end of the sequence; one window "
+        "probes only the last of several packed documents",
+        POSITIVE.up_to(*TOKENS_OF_SEQ),
+    )
+    p_v: float = option("share of the probed attention that columns cover", SHARE)
+    p_s: float = option("share of the probed attention that slashes cover", SHARE)
+    joint: bool = option("choose columns by the attention that the slashes leave uncovered")
+    index_per: str = option("group of heads that shares one index", ("query_head", "kv_group"))
+    sink_tokens: int = option("number of first columns always kept", _LINES)
+    min_columns: int = option("minimum number of columns per head", _LINES)
+    max_columns: int = option("maximum number of columns per head; 0 = no limit", _MOST_LINES)
+    min_slashes: int = option(
+        "minimum number of slashes per head; if 2 or more, the nearest two are among them",
+        Range("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31),
+    )
+    max_slashes: int = option("maximum number of slashes per head; 0 = no limit", _MOST_LINES)
+
+    def problems(self, seq: int) -> Iterator[str]:
+        least = max(self.min_columns, self.sink_tokens)
+        if 0 < self.max_columns < least:
+            which = "min_columns" if self.min_columns >= self.sink_tokens else "sink_tokens"
+            yield (
+                f"sparsity.max_columns={self.max_columns}: is below the {least} columns of "
+                f"sparsity.{which}; give 0 (no limit) or at least {least}"
+            )
+        if 0 < self.max_slashes < self.min_slashes:
+            yield (
+                f"sparsity.max_slashes={self.max_slashes}: is below "
+                f"sparsity.min_slashes={self.min_slashes}; give 0 (no limit) or at least "
+                f"{self.min_slashes}"
+            )
+        if seq > MOST_LINES:
+            yield (
+                f"seq={seq}: sparsity.pattern=vertical_slash can choose among at most "
+                f"{MOST_LINES} columns"
+            )
+        if 1 <= seq < self.last_q:
+            yield f"sparsity.last_q={self.last_q}: is above seq={seq}"
+        elif self.last_q >= 1 and 1 <= seq < self.windows * self.last_q:
+            yield (
+                f"sparsity.windows={self.windows}: windows of sparsity.last_q={self.last_q} "
+                f"queries would overlap; seq={seq} has room for {seq // self.last_q}"
+            )
+
+    @property
+    def column_bound(self) -> int | None:
+        return self.max_columns or None
+
+    def slash_bound(self, blocks: int) -> int:
+        return self.max_slashes
+
+    @property
+    def packed_documents_remark(self) -> str | None:
+        if self.windows > 1:
+            return None
+        return (
+            "a single window at the end probes only the last packed document; "
+            "set sparsity.windows=4 to probe several"
+        )
+
+
+@dataclass(frozen=True)
+class XAttentionSettings(SparseSettings):
+    """Blocks chosen by antidiagonal sums of scores."""
+
+    name: ClassVar[str] = "xattention"
+    bitmap: ClassVar[bool] = True
+
+    stride: int = option(
+        "side of the squares whose antidiagonals are summed",
+        POSITIVE.up_to(max(BLOCKS), "no block is larger"),
+    )
+    threshold: float = option("share of a row's scores that the chosen blocks cover", SHARE)
+
+    def problems(self, seq: int) -> Iterator[str]:
+        if self.stride >= 1 and self.block % self.stride:
+            yield f"sparsity.stride={self.stride}: does not divide sparsity.block={self.block}"
+
+
+@dataclass(frozen=True)
+class MobaSettings(SparseSettings):
+    """A few large chunks of keys per query."""
+
+    name: ClassVar[str] = "moba"
+    bitmap: ClassVar[bool] = True
+
+    chunk: int = option("keys per chunk", POSITIVE.up_to(*TOKENS_OF_SEQ), tokens=True)
+    top_k: int = option(
+        "number of chunks per query or query block, its own included",
+        POSITIVE.up_to(MOST_TOKENS, "seq has no more chunks"),
+    )
+    gate: str = option(
+        "choose chunks for each query, or for each block of queries", ("query", "block")
+    )
+
+    def problems(self, seq: int) -> Iterator[str]:
+        if self.block >= 1 and self.chunk % self.block:
+            yield (
+                f"sparsity.chunk={self.chunk}: must be a multiple of sparsity.block={self.block}"
+            )
+
+
+@dataclass(frozen=True)
+class FixedSettings(SparseSettings):
+    """Slashes and columns drawn from the seed, for measurements of speed."""
+
+    name: ClassVar[str] = "fixed"
+    synthetic: ClassVar[bool] = True
+    instead: ClassVar[Mapping[str, str]] = {"slashes": "density"}
+
+    slashes: int = option("number of slashes per head; if given alone, density is 0", _MOST_LINES)
+    columns: int = option("number of columns per head", _MOST_LINES)
+    density: float = option(
+        "share of the causal blocks that slashes fill; 0 = use slashes instead", FRACTION
+    )
+
+    def problems(self, seq: int) -> Iterator[str]:
+        if self.density and self.slashes:
+            yield (
+                f"sparsity.slashes={self.slashes}: sparsity.density={self.density:.10g} already "
+                "sets the number of slashes; give one of them, or 0 for the other"
+            )
+        if not self.density and not self.slashes:
+            yield (
+                "sparsity.slashes=0: give a number of slashes, or their share of the blocks as "
+                "sparsity.density"
+            )
+
+    @property
+    def column_bound(self) -> int:
+        return self.columns
+
+    def slash_bound(self, blocks: int) -> int:
+        # Drawn slashes crowd near the main diagonal, so they are longer than the mean one.
+        return self.slashes or min(blocks, int(self.density * blocks) + 2)
+
+    def known_density(self, seq: int) -> float | None:
+        return min(1.0, self.density + 2 * self.columns / seq) if self.density else None
+
+
+PATTERNS: dict[str, type[PatternSettings]] = {
+    settings.name: settings
+    for settings in (
+        DenseSettings,
+        VerticalSlashSettings,
+        XAttentionSettings,
+        MobaSettings,
+        FixedSettings,
+    )
+}
+
+
+def pattern_keys(pattern: str) -> tuple[str, ...]:
+    """Return the names of a pattern's keys; none for an unknown pattern."""
+    return PATTERNS[pattern].own_keys() if pattern in PATTERNS else ()

@@ -1,0 +1,52 @@
+"""Write a configuration to a resolved.yaml, and read one of this or an earlier version."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mtrain_cli import __version__
+from mtrain_cli.config import earlier_versions, keys
+from mtrain_cli.config.documents import read_yaml, reason
+from mtrain_cli.config.overrides import convert
+from mtrain_cli.config.schema import Config, ConfigError
+
+_MISSING = (
+    "missing; add it to the file, or to LATER in mtrain_cli/config/earlier_versions.py if mtrain "
+    "has a new key"
+)
+
+
+def load(path: Path) -> Config:
+    """Read a resolved.yaml. Check types, but not conflicts or the files that it names.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, or has unknown keys or wrong types.
+    """
+    try:
+        raw = read_yaml(path)
+        flat = keys.flatten(raw) if isinstance(raw, dict) else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
+    if flat is None:
+        raise ConfigError(f"{path}: holds no configuration")
+    flat = earlier_versions.completed(flat)
+    flat = keys.with_other_patterns(flat, flat.get("sparsity.pattern"))
+    leaves, problems = convert(flat)
+    reported = {*leaves, *(name for problem in problems for name in problem.keys)}
+    lines = [problem.line for problem in problems]
+    lines += [f"{name}: {_MISSING}" for name in keys.all_keys() if name not in reported]
+    if lines:
+        raise ConfigError(*(f"{path}: {line}" for line in lines))
+    return keys.build(leaves)
+
+
+def save(config: Config, path: Path) -> None:
+    """Write ``config`` atomically for `load`: readers see the whole old or new file."""
+    import yaml
+
+    text = yaml.safe_dump(keys.nested(config), sort_keys=False, allow_unicode=True)
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(f"# Composed by mtrain {__version__}.\n{text}", encoding="utf-8")
+    part.replace(path)

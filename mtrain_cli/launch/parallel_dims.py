@@ -1,0 +1,68 @@
+"""The dimensions of parallelism: their degrees and each rank's coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from math import prod
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The degree of each dimension. Their product is the number of workers.
+
+    Ranks are row-major in the order of the fields: ``rank = dp_coordinate * cp + cp_coordinate``.
+    Parameters are sharded over all dimensions.
+
+    dp: data-parallel degree, the number of context groups. Each trains on its own sequences.
+    cp: context-parallel degree, the workers of a context group. They share each sequence.
+    """
+
+    dp: int = field(default=1, metadata={"name": "data"})
+    cp: int = field(default=1, metadata={"name": "context"})
+
+    @classmethod
+    def of(cls, workers: int, **degrees: int) -> ParallelDims:
+        """Return dimensions with the given degrees. ``dp`` is ``workers`` divided by their product.
+
+        Raises:
+            ValueError: a degree is below 1, or their product does not divide the workers.
+        """
+        if min(degrees.values(), default=1) < 1:
+            raise ValueError(f"{degrees}: degrees must be at least 1")
+        dp, rest = divmod(workers, prod(degrees.values()))
+        if rest or not dp:
+            raise ValueError(f"{degrees}: the product must divide the {workers} workers")
+        return cls(dp=dp, **degrees)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The degree of each dimension, slowest first."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @property
+    def workers(self) -> int:
+        return prod(self.sizes.values())
+
+    def coordinate(self, dim: str, rank: int) -> int:
+        """Return a rank's coordinate in a dimension."""
+        assert 0 <= rank < self.workers, (rank, self)
+        return rank // self._stride(dim) % self.sizes[dim]
+
+    def group(self, dim: str, rank: int) -> tuple[int, ...]:
+        """Return the ranks that share all other coordinates with ``rank``, itself included."""
+        stride = self._stride(dim)
+        first = rank - self.coordinate(dim, rank) * stride
+        return tuple(range(first, first + self.sizes[dim] * stride, stride))
+
+    def groups(self, dim: str) -> list[tuple[int, ...]]:
+        """Return all groups of a dimension. Every rank is in one of them."""
+        return sorted({self.group(dim, rank) for rank in range(self.workers)})
+
+    def __str__(self) -> str:
+        """Return all degrees, such as ``2 data x 4 context``."""
+        return " x ".join(f"{getattr(self, f.name)} {f.metadata['name']}" for f in fields(self))
+
+    def _stride(self, dim: str) -> int:
+        """Return the difference in rank between neighbours along a dimension."""
+        names = list(self.sizes)
+        return prod(self.sizes[name] for name in names[names.index(dim) + 1 :])

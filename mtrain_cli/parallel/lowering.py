@@ -1,0 +1,565 @@
+"""Lower a schedule to the program of one rank in one pass (`program.Program`).
+
+There is one function per direction and kind of exchange. Each emits a rank's operations in order.
+The Ulysses all-to-alls, which trade tokens for heads, wrap any of them. This module names the
+buffers; their lifetimes follow from the operations.
+
+The simulator charges the bytes in an operation's `moves`. If one charge covers several copies, the
+first copy carries it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache
+
+from mtrain_cli.parallel.program import (
+    COLUMNS,
+    KEYS,
+    MADE,
+    NOTHING,
+    ROWS,
+    STATS,
+    WHOLE_SEQUENCE,
+    WIDE_COLUMNS,
+    AddColumns,
+    Arrange,
+    Begin,
+    Buffer,
+    Compute,
+    ComputeColumns,
+    Merge,
+    Operation,
+    Part,
+    Post,
+    Program,
+    Reduce,
+    Shards,
+    Size,
+    Wait,
+    high,
+    low,
+)
+from mtrain_cli.parallel.schedule import (
+    COLUMNS as COLUMN_PAYLOAD,
+)
+from mtrain_cli.parallel.schedule import (
+    CONTEXT,
+    DKV,
+    DQ,
+    HEADS,
+    KV,
+    QUERIES,
+    SUM,
+    UNSCHEDULED,
+    Schedule,
+    ScheduleStep,
+    Transfer,
+)
+
+# What `Arrange` does.
+PACK = "pack"  # stack k and v into one message
+PICK = "pick"  # copy single columns out of this rank's keys
+DELTA = "delta"  # sum out * dout over each row, and start the sum of dq at 0
+MESSAGE = "message"  # pack what others need to compute gradients of these queries
+ZERO = "zero"  # start the sum of this rank's key gradients
+TAKE_SUM = "take_sum"  # take a buffer, which the next `Merge` fills
+RESULT = "result"  # cast the output to the compute dtype
+GRADIENTS = "gradients"  # cast the gradients to the compute dtype
+TAKE = "take"  # copy one part of the heads from this rank's keys
+ORDER = "order"  # bring gathered keys into sequence order
+JOIN_OUT = "join_out"  # concatenate out over all parts of the heads
+CUT = "cut"  # copy one part of the heads from lse
+PLACE = "place"  # write one part's gradients into the whole tensor
+SHARDS = "shards"  # cut key gradients into the ranks' shards
+OWN = "own"  # concatenate the key gradients that returned
+JOIN = "join"  # concatenate dq over all parts of the heads
+TO_HEADS, FROM_TOKENS = "to_heads", "from_tokens"  # before and after tokens are traded for heads
+TO_TOKENS, FROM_HEADS = "to_tokens", "from_heads"  # before and after heads are traded for tokens
+ADD_HEADS = "add_heads"  # concatenate heads, and add the gradients of repeated ones
+
+# Bytes that copies and additions move. ADDED: two sums and a part. COPIED: a part and a sum.
+_ADDED, _COPIED = 2 * high(ROWS) + low(ROWS), high(ROWS) + low(ROWS)
+_KEYS_ADDED, _KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
+# By payload of a gradient: the first word of its buffers, and the bytes that adding it moves.
+_GRADIENTS = {DKV: ("dkv", 3 * high(KEYS)), DQ: ("dqueries", 3 * high(ROWS))}
+
+Steps = Sequence[ScheduleStep]
+_Lowering = Callable[["_Builder", Steps], None]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a program depends on in addition to its schedule.
+
+    needs_out: whether the kernel needs out in backward, and derives delta from it.
+    columns: whether single columns of the index are gathered once, outside the steps of a ring.
+    copies_parts: whether the kernel copies out and dout if it gets a part of the heads.
+    """
+
+    needs_out: bool = False
+    columns: bool = False
+    copies_parts: bool = False
+
+
+def query_message(traits: Traits) -> Size:
+    """Return the size of q, dout, lse, and out or delta, which the gradients of queries need."""
+    return 2 * low(ROWS) + high(STATS) + (low(ROWS) if traits.needs_out else high(STATS))
+
+
+@cache
+def _payload(payload: str, parts: int, traits: Traits) -> Size:
+    """Return the bytes of one rank's shard in one of ``parts`` equal parts of the heads."""
+    message = query_message(traits)
+    return {KV: low(KEYS), DKV: high(KEYS), DQ: high(ROWS), QUERIES: message}[payload] / parts
+
+
+def lower(
+    schedule: Schedule, rank: int, *, backward: bool = False, traits: Traits | None = None
+) -> Program:
+    """Return the program of a rank in the forward or the backward pass."""
+    b = _Builder(schedule, rank, traits or Traits())
+    steps = (schedule.backward if backward else schedule.forward)[rank]
+    if schedule.gathers:
+        inside = _gather_backward if backward else _gather_forward
+    elif backward:
+        inside = _queries_backward if schedule.queries_travel else _keys_backward
+    else:
+        inside = _ring_forward
+    own = ""
+    if schedule.heads > 1:
+        own = "own "
+        _trade_heads(b, steps, inside, backward=backward)
+    else:
+        b.enclose(inside, steps)
+    if backward:
+        return b.program((f"{own}dq", f"{own}dk", f"{own}dv"))
+    kept = f"kv {b.shard(schedule.keeps[rank])}"
+    columns = ("columns",) if b.traits.columns else ()
+    return b.program((f"{own}out", "lse"), ("q", kept, "out", "lse", *columns))
+
+
+def _ring_forward(b: _Builder, steps: Steps) -> None:
+    """Circulate key shards; merge what each step computes into the output so far."""
+    b.begin(0, steps[0])
+    b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
+    if b.traits.columns:
+        b.arrange(PICK, (f"kv {b.own}",), ("columns",), 2 * low(COLUMNS))
+        b.sum_columns("columns", low(WIDE_COLUMNS))
+    # The first part becomes the output so far. The second merge casts it to float32.
+    merged = {0: NOTHING, 1: _ADDED + _COPIED}
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        b.hops(step.post)
+        b.wait(step.wait)
+        keys, part = f"kv {b.shard(step.keys)}", f"part {at}"
+        b.compute(step, ("q", keys), (part,))
+        b.emit(Merge, (part,), ("total",), moves=merged.get(at, _ADDED))
+        if at == 0 and b.traits.columns:
+            b.wait((UNSCHEDULED,))
+            b.emit(ComputeColumns, ("q", "columns", "total"), ("total",))
+        b.end_step(step, keys)
+    b.arrange(RESULT, ("q", "total"), ("out", "lse"), _COPIED)
+
+
+def _keys_backward(b: _Builder, steps: Steps) -> None:
+    """Send key shards home. Each rank adds its part to the gradient that follows a shard."""
+    b.begin(0, steps[0])
+    rows = b.begin_backward(2 * low(ROWS) + high(ROWS))
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        b.hops(step.post)
+        b.wait(step.wait)
+        shard, made = b.shard(step.keys), (f"dq {at}", f"dkeys {at}")
+        total = f"dkv {shard}"
+        b.take_sum(total)
+        b.compute(step, (*rows, f"kv {shard}"), made)
+        b.emit(Merge, made, ("dq_sum", total), begins=(total,), moves=_ADDED + _KEYS_COPIED)
+        b.exchange_gradients(step)
+        b.end_step(step, f"kv {shard}")
+    b.end_backward(f"dkv {b.own}")
+
+
+def _queries_backward(b: _Builder, steps: Steps) -> None:
+    """Keep the keys. Circulate queries with what their gradients need; the gradients follow."""
+    b.begin(0, steps[0])
+    rows = b.begin_backward(6 * low(ROWS) + high(ROWS))  # includes the message
+    b.arrange(MESSAGE, rows, (f"queries {b.own}",))
+    b.arrange(ZERO, (f"kv {b.own}",), ("dkv sum",), timed=False)
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        b.hops(step.post)
+        b.wait(step.wait)
+        computed = [f"queries {b.shard(step.queries)}"] if step.queries else []
+        if step.queries:
+            total, made = f"dqueries {b.shard(step.queries)}", (f"dq {at}", f"dkeys {at}")
+            b.take_sum(total)
+            b.compute(step, (*computed, f"kv {b.own}"), made)
+            moves = _COPIED + _KEYS_ADDED
+            b.emit(Merge, made, (total, "dkv sum"), begins=(total,), moves=moves)
+        b.exchange_gradients(step)
+        b.end_step(step, *computed)
+    b.emit(Reduce, (f"dqueries {b.own}",), ("dq_sum",))
+    b.end_backward("dkv sum")
+
+
+def _gather_forward(b: _Builder, steps: Steps) -> None:
+    """Gather each part of the heads while the part before it is computed."""
+    b.begin(0, steps[0])
+    b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
+    parts = []
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        keys = b.gather_keys(at, step)
+        parts.append(f"part {at}")
+        b.compute(step, ("q", keys), (parts[-1],))
+    b.arrange(JOIN_OUT, parts, ("out", "lse"), 2 * low(ROWS) if len(parts) > 1 else NOTHING)
+    b.wait(b.under_way)
+
+
+def _gather_backward(b: _Builder, steps: Steps) -> None:
+    """Gather as in forward. The gradients of a part return while the next one is computed."""
+    parts = len(steps)
+    cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
+    copies = b.traits.copies_parts and b.schedule.groups > 1 and parts > 1
+    own, dq, sums = f"kv {b.own}", [], []
+    for at, step in enumerate(steps):
+        b.begin(at, step)
+        keys, piece = b.gather_keys(at, step), b.piece(step.part)
+        moves = 4 * low(ROWS) / parts if copies else NOTHING
+        b.arrange(CUT, ("lse",), (f"lse {at}",), moves, piece=piece)
+        made = ("dq" if parts == 1 else f"dq {at}", f"dkeys {at}")
+        b.compute(step, ("q", "dout", "out", f"lse {at}", keys), made)
+        if not step.send:
+            b.arrange(PLACE, ("q", own, *made), ("dq", "dkv"), cut, piece=piece)
+            continue
+        dq.append(made[0])
+        # The previous part is sent from a buffer of the same size as the next one. Free it first.
+        b.wait(step.collect)
+        sums.append(b.scatter_gradients(at, step, made[1], cut))
+    b.wait(b.under_way)
+    b.arrange(OWN, (own, *(sums or ["dkv"])), ("dk", "dv"), timed=False, renames=not sums)
+    # Under Ulysses the simulator charges this with the last copy.
+    moves = NOTHING if b.sharing > 1 else _joined(parts)
+    b.arrange(JOIN, dq or ["dq"], ("dq",), moves, timed=False)
+
+
+def _joined(parts: int) -> Size:
+    return _KEYS_COPIED + 2 * low(ROWS) if parts > 1 else _KEYS_COPIED
+
+
+def _trade_heads(b: _Builder, steps: Steps, inside: _Lowering, *, backward: bool) -> None:
+    """Ulysses: trade tokens of all heads for heads of all tokens, exchange, and trade back."""
+    queries, both = low(ROWS), low(ROWS) + low(KEYS)
+    moves = 3 * (queries if backward else both)
+    there = ["dout"] if backward else ["q", "k", "v"]
+    back = ["dq", "dk", "dv"] if backward else ["out"]
+    b.begin(0, steps[0])
+    b.arrange(TO_HEADS, [f"own {name}" for name in there], ("heads to trade",), moves)
+    payload = queries if backward else both
+    b.trade(steps[0].post[0], "heads to trade", "traded heads", payload)
+    b.arrange(FROM_TOKENS, ("traded heads",), there, moves, scratch=payload)
+    b.enclose(inside, [b.without_trade(step) for step in steps[:-1]])
+    b.begin(len(steps) - 1, steps[-1])
+    payload = both if backward else queries
+    b.arrange(TO_TOKENS, back, ("tokens to trade",), moves, scratch=payload)
+    b.trade(steps[-1].post[0], "tokens to trade", "traded tokens", payload)
+    by_rank = [f"{name} by rank" for name in back]
+    b.arrange(FROM_HEADS, ("traded tokens",), by_rank, moves)
+    joined = _joined(len(steps) - 1) if backward and b.schedule.gathers else NOTHING
+    # These are views of what arrived, which stays until they are copied.
+    b.arrange(ADD_HEADS, by_rank, [f"own {name}" for name in back], joined, timed=False)
+    b.hold("traded tokens")
+
+
+class _Builder:
+    """Collects operations. Ranks that share heads count as one shard."""
+
+    def __init__(self, schedule: Schedule, rank: int, traits: Traits) -> None:
+        self.schedule, self.traits = schedule, traits
+        self.rank, self.sharing = rank, schedule.heads
+        self.own = rank // self.sharing
+        # Number 0 is the first Ulysses all-to-all, if there is one.
+        self._first_number = 1 if self.sharing > 1 else 0
+        self._operations: list[Operation] = []
+        self._step = -1
+        self._transfers: dict[int, Post] = {}
+        self._in_flight: dict[int, Post] = {}
+        self._held: dict[str, int] = {}  # buffer -> the operation up to which it must live
+        self._pooled: set[str] = set()
+        self._inside = slice(None)
+
+    def shard(self, members: Shards) -> int:
+        return members[0] // self.sharing
+
+    def emit(
+        self, kind: type[Operation], reads: Sequence[str], writes: Sequence[str], **fields
+    ) -> None:
+        self._operations.append(
+            kind(step=self._step, reads=tuple(reads), writes=tuple(writes), **fields)
+        )
+
+    def begin(self, at: int, step: ScheduleStep) -> None:
+        """Begin a step, unless it has begun."""
+        if at != self._step:
+            self._step = at
+            self.emit(Begin, (), (), computes=bool(step.queries))
+
+    def arrange(
+        self,
+        what: str,
+        reads: Sequence[str],
+        writes: Sequence[str],
+        moves: Size = NOTHING,
+        **fields,
+    ) -> None:
+        self.emit(Arrange, reads, writes, what=what, moves=moves, **fields)
+
+    def take_sum(self, name: str) -> None:
+        self._pooled.add(name)
+        self.arrange(TAKE_SUM, (), (name,), timed=False)
+
+    def compute(self, step: ScheduleStep, reads: Sequence[str], writes: Sequence[str]) -> None:
+        self.emit(
+            Compute,
+            reads,
+            writes,
+            queries=(self.shard(step.queries),),
+            keys=WHOLE_SEQUENCE if self.schedule.gathers else (self.shard(step.keys),),
+            part=step.part,
+            piece=self.piece(step.part),
+            with_columns=not self.traits.columns,
+        )
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Wait for the given transfers that are in flight."""
+        for number in [n for n in numbers if n in self._in_flight]:
+            del self._in_flight[number]
+            self.emit(Wait, (), (), number=number)
+
+    @property
+    def under_way(self) -> tuple[int, ...]:
+        return tuple(self._in_flight)
+
+    def trade(self, transfer: Transfer, leaves: str, arrives: str, payload: Size) -> None:
+        self._post(transfer, (leaves,), (arrives,), payload)
+        self.wait((transfer.number,))
+
+    def hops(self, transfers: Sequence[Transfer]) -> None:
+        """Pass shards on, and receive others into pooled buffers."""
+        for t in transfers:
+            leaves, arrives = (f"{t.payload} {self.shard(s)}" for s in (t.sends, t.receives))
+            self._pooled.add(arrives)
+            self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
+
+    def hold(self, *names: str) -> None:
+        """Do not free these buffers before this point."""
+        self._held |= dict.fromkeys(names, len(self._operations) - 1)
+
+    def end_step(self, step: ScheduleStep, *computed: str) -> None:
+        """Hold this step's results, and the buffers that it finished sending, until it ends.
+
+        Otherwise the step's gradients would take over their memory.
+        """
+        left = (self._transfers[n].reads for n in step.wait if n in self._transfers)
+        self.hold(*computed, *(name for names in left for name in names))
+
+    def sum_columns(self, name: str, size: Size) -> None:
+        """Sum single columns, or their gradients, over all ranks that hold the same heads."""
+        peers = tuple(range(self.rank % self.sharing, self.schedule.workers, self.sharing))
+        part = self.rank % self.sharing, self.sharing
+        transfer = Transfer(
+            UNSCHEDULED, SUM, COLUMN_PAYLOAD, CONTEXT, (), (), peers=peers, part=part
+        )
+        self._post(transfer, (name,), (name,), size)
+
+    def gather_keys(self, at: int, step: ScheduleStep) -> str:
+        """Gather this part of the heads and the next. Return the buffer of this part's keys."""
+        own, keys = f"kv {self.own}", f"keys {at}"
+        for t in step.post:
+            source, piece, leaving = f"gathered {t.after}", (0, 1), []
+            if not self._forwards(t):
+                source, piece = own, self.piece(t.part)
+                # A part of the heads leaves from a copy.
+                leaving = [f"leaving {t.number}"] if piece[1] > 1 else []
+            payload = _payload(t.payload, t.part[1], self.traits)
+            self._post(t, (source,), (f"gathered {t.number}", *leaving), payload, piece=piece)
+        self.wait(step.wait)
+        if not step.wait:
+            self.arrange(TAKE, (own,), (keys,), piece=self.piece(step.part))
+            return keys
+        last = self._transfers[step.wait[-1]].transfer
+        moves = 2 * low(KEYS) * self.schedule.groups / (step.part[1] // self.sharing)
+        among = len(last.peers) if self._forwards(last) else 0
+        self.arrange(ORDER, (f"gathered {last.number}",), (keys,), moves, among=among)
+        return keys
+
+    def scatter_gradients(self, at: int, step: ScheduleStep, made: str, moves: Size) -> str:
+        """Cut key gradients into shards and start to sum them. Return the buffer of the sum."""
+        name = f"shards {at}"
+        among = len(step.send[0].peers) if len(step.send) > 1 else 0
+        # Shards in node order are a copy of those in rank order.
+        copied = high(KEYS) * self.schedule.groups / (step.part[1] // self.sharing)
+        scratch = copied if among else NOTHING
+        self.arrange(SHARDS, (made,), (name,), moves, among=among, scratch=scratch)
+        for t in step.send:
+            self._post(
+                t, (name,), (f"sum {t.number}",), _payload(t.payload, t.part[1], self.traits)
+            )
+            name = f"sum {t.number}"
+        # What the kernel returned stays until the sum has started.
+        self.hold(made)
+        return name
+
+    def exchange_gradients(self, step: ScheduleStep) -> None:
+        """Add the gradients that arrived, then pass on those that this step completes."""
+        for number in step.collect:
+            post = self._in_flight[number]
+            self.wait((number,))
+            word, moves = _GRADIENTS[post.transfer.payload]
+            total = f"{word} {self.shard(post.transfer.receives)}"
+            self.emit(Reduce, post.writes, (total,), moves=moves)
+        for t in step.send:
+            word, _ = _GRADIENTS[t.payload]
+            leaves = f"{word} {self.shard(t.sends)}"
+            arrives = f"{word} {self.shard(t.receives)} by {t.number}"
+            self._pooled |= {leaves, arrives}
+            self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
+
+    def begin_backward(self, moves: Size) -> tuple[str, ...]:
+        """Start the sum of dq, with gathered columns if there are any.
+
+        Return the buffers, other than the keys, that a kernel reads.
+        """
+        columns = self.traits.columns
+        delta = ("delta",) if columns or not self.traits.needs_out else ()
+        rows = ("q", "dout", "out", "lse", *delta)
+        self.arrange(DELTA, rows[:3], (*delta, *(() if columns else ("dq_sum",))), moves)
+        if columns:
+            self.emit(ComputeColumns, (*rows, "columns"), ("dq_sum", "dcolumns"))
+            self.sum_columns("dcolumns", high(WIDE_COLUMNS))
+        return rows
+
+    def end_backward(self, gradient: str) -> None:
+        """Add the gradients of gathered columns, and cast the sums."""
+        self._pooled.add(gradient)
+        if self.traits.columns:
+            self.wait((UNSCHEDULED,))
+            # Every rank adds the share of the columns that is among its keys.
+            moves = 3 * high(COLUMNS) / self.schedule.workers
+            self.emit(AddColumns, ("dcolumns",), (gradient,), moves=moves)
+        reads = ("q", "dq_sum", gradient)
+        self.arrange(GRADIENTS, reads, ("dq", "dk", "dv"), _COPIED + _KEYS_COPIED)
+
+    def enclose(self, inside: _Lowering, steps: Steps) -> None:
+        """Lower the operations between the two Ulysses all-to-alls."""
+        start = len(self._operations)
+        inside(self, steps)
+        self._inside = slice(start, len(self._operations))
+
+    def without_trade(self, step: ScheduleStep) -> ScheduleStep:
+        post = tuple(t for t in step.post if t.payload != HEADS)
+        return replace(step, post=post, wait=tuple(n for n in step.wait if n >= self._first_number))
+
+    def program(self, results: tuple[str, ...], saved: tuple[str, ...] = ()) -> Program:
+        assert not self._in_flight, "every transfer is waited for"
+        inputs: dict[str, None] = {}
+        written: dict[str, None] = {}
+        for op in self._operations:
+            inputs.update(dict.fromkeys(name for name in op.reads if name not in written))
+            written.update(dict.fromkeys(op.writes))
+        frees: dict[int, list[str]] = {}
+        for name, at in self._last_uses().items():
+            if name not in (*results, *saved):
+                frees.setdefault(at, []).append(name)
+        operations = tuple(
+            replace(op, frees=tuple(frees[at])) if at in frees else op
+            for at, op in enumerate(self._operations)
+        )
+        sizes = self._sizes()
+        buffers = {
+            name: Buffer(self._size(name, sizes), name in self._pooled) for name in inputs | written
+        }
+        return Program(
+            operations, tuple(inputs), results, saved, buffers, self._inside, self.sharing
+        )
+
+    def _last_uses(self) -> dict[str, int]:
+        """Return each buffer's last operation. A sent buffer is in use until its `Wait`."""
+        waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
+        found = dict(self._held)
+        for at, op in enumerate(self._operations):
+            for name in (*op.reads, *op.writes):
+                found[name] = max(at, found.get(name, 0))
+            if isinstance(op, Post):
+                for name in (*op.reads, *op.writes[1:]):
+                    found[name] = max(found[name], waits[op.transfer.number])
+        return found
+
+    def piece(self, part: Part) -> Part:
+        """Turn a part of the model's heads into a part of this rank's heads."""
+        own = part[1] // self.sharing
+        return part[0] % own, own
+
+    def _forwards(self, t: Transfer) -> bool:
+        """Whether a transfer sends what another one delivered."""
+        return t.after is not None and t.after >= self._first_number
+
+    def _post(
+        self,
+        transfer: Transfer,
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        payload: Size,
+        piece: Part = (0, 1),
+    ) -> None:
+        post = Post(
+            step=self._step,
+            reads=reads,
+            writes=writes,
+            transfer=transfer,
+            payload=payload,
+            piece=piece,
+        )
+        self._operations.append(post)
+        self._in_flight[transfer.number] = self._transfers[transfer.number] = post
+
+    def _size(self, name: str, sizes: dict[str, Size]) -> Size:
+        """Return the bytes of a buffer, by its name or by the first word of it."""
+        word, _, number = name.partition(" ")
+        if word in ("gathered", "leaving", "sum"):
+            post = self._transfers[int(number)]
+            t = post.transfer
+            if word == "leaving":
+                return post.payload * len(t.sends)
+            return post.payload * (len(t.receives) + (len(t.sends) if word == "gathered" else 0))
+        if name.endswith(" by rank"):
+            return NOTHING  # a view
+        if word == "own":
+            return sizes[number]
+        if word in ("heads", "traded", "tokens"):
+            (post,) = (p for p in self._transfers.values() if name in (*p.reads, *p.writes))
+            return post.payload
+        return sizes[f"{word} of a part" if number.isdigit() and word in ("lse", "dq") else word]
+
+    def _sizes(self) -> dict[str, Size]:
+        gathers, groups = self.schedule.gathers, self.schedule.groups
+        n = max(op.piece[1] for op in self._operations if isinstance(op, Compute))
+        rows, keys, stats = low(ROWS), low(KEYS), high(STATS)
+        # A part of lse is a view. So are the keys of one rank that computes all heads at once.
+        whole_keys = keys * groups / n if groups > 1 or n > 1 else NOTHING
+        made = Size(((Fraction(1), KEYS, MADE),))
+        return {
+            "q": rows, "k": keys / 2, "v": keys / 2, "out": rows, "dout": rows, "lse": stats,
+            "dq": rows, "dk": keys / 2, "dv": keys / 2, "delta": stats, "kv": keys,
+            "lse of a part": NOTHING, "dq of a part": rows / n, "part": (rows + stats) / n,
+            "queries": query_message(self.traits), "total": high(ROWS) + stats,
+            "dq_sum": high(ROWS), "dqueries": high(ROWS),
+            "dkv": keys if gathers else high(KEYS),
+            "dkeys": made * groups / n if gathers else made,
+            "keys": whole_keys,
+            "shards": high(KEYS) * groups / n,
+            "columns": low(WIDE_COLUMNS), "dcolumns": high(WIDE_COLUMNS),
+        }  # fmt: skip

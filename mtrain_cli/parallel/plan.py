@@ -1,0 +1,168 @@
+"""The plan of one batch: which query-key pairs a rank computes, and at which step.
+
+A plan joins a layout (who holds which tokens), the masks of a batch (which pairs count) and a
+schedule (which shards meet at which step) as plain data. It is made on the host, on the loader's
+thread, for one rank and without messages. `ContextAttention` runs it, and ``print`` shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.device_copy import map_tensors, packed, to_device, unpacked
+from mtrain_cli.attention.kernel import IndexRequest
+from mtrain_cli.attention.mask import IntArray, SequenceMask
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.parallel.exchange import Exchange, ShardTiles
+from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Program, Shards
+from mtrain_cli.parallel.schedule import Schedule
+from mtrain_cli.sparsity.pattern import MaskedPositions
+
+
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """What one rank computes for one batch, in every layer.
+
+    layout: who holds which tokens. Ranks that share heads hold one shard together.
+    schedule: what every rank computes and sends at each step.
+    rank: this rank in the context group.
+    masks: one per sequence of the batch.
+    forward, backward: this rank's programs, which name the tiles of each step.
+    tiles: what the steps of both passes compute under the masks, by (query shard, key shard).
+    early: number of this rank's first queries that recomputation computes again. The first pass
+        keeps out and lse of the others. None keeps nothing.
+    early_tiles: the tiles of these early queries; None if there are none.
+    masked: what the estimate of a dynamic index reads; None for dense attention.
+    allowed_pairs: query-key pairs that the masks allow over all ranks, per head and layer.
+    pairs: query-key pairs that the masks leave this rank, per head and layer. A pair in 1/n of the
+        heads counts as 1/n.
+    buffer: uint8, pinned memory that holds all tables; None if each table has its own memory.
+    """
+
+    layout: Layout
+    schedule: Schedule
+    rank: int
+    masks: tuple[SequenceMask, ...]
+    forward: Program
+    backward: Program
+    tiles: ShardTiles
+    early: int | None
+    early_tiles: ShardTiles | None
+    masked: MaskedPositions | None
+    allowed_pairs: int
+    pairs: float
+    buffer: torch.Tensor | None = None
+
+    @staticmethod
+    def make(
+        exchange: Exchange,
+        masks: Sequence[SequenceMask],
+        request: IndexRequest | None = None,
+        *,
+        keep: float = 0.0,
+    ) -> Plan:
+        """Make a plan on the host, without the device or other ranks.
+
+        Args:
+            exchange: the rank, its layout and its schedule.
+            masks: one per sequence of the batch.
+            request: the kind of the dynamic index; None for dense attention.
+            keep: share of this rank's queries, at the end, whose out and lse the first forward pass
+                keeps for recomputation.
+
+        Raises:
+            ValueError: the layout's shards are not whole blocks of the index.
+        """
+        layout, rank = exchange.inside, exchange.group.rank
+        block = masked = tables = None
+        if request is not None:
+            block, outer = request.block, exchange.layout
+            shards = [outer.positions(worker) for worker in range(outer.workers)]
+            masked = MaskedPositions.make(masks, block, shards, rank, bitmap=request.bitmap)
+            tables = masked.tables
+        early = early_queries(exchange.num_queries, keep, block)
+
+        def tiles(rows: int | None) -> ShardTiles:
+            needed = exchange.needed_tiles(indexed=block is not None, forward_only=rows is not None)
+            positions = {s: positions_of(layout, s) for pair in needed for s in pair}
+            made = {
+                (q, k): Tiles.between(masks, positions[q][:rows], positions[k], tables)
+                for q, k in sorted(needed)
+            }
+            if tables is None:  # find the rectangles here, not in the first call of a kernel
+                _ = [pair.slices for pair in made.values()]
+            return ShardTiles(made)
+
+        forward, whole = exchange.program(backward=False), tiles(None)
+        recomputes_all = early == exchange.num_queries
+        return Plan(
+            layout=layout,
+            schedule=exchange.schedule,
+            rank=rank,
+            masks=tuple(masks),
+            forward=forward,
+            backward=exchange.program(backward=True),
+            tiles=whole,
+            early=None if recomputes_all else early,
+            early_tiles=None if recomputes_all or not early else tiles(early),
+            masked=masked,
+            allowed_pairs=sum(mask.pairs for mask in masks),
+            pairs=sum(
+                whole.tiles[op.queries, op.keys].pairs / op.part[1] for op in forward.computes
+            ),
+        )
+
+    def pinned(self) -> Plan:
+        """Return the plan in pinned memory, which one asynchronous copy moves to a GPU."""
+        parts, buffer = packed(self._parts, pin=True)
+        return self._with(parts, buffer)
+
+    def to(self, device: torch.device | str) -> Plan:
+        """Return the plan with its tables on a device, without waiting for the copies."""
+        if self.buffer is None:
+            return self._with(map_tensors(self._parts, lambda tensor: to_device(tensor, device)))
+        return self._with(unpacked(self._parts, self.buffer, device))
+
+    @property
+    def _parts(self) -> tuple[ShardTiles, ShardTiles | None, MaskedPositions | None]:
+        return self.tiles, self.early_tiles, self.masked
+
+    def _with(
+        self,
+        parts: tuple[ShardTiles, ShardTiles | None, MaskedPositions | None],
+        buffer: torch.Tensor | None = None,
+    ) -> Plan:
+        tiles, early_tiles, masked = parts
+        return replace(self, tiles=tiles, early_tiles=early_tiles, masked=masked, buffer=buffer)
+
+    def __repr__(self) -> str:
+        """Show the layout, the masks, and the pairs of each step of the forward pass."""
+        layout, tables = self.layout, self.masked and self.masked.tables
+        index = f"index of {tables.blocks:,} blocks of {tables.block} tokens" if tables else "dense"
+        lines = [
+            f"Plan of rank {self.rank} of {self.schedule.workers}: {self.schedule.exchange}, "
+            f"{layout.name}, {layout.tokens_per_worker:,} queries per sequence, {index}",
+            *(f"sequence of {mask.length:,} tokens: {mask.pairs:,} pairs" for mask in self.masks),
+        ]
+        for op in self.forward.computes:
+            keys = "all keys" if op.keys == WHOLE_SEQUENCE else f"keys of shard {op.keys[0]}"
+            part, parts = op.part
+            heads = f", part {part + 1} of {parts} of the heads" if parts > 1 else ""
+            pairs = self.tiles.tiles[op.queries, op.keys].pairs
+            lines.append(
+                f"step {op.step}: queries of shard {op.queries[0]}, {keys}{heads}: {pairs:,} pairs"
+            )
+        return "\n".join(lines)
+
+
+def positions_of(layout: Layout, shards: Shards) -> IntArray:
+    """Return the global positions of a shard's slots, ascending."""
+    if shards == WHOLE_SEQUENCE:
+        return np.arange(layout.padded_seq, dtype=np.int64)
+    (shard,) = shards
+    return layout.positions(shard)

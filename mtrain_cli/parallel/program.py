@@ -1,0 +1,388 @@
+"""The program of a pass: the operations of one rank in one pass of one layer's attention.
+
+`lowering.lower` makes a program from a schedule. The executor runs it, the simulator prices it, and
+a run plan adds up its bytes. A program is plain data: it needs neither torch nor a process group.
+
+An operation names the buffers that it reads and writes. Every buffer is written before it is read.
+The last operation that uses a buffer frees it. The source of a transfer stays until its `Wait`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+from mtrain_cli.parallel.schedule import SUM, Transfer
+
+Part = tuple[int, int]  # (i, n): the i-th of n equal parts
+Shards = tuple[int, ...]
+Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes of a number) of a buffer
+WHOLE_SEQUENCE: Shards = (-1,)  # stands for all key shards, in sequence order
+
+# What a buffer holds. ROWS: as many numbers as a rank's queries have. KEYS: as its keys and values
+# have. STATS: one number per query and head, such as lse. COLUMNS: keys and values of single
+# columns; WIDE_COLUMNS: the same, padded to whole tiles, as they travel.
+ROWS, KEYS, STATS, COLUMNS, WIDE_COLUMNS = "rows", "keys", "stats", "columns", "wide_columns"
+# How wide the numbers are: as in the compute dtype, as in a sum, or as a kernel returns dk and dv.
+LOW, HIGH, MADE = "low", "high", "made"
+_SUM_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ShardSizes:
+    """The numbers that determine a shard's bytes.
+
+    tokens: a worker's tokens per sequence, times micro-batch.
+    heads, kv_heads, head_dim: the model's.
+    dtype_bytes: bytes per number in the compute dtype.
+    columns: single columns of the index per head, or 0.
+    column_width: `columns`, rounded up to whole tiles.
+    sequences: sequences of a micro-batch.
+    made_bytes: of a number in the dk and dv that a kernel returns; 0 for `dtype_bytes`.
+    """
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    columns: int = 0
+    column_width: int = 0
+    sequences: int = 1
+    made_bytes: int = 0
+
+    def width(self, precision: str) -> int:
+        """Return the bytes of a number."""
+        widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
+        return widths[precision] or self.dtype_bytes
+
+    def count(self, unit: str, sharing: int) -> int | Fraction:
+        """Return how many numbers a unit has if ``sharing`` ranks share heads.
+
+        Each of these ranks has a part of the heads for the tokens of all these ranks. Key-value
+        heads are repeated if there are fewer than ranks.
+        """
+        if unit == KEYS:
+            return 2 * self.tokens * max(self.kv_heads, sharing) * self.head_dim
+        if unit == ROWS:
+            return self.tokens * self.heads * self.head_dim
+        if unit == STATS:
+            return self.tokens * self.heads
+        width = {COLUMNS: self.columns, WIDE_COLUMNS: self.column_width}[unit]
+        return Fraction(2 * self.sequences * self.heads * width * self.head_dim, sharing)
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes, as a sum of terms (count, unit, precision)."""
+
+    terms: tuple[tuple[Fraction, str, str], ...] = ()
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.terms + other.terms)
+
+    def __mul__(self, times: int | Fraction) -> Size:
+        return Size(tuple((count * times, unit, width) for count, unit, width in self.terms))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, parts: int) -> Size:
+        return self * Fraction(1, parts)
+
+    def of(self, sizes: ShardSizes, sharing: int = 1) -> int | float:
+        """Return the bytes for shards of these sizes: an int if they are whole, else a float."""
+        total = sum(
+            (
+                count * sizes.count(unit, sharing) * sizes.width(precision)
+                for count, unit, precision in self.terms
+            ),
+            Fraction(0),
+        )
+        return int(total) if total.denominator == 1 else float(total)
+
+    def shape(self, sizes: ShardSizes) -> Shape:
+        """Return what decides whether two buffers can stand in for each other."""
+        return tuple((count, unit, sizes.width(precision)) for count, unit, precision in self.terms)
+
+
+def total_size(sizes: Iterable[Size]) -> Size:
+    """Add sizes up, with one term per unit and precision."""
+    counts: dict[tuple[str, str], Fraction] = {}
+    for count, unit, precision in (term for size in sizes for term in size.terms):
+        counts[unit, precision] = counts.get((unit, precision), Fraction(0)) + count
+    return Size(tuple((count, *what) for what, count in sorted(counts.items())))
+
+
+def low(unit: str) -> Size:
+    """Return the bytes of one ``unit``, such as KEYS or ROWS, in the compute dtype."""
+    return Size(((Fraction(1), unit, LOW),))
+
+
+def high(unit: str) -> Size:
+    """Return the bytes of one ``unit``, such as ROWS or STATS, in float32."""
+    return Size(((Fraction(1), unit, HIGH),))
+
+
+NOTHING = Size()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One thing that a rank does.
+
+    step: number of the step in the schedule.
+    reads, writes: names of buffers. A buffer that is written again changes in place.
+    frees: buffers that no later operation uses.
+    """
+
+    step: int
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    frees: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begin(Operation):
+    """Begin a step. computes: whether the step calls a kernel."""
+
+    computes: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrange(Operation):
+    """Copy tensors into another order, shape or dtype.
+
+    what: one of the names in `lowering`.
+    moves: bytes that memory reads and writes.
+    timed: whether a profile shows a span for it. Otherwise it is part of a gap.
+    piece: the part of this rank's heads that it copies.
+    among: ranks of a node if the shards come from, or go to, a hierarchical collective; else 0.
+    scratch: bytes that it needs in addition to its buffers.
+    renames: whether what it writes is the memory of what it frees.
+    """
+
+    what: str
+    moves: Size = NOTHING
+    timed: bool = True
+    piece: Part = (0, 1)
+    among: int = 0
+    scratch: Size = NOTHING
+    renames: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Post(Operation):
+    """Start a transfer, which the `Wait` with the same number completes.
+
+    A hop or a collective writes the buffer that arrives. An all-reduce changes its buffer in place.
+    A gather of a part of the heads also writes the copy that leaves.
+
+    payload: bytes that it carries.
+    piece: the part of this rank's heads that it sends.
+    """
+
+    transfer: Transfer
+    payload: Size
+    piece: Part = (0, 1)
+
+    @property
+    def sends(self) -> Size:
+        """Bytes that this rank sends. It receives the same number.
+
+        For a collective, this is the lower bound: a gather sends the rank's shard to every peer, a
+        reduce-scatter sends one partial sum to every peer, an all-to-all sends (n - 1) / n of its
+        payload, an all-reduce sends 2 (n - 1) / n times its payload.
+        """
+        t, peers = self.transfer, len(self.transfer.peers)
+        if t.kind == SUM:
+            return self.payload * Fraction(2 * (peers - 1), peers)
+        if t.kind == "all_to_all":
+            return self.payload * Fraction(peers - 1, peers)
+        return self.payload * (len(t.receives) if t.kind == "all_gather" else len(t.sends))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Operation):
+    """Wait for the transfer with this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compute(Operation):
+    """Call the kernel once.
+
+    Forward reads (q, keys) and writes out and lse. Backward reads (q, dout, out, lse, delta, keys),
+    without delta if there is none, or (message, keys). It writes dq and the gradients of the keys.
+
+    queries, keys: shards; keys may be `WHOLE_SEQUENCE`. Ranks that share heads have one shard.
+    part: (i, n) among the model's heads. piece: the same heads as (i, n) among this rank's heads.
+    with_columns: whether to compute the index's single columns, too.
+    """
+
+    queries: Shards
+    keys: Shards
+    part: Part
+    piece: Part = (0, 1)
+    with_columns: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeColumns(Operation):
+    """Compute attention of this rank's queries over single columns that were gathered once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddColumns(Operation):
+    """Add the gradients of single columns to those of this rank's keys."""
+
+    moves: Size = NOTHING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merge(Operation):
+    """Merge what one step computed into the sums. Do nothing if the step computed nothing.
+
+    begins: the sums that start with this step.
+    """
+
+    moves: Size = NOTHING
+    begins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduce(Operation):
+    """Add a received gradient to this rank's part."""
+
+    moves: Size = NOTHING
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Memory of a pass. pooled: whether it returns to the pool, for later passes."""
+
+    size: Size
+    pooled: bool = False
+
+
+@dataclass(frozen=True)
+class Program:
+    """The operations of one rank in one pass.
+
+    inputs: buffers that exist at the start.
+    results: buffers that the pass returns.
+    saved: buffers that a forward pass leaves for backward: q, keys, out, lse, and single columns if
+        they were gathered. No operation frees results and saved buffers.
+    buffers: all buffers, by name.
+    inside: the operations between the two Ulysses all-to-alls; all operations without Ulysses.
+    sharing: ranks that share heads.
+    """
+
+    operations: tuple[Operation, ...]
+    inputs: tuple[str, ...]
+    results: tuple[str, ...]
+    saved: tuple[str, ...]
+    buffers: Mapping[str, Buffer]
+    inside: slice
+    sharing: int = 1
+
+    @property
+    def steps(self) -> int:
+        return 1 + self.operations[-1].step
+
+    @cached_property
+    def pooled(self) -> frozenset[str]:
+        return frozenset(name for name, buffer in self.buffers.items() if buffer.pooled)
+
+    @property
+    def posts(self) -> Iterator[Post]:
+        """The transfers, in the order in which they are posted."""
+        return (op for op in self.operations if isinstance(op, Post))
+
+    @property
+    def computes(self) -> Iterator[Compute]:
+        """The calls of the kernel, in order."""
+        return (op for op in self.operations if isinstance(op, Compute))
+
+    def sent(self, sizes: ShardSizes) -> int | float:
+        """Return the bytes that the rank sends."""
+        return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
+
+    def _live(self) -> Iterator[tuple[Operation, set[str]]]:
+        """Yield each operation with the buffers that exist while it runs."""
+        live = set(self.inputs)
+        for op in self.operations:
+            if isinstance(op, Arrange) and op.renames:
+                live.difference_update(op.frees)
+            live.update(op.writes)
+            yield op, live
+            live.difference_update(op.frees)
+
+    @cached_property
+    def _held(self) -> frozenset[tuple[str, Size, Size]]:
+        """What runs, the size of all buffers then without inputs and pool, and its scratch."""
+        apart = self.pooled.union(self.inputs)
+        return frozenset(
+            (
+                op.what if isinstance(op, Arrange) else type(op).__name__,
+                total_size(self.buffers[name].size for name in live - apart),
+                op.scratch if isinstance(op, Arrange) else NOTHING,
+            )
+            for op, live in self._live()
+        )
+
+    def peak_bytes(self, sizes: ShardSizes, scratch: Mapping[str, int]) -> int:
+        """Return the most bytes that a pass holds in addition to its inputs and the pool.
+
+        scratch: bytes that operations need at least, by `Arrange.what` or class name.
+        """
+        return int(
+            max(
+                held.of(sizes, self.sharing)
+                + max(own.of(sizes, self.sharing), scratch.get(what, 0))
+                for what, held, own in self._held
+            )
+        )
+
+    @cached_property
+    def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:
+        """The sizes of pooled buffers that exist at once, each with its number."""
+        return frozenset(
+            frozenset(Counter(self.buffers[name].size for name in live & self.pooled).items())
+            for _, live in self._live()
+        )
+
+    def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
+        """Return how many buffers of each shape a pass needs, without the one that it saves."""
+        saved = self.pooled.intersection(self.saved)
+        kept = Counter(self.buffers[name].size.shape(sizes) for name in saved)
+        most: Counter[Shape] = Counter()
+        for group in self._pooled_groups:
+            counts: Counter[Shape] = Counter()
+            for size, number in group:
+                counts[size.shape(sizes)] += number
+            most |= counts - kept
+        return most
+
+
+def pool_bytes(programs: Iterable[Program], sizes: ShardSizes) -> int:
+    """Return the bytes of the pool after these passes have run for many layers.
+
+    A forward pass takes the buffer that it saves out of the pool. In float32, sums and shards of
+    the compute dtype share buffers.
+    """
+    most: Counter[Shape] = Counter()
+    sharing = 1
+    for program in programs:
+        most |= program.pooled_at_once(sizes)
+        sharing = program.sharing
+    return int(
+        sum(
+            number * count * sizes.count(unit, sharing) * width
+            for shape, number in most.items()
+            for count, unit, width in shape
+        )
+    )

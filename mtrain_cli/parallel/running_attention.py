@@ -1,0 +1,45 @@
+"""Attention over a growing set of keys."""
+
+from __future__ import annotations
+
+import torch
+
+from mtrain_cli.attention.partials import accumulation_dtype, merge
+
+
+class RunningAttention:
+    """Attention output and lse over the keys computed so far."""
+
+    def __init__(self, q: torch.Tensor) -> None:
+        self._q = q
+        self._high = accumulation_dtype(q.dtype)
+        self._out: torch.Tensor | None = None
+        self._lse: torch.Tensor | None = None
+
+    def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merge attention over further, disjoint keys. The first out and lse become the buffers."""
+        if self._out is None or self._lse is None:
+            self._out, self._lse = out, lse
+            return
+        self._out = self._out.to(self._high)
+        merge(self._out, self._lse, out, lse)
+
+    def partial(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if self._out is None or self._lse is None else (self._out, self._lse)
+
+    def replace_partial(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Set a result that already includes the partial one."""
+        self._out, self._lse = out, lse
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out in the dtype of q, and lse. Without any keys: out 0, lse -inf."""
+        q = self._q
+        if self._out is None or self._lse is None:
+            lse = torch.full(
+                (q.shape[0], q.shape[2], q.shape[1]),
+                float("-inf"),
+                dtype=self._high,
+                device=q.device,
+            )
+            return torch.zeros_like(q), lse
+        return self._out.to(q.dtype), self._lse

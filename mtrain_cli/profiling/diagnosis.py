@@ -1,0 +1,347 @@
+"""Find devices, versions, packages and usable kernels of this machine for `mtrain doctor`.
+
+It needs neither a GPU nor an optional package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.kernel_registry import choose, survey
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.reference import ReferenceKernel
+from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.launch.environment import host_memory, loopback_variables
+from mtrain_cli.training.memory import GIB
+
+# (name to show, distributions that provide it, extra that installs it, purpose)
+_PACKAGES: tuple[tuple[str, tuple[str, ...], str | None, str], ...] = (
+    ("torch", ("torch",), None, ""),
+    ("numpy", ("numpy",), None, ""),
+    ("hydra-core", ("hydra-core",), None, ""),
+    ("omegaconf", ("omegaconf",), None, ""),
+    ("typer", ("typer",), None, ""),
+    ("rich", ("rich",), None, ""),
+    ("safetensors", ("safetensors",), None, ""),
+    ("triton", ("triton",), "cuda", "train.compile on GPUs"),
+    ("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), "cuda", "CUDA kernels"),
+    ("flash-attn-4", ("flash-attn-4",), "hopper", "kernel flash4"),
+    ("tokenizers", ("tokenizers",), "data", "tokenizer.json files, mtrain data prepare"),
+    ("pyarrow", ("pyarrow",), "data", "parquet corpora"),
+    ("transformers", ("transformers",), "hf", "mtrain checkpoint verify"),
+    ("tensorboard", ("tensorboard",), "tensorboard", "run.tensorboard=true"),
+)
+# The path classes of `nvidia-smi topo -m`.
+_LINKS = {
+    "X": "itself",
+    "SYS": "PCIe and the link between sockets",
+    "NODE": "PCIe host bridges of one socket",
+    "PHB": "PCIe host bridge",
+    "PXB": "several PCIe switches",
+    "PIX": "one PCIe switch",
+}
+_ACCESS = {
+    "peer": "direct access between the two GPUs",
+    "no peer": "no direct access, through host memory",
+}
+
+
+@dataclass(frozen=True)
+class DetectedGpu:
+    """One GPU.
+
+    memory_gib: GiB in total.
+    free_gib: GiB that no process uses now.
+    capability: compute capability, (major, minor).
+    """
+
+    index: int
+    name: str
+    memory_gib: float
+    free_gib: float
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class DetectedLink:
+    """The path from GPU ``a`` to GPU ``b``.
+
+    kind: NV and the number of NVLinks, a PCIe path class of nvidia-smi, or ``peer`` / ``no peer``.
+    """
+
+    a: int
+    b: int
+    kind: str
+
+
+@dataclass(frozen=True)
+class Package:
+    """A Python package that mtrain can use.
+
+    version: None if it is not installed.
+    extra: mtrain's extra that installs it.
+    purpose: what needs it.
+    """
+
+    name: str
+    version: str | None
+    extra: str | None
+    purpose: str
+
+
+@dataclass(frozen=True)
+class KernelState:
+    """Whether a kernel supports a run on a device.
+
+    reason: why the kernel does not support it; None if it does.
+    """
+
+    name: str
+    device: str
+    dtype: str
+    reason: str | None
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The result of one check.
+
+    detail: the observation, or the error.
+    """
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything that `mtrain doctor` finds; the object of ``--json``."""
+
+    python: str
+    system: str
+    cpu_cores: int
+    cpu_memory_gib: float | None
+    cuda: str | None
+    driver: str | None
+    nccl: str | None
+    gpus: list[DetectedGpu]
+    links: list[DetectedLink]
+    packages: list[Package]
+    kernels: list[KernelState]
+    checks: list[CheckResult]
+
+
+def diagnose(check: bool) -> Diagnosis:
+    """Inspect this machine. With ``check``, also run processes and kernels."""
+
+    gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
+    nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
+    kernels = _kernels(gpus)
+    checks = []
+    if check:
+        usable = [kernel for kernel in kernels if kernel.reason is None]
+        checks = [_check_gloo(), *map(_check_kernel, usable)]
+    return Diagnosis(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cpu_cores=_cores(),
+        cpu_memory_gib=_cpu_memory(),
+        cuda=torch.version.cuda,
+        driver=_driver() if gpus else None,
+        nccl=".".join(map(str, nccl)) if nccl else None,
+        gpus=gpus,
+        links=_links(len(gpus)),
+        packages=[
+            Package(name, _version(names), extra, purpose)
+            for name, names, extra, purpose in _PACKAGES
+        ],
+        kernels=kernels,
+        checks=checks,
+    )
+
+
+def _gpu(index: int) -> DetectedGpu:
+    free, total = torch.cuda.mem_get_info(index)
+    name, capability = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+    return DetectedGpu(index, name, round(total / GIB, 1), round(free / GIB, 1), capability)
+
+
+def _cores() -> int:
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_memory() -> float | None:
+    try:
+        return round(host_memory() / GIB, 1)
+    except (ValueError, OSError):
+        return None
+
+
+def _version(distributions: tuple[str, ...]) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _nvidia_smi(*arguments: str) -> str | None:
+    """Return the output of nvidia-smi, or None if it is missing or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=30, check=True
+        ).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+
+
+def _driver() -> str | None:
+    text = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+    return text.split()[0] if text and text.split() else None
+
+
+def _links(gpus: int) -> list[DetectedLink]:
+    if gpus < 2:
+        return []
+    links = parse_topology(_nvidia_smi("topo", "-m") or "")
+    if len(links) == gpus * (gpus - 1):
+        return links
+
+    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+    return [
+        DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer")
+        for a, b in pairs
+    ]
+
+
+def parse_topology(text: str) -> list[DetectedLink]:
+    """Parse `nvidia-smi topo -m` into one link per ordered pair of different GPUs."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
+    rows = {
+        int(words[0][3:]): words[1:]
+        for words in lines
+        if words and re.fullmatch(r"GPU\d+", words[0])
+    }
+    return [
+        DetectedLink(a, b, row[b])
+        for a, row in sorted(rows.items())
+        for b in sorted(rows)
+        if a != b and b < len(row)
+    ]
+
+
+def describe_links(links: list[DetectedLink]) -> list[str]:
+    """Return one line per kind of link with its GPU pairs, or "every pair" if all are equal."""
+    kinds: dict[str, list[str]] = {}
+    for link in links:
+        if link.a < link.b:
+            kinds.setdefault(link.kind, []).append(f"{link.a}-{link.b}")
+    lines = []
+    for kind, pairs in sorted(kinds.items()):
+        nvlink = f"NVLink, {kind[2:]} links" if kind.startswith("NV") else "unknown path"
+        path = _ACCESS.get(kind) or f"{kind}: {_LINKS.get(kind, nvlink)}"
+        lines.append(f"{path} ({'every pair' if len(kinds) == 1 else ', '.join(pairs)})")
+    return lines
+
+
+def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
+    """Ask the registry about a typical request per device: head_dim 128, float32 on the CPU."""
+
+    requests = [
+        KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
+        for capability in sorted({gpu.capability for gpu in gpus})
+    ]
+    requests.append(KernelRequest("cpu", None, "float32", 128, 16, 2))
+    return [
+        KernelState(name, request.device, request.dtype, reason)
+        for request in requests
+        for name, reason in survey(request)
+    ]
+
+
+_GLOO = """
+import os, sys, torch, torch.distributed as dist
+rank, meet = int(sys.argv[1]), "file://" + sys.argv[2]
+dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=2)
+number = torch.tensor([rank + 1.0])
+dist.all_reduce(number)
+dist.destroy_process_group()
+print(int(number.item()))
+"""
+
+
+def _check_gloo() -> CheckResult:
+    """Sum a number over gloo in two processes, as CPU workers do."""
+    name = "two processes over gloo"
+
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, **loopback_variables(), "OMP_NUM_THREADS": "1"}
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", _GLOO, str(rank), os.path.join(folder, "meet")],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in range(2)
+        ]
+        try:
+            answers = [worker.communicate(timeout=60) for worker in workers]
+        except subprocess.TimeoutExpired:
+            problem = "no answer within 60 s; is the loopback network interface blocked?"
+            return CheckResult(name, False, problem)
+        finally:
+            for worker in workers:
+                worker.kill()
+    if all(out.strip() == "3" for out, _ in answers):
+        return CheckResult(name, True, "all_reduce gave the right sum")
+    errors = [err.strip().splitlines()[-1] for _, err in answers if err.strip()]
+    return CheckResult(name, False, errors[0] if errors else "wrong sum")
+
+
+def _check_kernel(state: KernelState) -> CheckResult:
+    """Compare one small causal call with the float64 reference, within the dtype's rounding."""
+
+    name = f"kernel {state.name} on {state.device}"
+    tokens, dtype = 256, getattr(torch, state.dtype)
+    positions = np.arange(tokens, dtype=np.int64)
+    spans = SequenceMask.causal(tokens, tokens).spans(positions, positions)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (
+        torch.randn(1, tokens, heads, 128, generator=generator).to(dtype) for heads in (16, 2, 2)
+    )
+    exact, _ = ReferenceKernel().forward(
+        q.double(), k.double(), v.double(), Tiles.make([spans]), 128**-0.5
+    )
+    try:
+        capability = torch.cuda.get_device_capability() if state.device == "cuda" else None
+        request = KernelRequest(state.device, capability, state.dtype, 128, 16, 2)
+        kernel, _ = choose(state.name, request)
+        q, k, v = (tensor.to(state.device) for tensor in (q, k, v))
+        out, _ = kernel.forward(q, k, v, Tiles.make([spans], state.device), 128**-0.5)
+    except Exception as error:  # a third-party kernel may raise anything; report it
+        first = str(error).partition("\n")[0]
+        return CheckResult(name, False, f"{type(error).__name__}: {first}")
+    worst = (out.cpu().double() - exact).abs().max().item()
+    close = worst <= max(8 * torch.finfo(dtype).eps, 1e-5)
+    return CheckResult(name, close, f"largest difference from float64 {worst:.1e}")

@@ -1,0 +1,202 @@
+"""Compare runs with the first run: numbers, their noise, and facts that explain differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.table import Table
+from rich.text import Text
+
+from mtrain_cli.records.analysis import CaseAnalysis, Estimate
+from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.terminal_width import new_table
+
+NOISE = (
+    "Noise: twice the standard error of the difference, from the spread over iterations; "
+    "smaller differences are not significant"
+)
+SAME = 5e-4  # a smaller difference shows as a ratio of 1.000
+SPARE_OF_COMPARISON = ("first",)  # a narrow terminal drops this column
+
+
+@dataclass(frozen=True)
+class RatioComparison:
+    """One quantity of a run, compared with the first run.
+
+    noise: twice the standard error of the ratio; a ratio within 1 ± noise is not significant
+    """
+
+    run: str
+    case: str
+    what: str
+    first: float
+    other: float
+    noise: float
+
+    @property
+    def ratio(self) -> float:
+        return self.other / self.first
+
+    @property
+    def verdict(self) -> str:
+        if not np.isfinite(self.noise):
+            return "too few samples to tell"
+        if abs(self.ratio - 1) < SAME:
+            return "equal"
+        if abs(self.ratio - 1) <= self.noise:
+            return "within noise"
+        return "more" if self.ratio > 1 else "less"
+
+    @property
+    def difference(self) -> str:
+        """Return the change, or why it is not significant."""
+        if self.verdict in ("more", "less"):
+            return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{self.ratio - 1:+.1%}"
+        return "unknown" if not np.isfinite(self.noise) else self.verdict
+
+    @property
+    def spread(self) -> str:
+        return f"±{self.noise:.1%}" if np.isfinite(self.noise) else "too few samples"
+
+
+def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
+    """Compare the quantities that later runs share with the first run.
+
+    Compare cases with equal labels, or the only case of each run.
+    """
+    first = sources[0]
+    rows: list[RatioComparison] = []
+    for other in sources[1:]:
+        pairs = [(a, b) for a in first.cases for b in other.cases if a.label == b.label]
+        if not pairs and len(first.cases) == len(other.cases) == 1:
+            pairs = [(first.cases[0], other.cases[0])]
+        for a, b in pairs:
+            label = a.label if a.label == b.label else f"{b.label} vs. {a.label}"
+            rows += _compared(other.name, label, _figures(a), _figures(b))
+        if first.metrics and other.metrics:
+            figures = _training_figures(first), _training_figures(other)
+            rows += _compared(other.name, "training", *figures)
+    return rows
+
+
+def _compared(
+    run: str, case: str, first: dict[str, Estimate], other: dict[str, Estimate]
+) -> list[RatioComparison]:
+    rows = []
+    for what, a in first.items():
+        b = other.get(what)
+        if b is not None and a.n and b.n and a.mean > 0:
+            noise = 2 * float(np.hypot(a.error, b.error)) / a.mean
+            rows.append(RatioComparison(run, case, what, a.mean, b.mean, noise))
+    return rows
+
+
+def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
+    return {
+        **{f"{name} ms": p.duration for name, p in case.passes.items()},
+        "worker imbalance, time": case.time.worker,
+        "step imbalance, time": case.time.step,
+        "worker imbalance, work": case.work.worker,
+        "step imbalance, work": case.work.step,
+        "computation ratio, per step": case.computation.step,
+        "computation ratio, total": case.computation.total,
+        "iteration ms": case.iteration_ms,
+    }
+
+
+def _training_figures(source: ReportSource) -> dict[str, Estimate]:
+    """Return a training run's quantities; the final loss is the mean of the last 10% of steps."""
+    metrics = source.metrics
+    rest = metrics[1:] or metrics
+    final = [m.loss for m in metrics[-max(1, len(metrics) // 10) :] if m.loss is not None]
+    held_out = [source.evaluations[-1].loss] if source.evaluations else []
+    return {
+        "loss, last tenth of the steps": Estimate.of(np.array(final)),
+        "held-out loss, last": Estimate.of(np.array(held_out)),
+        "s / step": Estimate.of(np.array([m.seconds for m in rest])),
+        "tokens/s/GPU": _rate(rest),
+    }
+
+
+def _rate(steps: Sequence[StepMetrics]) -> Estimate:
+    """Return total tokens over total time: a mean of rates would underweight slow steps."""
+    rates = np.array([m.tokens_per_second_per_gpu for m in steps])
+    seconds = np.array([m.seconds for m in steps])
+    whole = seconds.sum()
+    return replace(
+        Estimate.of(rates), mean=float((rates * seconds).sum() / whole) if whole > 0 else np.nan
+    )
+
+
+def comparison_cells(rows: Sequence[RatioComparison]) -> list[list[str]]:
+    """Return run, case, what, both values, difference and noise.
+
+    Run and case are blank if they repeat the row above.
+    """
+    cells, above = [], ("", "")
+    for row in rows:
+        names = (row.run, row.case)
+        numbers = f"{row.first:.4g}", f"{row.other:.4g}"
+        cells.append(
+            [
+                *(("", "") if names == above else names),
+                *(row.what, *numbers, row.difference, row.spread),
+            ]
+        )
+        above = names
+    return cells
+
+
+def compare_table(sources: Sequence[ReportSource]) -> Table | None:
+    """Compare every run with the first; None if they share no quantity."""
+    rows = comparison(sources)
+    if not rows:
+        return None
+    headings = ("run", "case", "what", "first", "this", "difference", "noise")
+    title, caption = f"Compared with {sources[0].name}", f"{NOISE[0].lower()}{NOISE[1:]}"
+    table = new_table(headings, words=3, title=title, caption=caption)
+    for cells in comparison_cells(rows):
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def incomparable(sources: Sequence[ReportSource]) -> list[str]:
+    """Return warnings about facts other than settings that differ between runs.
+
+    Missing facts are not compared.
+    """
+    warnings = []
+    for fact, value_of in (("workers", _workers_of), ("machines", _machine_of)):
+        values = [(source.name, value_of(source)) for source in sources]
+        known = [(name, value) for name, value in values if value]
+        if len({value for _, value in known}) > 1:
+            listed = "; ".join(f"{name}: {value}" for name, value in known)
+            warnings.append(
+                f"the runs differ in {fact} ({listed}): settings alone do not explain their times"
+            )
+    return warnings
+
+
+def _workers_of(source: ReportSource) -> str:
+    candidates = [
+        source.summary.get("workers"),
+        (source.step or {}).get("workers"),
+        source.settings.get("topology.workers"),
+    ]
+    # `auto` means one worker per GPU, or two processes on a CPU.
+    gpus = len(source.facts.get("gpus") or [])
+    return next(
+        (str(value) for value in candidates if isinstance(value, int)),
+        str(gpus or 2) if "auto" in candidates else "",
+    )
+
+
+def _machine_of(source: ReportSource) -> str:
+    """Return GPU model and host; for a prediction, its cluster."""
+    if isinstance(source.summary.get("cluster"), dict):
+        return source.where
+    gpus, host = source.facts.get("gpus") or [], source.facts.get("host")
+    return f"{gpus[0] if gpus else 'CPU'} of {host}" if host else ""

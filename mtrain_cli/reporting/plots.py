@@ -1,0 +1,147 @@
+"""Building blocks of figures: plain plotly traces, axes and rounded numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDEX, MERGE
+from mtrain_cli.records.record_sums import EXPOSED, LATE
+
+Trace = dict[str, Any]
+# One colour per run or exchange.
+PALETTE = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
+# Where the time of attention goes.
+COLOURS = {
+    ATTENTION: "#2f6fb5",
+    COLUMNS: "#7fb2e5",
+    INDEX: "#8c6bb1",
+    MERGE: "#4d9f6f",
+    ARRANGE: "#a6d19f",
+    GAP: "#b8b8b8",
+    LATE: "#c8352b",
+    EXPOSED: "#f0a030",
+}
+_LINK_COLOURS = {"inner": "#f7c873", "outer": "#d97706", "heads": "#e6b8a2"}
+QUIET: Trace = {"hoverinfo": "skip", "showlegend": False}
+LATE_LABEL, EXPOSED_LABEL = "waiting for late peers", "exposed communication"
+
+
+@dataclass(frozen=True)
+class FigureView:
+    """What a figure shows for one choice: a label per selector, plotly traces and layout."""
+
+    labels: tuple[str, ...]
+    data: list[Trace]
+    layout: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the page.
+
+    selectors: the name of each label of a view
+    note: what a reader must know, such as what was left out
+    together: whether to show all views side by side instead of selectors
+    """
+
+    name: str
+    title: str
+    selectors: tuple[str, ...]
+    views: list[FigureView]
+    note: str = ""
+    together: bool = False
+
+
+def exposed_label(link: str) -> str:
+    return f"exposed ({link} link)" if link else EXPOSED_LABEL
+
+
+def link_colour(link: str) -> str:
+    return _LINK_COLOURS.get(link, COLOURS[EXPOSED])
+
+
+def layout(height: int, x: dict[str, Any], y: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"height": height, "xaxis": x, "yaxis": y, **more}
+
+
+def axis(title: str, **more: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, **more}
+
+
+def from_zero(title: str, **more: Any) -> dict[str, Any]:
+    """Return an axis that starts at zero."""
+    return axis(title, rangemode="tozero", **more)
+
+
+def downward(title: str, **more: Any) -> dict[str, Any]:
+    """Return a vertical axis that starts at the top."""
+    return axis(title, autorange="reversed", **more)
+
+
+def whole(count: int) -> dict[str, Any]:
+    """Return settings that put the ticks of an axis with ``count`` places at integers."""
+    return {"dtick": 1} if count <= 20 else {"tickformat": "d"}
+
+
+def bar(x: Any, y: Any, colour: str, hover: str, **more: Any) -> Trace:
+    """Return horizontal bars, unless ``more`` changes the orientation."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "x": x,
+        "y": y,
+        "marker": {"color": colour},
+        "hovertemplate": f"{hover}<extra></extra>",
+        **more,
+    }
+
+
+def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": list(x),
+        "y": numbers(y),
+        "line": {"color": colour},
+        "marker": {"color": colour, "size": 6},
+        **more,
+    }
+
+
+def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **more: Any) -> Trace:
+    """Return a heat map; ``unit`` is its colour bar's title. Density and recall show in percent."""
+    share = {"tickformat": ".0%"} if unit in ("density", "recall") else {}
+    return {
+        "type": "heatmap",
+        "z": z,
+        "x": list(x),
+        "y": list(y),
+        "colorscale": "YlGnBu",
+        "reversescale": True,
+        "zmin": 0,
+        "colorbar": {"title": {"text": unit}, "thickness": 14, **share},
+        "hovertemplate": f"{hover}<extra></extra>",
+        **more,
+    }
+
+
+def evenly(items: Sequence[Any], most: int) -> list[Any]:
+    """Return all items, or ``most`` of them at even distances, first and last included."""
+    if len(items) <= most:
+        return list(items)
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, max(most, 1)).astype(int))]
+
+
+def numbers(values: Any, digits: int = 5) -> Any:
+    """Round to few digits, to keep the page small; None, NaN and infinity become None."""
+    array = np.asarray(values, float)
+    if array.ndim > 1:
+        return [numbers(row, digits) for row in array]
+    return [
+        float(f"{value:.{digits}g}") if np.isfinite(value) else None for value in array.tolist()
+    ]

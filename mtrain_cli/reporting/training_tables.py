@@ -1,0 +1,100 @@
+"""Tables of training runs: steps, and held-out losses by context."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from mtrain_cli.config.sizes import format_size
+from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.tables import fixed
+from mtrain_cli.reporting.terminal_width import new_table
+from mtrain_cli.training.evaluation import losses_by_bucket
+
+TRAINING = (
+    *("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "HFU", "density"),
+    "peak GiB",
+)
+SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops these
+
+
+def training_row(source: ReportSource) -> list[str]:
+    """Return the cells in the order of `TRAINING`.
+
+    Medians skip the first step, which also compiles and fills caches.
+    """
+    steps = source.metrics
+    rest = steps[1:] or steps
+
+    def median(name: str, form: str) -> str:
+        values = [value for step in rest if (value := getattr(step, name)) is not None]
+        return format(statistics.median(values), form) if values else "-"
+
+    # A sparse run may start with dense steps, whose MFU does not describe the run.
+    dense = all(step.mfu_model is not None for step in rest)
+    # A step without labels has no loss.
+    losses: list[float | None] = [step.loss for step in steps if step.loss is not None] or [None]
+    peak = [step.peak_memory_gib for step in steps if step.peak_memory_gib is not None]
+    return [
+        str(steps[-1].step),
+        fixed(losses[0], 3),
+        fixed(losses[-1], 3),
+        median("seconds", ".3g"),
+        median("tokens_per_second_per_gpu", ",.0f"),
+        median("mfu_model", ".1%") if dense else "-",
+        median("mfu_executed", ".1%"),
+        median("density", ".1%"),
+        f"{max(peak):.1f}" if peak else "-",
+    ]
+
+
+def training_table(sources: Sequence[ReportSource]) -> Table:
+    """Return a row per training run."""
+    several = len(sources) > 1  # the line above names a single run
+    # Break this heading here: a narrow terminal would break it anywhere.
+    headings = [heading.replace("s/GPU", "s\n/GPU") for heading in TRAINING]
+    note = "medians of all steps but the first"
+    if several:
+        headings.insert(0, "run")
+    table = new_table(headings, words=int(several), title="Training", caption=note)
+    for source in sources:
+        table.add_row(*([Text(source.name)] if several else []), *training_row(source))
+    return table
+
+
+def positions_table(sources: Sequence[ReportSource]) -> Table | None:
+    """Return held-out losses by context (number of earlier tokens).
+
+    For one run, show its first and last evaluation; for several runs, the last of each.
+    """
+    evaluated = [source for source in sources if source.evaluations]
+    if not evaluated:
+        return None
+    shown = [(source.name, source.evaluations[-1]) for source in evaluated]
+    if len(evaluated) == 1 and len(evaluated[0].evaluations) > 1:
+        shown.insert(0, (evaluated[0].name, evaluated[0].evaluations[0]))
+    evaluations = [evaluation for _, evaluation in shown]
+    headings = [
+        "\n".join([*([name] if len(sources) > 1 else []), f"step {e.step}", e.attention])
+        for name, e in shown
+    ]
+    last = evaluations[-1]
+    table = new_table(
+        ("earlier tokens", "tokens", *headings),
+        words=0,
+        title="Held-out loss by context",
+        caption=f"nats per token, over {last.sequences} sequences not in the training data",
+    )
+    tokens = {(b.begin, b.end): b.tokens for b in last.buckets}
+    for begin, end, losses in losses_by_bucket(evaluations):
+        table.add_row(
+            f"{format_size(begin)} to {format_size(end)}",
+            f"{tokens.get((begin, end), 0):,}",
+            *(fixed(loss, 4) for loss in losses),
+        )
+    losses_of_all = (fixed(evaluation.loss, 4) for evaluation in evaluations)
+    table.add_row("all", f"{last.tokens:,}", *losses_of_all, style="bold")
+    return table

@@ -1,0 +1,217 @@
+"""List the priced actions of one attention pass in the order of `parallel.program`.
+
+All ranks run the same program. So one action stands for the same operation on every rank, with
+arrays over ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.parallel.program import (
+    AddColumns,
+    Arrange,
+    Begin,
+    Compute,
+    ComputeColumns,
+    Merge,
+    Operation,
+    Post,
+    Program,
+    Reduce,
+    Wait,
+)
+from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, FORWARD, GAP, INDEX, MERGE
+from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
+from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
+
+FloatArray = NDArray[np.float64]
+Copy = Arrange | Merge | Reduce | AddColumns
+
+
+@dataclass(frozen=True, eq=False)
+class Spend:
+    """The compute stream is busy.
+
+    us: [workers], 0 for an idle rank.
+    slowed: whether messages in flight take computing power from this work.
+    pairs, blocks, columns: [workers], computed work, for records.
+    """
+
+    kind: str
+    step: int
+    us: FloatArray
+    slowed: bool = False
+    pairs: IntArray | None = None
+    blocks: IntArray | None = None
+    columns: IntArray | None = None
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The host spends ``us`` on launches; later actions wait for it."""
+
+    step: int
+    us: float
+
+
+@dataclass(frozen=True, eq=False)
+class PricedMessage:
+    """A transfer of all ranks, priced. Arrays are [workers].
+
+    queue: the communicator, which carries one message at a time.
+    after: number of the message that this one forwards.
+    to, source, peers: see `spmd_schedule.SpmdTransfer`.
+    busy: microseconds for which an arriving message occupies the rank's link.
+    latency: further microseconds until it arrives, while the link is free for the next message.
+    outer: bool, whether the arriving message crosses nodes.
+    share: share of a rank's computing power that the message takes while in flight.
+    sent, received: bytes per rank.
+    """
+
+    number: int
+    link: str
+    payload: str
+    queue: tuple[str, bool]
+    after: int | None
+    to: IntArray | None
+    source: IntArray | None
+    peers: IntArray | None
+    latency: FloatArray
+    busy: FloatArray
+    outer: NDArray[np.bool_]
+    share: FloatArray
+    sent: int
+    received: int
+    move: SpmdTransfer | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PostMessage:
+    step: int
+    message: PricedMessage
+
+
+@dataclass(frozen=True)
+class AwaitMessage:
+    """The compute stream waits for a message."""
+
+    step: int
+    number: int
+
+
+Action = Spend | Dispatch | PostMessage | AwaitMessage
+
+
+class Prices(ABC):
+    """Prices of one pass of one layer. Times are in us, [workers] or one number for all."""
+
+    direction: str  # forward, recompute or backward
+
+    @abstractmethod
+    def attention(self, step: int) -> FloatArray: ...
+
+    @abstractmethod
+    def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
+        """Price a transfer. post: rank 0's operation, which has the bytes."""
+
+    def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002
+        """Return the pairs and blocks of a step, for records; None if unknown."""
+        return None, None
+
+    def copy(self, op: Copy) -> float:  # noqa: ARG002
+        """Return the microseconds that a copy or addition takes on a rank."""
+        return 0.0
+
+    def index(self) -> float:
+        return 0.0
+
+    def dispatch(self, what: str) -> float:  # noqa: ARG002
+        """Return the host's microseconds to launch ``begin`` (of a pass), ``step`` or ``moves``."""
+        return 0.0
+
+    def column_times(self) -> tuple[FloatArray, IntArray | None, IntArray | None]:
+        """Return microseconds, number and pairs of gathered columns, [workers] each."""
+        raise NotImplementedError
+
+    def column_sum(self, post: Post) -> PricedMessage:
+        """Price the all-reduce of gathered columns, or of their gradients."""
+        raise NotImplementedError
+
+
+def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterator[Action]:
+    """Yield all actions of one pass, in order. program: rank 0's program."""
+    everyone = np.ones(lockstep.grid.workers)
+    moves = lockstep.transfers(prices.direction)
+    yield Dispatch(-1, prices.dispatch("begin"))
+    if prices.direction == FORWARD:
+        yield Spend(INDEX, -1, everyone * prices.index())
+    computing: dict[int, NDArray[np.bool_]] = {}
+    for op in program.operations:
+        match op:
+            case Begin():
+                yield Dispatch(op.step, prices.dispatch("step" if op.computes else "moves"))
+            case Post() if op.transfer.number == UNSCHEDULED:
+                yield PostMessage(op.step, prices.column_sum(op))
+            case Post():
+                yield PostMessage(op.step, prices.message(moves[op.transfer.number], op))
+            case Wait():
+                yield AwaitMessage(op.step, op.number)
+            case Compute():
+                us = prices.attention(op.step)
+                computing[op.step] = us > 0
+                yield Spend(ATTENTION, op.step, us, True, *prices.work(op.step))
+            case ComputeColumns():
+                us, columns, pairs = prices.column_times()
+                yield Spend(COLUMNS, op.step, us, True, pairs, None, columns)
+            case Merge():
+                us = np.where(computing[op.step], prices.copy(op), 0.0)
+                yield Spend(MERGE, op.step, us)
+            case Arrange() | Reduce() | AddColumns():
+                yield Spend(_kind(op), op.step, everyone * prices.copy(op))
+            case _:
+                raise AssertionError(op)
+
+
+def _kind(op: Operation) -> str:
+    """Return the kind under which a profile records a copy."""
+    if isinstance(op, AddColumns):
+        return COLUMNS
+    return ARRANGE if isinstance(op, Arrange) and op.timed else GAP
+
+
+def collective_of_all(
+    payload: str,
+    workers: int,
+    heads: int,
+    us: tuple[float, float],
+    share: float,
+    *,
+    crosses: bool,
+    size: int,
+) -> PricedMessage:
+    """Make an all-reduce over all ranks with the same heads. us: latency and busy time."""
+    latency, busy = (np.full(workers, t) for t in us)
+    peers = np.arange(workers) % heads
+    return PricedMessage(
+        UNSCHEDULED,
+        CONTEXT,
+        payload,
+        ("whole", False),
+        None,
+        None,
+        None,
+        peers,
+        latency,
+        busy,
+        np.full(workers, crosses),
+        np.full(workers, share),
+        size,
+        size,
+    )

@@ -1,0 +1,73 @@
+"""Parse the axes of a sweep: names and the values to combine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import parse_share
+from mtrain_cli.config.suggest import did_you_mean
+
+NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
+OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are not settings
+EXAMPLE = "seq=128k,512k nodes=1,2,4"
+_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # the limits of topology.workers and seq
+_DIGITS = 18
+
+
+def is_axis(word: str) -> bool:
+    """Return whether ``NAME=VALUE,...`` is an axis: several values, or a name in `OWN`.
+
+    A value in brackets is one value.
+    """
+    name, _, values = word.partition("=")
+    return name in OWN or ("," in values and values[0] not in "[{")
+
+
+def axes(words: Sequence[str]) -> dict[str, list[str]]:
+    """Parse ``["seq=128k,512k", "nodes=1,2"]`` into values by name.
+
+    Settings are checked later, when they are composed.
+
+    Raises:
+        ConfigError: a word is not a list of values, or names something that cannot be swept.
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, listed = word.partition("=")
+        values = list(dict.fromkeys(value for value in listed.split(",") if value))
+        if not equals or not values:
+            raise ConfigError(f"{word}: expected NAME=VALUE,..., such as {EXAMPLE}")
+        if name in ("layout", "exchange", "topology.layout", "topology.exchange"):
+            option = name.rpartition(".")[2]
+            raise ConfigError(f"{word}: use --{option} {listed} to compare these")
+        if name in found:
+            raise ConfigError(f"{word}: {name} is swept twice; give all its values at once")
+        if name not in OWN and "." not in name and (hint := did_you_mean(name, OWN)):
+            raise ConfigError(f"{word}: {name} cannot be swept{hint}")
+        for value in values:
+            if (expected := _expected(name, value)) is not None:
+                raise ConfigError(f"{name}={value}: {expected}")
+        found[name] = values
+    if not found:
+        raise ConfigError(f"nothing to sweep: give NAME=VALUE,..., such as {EXAMPLE}")
+    if NODES in found and WORKERS in found:
+        raise ConfigError("nodes and workers: both set the number of GPUs; sweep one of them")
+    return found
+
+
+def _expected(name: str, value: str) -> str | None:
+    """Check a value of an axis in `OWN`. Return what is valid, or None if the value is valid."""
+    if name == DENSITY:
+        with contextlib.suppress(ValueError):
+            if 0 < parse_share(value) <= 1:
+                return None
+        return "must be above 0 and at most 1, such as 0.05 or 5%"
+    if name not in _LARGEST:
+        return None
+    least, most = 0 if name == COLUMNS else 1, _LARGEST[name]
+    whole = value.isascii() and value.isdecimal() and len(value) <= _DIGITS
+    if whole and least <= int(value) <= most:
+        return None
+    return f"expected a whole number of at least {least} and at most {most:,}"

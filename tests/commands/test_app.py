@@ -1,0 +1,222 @@
+"""The command line: help, version, mistakes, exit codes."""
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli import __version__
+from mtrain_cli.commands import app as command_line
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
+
+COMMANDS = ([], ["train"], ["report"], ["config"], ["config", "list"], ["config", "show"])
+
+
+def run(*words: str, **variables: str):
+    return CliRunner(env={"COLUMNS": "80", "TERM": "dumb", **variables}).invoke(
+        command_line.app, list(words), prog_name="mtrain"
+    )
+
+
+def process(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mtrain_cli", *words]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+    )
+
+
+def test_help_opens_with_three_examples_that_parse():
+    from mtrain_cli.composition.compose import compose
+
+    text = run("--help").stdout
+    examples = [
+        line.strip() for line in text.splitlines() if line.strip().startswith("mtrain train")
+    ]
+    assert len(examples) == 3
+    assert text.index(examples[-1]) < text.index("Options")
+    for example in examples:
+        compose([word for word in example.split()[2:] if not word.startswith("--")])
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_every_command_has_help_with_an_example_in_80_columns(words):
+    result = run(*words, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.stdout
+    assert f"mtrain {' '.join(words)}".strip() in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("words", [*COMMANDS, ["profile", "links"]], ids=" ".join)
+def test_h_is_short_for_help(words):
+    result = run(*words, "-h")
+    assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
+
+
+def test_the_bare_command_shows_help():
+    for words in ([], ["config"]):
+        result = run(*words)
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert result.stdout.split() == run(*words, "--help").stdout.split()
+
+
+def test_the_version_is_printed():
+    result = process("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"mtrain {__version__}\n", "")
+
+
+def test_help_is_fast_and_imports_neither_torch_nor_hydra():
+    # CPU time, since other processes here may slow the wall clock.
+    def processor_seconds() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    before = processor_seconds()
+    assert process("--help").returncode == 0
+    assert processor_seconds() - before < 0.5
+    code = (
+        "import sys, mtrain_cli.commands.app; "
+        "print([m for m in ('torch', 'hydra', 'omegaconf', 'numpy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "[]\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["train", "--layuot", "zigzag"],
+            "No such option: --layuot; settings are written key=value: topology.layout=...",
+        ),
+        (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
+        (["trian"], "Did you mean train? See `mtrain --help`."),
+        (["--zzzzz"], "No such option: --zzzzz. See `mtrain --help`."),
+        (["config", "show"], "Missing argument GROUP/NAME. See `mtrain config show --help`."),
+        (["train", "--resume"], "requires an argument. See `mtrain train --help`."),
+        (["checkpoint", "verify", "x", "--tokens", "0"], "--tokens=0: must be at least 1. See"),
+        (
+            ["checkpoint", "verify", "x", "--tokens", "few"],
+            "--tokens=few: expected a whole number. See",
+        ),
+        (
+            ["checkpoint", "verify", "x", "--tolerance", "none"],
+            "--tolerance=none: expected a number. See",
+        ),
+        (
+            ["checkpoint", "export", "x", "y", "--dtype", "float16"],
+            "--dtype=float16: expected one of bfloat16, float32. See",
+        ),
+        (
+            ["data", "show", "x", "--document", "first"],
+            "--document=first: expected a whole number. See",
+        ),
+        (["train", "tiny"], "tiny: expected key=value (did you mean model=tiny?)"),
+        (["train", "seq=512q"], "seq=512q: expected a number of tokens"),
+        (["train", "--", "--layout=zigzag"], "did you mean topology.layout=zigzag?"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_with_exit_code_2(words, message):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("mtrain: ")
+    assert message in result.stderr.replace("'", "")  # releases of typer differ in their quotes
+    assert result.stderr.count("\n") == 1
+
+
+def test_each_of_several_mistakes_is_a_line_and_no_traceback_is_shown():
+    result = process("train", "seq=512q", "modle=tiny", "optim.lr=abc")
+    assert result.returncode == 2
+    assert [line.split(": ")[:2] for line in result.stderr.splitlines()] == [
+        ["mtrain", "modle=tiny"],
+        ["mtrain", "seq=512q"],
+        ["mtrain", "optim.lr=abc"],
+    ]
+
+
+def test_in_a_job_one_process_per_machine_prints_the_error():
+    def message(rank: int, local_rank: int) -> str:
+        job = {
+            "WORLD_SIZE": "4",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        }
+        return run("train", "seq=512q", RANK=str(rank), LOCAL_RANK=str(local_rank), **job).stderr
+
+    assert message(0, 0).startswith("mtrain: seq=512q")
+    assert message(1, 1) == ""
+    assert message(2, 0).startswith("mtrain: rank 2: seq=512q")
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(KeyboardInterrupt(), 130), (ConfigError("a: b", "c: d"), 2), (RunError("no room"), 1)],
+)
+def test_exceptions_become_exit_codes(monkeypatch, raised, code):
+    from mtrain_cli.composition import compose
+
+    def fail(*_: object, **__: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(compose, "compose", fail)
+    result = run("train", "--cfg")
+    assert result.exit_code == code
+    assert (
+        result.stderr == {130: "", 2: "mtrain: a: b\nmtrain: c: d\n", 1: "error: no room\n"}[code]
+    )
+
+
+@pytest.mark.parametrize(
+    "module", ["typer", "mtrain_cli.commands.train", "mtrain_cli.launch.guarded_streams"]
+)
+def test_an_interrupt_during_imports_exits_quietly(module):
+    script = f"""
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from mtrain_cli.__main__ import main
+main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    line = command.replace("mtrain", f"{sys.executable} -m mtrain_cli", 1)
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", ["mtrain train --cfg", "mtrain config list", "mtrain --help"])
+def test_a_closed_pipe_ends_the_command_quietly(command):
+    result = shell(f"{command} | true; exit ${{PIPESTATUS[0]}}")
+    assert (result.returncode, result.stdout, result.stderr) == (141, "", "")
+
+
+@pytest.mark.parametrize(
+    "command", ["mtrain train --cfg", "mtrain config list", "mtrain --help", "mtrain --version"]
+)
+def test_an_unwritable_result_is_one_error_line(command):
+    result = shell(f"{command} > /dev/full")
+    assert (result.returncode, result.stderr) == (
+        1,
+        "error: standard output: No space left on device\n",
+    )
+
+
+def test_exit_code_is_kept_when_stderr_is_closed():
+    assert shell("mtrain train seq=512q 2> /dev/full").returncode == 2

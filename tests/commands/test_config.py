@@ -1,0 +1,150 @@
+import io
+import re
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from mtrain_cli.commands import config as config_command
+from mtrain_cli.commands.app import app
+from mtrain_cli.config.groups import open_groups
+from mtrain_cli.config.keys import all_keys
+from mtrain_cli.config.pattern_settings import PATTERNS
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["config", *words], prog_name="mtrain")
+
+
+def test_list_names_every_option_and_top_level_key_on_a_line_of_its_own():
+    lines = [line.split() for line in run("list").stdout.splitlines()]
+    for group, options in open_groups().options.items():
+        for option in options:
+            (line,) = (words for words in lines if words and words[0] == f"{group}={option}")
+            assert ("default" in line[1:2]) == (open_groups().defaults[group] == option)
+            assert len(line) > 2, "and says what it is"
+    assert {"seq=...", "seed=..."} <= {words[0] for words in lines if words}
+
+
+# Dense attention, the default, has no keys.
+ABSENT = {
+    "sparsity": [
+        name for name in all_keys() if name.startswith("sparsity.") and name != "sparsity.pattern"
+    ]
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_show_lists_only_the_keys_of_the_pattern_with_their_ranges(name):
+    rows = {
+        line.split()[0]: line for line in run("show", f"sparsity/{name}").stdout.splitlines()[1:]
+    }
+    assert sorted(rows) == sorted(
+        f"sparsity.{key}" for key in ("pattern", *PATTERNS[name].own_keys())
+    )
+    ranges = {
+        "sparsity.p_v": "number, above 0 and at most 1",
+        "sparsity.block": "tokens, 16, 32, 64 or 128",
+        "sparsity.joint": "true or false",
+        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 "
+        "(an index numbers its columns and slashes in 32 bits)",
+        "sparsity.index_per": "query_head, kv_group",
+    }  # fmt: skip
+    for key, text in ranges.items():
+        assert key not in rows or rows[key].endswith(f"  {text}"), key
+
+
+@pytest.mark.parametrize("group", open_groups().options)
+def test_show_gives_value_help_and_allowed_words_of_every_key(group):
+    option = open_groups().defaults[group]
+    text = run("show", f"{group}/{option}").stdout
+    rows = {line.split()[0]: line for line in text.splitlines()[1:]}
+    keys = [
+        key
+        for key in all_keys().values()
+        if key.name.startswith(f"{group}.") and key.name not in ABSENT.get(group, ())
+    ]
+    assert list(rows) == [key.name for key in keys]
+    for key in keys:
+        assert key.help in rows[key.name]
+        assert rows[key.name].endswith(key.allowed)
+
+
+def test_show_gives_the_values_of_that_option():
+    rows = {
+        line.split()[0]: line.split()[1]
+        for line in run("show", "model/qwen3b").stdout.splitlines()[1:]
+    }
+    assert (rows["model.num_layers"], rows["model.rope.theta"], rows["model.rope.factor"]) == (
+        "36",
+        "1000000",
+        "auto",
+    )
+
+
+def test_show_accepts_a_group_alone_and_an_equals_sign():
+    assert (
+        run("show", "model").stdout
+        == run("show", "model/tiny").stdout
+        == run("show", "model=tiny").stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("modle/tiny", "no group is called modle (did you mean model?); groups: data, model, "),
+        ("model/tinny", "qwen3_8b, qwen3b, qwen7b, tiny (did you mean tiny?)"),
+        ("seq", "no group is called seq"),
+        ("", "no group is called"),
+    ],
+)
+def test_an_unknown_option_is_one_line(name, message):
+    result = run("show", name)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+
+
+def test_own_groups_are_listed_and_shown(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/mine.yaml").write_text("# My own.\ndefaults: [tiny]\nname: mine\n")
+    assert "My own." in run("list", "--config-dir", str(tmp_path)).stdout
+    assert "mine" in run("show", "model/mine", "--config-dir", str(tmp_path)).stdout
+
+
+def test_tables_fit_80_columns_without_truncation(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(
+        "mtrain_cli.console.Console",
+        lambda: Console(file=shown, force_terminal=True, width=80, no_color=True),
+    )
+    config_command.show_option("model/qwen3b")
+    config_command.list_groups()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert "…" not in shown.getvalue()
+    assert "none, yarn, llama3" in shown.getvalue()
+    assert max(map(len, lines)) <= 80
+
+
+def test_list_names_every_key():
+    text = run("list").stdout.partition("Keys\n")[2]
+    groups = {
+        line.split()[0]: set(line.replace(",", " ").split()[1:]) for line in text.splitlines()[:-1]
+    }
+    for name in all_keys():
+        group, dot, rest = name.partition(".")
+        assert not dot or rest in groups[f"{group}."], name
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 120])
+@pytest.mark.parametrize(
+    "option", ["data/prolong512k", "train/default", "recipe/prolong_llama8b_512k"]
+)
+def test_show_wraps_at_the_terminal_width_without_truncation(option, columns, monkeypatch):
+    whole = run("show", option).stdout
+    monkeypatch.setenv("COLUMNS", str(columns))
+    folded = run("show", option).stdout
+    assert max(map(len, folded.splitlines())) <= columns
+    assert "…" not in folded
+    for line in whole.splitlines()[1:]:
+        assert line.split()[0] in folded

@@ -1,0 +1,97 @@
+"""Shared options and parsers: lists, shares, numbers, and dataclasses of options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.options import (
+    MOST_DIGITS,
+    flag,
+    option,
+    parse_items,
+    parse_names,
+    parse_share_option,
+    parse_whole_number,
+    with_options,
+    writing,
+)
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.launch.failures import RunError
+
+
+@dataclass(frozen=True)
+class Shared:
+    size: Annotated[int, option("N", "A size.", least=1, most=9)] = 3
+    name: Annotated[str, option("NAME", "A name.")] = "usual"
+    loud: Annotated[bool, flag("--loud", "Be loud.")] = False
+
+
+def call(*words: str, left_out: tuple[str, ...] = ()):
+    app, seen = typer.Typer(), []
+
+    @app.command()
+    @with_options(Shared, *left_out)
+    def command(shared: Shared, own: Annotated[int, option("N", "Its own.")] = 7) -> None:
+        """Say what was typed."""
+        seen.append((shared, own))
+
+    return CliRunner().invoke(app, list(words)), seen
+
+
+def test_a_command_gets_the_fields_of_a_dataclass_and_its_own_options():
+    result, seen = call("--size", "5", "--loud", "--own", "1")
+    assert result.exit_code == 0, result.output
+    assert seen == [(Shared(size=5, loud=True), 1)]
+    result, seen = call()
+    assert seen == [(Shared(), 7)]
+
+
+def test_limits_of_a_dataclass_field_hold():
+    result, seen = call("--size", "10")
+    assert (result.exit_code, seen) == (2, [])
+
+
+def test_a_field_that_is_left_out_is_no_option_and_keeps_its_default():
+    result, seen = call("--name", "other", left_out=("name",))
+    assert (result.exit_code, seen) == (2, [])
+    result, seen = call("--size", "4", left_out=("name",))
+    assert seen == [(Shared(size=4, name="usual"), 7)]
+
+
+def test_names_are_split_without_repeats_and_checked():
+    assert parse_names("--layout", "a, b,a,", ["a", "b"]) == ["a", "b"]
+    assert parse_names("--seq", "") == []
+    with pytest.raises(ConfigError, match=r"--layout c: unknown.*; allowed: a, b"):
+        parse_names("--layout", "a,c", ["a", "b"])
+    with pytest.raises(ConfigError, match="--layout ',': names nothing"):
+        parse_names("--layout", ",")
+
+
+def test_items_are_parsed_one_by_one():
+    assert parse_items("--workers", "8, 32", int, "8,32") == [8, 32]
+    with pytest.raises(ConfigError, match="--workers 8,x: x is not a number; give items such as"):
+        parse_items("--workers", "8,x", int, "8,32")
+    with pytest.raises(ConfigError, match="an empty item is not a number"):
+        parse_items("--workers", "8,", int, "8,32")
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.5", 0.5), ("1", 1.0), (None, None)])
+def test_shares_are_numbers_or_percentages(text, share):
+    assert parse_share_option("--density", text) == share
+
+
+@pytest.mark.parametrize("text", ["-1", "+1", " 1", "1.0", "٣", "", "1" * (MOST_DIGITS + 1)])
+def test_whole_numbers_have_plain_digits_only(text):
+    assert parse_whole_number("0017") == 17
+    with pytest.raises(ValueError):  # noqa: PT011 - the caller reports it
+        parse_whole_number(text)
+
+
+def test_an_error_of_the_disk_names_the_place(tmp_path):
+    with pytest.raises(RunError, match=r"here: could not be written \(No"), writing("here"):
+        (tmp_path / "missing/file").write_text("x")

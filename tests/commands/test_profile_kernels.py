@@ -1,0 +1,183 @@
+"""`mtrain profile kernels`: shapes, tables and calibration files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.commands.app import app
+from mtrain_cli.sparsity.fixed import fixed_index
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["profile", *words])
+
+
+def _nothing_is_measured(*_):
+    raise AssertionError("a mistake is found before anything is measured")
+
+
+KERNELS = (
+    "kernels",
+    "--seq",
+    "64",
+    "--heads",
+    "2/1",
+    "--head-dim",
+    "16",
+    "--block",
+    "16",
+    "--repeats",
+    "1",
+)
+
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot run differs")
+
+
+def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
+    out = tmp_path / "calibration.json"
+    result = run(
+        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2",
+        "--head-dim", "16", "--block", "16", "--kernel", "sdpa", "--repeats", "1",
+        "--out", str(out),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    document = json.loads(out.read_text())
+    assert (document["schema"], document["kind"]) == (1, "kernels")
+    dense, half, fifth = document["times"]
+    assert dense["case"]["density"] is None
+    assert dense["pairs"] == 4 * 256 * 257 // 2
+    assert [t["case"]["density"] for t in (half, fifth)] == [0.5, 0.2]
+    assert dense["pairs"] > half["pairs"] > fifth["pairs"] > 0
+    assert half["forward_ratio"] == pytest.approx(dense["forward_ms"] / half["forward_ms"])
+    assert half["backward_ratio"] == pytest.approx(dense["backward_ms"] / half["backward_ms"])
+    shape = {
+        "seed": 0,
+        "batch": 1,
+        "heads": 4,
+        "seq": 256,
+        "block": 16,
+        "slashes": None,
+        "columns": 8,
+    }
+    counts = fixed_index(**shape, density=0.5).counts(
+        MaskTables.make([SequenceMask.causal(256, 256)], 16)
+    )
+    assert [half[name] for name in ("pairs", "blocks", "column_pairs")] == [
+        int(t.sum()) for t in (counts.pairs, counts.blocks, counts.column_pairs)
+    ]
+    # A CPU also computes the pairs that the index leaves out.
+    assert "TF" not in result.output
+    assert half["backward_tflops"] == pytest.approx(
+        10 * 16 * half["pairs"] / half["backward_ms"] / 1e9
+    )
+
+
+def test_kernel_times_fit_80_columns():
+    words = (
+        "kernels",
+        "--seq",
+        "256",
+        "--density",
+        "0.2",
+        "--heads",
+        "2/1",
+        "--head-dim",
+        "16",
+        "--block",
+        "16",
+        "--kernel",
+        "sdpa",
+    )
+    shown = {
+        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(
+            app, ["profile", *words, "--repeats", "1", "--workers", "2"]
+        )
+        for width in (80, 200)
+    }
+    assert [found.exit_code for found in shown.values()] == [0, 0]
+    assert max(map(len, shown[80].stdout.splitlines())) <= 80
+    # The same calls, with fewer columns each.
+    lines_by_width = {
+        width: [line for line in found.stdout.splitlines() if line.startswith("sdpa ")]
+        for width, found in shown.items()
+    }
+    assert len(lines_by_width[80]) == len(lines_by_width[200]) > 10
+    assert "TF" not in lines_by_width[80][0]
+    assert "1/2 striped, ring step 0" in shown[80].stdout
+    assert "A wider terminal also shows" in " ".join(shown[80].stdout.split())
+    assert "A wider terminal" not in shown[200].stdout
+
+
+def test_the_shipped_calibration_loads_and_names_its_hardware():
+    from mtrain_cli import resource_dir
+
+    document = json.loads((resource_dir("profiles") / "kernels-h200.json").read_text())
+    assert document["device"] == "NVIDIA H200"
+    assert document["command"].startswith("mtrain profile kernels")
+    assert {t["kernel"] for t in document["times"]} == {"flash4", "triton"}
+
+
+@without_gpu
+def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
+    monkeypatch.setattr(
+        "mtrain_cli.profiling.kernel_benchmark.profile_kernels", _nothing_is_measured
+    )
+    monkeypatch.delenv(
+        "TRITON_INTERPRET", raising=False
+    )  # other tests of the same process run the kernel without a GPU
+    result = run(*KERNELS, "--kernel", "flash4,triton")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.splitlines() == [
+        f"mtrain: --kernel {name}: needs a CUDA GPU" for name in ("flash4", "triton")
+    ]
+
+
+@without_gpu
+def test_unsupported_kernels_are_listed_once_below_the_table():
+    lines = run(*KERNELS, "--density", "50%,0.2", "--kernel", "sdpa,flash4").stdout.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["kernel", "sdpa", "sdpa", "sdpa"]
+    assert lines[-1] == "flash4: needs a CUDA GPU"
+    assert sum("flash4" in line for line in lines) == 1
+
+
+def test_used_columns_and_share_of_pairs_are_printed():
+    lines = run(
+        *KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa"
+    ).stdout.splitlines()
+    for line, density in zip(lines[2:4], ("50.0%", "5.0%"), strict=True):
+        assert line.split()[3:7] == [density, "all", "64", "100.0%"]
+    few = (
+        run(*KERNELS, "--density", "5%", "--columns", "2", "--kernel", "sdpa")
+        .stdout.splitlines()[2]
+        .split()
+    )
+    assert few[3:5] == ["5.0%", "2"]
+    diagonal = 4 * 16 * 17 // 2 / (64 * 65 // 2)
+    assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)
+
+
+def test_replacing_an_earlier_calibration_is_reported(tmp_path):
+    out = tmp_path / "deep" / "calibration.json"
+    first, second = (
+        run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out))
+        for density in ("0.5", "0.5,0.2")
+    )
+    assert first.stdout.endswith(f"2 times in {out}\n")
+    assert second.stdout.endswith(f"3 times in {out}, in place of the calibration that was there\n")
+    assert len(json.loads(out.read_text())["times"]) == 3
+
+
+@without_gpu
+def test_shapes_that_exceed_memory_are_one_line():
+    result = run(
+        "kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa"
+    )
+    assert result.exit_code == 1
+    assert result.stderr.startswith("error: The next of these shapes does not fit in memory")

@@ -1,0 +1,178 @@
+"""`mtrain profile what-if`: table, JSON, and refused options."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from simulation.recordings import SEQ, record
+from typer.testing import CliRunner
+
+from mtrain_cli.commands import app as command_line
+
+
+def run(*words: str, columns: int = 80):
+    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
+    return CliRunner(env=environment).invoke(
+        command_line.app, ["profile", "what-if", *words], prog_name="mtrain"
+    )
+
+
+def test_every_configuration_is_one_row_at_any_width(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    record(tmp_path / "measurements/one", "vertical_slash", "moba")
+    words = [
+        "one",
+        "--layout",
+        "zigzag,striped",
+        "--exchange",
+        "ring,hierarchical_all_gather",
+        "--workers",
+        "2,4",
+        "--per-node",
+        "2",
+    ]
+    for columns in (40, 80, 300):
+        result = run(*words, columns=columns)
+        assert (result.exit_code, result.stderr) == (0, "")
+        # A row with a bar; a title may begin like one.
+        rows = [
+            line
+            for line in result.stdout.splitlines()
+            if line.strip().startswith(("zigzag", "striped")) and "█" in line
+        ]
+        assert len(rows) == 2 * 8
+        assert all("hierarchical_all_gather" in row or "ring" in row for row in rows)
+        assert sum("2x2" in row for row in rows) == 8
+        assert all("█" in row for row in rows)
+    assert (
+        f"vertical_slash, seq {SEQ}, 3 layers of iteration 3, recorded with 4 workers, striped"
+        in result.stdout
+    )
+
+
+def test_json_matches_the_table(tmp_path):
+    path = record(tmp_path, "vertical_slash", "dense")
+    result = run(
+        str(path),
+        "--json",
+        "--exchange",
+        "ring",
+        "--workers",
+        "1,6",
+        "--per-node",
+        "8",
+        "--layers",
+        "3",
+        "--pattern",
+        "vertical_slash",
+    )
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["recorded"]["seq"] == SEQ
+    assert [(c["workers"], c["layout"]) for c in document["cases"]] == [
+        (n, name) for n in (1, 6) for name in ("contiguous", "zigzag", "striped")
+    ]
+    for case in document["cases"]:
+        assert case["pattern"] == "vertical_slash"
+        assert case["layers"] == [3]
+        assert len(case["shares"]) == len(case["forward"]["pairs"]) == case["workers"]
+        assert sum(case["forward"]["pairs"]) == sum(document["cases"][0]["backward"]["pairs"]) > 0
+        assert all(
+            case[name][degree] >= 1
+            for name in ("forward", "backward")
+            for degree in ("worker", "step", "total", "critical")
+        )
+        assert (case["forward"]["sent_bytes"] > 0) == (case["workers"] > 1)
+    largest = {case["layout"]: max(case["shares"]) for case in document["cases"][3:]}
+    assert largest["striped"] < largest["contiguous"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--layout", "zigzig"],
+            "--layout zigzig: unknown (did you mean zigzag?); allowed: contiguous, zigzag, striped",
+        ),
+        (
+            ["--exchange", "rong"],
+            "--exchange rong: unknown (did you mean ring?); allowed: auto, all_gather,",
+        ),
+        (["--layout", ","], "--layout ',': names nothing; allowed: contiguous"),
+        (
+            ["--pattern", "mobo"],
+            "--pattern mobo: unknown (did you mean moba?); allowed: vertical_slash, moba",
+        ),
+        (
+            ["--workers", "8,x"],
+            "--workers 8,x: x is not a number; give items such as 8,32",
+        ),
+        (["--workers", "8,"], "--workers 8,: an empty item is not a number"),
+        (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
+        (
+            ["--workers", "64"],
+            "--workers 64: 1000 tokens in blocks of 16 are too few for 64 workers; "
+            "allowed: 1 to 62",
+        ),
+        (
+            ["--workers", "6", "--per-node", "4"],
+            "--per-node 4: does not divide 6 workers; allowed: 1, 2, 3, 6",
+        ),
+        (["--per-node", "0"], "--per-node=0: must be at least 1"),
+        (
+            ["--layers", "0,4"],
+            "--layers 0,4: layer 4 of vertical_slash was not recorded; allowed: 0, 3, 5",
+        ),
+        (
+            ["--exchange", "ulysses", "--workers", "8"],
+            "--exchange ulysses: cannot share 4 query heads and 2 key-value heads among 8",
+        ),
+    ],
+)
+def test_invalid_replays_are_one_line(tmp_path, words, message):
+    record(tmp_path, "vertical_slash", "moba")
+    result = run(str(tmp_path), *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_run_without_indices_is_one_line(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "text").write_text("text")
+    for name, message in {
+        "other": "holds no index.npz; `mtrain profile imbalance` and",
+        "absent": "no such folder, run or measurement",
+        "text": "not an index file of mtrain, or damaged",
+    }.items():
+        result = run(str(tmp_path / name))
+        assert result.exit_code == 2
+        assert message in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = ("runs/goes-on", "measurements/newest-profile", "measurements/a-step")
+    for hour, name in enumerate(names):
+        folder = tmp_path / name / ("profile" if name.startswith("runs") else "")
+        folder.mkdir(parents=True)
+        for file in ("summary.json", "records.parquet"):
+            (folder / file).write_text("{}")
+        if hour < 2:
+            os.utime(record(folder, "moba" if hour else "vertical_slash"), (hour, hour))
+    (tmp_path / "runs/goes-on/metrics.jsonl").write_text("{}\n")
+    result = run("--layout", "striped", "--exchange", "ring")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("moba")
+
+
+def test_help_has_examples_in_80_columns():
+    result = run("--help")
+    assert result.exit_code == 0
+    assert "mtrain profile what-if RUN --workers 8,32 --per-node 8" in " ".join(
+        result.stdout.split()
+    )
+    assert max(map(len, result.stdout.splitlines())) <= 80

@@ -1,0 +1,275 @@
+"""`mtrain report` finds its input, writes files into it, and refuses unreadable input in a line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
+from typer.testing import CliRunner
+
+from mtrain_cli import resource_dir
+from mtrain_cli.commands.app import app
+from mtrain_cli.commands.completion import complete_measured
+from mtrain_cli.records.metrics import StepMetrics
+
+SLOW = Play(ring(4), lambda _d, r, _s: 2.0 if r == 2 else 1.0, link={"context": 0.2})
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(*words: str, code: int = 0) -> str:
+    result = CliRunner(env={"COLUMNS": "100", "TERM": "dumb"}).invoke(
+        app, ["report", *words], prog_name="mtrain"
+    )
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.stdout if code == 0 else result.stderr
+
+
+def refused(*words: str) -> str:
+    """Return the only line of output."""
+    (line,) = report(*words, code=2).splitlines()
+    return line
+
+
+def measured(name: str, **more) -> Path:
+    return recorded_once(Path("measurements", name), SLOW, **more)
+
+
+def trained(name: str, steps: int = 5, wanted: int = 5) -> Path:
+    path = Path("runs", name)
+    path.mkdir(parents=True)
+    (path / "environment.json").write_text(
+        json.dumps(
+            {"command": ["mtrain", "train"], "host": "there", "versions": {}, "gpus": ["A"] * 2}
+        )
+    )
+    with (path / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            row = StepMetrics(
+                step=step,
+                loss=5.0 / step,
+                grad_norm=1.0,
+                lr=1e-3,
+                tokens=100 * step,
+                tokens_per_second_per_gpu=50.0 + step,
+                mfu_model=None,
+                mfu_executed=None,
+                density=0.5,
+                peak_memory_gib=None,
+                seconds=1.0,
+                epoch=0.1,
+                consumed=step,
+                density_by_layer=[0.4, 0.6],
+            )
+            file.write(row.to_json() + "\n")
+    from mtrain_cli.composition.compose import compose
+    from mtrain_cli.config.resolved_file import save
+
+    save(compose([f"train.steps={wanted}"]), path / "resolved.yaml")
+    return path
+
+
+def test_a_report_is_shown_and_written_into_the_measurement():
+    path = measured("one", layers=(0, 1), iterations=2)
+    message = report("one")
+    assert (
+        "rank 2, a straggler: 2.0x the time of the others for the same work "
+        "(slow or disturbed device; forward and backward, 5 steps)" in " ".join(message.split())
+    )
+    assert "1.60 ±0.00" in message
+    assert str(path / "report.html") in message
+    assert (path / "report.html").stat().st_size < 1.5e6
+    assert sorted(p.name for p in (path / "tables").iterdir()) == [
+        "causes.csv",
+        "layers.csv",
+        "steps.csv",
+        "summary.csv",
+        "time_by_rank.csv",
+    ]
+    with (path / "tables/summary.csv").open() as file:
+        assert [row["direction"] for row in csv.DictReader(file)] == ["both", "forward", "backward"]
+    assert max(map(len, message.splitlines())) <= 110
+
+
+def test_the_newest_run_is_the_default():
+    old, new = measured("old"), trained("new")
+    for age, file in ((100, old / "summary.json"), (0, new / "metrics.jsonl")):
+        os.utime(file, (os.stat(file).st_mtime - age,) * 2)
+    assert report("--no-html", "--no-csv").startswith(str(new))
+    assert report("latest", "--no-html", "--no-csv").startswith("new: training run")
+    os.utime(old / "summary.json")
+    assert report("--no-html", "--no-csv").startswith(str(old))
+
+
+def test_an_empty_folder_shows_a_shipped_profile(folder):
+    message = report()
+    assert "nothing in runs/ or measurements/ here" in message
+    assert "4 x NVIDIA H200" in message
+    assert "vertical_slash striped" in message
+    assert not list(folder.iterdir())
+    # The shipped folder stays unchanged too.
+    assert not list((resource_dir("profiles") / "real-512k-4xh200").glob("report.html"))
+    assert "figures  mtrain report real-512k-4xh200 --out DIR" in message
+
+
+def test_a_training_run_is_shown_with_its_profile():
+    path = trained("mine", steps=3, wanted=9)
+    recorded_once(path / "profile", SLOW)
+    said = report("mine")
+    assert "mine: training run, 2 x A" in said
+    assert "step 3 of 9" in said
+    assert "5.000" in said
+    assert "1.667" in said
+    assert "rank 2, a straggler: 2.0x" in " ".join(said.split())
+    page = (path / "report.html").read_text()
+    for figure in ("training", "density", "timeline"):
+        assert f'id="figure-{figure}"' in page
+
+
+def test_a_training_run_without_a_profile_is_shown():
+    path = trained("mine")
+    assert "Load balance" not in report("runs/mine")
+    assert 'id="figure-training"' in (path / "report.html").read_text()
+
+
+def test_json_prints_nothing_else_and_writes_no_files():
+    path = measured("one")
+    (found,) = json.loads(report("one", "--json"))
+    assert found["kind"] == "profile"
+    assert found["cases"][0]["time"]["worker"]["mean"] == pytest.approx(1.6)
+    assert found["cases"][0]["causes"][0]["rank"] == 2
+    assert not (path / "report.html").exists()
+
+
+def test_two_runs_are_compared_in_the_given_folder():
+    measured("one", iterations=2)
+    recorded_once(Path("measurements/two"), Play(ring(4)), iterations=2)
+    assert refused("one", "two").startswith("mtrain: --out DIR: required for several runs")
+    said = " ".join(report("one", "two", "--out", "both").split())
+    assert "Compared with one" in said
+    assert Path("both/report.html").is_file()
+    with Path("both/tables/compare.csv").open() as file:
+        rows = {row["what"]: row for row in csv.DictReader(file)}
+    assert float(rows["worker imbalance, time"]["ratio"]) == pytest.approx(1 / 1.6, rel=1e-4)
+    assert not Path("measurements/one/report.html").exists()
+
+
+def test_killed_runs_are_reported_up_to_their_end():
+    measured("killed", iterations=3, complete=False, wanted=10)
+    assert "partial: 3 of 10 samples; the run did not finish" in report("killed")
+
+
+def test_missing_ranks_are_named():
+    rows = rows_of(SLOW)
+    write(Path("measurements/some"), [rows[rows["rank"] != 1]], [facts_of(SLOW.schedule)])
+    assert "no rows of rank 1 (1 of 4); imbalance degrees cover the other ranks" in report("some")
+
+
+def test_one_worker_has_no_imbalance():
+    recorded_once(Path("measurements/alone"), Play(ring(1)))
+    said = report("alone")
+    assert "one worker: nothing to compare with" in said
+    assert "1.00" in said
+
+
+def test_without_a_browser_the_path_of_the_page_is_printed(monkeypatch):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    measured("one")
+    assert "no browser here" in report("one", "--open", "--no-csv")
+
+
+def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
+    measured("before")
+    Path("empty").mkdir()
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("x")
+    Path("file.txt").write_text("x")
+    assert refused("befroe").endswith("no such folder, run or measurement (did you mean before?)")
+    assert refused("nothing-like-it").endswith("; found here, newest first: before")
+    assert refused("./measurements/befor").endswith(" (did you mean measurements/before?)")
+    assert (
+        refused("empty")
+        == "mtrain: empty: empty folder; give the folder of a run, a profile or a simulation"
+    )
+    assert refused("other").startswith(
+        "mtrain: other: not a run, profile or simulation "
+        "(summary.json and metrics.jsonl are missing; contains notes"
+    )
+    assert refused("file.txt").startswith("mtrain: file.txt: not a profile of mtrain")
+    assert refused("measurements").startswith(
+        "mtrain: measurements: not a run, but contains before"
+    )
+    del folder
+
+
+def test_damaged_files_are_refused_in_one_line():
+    path = measured("one")
+    (path / "records.parquet").write_bytes(b"no parquet at all")
+    assert "measurements/one/records.parquet: not a parquet file, or damaged" in refused("one")
+    path = measured("two")
+    whole = (path / "records.parquet").read_bytes()
+    (path / "records.parquet").write_bytes(whole[: len(whole) // 2])
+    assert "measurements/two/records.parquet: not a parquet file, or damaged" in refused("two")
+    path = measured("three")
+    (path / "summary.json").write_text("{")
+    assert "measurements/three/summary.json: not the summary of a profile" in refused("three")
+
+
+def test_other_schemas_are_refused_in_one_line():
+    import pyarrow.parquet as pq
+
+    path = measured("old")
+    document = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**document, "schema": 1}))
+    assert "has schema 1, this version of mtrain reads 2" in refused("old")
+    path = measured("mixed", iterations=2, complete=False)
+    part = path / "records/000001.parquet"
+    pq.write_table(pq.read_table(part).replace_schema_metadata({"mtrain_schema": "1"}), part)
+    assert refused("mixed").startswith(
+        "mtrain: measurements/mixed/records/000001.parquet: has schema 1, but its "
+        "summary.json has 2"
+    )
+    path = measured("narrow")
+    table = pq.read_table(path / "records.parquet")
+    pq.write_table(table.drop_columns(["late_us"]), path / "records.parquet")
+    assert "has no column late_us" in refused("narrow")
+    path = measured("strange")
+    document = json.loads((path / "summary.json").read_text())
+    (path / "summary.json").write_text(json.dumps({**document, "cases": []}))
+    assert "has rows of case 0, which summary.json does not list" in refused("strange")
+
+
+def test_a_profile_without_samples_is_refused_in_one_line():
+    write(Path("measurements/none"), [], [facts_of(ring(2))], complete=False, wanted=5)
+    assert "no sample yet" in refused("none")
+
+
+def test_an_unwritable_folder_is_refused_before_reading():
+    measured("one")
+    Path("file").write_text("x")
+    assert refused("one", "--out", "file/inside").startswith(
+        "mtrain: --out file/inside: is not a folder and cannot be created"
+    )
+
+
+def test_names_are_completed():
+    measured("one")
+    trained("other")
+    assert complete_measured("o") == ["one", "other"]
+    assert complete_measured("on") == ["one"]
+
+
+def test_many_ranks_are_summarized_in_the_terminal():
+    times = np.random.default_rng(0).gamma(9, 0.1, (40, 40))
+    recorded_once(Path("measurements/many"), Play(ring(40), lambda _d, r, s: float(times[r, s])))
+    assert "each cell is the maximum of 2 workers x 2 steps" in report("many", "--no-html")

@@ -1,0 +1,261 @@
+"""`mtrain status` reports a run's state, whatever became of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch import progress_record, run_dir, run_state
+from mtrain_cli.launch.restart import Restart, _append
+from mtrain_cli.launch.run_dir import RunDir, RunLock
+from mtrain_cli.launch.run_state import StateReporter
+
+WORKERS = ["node7, GPU 0 (NVIDIA H200)", "node7, GPU 1 (NVIDIA H200)", "node8, GPU 0 (NVIDIA H200)"]
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def status(*words: str):
+    return CliRunner().invoke(app, ["status", *words], prog_name="mtrain")
+
+
+def found(*words: str) -> dict:
+    return json.loads(status(*words, "--json").stdout)
+
+
+def begun(name: str = "first") -> RunDir:
+    run = run_dir.create(
+        compose([f"run.name={name}", "topology.device=cpu", "train.steps=100"]), []
+    )
+    run.release()
+    return run
+
+
+def reporter(run: RunDir) -> StateReporter:
+    records = str(run.path / "where-{rank}")
+    return StateReporter(
+        run, launcher="mtrain", steps=100, step=0, workers=WORKERS, records=records
+    )
+
+
+def stepped(run: RunDir, step: int = 12) -> StateReporter:
+    told = reporter(run)
+    values = {
+        "loss": 2.5,
+        "grad_norm": 0.75,
+        "tokens": 99,
+        "tokens_per_second_per_gpu": 12345.6,
+        "seconds": 4.2,
+        "seconds_left": 370.0,
+    }
+    told.step(last=False, step=step - 1, **values)
+    told.step(last=True, step=step, **values)
+    return told
+
+
+def holder(run: RunDir) -> subprocess.Popen[str]:
+    """A process that holds the run's lock, as the launcher does."""
+    code = "import time\nfrom mtrain_cli.launch import run_dir\n"
+    code += f"run = run_dir.open({str(run.path)!r})\n"
+    code += "print('has it', flush=True)\ntime.sleep(600)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(run_dir.__file__).parents[2])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "has it\n"
+    return process
+
+
+def test_a_run_is_alive_while_its_lock_is_held():
+    run = begun()
+    stepped(run)
+    process = holder(run)
+    try:
+        alive = found()
+        assert (alive["what"], alive["alive"], alive["step"], alive["seconds_left"]) == (
+            "running",
+            True,
+            12,
+            370.0,
+        )
+        assert alive["holder"] == f"process {process.pid} on {socket.gethostname()}"
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert (found()["what"], found()["alive"]) == ("lost", False)
+    finally:
+        process.kill()
+    shown = status().stdout
+    assert "lost; it ended without a report: it was killed, or its machine failed" in " ".join(
+        shown.split()
+    )
+
+
+def test_checking_the_lock_does_not_block_the_run(monkeypatch):
+    run = begun()
+    looks = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: (looks.append(seconds), os.close(other)))
+    other = os.open(run.path / ".lock", os.O_RDONLY)
+    import fcntl
+
+    fcntl.flock(other, fcntl.LOCK_SH)
+    RunLock(run.path).release()
+    assert len(looks) == 1
+
+
+def test_other_machines_rely_on_the_heartbeat():
+    run = begun()
+    stepped(run)
+    lock = run.path / ".lock"
+    lock.write_text("process 12 on node7\n")
+    assert found()["what"] == "running"
+    long_ago = time.time() - 2 * run_state.SILENT_S
+    os.utime(lock, (long_ago, long_ago))
+    assert found()["what"] == "lost"
+
+
+def test_the_sheet_shows_progress_and_health(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    run = begun()
+    told = stepped(run)
+    told.warn("step 11 is a spike: loss 9.9")
+    (run.path / ".lock").write_text("process 12 on node7\n")
+    with run.metrics.open("w") as file:
+        for step in range(1, 13):
+            file.write(json.dumps({"step": step, "loss": 4 - step / 8}) + "\n")
+    manifest = run.checkpoints / "step-10" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
+    os.utime(manifest, (time.time() - 125, time.time() - 125))
+    _append(run, Restart(time.time() - 3600, "rank 1 was killed by SIGKILL", 1, 9, 8, 3))
+    lines = [line.rstrip() for line in status("first").stdout.splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "run         runs/first"
+    assert re.match(r"state +running; last step \d s ago; process 12 on node7", lines[1])
+    assert lines[2:7] == [
+        "step        12 of 100, 12%, 6:10 left",
+        "loss        2.5000, gradient norm 0.75  █▇▇▆▅▅▄▄▃▂▂▁",
+        "speed       12,346 tokens/s/worker, 4.20 s per step",
+        "checkpoint  step 10, 2:05 ago, 2 steps behind",
+        "workers     ranks 0 to 1 on node7: 2 x NVIDIA H200 (0, 1)",
+    ]
+    assert lines[7:9] == [
+        "            rank 2 on node8: 1 x NVIDIA H200 (0)",
+        "restarts    1, the last one 1:00:00 ago: rank 1 was killed by SIGKILL",
+    ]
+    assert lines[9] == "            after step 9; from the checkpoint of step 8, on 3 workers"
+    assert lines[10] == "warnings    1, the last one 0 s ago: step 11 is a spike: loss 9.9"
+
+
+def test_a_stalled_run_shows_where_its_workers_are(monkeypatch):
+    run = begun()
+    stepped(run)
+    (run.path / ".lock").write_text("process 12 on node7\n")
+    monkeypatch.setattr(progress_record, "_record", None)
+    progress_record.start_record(run.path / "where-1")
+    progress_record.begin_step(13)
+    progress_record.note("ring, layer 3, forward, step 2 of 3")
+    later = time.time() + 70
+    monkeypatch.setattr(run_state, "SILENT_S", 1000.0)
+    monkeypatch.setattr(time, "time", lambda: later)
+    shown = found()
+    assert (shown["what"], shown["detail"], shown["alive"]) == (
+        "stalled",
+        "no step since step 12",
+        True,
+    )
+    assert len(shown["where"]) == 1
+    assert "rank 1: training step 13, ring, layer 3, forward, step 2 of 3 (7" in shown["where"][0]
+
+
+@pytest.mark.parametrize(
+    ("phase", "what"),
+    [("finished", "finished"), ("stopped", "stopped"), ("failed", "failed"), ("training", "lost")],
+)
+def test_the_final_state_is_the_last_one_written(phase, what):
+    run = begun()
+    stepped(run)
+    run_state.set_phase(run, phase, "rank 1 was killed")
+    shown = found("first")
+    assert (shown["what"], shown["alive"], shown["step"]) == (what, False, 12)
+
+
+def test_all_lists_every_run_despite_a_damaged_state(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("first", "second"):
+        stepped(begun(name))
+    Path("runs/second/state.json").write_text("{")
+    result = status("--all")
+    assert result.exit_code == 0
+    names = [
+        line.split()[:2]
+        for line in result.stdout.splitlines()
+        if line.startswith((" first", "first", " second", "second"))
+    ]
+    assert sorted(names) == [["first", "lost"], ["second", "not"]]
+    assert len(status("--all", "--json").stdout.splitlines()) == 2
+
+
+def test_watch_ends_with_the_run(monkeypatch):
+    run = begun()
+    stepped(run)
+    (run.path / ".lock").write_text("process 12 on node7\n")
+    monkeypatch.setattr("mtrain_cli.commands.status.WATCH_S", 0.01)
+    looks = []
+    look = run_state.check_liveness
+
+    def counted(one, now):
+        looks.append(now)
+        if len(looks) == 4:
+            run_state.set_phase(run, "finished")
+            os.utime(run.path / ".lock", (1, 1))
+        return look(one, now)
+
+    monkeypatch.setattr(run_state, "check_liveness", counted)
+    result = status("first", "--watch", "--json")
+    assert [json.loads(line)["what"] for line in result.stdout.splitlines()] == ["running"] * 3 + [
+        "finished"
+    ]
+
+
+@pytest.mark.parametrize("words", [["first"], ["--all"]])
+def test_watching_a_finished_run_prints_it_once(words, monkeypatch):
+    run = begun()
+    stepped(run)
+    run_state.set_phase(run, "finished")
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)  # both print the same age
+    assert status(*words, "--watch").stdout == status(*words).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "mtrain: there are no runs in runs/. Give the folder of a run.\n"),
+        (
+            ["nothing"],
+            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are "
+            "no runs in runs/\n",
+        ),
+        (["--all"], "mtrain: --all: there are no runs in runs/\n"),
+        (["--all", "x"], "mtrain: --all: shows every run under runs/; give it without x\n"),
+    ],
+)
+def test_mistakes_are_one_line(words, line):
+    result = status(*words)
+    assert (result.exit_code, result.stderr) == (2, line)

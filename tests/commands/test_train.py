@@ -1,0 +1,234 @@
+"""`mtrain train` up to the start of the workers, which have tests of their own."""
+
+import os
+import types
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from mtrain_cli.commands.app import app
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.launch import local
+from mtrain_cli.launch.failures import Failure
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Records calls of the launcher, which starts nothing here and returns 7."""
+    calls = []
+
+    def launch(run_dir, environment, resume, config):  # noqa: ARG001
+        calls.append((run_dir, environment, resume))
+        run_dir.release()
+        return 7
+
+    monkeypatch.setattr(local, "launch", launch)
+    return calls
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["train", *words], prog_name="mtrain")
+
+
+def test_cfg_prints_the_composed_configuration_and_exits(launched, tmp_path):
+    result = run("model=qwen3b", "seq=32k", "--cfg")
+    assert result.exit_code == 0
+    Path("printed.yaml").write_text(result.stdout)
+    assert load(Path("printed.yaml")) == compose(["model=qwen3b", "seq=32k"])
+    assert yaml.safe_load(result.stdout)["seq"] == 32768
+    assert "seq: 32768  # 32k; default " in result.stdout
+    assert not launched
+    assert [path.name for path in tmp_path.iterdir()] == ["printed.yaml"]
+
+
+def test_dry_run_prints_the_plan_and_exits(launched, tmp_path):
+    words = (
+        "seq=4k",
+        "topology.workers=8",
+        "topology.device=cuda",
+        "topology.exchange=ring",
+        "--dry-run",
+    )
+    result = run("model=qwen3b", *words)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "Dry run: qwen3b, seq 4k; nothing is trained" in result.stdout
+    assert not launched
+    result = run("model=llama8b", *words, "topology.gpu_memory_gib=10")
+    assert result.exit_code == 1, "it does not fit"
+    assert "Does not fit: " in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_creates_the_run_folder_and_returns_the_launchers_exit_code(launched):
+    result = run("seq=256", "topology.device=cpu", "run.name=first")
+    assert result.exit_code == 7
+    ((run_dir, environment, resume),) = launched
+    assert run_dir.path == Path("runs/first").absolute()
+    assert load(run_dir.resolved).seq == 256
+    assert (environment.device, environment.dims.workers, resume) == ("cpu", 2, False)
+
+
+def test_sizes_that_do_not_fit_leave_no_folder(launched, tmp_path):
+    result = run(
+        "topology.device=cpu",
+        "topology.workers=3",
+        "topology.context_parallel=auto",
+        "topology.gpus_per_node=2",
+    )
+    assert result.exit_code == 2
+    assert not launched
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("by", ["name", "path"])
+def test_resume_uses_the_saved_configuration(launched, by):
+    run("seq=256", "topology.device=cpu", "run.name=first", "optim.lr=0.5")
+    result = run("--resume", "first" if by == "name" else "runs/first")
+    assert result.exit_code == 7
+    run_dir, _, resume = launched[-1]
+    assert resume
+    assert run_dir.path == Path("runs/first").absolute()
+    assert load(run_dir.resolved).optim.lr == 0.5
+
+
+def test_resume_saves_overrides_for_the_workers(launched):
+    run("seq=512", "topology.device=cpu", "run.name=first")
+    assert run("--resume", "first", "train.steps=500", "topology.workers=4").exit_code == 7
+    run_dir, environment, _ = launched[-1]
+    assert (
+        load(run_dir.resolved).train.steps,
+        load(run_dir.resolved).seq,
+        environment.dims.workers,
+    ) == (500, 512, 4)
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_resume_with_more_steps_keeps_the_schedule():
+    run("seq=256", "topology.device=cpu", "run.name=first", "train.steps=100")
+    (Path("runs/first/checkpoints/step-100")).mkdir(parents=True)
+    (Path("runs/first/checkpoints/step-100") / "manifest.json").write_text("{}")
+    assert run("--resume", "first", "train.steps=250").exit_code == 7
+    assert load(Path("runs/first/resolved.yaml")).optim.schedule_steps == 100
+    refused = run("seq=256", "run.name=second", "optim.rewarm=true")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
+    assert not Path("runs/second").exists()
+    assert run("--resume", "first", "optim.rewarm=true").exit_code == 7
+    assert load(Path("runs/first/resolved.yaml")).optim.rewarm == 100
+
+
+def test_a_refused_resume_changes_nothing(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    before = Path("runs/first/resolved.yaml").read_text()
+    result = run("--resume", "first", "seq=512", "train.steps=500")
+    assert result.exit_code == 2
+    assert "seq=512: a resumed run keeps its seq=256; start a new run to change it" in result.stderr
+    assert Path("runs/first/resolved.yaml").read_text() == before
+    assert len(launched) == 1
+
+
+@pytest.mark.usefixtures("launched")
+def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    files = [Path("runs/first/resolved.yaml"), Path("runs/first/overrides.txt")]
+    before = [file.read_bytes() for file in files]
+
+    mistake = Failure(0, 2, "config", "train.kernel=triton: needs a GPU", "", 0.0)
+    monkeypatch.setattr(
+        local,
+        "launch",
+        lambda run_dir, *_, **__: local._report_failure(
+            types.SimpleNamespace(failures=[mistake]), run_dir
+        ),
+    )
+    result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
+    assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
+    assert [file.read_bytes() for file in files] == before
+
+
+def test_resume_of_an_unknown_run_names_the_nearest(launched):
+    assert "there are no runs in runs/" in run("--resume", "first").stderr
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    assert "did you mean first?" in run("--resume", "frist").stderr
+    result = run("--resume", "zzz")
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "runs here, newest first: first\n" in result.stderr
+    assert len(launched) == 1
+
+
+def test_resume_of_an_unknown_run_counts_the_unlisted_runs(launched):
+    for number in range(7):
+        run("seq=256", "topology.device=cpu", f"run.name=r{number}")
+        os.utime(f"runs/r{number}/resolved.yaml", (number, number))
+    assert run("--resume", "zzz").stderr.endswith(
+        "; runs here, newest first: r6, r5, r4, r3, r2 and 2 more\n"
+    )
+    assert len(launched) == 7
+
+
+def test_a_resume_to_fewer_steps_is_refused_and_changes_nothing(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    before = Path("runs/first/resolved.yaml").read_text()
+    checkpoint = Path("runs/first/checkpoints/step-15")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    result = run("--resume", "first", "train.steps=4")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "mtrain: train.steps=4: the run is already at step 15. Give more than 15.\n",
+    )
+    assert Path("runs/first/resolved.yaml").read_text() == before
+    assert len(launched) == 1
+    assert run("--resume", "first", "train.steps=15").exit_code == 7
+
+
+def test_changing_a_fixed_group_on_resume_is_one_line(launched):
+    run("seq=256", "topology.device=cpu", "run.name=first")
+    result = run("--resume", "first", "model=qwen3b", "model.num_layers=3")
+    assert sorted(result.stderr.splitlines(), reverse=True) == [
+        "mtrain: model=qwen3b: a resumed run keeps its model; start a new run to change it",
+        "mtrain: model.num_layers=3: a resumed run keeps its model.num_layers=4; start a new run "
+        "to change it",
+    ]
+    assert len(launched) == 1
+
+
+def test_config_dir_adds_own_options(tmp_path):
+    folder = tmp_path / "conf/model"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("defaults: [tiny]\nname: mine\n")
+    result = run("model=mine", "--config-dir", "conf", "--cfg")
+    assert yaml.safe_load(result.stdout)["model"]["name"] == "mine"
+    assert run("model=mine", "--cfg").exit_code == 2
+
+
+def test_options_and_overrides_can_be_mixed(tmp_path):
+    save(compose(["seq=8k"]), tmp_path / "expected.yaml")
+    for words in (["--cfg", "seq=8k"], ["seq=8k", "--cfg"], ["seed=0", "--cfg", "seq=8k"]):
+        Path("printed.yaml").write_text(run(*words).stdout)
+        assert load(Path("printed.yaml")) == load(Path("expected.yaml"))
+
+
+def test_resume_auto_starts_a_run_and_then_resumes_it(launched):
+    line = ("seq=256", "topology.device=cpu", "run.name=night", "--resume", "auto")
+    assert run(*line).exit_code == 7
+    assert run(*line).exit_code == 7
+    (first, _, begun), (second, _, resumed) = launched
+    assert first.path == second.path == Path("runs/night").absolute()
+    assert (begun, resumed) == (False, True)
+    assert Path("runs/night/overrides.txt").read_text().count("seq=256") == 1, (
+        "the same words are not added again"
+    )
+    refused = run("--resume", "auto", "seq=256")
+    line = (
+        "mtrain: --resume auto: needs run.name=NAME or run.dir=DIR, so that the same command line "
+        "finds its run again\n"
+    )
+    assert (refused.exit_code, refused.stderr) == (2, line)

@@ -1,0 +1,215 @@
+"""Values that a configuration takes from the folder of the weights and from the data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtrain_cli.composition.compose import compose, resume
+from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.schema import ConfigError
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "initializer_range": 0.1,
+    "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Hugging Face folder without weights: composing reads only config.json."""
+    return write(tmp_path / "release", LLAMA)
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> list[str]:
+    (tmp_path / "text.md").write_text("words\n")
+    return ["data=text", f"data.path={tmp_path / 'text.md'}"]
+
+
+def complaints(*words: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(words)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("named", [[], ["model=auto"]])
+def test_the_folder_gives_the_model_if_none_is_named(folder: Path, named: list[str]) -> None:
+    model = compose([f"train.init_from={folder}", *named]).model
+    assert (model.name, model.family, model.vocab_size, model.hidden_size) == (
+        "release",
+        "llama",
+        512,
+        64,
+    )
+    assert (model.num_layers, model.qkv_bias, model.tie_word_embeddings, model.rms_norm_eps) == (
+        2,
+        False,
+        False,
+        1e-5,
+    )
+    assert (model.rope.theta, model.rope.scaling, model.rope.original_max_position) == (
+        500000.0,
+        "none",
+        2048,
+    )
+
+
+def test_a_given_rotary_setting_overrides_the_folder(folder: Path) -> None:
+    rope = compose(
+        [f"train.init_from={folder}", "model.rope.theta=2e6", "model.rope.scaling=yarn"]
+    ).model.rope
+    assert (rope.theta, rope.scaling, rope.original_max_position) == (2e6, "yarn", 2048)
+    assert rope.factor == "auto", "the folder's factor belongs to its own scaling"
+
+
+def test_the_folders_rope_scaling_is_kept(folder: Path) -> None:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 1e6,
+        "factor": 4.0,
+        "original_max_position_embeddings": 512,
+    }
+    write(folder, LLAMA | {"rope_parameters": yarn})
+    rope = compose([f"train.init_from={folder}", "model.rope.theta=2e6"]).model.rope
+    assert (rope.theta, rope.scaling, rope.factor, rope.original_max_position) == (
+        2e6,
+        "yarn",
+        4.0,
+        512,
+    )
+
+
+def test_a_shape_mismatch_is_one_line_with_both_values(folder: Path) -> None:
+    line = (
+        f"model.num_layers=3 (the folder: 2): the weights of train.init_from={folder} have another "
+        "shape; leave out model.num_layers"
+    )
+    assert complaints(f"train.init_from={folder}", "model.num_layers=3") == [line]
+    (line,) = complaints(f"train.init_from={folder}", "model=qwen3b")
+    assert line.startswith(
+        "model.family=qwen2 (the folder: llama), model.vocab_size=151936 (the folder: 512), "
+    )
+    assert line.endswith("leave out model=qwen3b to take the folder's")
+
+
+def test_a_recipes_model_must_match_the_weights(folder: Path, text: list[str]) -> None:
+    line = complaints("recipe=mtraining_qwen3b_512k", f"train.init_from={folder}", *text)[0]
+    assert "model.family=qwen2 (the folder: llama)" in line
+    assert "leave out mtraining_qwen3b_512k's model=qwen3b" in line
+    (line,) = complaints("recipe=stdlib_64k", f"train.init_from={folder}")
+    assert "model.hidden_size=512 (the folder: 64)" in line
+
+
+def test_a_model_of_the_same_shape_is_accepted(folder: Path) -> None:
+    shape = ["model.hidden_size=64", "model.num_layers=2", "model.vocab_size=auto"]
+    assert compose([f"train.init_from={folder}", *shape]).model.vocab_size == 512
+
+
+def test_auto_without_a_folder_is_one_line() -> None:
+    assert complaints("model=auto") == [
+        "model=auto: needs train.init_from=FOLDER to take the model from; give it, or choose "
+        "another model"
+    ]
+    (line,) = complaints("model=auto", "train.init_from=/no/such/folder")
+    assert line.startswith("train.init_from=/no/such/folder: no such folder")
+
+
+def test_an_unsupported_folder_is_reported_when_composing(folder: Path) -> None:
+    write(folder, LLAMA | {"hidden_act": "gelu"})
+    (line,) = complaints(f"train.init_from={folder}")
+    assert 'hidden_act="gelu" is not supported' in line
+
+
+def test_text_uses_the_folders_tokenizer_unless_another_is_given(
+    folder: Path, text: list[str]
+) -> None:
+    words = [f"train.init_from={folder}", *text]
+    assert compose(words).data.tokenizer == "bytes"
+    (folder / "tokenizer.json").write_text("{}")
+    assert compose(words).data.tokenizer == f"{folder}/tokenizer.json"
+    assert compose([f"train.init_from={folder}"]).data.tokenizer == f"{folder}/tokenizer.json", (
+        "Python's sources are text too"
+    )
+    assert compose([*words, "data.tokenizer=bytes"]).data.tokenizer == "bytes"
+    assert (
+        compose([f"train.init_from={folder}", "data=tokens", f"data.path={folder}"]).data.tokenizer
+        == "bytes"
+    )
+    assert compose().data.tokenizer == "bytes"
+
+
+def test_auto_vocabulary_is_the_tokenizers(tmp_path: Path, text: list[str]) -> None:
+    pytest.importorskip("tokenizers")
+    from mtrain_cli.data.tokenizers import train_bpe
+
+    assert compose(["model.vocab_size=auto"]).model.vocab_size == 264
+    train_bpe(["the quick brown fox " * 9], 270, tmp_path / "t.json")
+    words = ["model.vocab_size=auto", *text, f"data.tokenizer={tmp_path / 't.json'}"]
+    assert compose(words).model.vocab_size == 272
+    assert compose(words[1:]).model.vocab_size == 264, "the default of model=tiny"
+
+
+def test_auto_vocabulary_of_tokens_is_in_their_store(tmp_path: Path) -> None:
+    for name, size in (("a", 1000), ("b", 1001)):
+        (tmp_path / name).mkdir()
+        meta = {
+            "version": 1,
+            "dtype": "uint16",
+            "tokenizer": "x",
+            "tokenizer_identity": "y",
+            "eos": 0,
+            "vocab_size": size,
+        }
+        rest = {"num_tokens": 9, "num_documents": 1, "sha256": "", "source": "", "recipe": {}}
+        (tmp_path / name / "meta.json").write_text(json.dumps(meta | rest))
+    words = ["model.vocab_size=auto", "data=tokens"]
+    assert compose([*words, f"data.path={tmp_path / 'a'}"]).model.vocab_size == 1000
+    assert (
+        compose([*words, f"data.path={tmp_path}", "data.mix={a: 1, b: 2}"]).model.vocab_size == 1008
+    )
+    (tmp_path / "ids.npy").touch()
+    (line,) = complaints(*words, f"data.path={tmp_path / 'ids.npy'}")
+    assert line.startswith(
+        f"model.vocab_size=auto: {tmp_path / 'ids.npy'} does not give the vocabulary size of its "
+        "tokenizer; give a number"
+    )
+    (line,) = complaints(*words, "data.path=/no/such")
+    assert line.startswith("data.path=/no/such: no such file")
+
+
+def test_the_original_command_line_can_be_repeated_to_resume(
+    folder: Path, text: list[str], tmp_path: Path
+) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+    words = [
+        f"train.init_from={folder}",
+        "model=auto",
+        "model.vocab_size=auto",
+        *text,
+        "run.name=again",
+    ]
+    config = compose(words)
+    save(config, tmp_path / "resolved.yaml")
+    (folder / "config.json").unlink()  # the checkpoint has the weights now
+    assert resume(load(tmp_path / "resolved.yaml"), words) == config
+
+
+def test_own_model_groups_count_as_chosen_by_the_user(folder: Path, tmp_path: Path) -> None:
+    own = tmp_path / "conf"
+    (own / "model").mkdir(parents=True)
+    (own / "model" / "mine.yaml").write_text("defaults: [tiny]\nname: mine\n")
+    with pytest.raises(ConfigError, match="leave out model=mine to take the folder's"):
+        compose([f"train.init_from={folder}", "model=mine"], own)
+    assert compose([f"train.init_from={folder}"], own).model.hidden_size == 64

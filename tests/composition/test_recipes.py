@@ -1,0 +1,305 @@
+"""Recipes override the defaults, and the command line overrides recipes."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import mtrain
+
+from mtrain_cli import resource_dir
+from mtrain_cli.attention.kernel import IndexRequest, KernelRequest
+from mtrain_cli.attention.kernel_registry import survey
+from mtrain_cli.composition.compose import compose, resume
+from mtrain_cli.config.groups import open_groups
+from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.schema import ConfigError
+
+RECIPES = [name for name in open_groups().options["recipe"] if name != "none"]
+PAPER, LLAMA = "mtraining_qwen3b_512k", "mtraining_llama8b_512k"
+CLUSTER = ["topology.device=cuda", "topology.workers=32", "topology.gpus_per_node=8"]
+
+
+def complaints(words: list[str], **options: bool) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        compose(words, **options)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_composes_for_a_plan_and_survives_saving(name: str, tmp_path: Path) -> None:
+    config = compose([f"recipe={name}"], plan=True)
+    assert config != compose()
+    save(config, tmp_path / "resolved.yaml")
+    assert load(tmp_path / "resolved.yaml") == config
+
+
+def test_the_papers_recipe_has_the_papers_numbers() -> None:
+    config = compose([f"recipe={PAPER}"], plan=True)
+    assert (config.model.name, config.seq, config.train.global_batch, config.train.dtype) == (
+        "qwen3b",
+        524288,
+        64,
+        "bfloat16",
+    )
+    assert (
+        config.model.rope.scaling,
+        config.model.rope.factor,
+        config.model.rope.original_max_position,
+    ) == ("yarn", 32, 32768)
+    assert config.sparsity.pattern == "vertical_slash"
+    # 1B tokens.
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
+        1e9, rel=0.01
+    )
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (
+        2e-5,
+        "constant",
+        0,
+    )
+    # From the official scripts: Adam's betas, and the pattern flex_0.90 with at most 4096 columns.
+    assert config.optim.betas == (0.9, 0.95)
+    sparsity = config.sparsity
+    assert (sparsity.p_v, sparsity.p_s, sparsity.max_columns) == (0.9, 0.9, 4096)
+
+
+@pytest.mark.parametrize("name", [PAPER, LLAMA])
+def test_the_papers_recipes_use_the_papers_system(name: str) -> None:
+    config = compose([f"recipe={name}", *CLUSTER], plan=True)
+    topology = config.topology
+    # Sections 4.1, 4.2 and B.1: stripes and index blocks of 64 tokens, inner and outer rings of KV.
+    assert (config.layout, topology.block_size, config.sparsity.block) == ("striped", 64, 64)
+    assert (topology.exchange, topology.circulates) == ("hierarchical_ring", "kv")
+    # Appendix C: ZeRO-2 with offloading, bfloat16 gradients, recomputation, one group of all GPUs.
+    assert (config.train.shard, config.optim.offload, config.train.reduce_dtype) == (
+        "gradients",
+        True,
+        "bfloat16",
+    )
+    assert (config.train.activation_checkpoint, config.train.memory, config.train.global_batch) == (
+        "full",
+        "manual",
+        64,
+    )
+    assert not config.data.document_mask
+    for capability in ((8, 0), (9, 0)):
+        index = IndexRequest(config.sparsity.block, bitmap=False)
+        request = KernelRequest(
+            "cuda",
+            capability,
+            "bfloat16",
+            128,
+            config.model.num_heads,
+            config.model.num_kv_heads,
+            index=index,
+        )
+        refused = dict(survey(request))
+        assert refused["triton"] is None
+        assert refused["flash4"] is not None
+    assert refused["flash4"].endswith(
+        "computes blocks of 128, not sparsity.block=64, which train.kernel=triton computes"
+    )
+
+
+def test_the_baselines_listed_in_the_papers_recipe_compose() -> None:
+    head = (resource_dir("conf") / "recipe" / f"{PAPER}.yaml").read_text()
+    named = dict(re.findall(r"^#   ([\w ,]+): +(\S*(?:sparsity|topology).+)$", head, re.MULTILINE))
+    baselines = {}
+    for name, overrides in named.items():
+        config = compose([f"recipe={PAPER}", *CLUSTER, *overrides.split()], plan=True)
+        assert (config.train.shard, config.optim.offload, config.train.activation_checkpoint) == (
+            "gradients",
+            True,
+            "full",
+        )
+        baselines[name] = (
+            config.sparsity.pattern,
+            config.sparsity.block,
+            config.layout,
+            config.topology.exchange,
+        )
+    assert baselines == {
+        "dense, zigzag": ("dense", None, "zigzag", "ring"),
+        "dense, striped": ("dense", None, "striped", "ring"),
+        "ours with zigzag": ("vertical_slash", 64, "zigzag", "ring"),
+        "ours, no hierarchy": ("vertical_slash", 64, "striped", "ring"),
+        "ours, XAttention index": ("xattention", 128, "striped", "hierarchical_ring"),
+        "XAttention, zigzag": ("xattention", 128, "zigzag", "ring"),
+        "MoBA": ("moba", 128, "zigzag", "ring"),
+    }
+    xattention, moba = (
+        compose([f"recipe={PAPER}", *CLUSTER, *named[name].split()], plan=True).sparsity
+        for name in list(named)[-2:]
+    )
+    assert (xattention.stride, xattention.threshold) == (16, 0.9)
+    assert (moba.chunk, moba.top_k) == (4096, 12)
+
+
+def test_mtrains_recipe_trains_the_same_model_with_another_system() -> None:
+    paper, own = (compose([f"recipe={name}"], plan=True) for name in (PAPER, "qwen3b_512k"))
+    assert (own.seq, own.model, own.data) == (paper.seq, paper.model, paper.data)
+    assert replace(own.optim, offload=True) == paper.optim
+    assert replace(own.sparsity, block=64) == paper.sparsity
+    assert (own.train.steps, own.train.global_batch, own.train.dtype) == (
+        paper.train.steps,
+        paper.train.global_batch,
+        paper.train.dtype,
+    )
+    assert (
+        own.sparsity.block,
+        own.topology.block_size,
+        own.topology.exchange,
+        own.train.memory,
+    ) == (128, 128, "auto", "auto")
+
+
+def test_the_llama_recipe_is_2b_tokens_of_fixed_samples() -> None:
+    config = compose([f"recipe={LLAMA}"], plan=True)
+    assert (config.model.name, config.seq, config.data.kind) == ("llama8b", 524288, "mds")
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
+        2e9, rel=0.01
+    )
+    assert all(name.endswith("-524288") for name in config.data.mix), "every sample is 512K tokens"
+    assert (config.optim.lr, config.optim.schedule, config.optim.warmup_steps) == (
+        2e-5,
+        "constant",
+        0,
+    )
+
+
+def test_the_prolong_recipe_has_prolongs_numbers() -> None:
+    config = compose(["recipe=prolong_llama8b_512k"], plan=True)
+    assert (config.model.name, config.seq, config.model.rope.theta, config.model.rope.scaling) == (
+        "llama8b",
+        524288,
+        128e6,
+        "none",
+    )
+    # 8M tokens a step, 20B tokens in all, a tenth of the steps to warm up.
+    assert config.train.global_batch * config.seq == 8 << 20
+    assert config.train.steps * config.train.global_batch * config.seq == pytest.approx(
+        20e9, rel=0.05
+    )
+    optim = config.optim
+    assert (optim.lr, optim.betas, optim.weight_decay, optim.schedule, optim.min_lr_ratio) == (
+        5e-6,
+        (0.9, 0.95),
+        0.1,
+        "cosine",
+        0.1,
+    )
+    assert optim.warmup_steps == config.train.steps / 10
+    assert config.data.document_mask
+
+
+def test_the_command_line_overrides_a_recipe() -> None:
+    config = compose(
+        [
+            "optim.lr=1e-3",
+            "recipe=stdlib_64k",
+            "model=qwen0.5b",
+            "sparsity=dense",
+            "seq=4k",
+            "data.eval_sequences=2",
+        ],
+        plan=True,
+    )
+    assert (config.optim.lr, config.model.name, config.sparsity.pattern) == (
+        1e-3,
+        "qwen0.5b",
+        "dense",
+    )
+    assert (config.seq, config.data.eval_sequences) == (4096, 2)
+    assert (config.train.eval_every, config.topology.device) == (100, "cuda"), (
+        "the recipe sets what the command line does not"
+    )
+    assert config.model.hidden_size == 896, (
+        "a group on the command line replaces all that the recipe says about it"
+    )
+
+
+def test_each_required_value_is_one_line(tmp_path: Path) -> None:
+    data, weights = complaints([f"recipe={PAPER}"])
+    assert data.startswith(
+        f"data.path=REQUIRED: recipe={PAPER} leaves it to you: file or folder of the corpus"
+    )
+    assert weights.startswith(
+        f"train.init_from=REQUIRED: recipe={PAPER} leaves it to you: Hugging Face folder"
+    )
+    assert weights.endswith("give train.init_from=..., or train.init_from=null to do without")
+    config = compose([f"recipe={PAPER}", f"data.path={tmp_path}", "train.init_from=null"])
+    assert (config.data.path, config.train.init_from) == (str(tmp_path), None)
+    assert complaints([f"recipe={PAPER}", "data.path=/none", "train.init_from=null"])[0].startswith(
+        "data.path=/none: no such file"
+    )
+    # A plan tolerates missing values, and no other mistake.
+    assert complaints([f"recipe={PAPER}", "data.path=/none"], plan=True)[0].startswith(
+        "data.path=/none: no such file"
+    )
+    assert complaints(["data=text"], plan=True)[0].startswith("data.path=null: data=text needs it")
+
+
+def test_an_unknown_recipe_lists_all_recipes() -> None:
+    (line,) = complaints(["recipe=mtraining"])
+    assert line.startswith("recipe=mtraining: no such recipe; options: ")
+    assert all(name in line for name in RECIPES)
+
+
+def test_a_resumed_run_keeps_its_recipe() -> None:
+    config = compose(["recipe=stdlib_8k"])
+    assert resume(config, ["train.steps=100"]).train.steps == 100
+    with pytest.raises(ConfigError, match=r"^recipe=stdlib_64k: a resumed run keeps its recipe"):
+        resume(config, ["recipe=stdlib_64k"])
+
+
+def test_the_command_line_of_a_recipe_run_can_be_repeated(tmp_path: Path) -> None:
+    words = ["recipe=stdlib_8k", "seq=512", "train.steps=2", "optim.lr=0.5", "run.name=r"]
+    config = compose(words)
+    assert resume(config, words) == config
+    assert resume(config, [*words, "train.steps=5"]).train.steps == 5
+    with pytest.raises(ConfigError) as caught:
+        resume(config, ["recipe=stdlib_8k", "train.steps=5"])
+    (line,) = caught.value.problems
+    assert "this one sets seq=8192 (the run: 512); start a new run" in line
+    own = [
+        f"recipe={PAPER}",
+        f"data.path={tmp_path}",
+        "train.init_from=null",
+        "sparsity=moba",
+        "topology.block_size=128",
+    ]
+    config = compose(own, plan=True)
+    assert resume(config, own) == config
+    again = [f"recipe={PAPER}", "sparsity=moba", "topology.block_size=128"]
+    assert resume(config, again) == config, "values that a recipe requires come from the run"
+
+
+def test_own_recipes_are_read_from_config_dir(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/mine.yaml").write_text(
+        "# @package _global_\n# Mine.\ndefaults:\n  - override /sparsity: moba\nseq: 2k\noptim:\n  "
+        "lr: 0.5\n"
+    )
+    config = compose(["recipe=mine"], tmp_path)
+    assert (config.seq, config.optim.lr, config.sparsity.pattern) == (2048, 0.5, "moba")
+
+
+def test_recipes_can_be_shown_and_planned(tmp_path: Path) -> None:
+    shown = mtrain(tmp_path, "config", "show", f"recipe/{PAPER}")
+    assert shown.returncode == 0, shown.stderr
+    assert "model.rope.factor" in shown.stdout
+    assert "train.init_from" in shown.stdout
+    assert "model.num_layers" in shown.stdout
+    assert "optim.eps" not in shown.stdout, "only keys that the recipe changes"
+    planned = mtrain(tmp_path, "train", f"recipe={PAPER}", "topology.workers=8", "--dry-run")
+    assert planned.returncode == 0, planned.stderr
+    assert "yarn by 32 from 32k tokens" in planned.stdout
+    refused = mtrain(tmp_path, "train", f"recipe={PAPER}")
+    assert refused.returncode == 2
+    assert [line.split("=")[0] for line in refused.stderr.splitlines()] == [
+        "mtrain: data.path",
+        "mtrain: train.init_from",
+    ]
+    assert not list(tmp_path.iterdir())

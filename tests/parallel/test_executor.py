@@ -1,0 +1,105 @@
+"""The executor holds the buffers that a program lists, with the bytes that it lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import product
+from typing import Any
+
+import gloo
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.sdpa import SdpaKernel
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.executor import _ARRANGE, Executor
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.mesh import make_context_group
+from mtrain_cli.parallel.program import Arrange, Operation, ShardSizes
+from mtrain_cli.parallel.running_attention import RunningAttention
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.sparsity.fixed import FixedPattern
+
+WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 4, 256, 8, 4, 16, 6
+# Columns travel in tiles of 128.
+SIZES = ShardSizes(SEQ // WORLD, HEADS, KV_HEADS, HEAD_DIM, 4, COLUMNS, 128)
+WAYS: list[tuple[str, int, dict[str, Any]]] = [
+    ("ring", 1, {}),
+    ("ring", 1, {"circulates": "queries"}),
+    ("ring", 2, {}),
+    ("hierarchical_ring", 1, {"prefetch": 2}),
+    ("hierarchical_ring", 1, {"circulates": "queries"}),
+    ("all_gather", 1, {"chunks": 2}),
+    ("hierarchical_all_gather", 1, {"chunks": 2}),
+    ("all_gather", 2, {"chunks": 2}),
+    ("all_gather", 4, {}),
+]
+
+
+def nbytes(found: Any) -> int:
+    if isinstance(found, torch.Tensor):
+        return found.nbytes
+    return sum(nbytes(part) for part in found)
+
+
+def watched(rank: int, world: int, name: str, heads: int, options: dict[str, Any]) -> list[int]:
+    """Count the operations of each pass; compare the executor's tensors after each of them."""
+    seen: list[int] = []
+    run = Executor.run
+
+    def looking(self: Executor, operations: Iterable[Operation]) -> None:
+        operations = tuple(operations)
+        assert operations == self.program.operations
+        left = set(self.program.inputs)
+        for op in operations:
+            run(self, [op])
+            left = (left | set(op.writes)) - set(op.frees)
+            assert set(self.tensors) == left, (op, set(self.tensors) ^ left)
+            for buffer in left:
+                found = self.tensors[buffer]
+                size = self.program.buffers[buffer].size.of(SIZES, heads)
+                # A size of 0 stands for a view. The running output starts in the compute dtype.
+                if size and not isinstance(found, RunningAttention):
+                    assert nbytes(found) == size, (op, buffer)
+        seen.append(len(operations))
+
+    group = make_context_group(
+        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
+    )
+    layout = make_layout("zigzag", world, SEQ, 16, unit=16)
+    exchange = make_exchange(name, layout, group, **options)
+    pattern = FixedPattern(block=16, slashes=9, columns=COLUMNS, density=0.0, seed=0)
+    masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Executor, "run", looking)
+        for index in (None, pattern):
+            attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", index)
+            q, k, v = (
+                torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
+                for n in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            attend(q, k, v, 0).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(("name", "heads", "options"), WAYS)
+def test_the_executor_holds_the_buffers_of_the_program(name, heads, options):
+    for seen in gloo.run(WORLD, watched, name, heads, options):
+        assert len(seen) == 4
+        assert min(seen) > 5
+
+
+def test_the_executor_can_do_every_copy_in_programs_and_no_other():
+    named = set()
+    for (name, heads, options), workers in product(WAYS, (1, WORLD)):
+        heads = min(heads, workers)
+        schedule = make_schedule(name, ScheduleOptions(workers, 2, heads=heads, **options))
+        for backward, columns in product((False, True), repeat=2):
+            traits = Traits(columns=columns and not schedule.gathers)
+            operations = lower(schedule, 0, backward=backward, traits=traits).operations
+            named |= {op.what for op in operations if isinstance(op, Arrange)}
+    assert named == set(_ARRANGE)

@@ -1,0 +1,89 @@
+"""Comparisons of runs: noise, final losses, facts that differ."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+from reporting.training_runs import trained
+from rich.console import Console
+from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
+
+from mtrain_cli.reporting.comparison import compare_table, comparison, incomparable
+from mtrain_cli.reporting.report_source import ReportSource, open_source
+from mtrain_cli.reporting.terminal import show_sources
+
+
+def noisy(folder, seed: int, scale: float = 1.0) -> ReportSource:
+    random = np.random.default_rng(seed)
+    parts = []
+    for i in range(6):
+        times = random.normal(1, 0.05, (2, 4, 4)) * scale
+        parts.append(
+            rows_of(
+                Play(ring(4), lambda d, r, s, t=times: float(t[int(d == "backward"), r, s])),
+                iteration=i,
+            )
+        )
+    return open_source(write(folder, parts, [facts_of(ring(4))]))
+
+
+def test_only_differences_beyond_noise_are_shown(tmp_path):
+    first, same, slower = (
+        noisy(tmp_path / "a", 1),
+        noisy(tmp_path / "b", 2),
+        noisy(tmp_path / "c", 3, 1.3),
+    )
+    found = {(row.run, row.what): row for row in comparison([first, same, slower])}
+    assert found["b", "forward ms"].verdict == "within noise"
+    assert found["c", "forward ms"].verdict == "more"
+    assert found["c", "forward ms"].ratio == pytest.approx(1.3, rel=0.1)
+    # No number that could be read as a gain or a cost.
+    assert found["b", "forward ms"].difference == "within noise"
+    assert found["c", "forward ms"].difference.startswith("+")
+    assert found["c", "worker imbalance, work"].ratio == 1
+    file = io.StringIO()
+    Console(file=file, width=100).print(compare_table([first, same, slower]))
+    text = file.getvalue()
+    assert "within noise" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_one_sample_has_no_noise_to_compare_with(tmp_path):
+    both = [open_source(recorded_once(tmp_path / name, Play(ring(2)))) for name in "ab"]
+    assert {row.verdict for row in comparison(both)} == {"too few samples to tell"}
+
+
+def test_final_losses_are_compared(tmp_path):
+    rows = {
+        row.what: row for row in comparison([trained("one", tmp_path), trained("two", tmp_path)])
+    }
+    assert rows["loss, last tenth of the steps"].first == pytest.approx(4 - 38.5 / 40)
+    assert rows["held-out loss, last"].first == 3.0
+    assert rows["held-out loss, last"].difference == "unknown", "one value has no spread"
+
+
+def test_differing_workers_and_machines_are_named(tmp_path):
+    one = trained("one", tmp_path)
+    two = trained("two", tmp_path, settings={**one.settings, "topology.workers": 4})
+    warning = (
+        "the runs differ in workers (one: 2; two: 4): settings alone do not explain their times"
+    )
+    assert incomparable([one, two]) == [warning]
+    assert incomparable([one, one]) == []
+    elsewhere = trained("far", tmp_path, settings=one.settings)
+    elsewhere.facts.update(host="another")
+    assert (
+        "differ in machines (one: CPU of one; far: CPU of another)"
+        in incomparable([one, elsewhere])[0]
+    )
+
+
+def test_the_terminal_compares_trainings_without_a_profile(tmp_path):
+    file = io.StringIO()
+    show_sources(
+        Console(file=file, width=100), [trained(name, tmp_path) for name in ("one", "two")]
+    )
+    assert "Compared with one" in file.getvalue()
+    assert "held-out loss, last" in file.getvalue()

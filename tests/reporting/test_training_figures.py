@@ -1,0 +1,73 @@
+"""Figures of training: curves, restarts, moving averages, held-out losses, log axes."""
+
+from __future__ import annotations
+
+import pytest
+from reporting.training_runs import step, trained
+
+from mtrain_cli.launch.restart import Restart
+from mtrain_cli.reporting.html import write_page
+from mtrain_cli.reporting.training_figures import (
+    held_out_figure,
+    log_ticks,
+    rate_restarts,
+    smoothed,
+    training_figure,
+)
+
+
+def test_held_out_losses_are_drawn_over_steps_and_by_context(tmp_path):
+    figure = held_out_figure([trained("one", tmp_path)])
+    views = {view.labels[0]: view.data for view in figure.views}
+    assert figure.together
+    (line,) = views["all tokens, over steps"]
+    assert (line["x"], line["y"]) == ([0, 40], [4.0, 3.0])
+    begin, end = views["by context, last evaluation"]
+    assert (end["x"], begin["y"], end["y"]) == ([128, 1024], [4.0, 3.5], [3.0, 2.5])
+    assert [trace["name"] for trace in views["by context, over steps"]] == ["0 to 128", "128 to 1k"]
+    assert views["by context, over steps"][1]["y"] == [3.5, 2.5]
+
+
+def test_restarts_of_run_and_learning_rate_are_marked(tmp_path):
+    source = trained("one", tmp_path, restarts=(Restart(0.0, "rank 1 was killed", 1, 25, 20, 2),))
+    assert rate_restarts(source.metrics) == [30]
+    warm_up = [step(n, lr=n * 1e-4 if n < 5 else 5e-4) for n in range(1, 9)]
+    assert rate_restarts(warm_up) == []
+    shapes = {
+        view.labels[0]: [(s["x0"], s["line"]["dash"]) for s in view.layout["shapes"]]
+        for view in training_figure([source]).views
+    }
+    assert shapes["learning rate"] == [(30, "dot"), (20, "dash")]
+    assert shapes["seconds per step"] == [(20, "dash")]
+    text = write_page(tmp_path / "report.html", [source]).read_text()
+    assert "from step 20, after step 25: rank 1 was killed" in text
+
+
+def test_moving_averages_are_unbiased_and_raw_values_stay(tmp_path):
+    assert smoothed([2.0] * 20, 5) == pytest.approx([2.0] * 20)
+    assert smoothed([1.0, None, float("nan"), 1.0], 5) == [
+        pytest.approx(1.0),
+        None,
+        None,
+        pytest.approx(1.0),
+    ]
+    figure = training_figure([trained("one", tmp_path)])
+    loss = next(view.data for view in figure.views if view.labels == ("loss, nats",))
+    assert loss[0]["y"] == pytest.approx([4 - n / 40 for n in range(1, 41)], rel=1e-4)
+    assert loss[1]["y"] != loss[0]["y"]
+    assert "moving average" in figure.note
+
+
+def test_ticks_of_log_axes_have_no_exponent():
+    assert log_ticks(0.3, 40.0)["ticktext"] == [
+        "0.2",
+        "0.5",
+        "1",
+        "2",
+        "5",
+        "10",
+        "20",
+        "50",
+        "100",
+    ]
+    assert log_ticks(1e-3, 5e6)["ticktext"][-3:] == ["100k", "1M", "10M"]

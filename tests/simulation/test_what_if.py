@@ -1,0 +1,196 @@
+"""Replays: work does not depend on padding or workers; bytes are the schedule's; errors."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from simulation.counting import count_work
+from simulation.recordings import BLOCK, HEADS, PADDED, SEQ, SETUP, bitmap, lines, masks, record
+
+from mtrain_cli.attention.index import BlockBitmap, Index
+from mtrain_cli.attention.mask_tables import MaskTables
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+from mtrain_cli.records.imbalance import imbalance
+from mtrain_cli.records.index_file import load_indices, save_indices
+from mtrain_cli.simulation.what_if import (
+    InvalidSetup,
+    ReplaySetup,
+    degrees,
+    replay,
+    resized,
+    setups_of,
+)
+from mtrain_cli.simulation.work_counts import StepWork
+
+LAYOUTS = ("contiguous", "zigzag", "striped")
+
+
+@pytest.mark.parametrize("make", [lines, bitmap])
+@pytest.mark.parametrize("padded", [1008, PADDED, 1344, 2048])
+def test_padding_does_not_change_the_work(make, padded):
+    index: Index = make(1)
+    fitted = resized(index, padded // BLOCK)
+    other = [mask.repadded(padded) for mask in masks()]
+    bitmaps = make is bitmap
+    before, after = (
+        i.counts(MaskTables.make(m, BLOCK, bitmap=bitmaps))
+        for i, m in ((index, masks()), (fitted, other))
+    )
+    for name in ("pairs", "blocks", "columns", "column_pairs"):
+        assert torch.equal(getattr(before, name), getattr(after, name)), name
+    assert fitted.blocks * BLOCK == padded
+    if not bitmaps:
+        assert bool(
+            (
+                (fitted.columns < SEQ)
+                | (fitted.columns == padded)
+                | (fitted.columns < min(padded, PADDED))
+            ).all()
+        )
+
+
+@pytest.mark.parametrize("pattern", ["vertical_slash", "moba", "dense"])
+def test_work_is_conserved_and_every_worker_gets_its_share(tmp_path, pattern):
+    recorded = load_indices(record(tmp_path, pattern))
+    setups = [
+        *setups_of(LAYOUTS, ("ring", "all_gather", "ulysses"), (1, 2, 4), 8),
+        *setups_of(LAYOUTS, ("hierarchical_ring",), (6, 12), 2),
+    ]
+    totals = set()
+    for found in replay(recorded, pattern, setups):
+        assert found.layers == (0, 3, 5)
+        assert found.padded_seq >= SEQ
+        assert found.shares.shape == (found.setup.workers,)
+        assert found.shares.sum() == pytest.approx(1)
+        totals |= {int(of_pass.pairs.sum()) for of_pass in found.passes.values()}
+    if pattern == "dense":
+        expected = 3 * HEADS * sum(mask.pairs for mask in masks())
+    else:
+        work = MaskTables.make(masks(), BLOCK, bitmap=pattern == "moba")
+        expected = sum(
+            int(recorded.index(pattern, layer).counts(work).pairs.sum()) for layer in (0, 3, 5)
+        )
+    assert totals == {expected}
+
+
+def test_replaying_the_recorded_setup_gives_the_recorded_work(tmp_path):
+    recorded = load_indices(record(tmp_path, "vertical_slash"))
+    (found,) = replay(
+        recorded, "vertical_slash", [ReplaySetup("striped", "ring", 4, 4)], layers=[3]
+    )
+    layout, schedule = (
+        make_layout("striped", 4, SEQ, BLOCK, unit=BLOCK),
+        make_schedule("ring", ScheduleOptions(4, 4)),
+    )
+    for name, work in count_work(schedule, layout, masks(), lines(3), heads=HEADS).items():
+        assert found.passes[name].pairs.tolist() == work.total_pairs.tolist()
+        assert found.passes[name].degrees == degrees(work)
+
+
+def test_gathered_columns_count_as_a_step_between_workers_only():
+    pairs, columns = np.array([[4, 2], [2, 2]]), np.array([3, 9])
+    found = degrees(StepWork("forward", pairs, pairs, columns, columns))
+    assert found.step == imbalance(pairs).step
+    assert (found.worker, found.total, found.critical) == pytest.approx(
+        ((4 / 3 + 1 + 1.5) / 3, 13 / 11, (4 + 2 + 9) / 11)
+    )
+
+
+def test_sent_bytes_are_those_of_the_messages(tmp_path):
+    recorded = load_indices(record(tmp_path, "vertical_slash", "moba"))
+    ring, gather = setups_of(("striped",), ("ring", "all_gather"), (4,), 8)
+    alone = ReplaySetup("striped", "ring", 1, 8)
+    keys = (
+        3 * (2 * PADDED // 4) * 2 * 2 * 32
+    )  # three shards of two sequences: numbers of keys and values
+    for pattern in ("vertical_slash", "moba"):
+        by_ring, by_gather, nothing = (
+            f.passes for f in replay(recorded, pattern, [ring, gather, alone])
+        )
+        assert (by_gather["forward"].sent, by_gather["backward"].sent) == (2 * keys, (2 + 4) * keys)
+        columns = 0.0
+        if pattern == "vertical_slash":
+            columns = (
+                2 * 3 / 4 * (2 * 2 * HEADS * 128 * 32)
+            )  # an all-reduce of a tile of columns for every head
+        assert (by_ring["forward"].sent, by_ring["backward"].sent) == (
+            2 * (keys + columns),
+            (2 + 4) * keys + 4 * columns,
+        )
+        assert (nothing["forward"].sent, nothing["backward"].sent) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("setup", "about", "said"),
+    [
+        (
+            ReplaySetup("striped", "ring", 63, 63),
+            "workers",
+            "1000 tokens in blocks of 16 are too few for 63 workers; allowed: 1 to 62",
+        ),
+        (
+            ReplaySetup("striped", "ring", 12, 8),
+            "per_node",
+            "does not divide 12 workers; allowed: 1, 2, 3, 4, 6, 12",
+        ),
+        (
+            ReplaySetup("striped", "ulysses", 8, 8),
+            "exchange",
+            "cannot share 4 query heads and 2 key-value heads among 8 workers in nodes of 8; "
+            "allowed with it: --workers 1,2,4",
+        ),
+    ],
+)
+def test_impossible_configurations_give_the_reason(tmp_path, setup, about, said):
+    recorded = load_indices(record(tmp_path, "vertical_slash"))
+    with pytest.raises(InvalidSetup) as error:
+        replay(recorded, "vertical_slash", [setup])
+    assert (error.value.about, error.value.value, str(error.value)) == (
+        about,
+        getattr(setup, about),
+        said,
+    )
+
+
+def test_stripes_that_cut_blocks_are_refused(tmp_path):
+    save_indices(
+        tmp_path / "index.npz",
+        replace(SETUP, block_size=8),
+        masks(),
+        [("vertical_slash", 0, lines(0))],
+    )
+    with pytest.raises(
+        InvalidSetup, match="its stripes of 8 tokens, as recorded, do not hold whole blocks of 16"
+    ):
+        replay(
+            load_indices(tmp_path / "index.npz"),
+            "vertical_slash",
+            [ReplaySetup("striped", "ring", 2, 8)],
+        )
+
+
+def test_a_partial_bitmap_and_wrong_heads_are_refused(tmp_path):
+    whole, setup = bitmap(0), ReplaySetup("striped", "ring", 2, 8)
+    part = BlockBitmap(BLOCK, whole.blocks, whole.bits[:, :, ::2], whole.rows[::2])
+    save_indices(tmp_path / "index.npz", SETUP, masks(), [("moba", 0, part)])
+    with pytest.raises(
+        ConfigError, match="layer 0 of moba has 32 of 64 query blocks; a replay needs all of them"
+    ):
+        replay(load_indices(tmp_path / "index.npz"), "moba", [setup])
+    save_indices(tmp_path / "index.npz", replace(SETUP, heads=8), masks(), [("moba", 0, whole)])
+    with pytest.raises(ConfigError, match="layer 0 of moba is damaged"):
+        replay(load_indices(tmp_path / "index.npz"), "moba", [setup])
+
+
+def test_setups_are_every_combination():
+    found = list(setups_of(LAYOUTS, ("ring", "auto"), (2, 4), 2))
+    assert len(set(found)) == 12
+    assert [(s.workers, s.layout, s.exchange) for s in found] == list(
+        itertools.product((2, 4), LAYOUTS, ("ring", "auto"))
+    )
