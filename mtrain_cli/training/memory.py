@@ -467,12 +467,11 @@ class _StepMemory:
 
     def pool(self) -> int:
         """Bytes of the exchange's pool, which stay allocated from layer to layer."""
-        return pool_bytes(self.programs, self.sizes)
+        return _pool(self.exchange.name, self.options, self.sizes)
 
     @cached_property
-    def programs(self) -> tuple[Program, Program]:
-        """The forward and the backward pass. `kernel_backward` counts gathered columns."""
-        return programs_of(self.exchange.name, self.exchange.options(self.layout.workers))
+    def options(self) -> ScheduleOptions:
+        return self.exchange.options(self.layout.workers)
 
     @cached_property
     def keys(self) -> int:
@@ -506,8 +505,9 @@ class _StepMemory:
         ordered = 3 * made * kv // (4 * n) if zigzag else 0
         if exchange.heads > 1:
             ordered = made * kv // (2 * n)
-        scratch = {Compute.__name__: buffers // n + copied, SHARDS: ordered}
-        return self.pool() + self.programs[1].peak_bytes(sizes, scratch)
+        return self.pool() + _peak_of_backward(
+            exchange.name, self.options, sizes, buffers // n + copied, ordered
+        )
 
     @cached_property
     def sizes(self) -> ShardSizes:
@@ -520,6 +520,22 @@ def programs_of(exchange: str, options: ScheduleOptions) -> tuple[Program, Progr
     """Return what a worker runs in forward and in backward."""
     schedule = make_schedule(exchange, options)
     return lower(schedule, 0), lower(schedule, 0, backward=True)
+
+
+# A search for settings that fit asks for the same few programs and sizes thousands of times.
+@cache
+def _pool(exchange: str, options: ScheduleOptions, sizes: ShardSizes) -> int:
+    """Bytes of the pool. `kernel_backward` counts gathered columns."""
+    return pool_bytes(programs_of(exchange, options), sizes)
+
+
+@cache
+def _peak_of_backward(
+    exchange: str, options: ScheduleOptions, sizes: ShardSizes, kernel: int, ordered: int
+) -> int:
+    """Peak bytes of backward. kernel, ordered: scratch of a call, and of ordering shards."""
+    scratch = {Compute.__name__: kernel, SHARDS: ordered}
+    return programs_of(exchange, options)[1].peak_bytes(sizes, scratch)
 
 
 @dataclass(frozen=True, kw_only=True)

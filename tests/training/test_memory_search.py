@@ -494,7 +494,7 @@ def test_a_different_exchange_is_a_remedy_if_keys_take_too_much():
         == "topology.exchange=all_gather"
     )
     nodes = "topology.gpus_per_node=4"
-    hierarchical = limited(52, nodes, "topology.exchange=hierarchical_ring")
+    hierarchical = limited(54, nodes, "topology.exchange=hierarchical_ring")
     assert (
         memory_search._other_exchange(hierarchical) == "topology.exchange=hierarchical_all_gather"
     )
