@@ -97,7 +97,7 @@ class MemoryMoment:
             field.name: getattr(self, field.name) for field in fields(self) if field.name != "name"
         }
 
-    @property
+    @cached_property
     def allocated(self) -> int:
         """Total bytes, as torch.cuda.max_memory_allocated reports if this moment is the peak."""
         return sum(self.parts.values())
