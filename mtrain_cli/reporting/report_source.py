@@ -11,7 +11,7 @@ from typing import Any
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import did_you_mean
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
@@ -209,19 +209,13 @@ def find(name: str) -> Path:
             return candidate
     if name == "latest" and (newest := known()):
         return newest[0]
-    names = [folder.name for folder in known()]
+    most = len(shipped()) + SHOWN
+    names = [*(path.stem for path in shipped()), *(folder.name for folder in known())]
     if "/" in name:
-        near = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = did_you_mean(str(path), near)
-    else:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        listed = (
-            f"; found here, newest first: {', '.join(names[:SHOWN])}{more}"
-            if names
-            else "; runs/ and measurements/ are empty"
-        )
-        hint = did_you_mean(name, names) or listed
-    raise ConfigError(f"{name}: no such folder, run or measurement{hint}")
+        names = sorted(map(str, path.parent.iterdir())) if path.parent.is_dir() else []
+    kind = "run, measurement or shipped profile"
+    why = no_such(kind, str(path), names, "the folder of one", most)
+    raise ConfigError(f"{name}: {why}")
 
 
 def default() -> list[Path]:
