@@ -55,7 +55,7 @@ class ReferenceKernel(DefinitionColumns):
 def _per_query_head(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and v in float64, [batch, heads, tokens, head_dim], with KV for each query head."""
+    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV for each query head."""
     group = q.shape[2] // k.shape[2]
     k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
     return q.double().transpose(1, 2), k, v
