@@ -5,9 +5,10 @@ backward, the previous layer's gradients are reduce-scattered after that gather.
 equal, so a layer takes the maximum of computation and communication. The first gather and the last
 reduce-scatter are exposed.
 
-Micro-batches communicate as ``train.shard`` requires. Attention that is recomputed for a part of the
-queries takes that part of a forward pass's time, but sends all messages. Offloaded activations overlap with one layer each way. An
-optimizer on the host takes the maximum of its memory traffic, gradients down and weights up.
+Micro-batches communicate as ``train.shard`` requires. If a part of attention is recomputed, it
+takes that part of a forward pass's time, but sends all messages. The transfers of offloaded
+activations overlap with one layer in each direction. An optimizer on the host takes the maximum of
+its memory traffic, gradients to the host, and weights to the GPU.
 """
 
 from __future__ import annotations
