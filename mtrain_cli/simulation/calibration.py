@@ -22,7 +22,9 @@ import numpy as np
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import is_number, read_json, reason
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.parallel.recording import INDEX
+from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.simulation.actions import FloatArray
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
@@ -314,6 +316,8 @@ def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]
 def load_user_calibration(files: str | None) -> Calibration | None:
     """Load the user's files, ``FILE,...`` as typed; None if there are none.
 
+    A file that ships with mtrain may be given by its name, such as kernels-h200.
+
     Raises:
         ConfigError: see `load_calibration`.
     """
@@ -322,7 +326,7 @@ def load_user_calibration(files: str | None) -> Calibration | None:
     paths = [file.strip() for file in files.split(",")]
     if not all(paths):
         raise ConfigError(f"--calibration {files!r}: empty item; give FILE or FILE,FILE")
-    return load_calibration(*map(Path, paths))
+    return load_calibration(*(find_shipped(Path(path)) for path in paths))
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
@@ -374,9 +378,14 @@ def _document(path: Path) -> dict[str, Any]:
     try:
         document = read_json(path)
     except FileNotFoundError:
-        raise ConfigError(
-            f"--calibration {path}: no such file; `mtrain profile kernels --out FILE` writes one"
-        ) from None
+        names = [file.stem for files in _shipped_files().values() for file in files]
+        why = no_such(
+            "calibration",
+            str(path),
+            names,
+            "a file that `mtrain profile kernels --out FILE` wrote",
+        )
+        raise ConfigError(f"--calibration {path}: {why}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--calibration {path}: not readable as JSON ({reason(error)})"
@@ -393,6 +402,11 @@ def _document(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Calibration, ...]:
     """Return the calibrations that ship, one per measured device."""
+    return tuple(load_calibration(*paths) for paths in _shipped_files().values())
+
+
+def _shipped_files() -> dict[str, list[Path]]:
+    """Return the calibration files that ship, by measured device."""
     by_device: dict[str, list[Path]] = {}
     for path in sorted(resource_dir("profiles").glob("*.json")):
         try:
@@ -400,7 +414,7 @@ def shipped() -> tuple[Calibration, ...]:
         except ConfigError:
             continue
         by_device.setdefault(str(document["device"]), []).append(path)
-    return tuple(load_calibration(*paths) for paths in by_device.values())
+    return by_device
 
 
 @dataclass(frozen=True)

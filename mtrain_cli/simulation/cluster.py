@@ -15,7 +15,7 @@ from typing import Any
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_yaml, reason
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import did_you_mean
+from mtrain_cli.config.suggest import did_you_mean, no_such
 
 FOLDER = "cluster"  # under conf/
 CUDA, CPU = "cuda", "cpu"
@@ -194,11 +194,8 @@ def load_cluster(
     if not path.is_file():
         if path.suffix in (".yaml", ".yml") or "/" in name:
             raise ConfigError(f"--cluster {name}: no such file")
-        known = ", ".join(presets)
-        raise ConfigError(
-            f"--cluster {name}: no such cluster{did_you_mean(name, presets)}; allowed: {known}, "
-            "or the path of a YAML file"
-        )
+        why = no_such("cluster", name, presets, "the path of a YAML file")
+        raise ConfigError(f"--cluster {name}: {why}")
     content = _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))

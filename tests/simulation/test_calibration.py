@@ -242,7 +242,7 @@ def test_a_file_of_the_user_replaces_the_shipped_one(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such file"),
+        (None, "no such calibration; allowed: kernels-h200, "),
         ("{", "not readable as JSON"),
         ("[]", "holds no times"),
         ('{"kind": "layer", "times": [1], "device": "x"}', "holds no times"),
