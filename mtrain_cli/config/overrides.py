@@ -15,7 +15,7 @@ from typing import Any
 from mtrain_cli.config.earlier_versions import RENAMED
 from mtrain_cli.config.groups import Groups
 from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
-from mtrain_cli.config.suggest import did_you_mean, nearest
+from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
 _SHOWN = 80  # characters of a value in a message
@@ -165,10 +165,9 @@ def _parse_group(
         parsed.groups[group] = option
         return None
     example = next((key for key in all_keys() if key.startswith(f"{group}.")), None)
-    hint = did_you_mean(option, options)
+    reason = no_such(group, option, options)
     if option.startswith("{") and example:
-        hint = f"; to set one value, write {example}=..."
-    reason = f"no such {group}; options: {', '.join(options)}{hint}"
+        reason += f"; to set one value, write {example}=..."
     if "," in option or _SWEEP.match(option):
         reason = _ONE_VALUE
     return OverrideProblem(f"{text}: {reason}", (f"{group}.",))

@@ -26,6 +26,24 @@ def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
     return f" (did you mean {name}{suffix}?)" if name else ""
 
 
+def no_such(
+    kind: str, name: str, names: Iterable[str], otherwise: str = "", most: int | None = None
+) -> str:
+    """Return ``no such KIND (did you mean ...?); allowed: NAMES, or OTHERWISE``.
+
+    Args:
+        otherwise: what else is allowed, such as "the path of a YAML file".
+        most: how many names to list; None lists all.
+    """
+    names = list(names)
+    allowed = ", ".join(names[:most])
+    if len(names[:most]) < len(names):
+        allowed += f" and {len(names[most:])} more"
+    if otherwise:
+        allowed = f"{allowed}, or {otherwise}" if names else otherwise
+    return f"no such {kind}{did_you_mean(name, names)}; allowed: {allowed}"
+
+
 def _similarity(word: str, name: str) -> float:
     section, _, leaf = name.rpartition(".")
     word_section, _, word_leaf = word.rpartition(".")

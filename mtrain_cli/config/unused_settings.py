@@ -67,6 +67,8 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
     if exchange and exchange not in _RINGS:
         chosen = " (chosen by auto)" if config.topology.exchange == "auto" else ""
         for name in _RING_KEYS:
+            if name == "topology.circulates" and config.topology.circulates == "queries":
+                continue  # `choose_exchange` refuses it
             yield name, f"has no effect, topology.exchange={exchange}{chosen} is not a ring"
     if config.sparsity.column_bound == 0:
         pattern = f"sparsity.pattern={config.sparsity.pattern}"

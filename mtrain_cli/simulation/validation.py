@@ -18,11 +18,13 @@ import numpy as np
 
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.parallel.schedule import QUERIES
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.records.index_file import RecordedIndices, load_indices
 from mtrain_cli.records.record_files import RecordedFolder
+from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -66,8 +68,11 @@ def open_run(folder: Path) -> MeasuredRun:
     def refuse(why: str) -> ConfigError:
         return ConfigError(f"RUN {folder}: {why}")
 
+    folder = find_shipped(folder)
     if not folder.is_dir():
-        raise refuse("no such folder; give one that `mtrain profile imbalance` wrote")
+        names = shipped_with(f"*/{record_files.INDEX}")
+        written = "a folder that `mtrain profile imbalance` wrote"
+        raise refuse(no_such("profile", str(folder), names, written))
     inside = next(
         (f for f in (folder, folder / "profile") if (f / record_files.SUMMARY).is_file()), None
     )
@@ -274,6 +279,10 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
         return ConfigError(f"{option} {folder}: {why}")
 
     writes = "`mtrain simulate --out FOLDER` writes one"
+    if not folder.exists():
+        names = sorted({str(Path(name).parent) for name in shipped_with("*/*/*/summary.json")})
+        written = "a folder that `mtrain simulate --out FOLDER` wrote"
+        raise refuse(no_such("prediction", str(folder), names, written))
     if not (folder / record_files.SUMMARY).is_file():
         raise refuse(f"no prediction ({record_files.SUMMARY} is missing); {writes}")
     recorded = record_files.open_records(folder)

@@ -134,13 +134,10 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         memory = given_memory(config) or properties.total_memory
         capability = (properties.major, properties.minor)
-    request = kernel_request(config, environment.device, dtype, capability)
     pattern = make_pattern(config.sparsity, config.seed)
-    dense_kernel = None
-    if pattern is not None:
-        dense_kernel = choose_dense_kernel(config, request)
-        request = replace(request, index=pattern.request())
-    kernel, kernel_reason = choose(config.train.kernel, request)
+    (kernel, kernel_reason), dense_kernel = choose_kernels(
+        config, kernel_request(config, environment.device, dtype, capability), pattern
+    )
     exchange = choose_exchange(
         config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory)
     )
@@ -154,6 +151,28 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         pattern,
         dense_kernel,
     )
+
+
+def require_cpu_kernel(config: Config) -> None:
+    """Raise ConfigError if `train.kernel` cannot compute the run on a CPU."""
+    request = kernel_request(config, "cpu", compute_dtype(config, "cpu"), None)
+    choose_kernels(config, request, make_pattern(config.sparsity, config.seed))
+
+
+def choose_kernels(
+    config: Config, request: KernelRequest, pattern: Pattern | None
+) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
+    """Choose the kernel of a run and, if a sparse run starts dense, of these steps, with reasons.
+
+    request: for dense attention.
+
+    Raises:
+        ConfigError: the configured kernel does not support the run.
+    """
+    if pattern is None:
+        return choose(config.train.kernel, request), None
+    dense_kernel = choose_dense_kernel(config, request)
+    return choose(config.train.kernel, replace(request, index=pattern.request())), dense_kernel
 
 
 def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:

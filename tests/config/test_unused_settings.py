@@ -99,3 +99,11 @@ def test_a_key_or_group_given_twice_is_reported():
     ]
     assert len(repeated_keys(["model=tiny", "model=qwen3b"])) == 1
     assert repeated_keys(["model=tiny", "model.num_layers=3"]) == []
+
+
+def test_a_setting_that_the_exchange_refuses_is_not_also_called_unused():
+    words = ["topology.circulates=queries", "topology.exchange=all_gather"]
+    assert unused_keys(words, compose(words)) == []
+    words = ["topology.circulates=kv", "topology.exchange=all_gather"]
+    [line] = unused_keys(words, compose(words))
+    assert line.startswith("topology.circulates=kv: has no effect, topology.exchange=all_gather")

@@ -342,14 +342,13 @@ def test_dropout_and_code_in_a_folder_give_remarks(tmp_path):
 def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
     with pytest.raises(
         ConfigError,
-        match=r"model.num_heads=3: transformers has no llama model whose model.hidden_size=40 they "
-        "do not divide",
+        match=r"model.num_heads=3: must divide model.hidden_size=40 in a llama model",
     ):
         export(tmp_path / "hf", tiny_model("llama", num_heads=3, num_kv_heads=1))
     pytest.importorskip("transformers")
     with pytest.raises(
         ConfigError,
-        match=r"model.family=llama: transformers [\d.]+ refuses this shape \(.*initializer_range",
+        match=r"model.family=llama: transformers [\d.]+ rejects this shape \(.*initializer_range",
     ):
         export(tmp_path / "hf", tiny_model("llama", init_std=2.0))
     assert not list(tmp_path.iterdir())
@@ -455,13 +454,13 @@ def test_sharded_workers_load_the_same_weights_and_read_only_their_rows(tmp_path
         (lambda f: edit_tensors(f, model__norm__weight=None),
             "tensor model.norm.weight is missing"),
         (lambda f: edit_tensors(f, model__norm__weight=torch.ones(39)),
-            r"norm.weight has shape \(39,\); .*config.json asks for \(40,\)"),
+            r"norm.weight has shape \(39,\); .*config.json requires \(40,\)"),
         (lambda f: edit_tensors(f, model__norm__bias=torch.ones(40)),
             "unexpected tensor model.norm.bias"),
         (lambda f: edit_tensors(f, lm_head__weight=torch.ones(97, 40)),
             "unexpected tensor lm_head.weight"),
         (lambda f: edit_config(f, num_attention_heads=2, head_dim=32),
-            r"has shape \(32, 40\); .*config.json asks for \(64, 40\)"),
+            r"has shape \(32, 40\); .*config.json requires \(64, 40\)"),
     ],
 )  # fmt: skip
 def test_a_damaged_folder_gives_an_error_that_names_the_damage(tmp_path, damage, message):
