@@ -29,10 +29,14 @@ EXCHANGE_TRAITS = {
 }
 
 
+# The exchanges that `topology.exchange=auto` chooses from. Others may have the same traits.
+_AUTOMATIC = ("all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring")
+_CHOSEN = {EXCHANGE_TRAITS[name]: name for name in _AUTOMATIC}
+
+
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
-    """Return the first exchange that has these traits. ``topology.exchange=auto`` chooses it."""
-    traits = ExchangeTraits(gathers, hierarchical)
-    return next(name for name in EXCHANGE_TRAITS if EXCHANGE_TRAITS[name] == traits)
+    """Return the exchange with these traits that ``topology.exchange=auto`` chooses."""
+    return _CHOSEN[ExchangeTraits(gathers, hierarchical)]
 
 
 def flat_name(name: str) -> str:

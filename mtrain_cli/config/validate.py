@@ -126,9 +126,8 @@ def _blocks(config: Config) -> Iterator[str]:
     blocks = -(-config.seq // topology.block_size)
     if config.layout == "striped" and isinstance(workers, int) and workers > max(1, blocks):
         yield (
-            f"topology.block_size={topology.block_size}: seq={config.seq} has only {blocks} such "
-            f"block{'s' * (blocks > 1)} for {workers} workers; "
-            f"{_smaller(config.seq, workers, blocks)}"
+            f"topology.block_size={topology.block_size}: seq={config.seq} has only {blocks} "
+            f"such blocks for {workers} workers; {_smaller(config.seq, workers, blocks)}"
         )
 
 
