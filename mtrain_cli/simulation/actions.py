@@ -1,7 +1,7 @@
-"""List the priced actions of one attention pass in the order of `parallel.program`.
+"""Turn the program of an attention pass into actions with prices, in the order of the program.
 
-All ranks run the same program. So one action stands for the same operation on every rank, with
-arrays over ranks.
+All ranks run the same program, so one action stands for the same operation on every rank. The times
+of an action are arrays with one entry per rank.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ Copy = Arrange | Merge | Reduce | AddColumns
 
 @dataclass(frozen=True, eq=False)
 class Spend:
-    """The compute stream is busy.
+    """Work that keeps the compute stream busy.
 
-    us: [workers], 0 for an idle rank.
-    slowed: whether messages in flight take computing power from this work.
-    pairs, blocks, columns: [workers], computed work, for records.
+    kind: kind of the work, as in profiles (`recording.COMPUTING`).
+    us: [workers], microseconds; 0 for an idle rank.
+    slowed: whether messages in flight slow this work down.
+    pairs, blocks, columns: [workers], how many of them are computed. Only records need them.
     """
 
     kind: str
@@ -55,7 +56,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The host spends ``us`` on launches; later actions wait for it."""
+    """Kernel launches, which keep the host busy for ``us`` microseconds before later actions."""
 
     step: int
     us: float
@@ -63,16 +64,16 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class PricedMessage:
-    """A transfer of all ranks, priced. Arrays are [workers].
+    """A transfer of all ranks with its price. Arrays are [workers].
 
-    queue: the communicator, which carries one message at a time.
-    after: number of the message that this one forwards.
+    queue: the communicator. It carries one message at a time.
+    after: number of the message that must arrive first because this message forwards it, or None.
     to, source, peers: see `spmd_schedule.SpmdTransfer`.
-    busy: microseconds for which an arriving message occupies the rank's link.
-    latency: further microseconds until it arrives, while the link is free for the next message.
-    outer: bool, whether the arriving message crosses nodes.
-    share: share of a rank's computing power that the message takes while in flight.
-    sent, received: bytes per rank.
+    latency: microseconds between the time when the link is free again and the arrival.
+    busy: microseconds for which the message occupies the link into the receiving rank.
+    outer: bool, whether the message that a rank receives crosses nodes.
+    share: share of a rank's computing power, 0 to 1, that is lost while the message is in flight.
+    sent, received: bytes per rank, for records.
     """
 
     number: int
@@ -110,7 +111,7 @@ Action = Spend | Dispatch | PostMessage | AwaitMessage
 
 
 class Prices(ABC):
-    """Prices of one pass of one layer. Times are in us, [workers] or one number for all."""
+    """Prices of one pass of one layer. A time is in microseconds: [workers], or one for all."""
 
     direction: str  # forward, recompute or backward
 
@@ -119,7 +120,7 @@ class Prices(ABC):
 
     @abstractmethod
     def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
-        """Price a transfer. post: rank 0's operation, which has the bytes."""
+        """Price a transfer. post: rank 0's operation; all ranks send the same number of bytes."""
 
     def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002
         """Return the pairs and blocks of a step, for records; None if unknown."""
@@ -133,11 +134,15 @@ class Prices(ABC):
         return 0.0
 
     def dispatch(self, what: str) -> float:  # noqa: ARG002
-        """Return the host's microseconds to launch ``begin`` (of a pass), ``step`` or ``moves``."""
+        """Return the microseconds that the host spends on launches.
+
+        what: ``begin`` of a pass, ``step`` with a kernel call, or ``moves`` (a step that only sends
+            messages).
+        """
         return 0.0
 
     def column_times(self) -> tuple[FloatArray, IntArray | None, IntArray | None]:
-        """Return microseconds, number and pairs of gathered columns, [workers] each."""
+        """Return the time, the number and the pairs of gathered columns, [workers] each."""
         raise NotImplementedError
 
     def column_sum(self, post: Post) -> PricedMessage:

@@ -5,9 +5,10 @@ backward, the previous layer's gradients are reduce-scattered after that gather.
 equal, so a layer takes the maximum of computation and communication. The first gather and the last
 reduce-scatter are exposed.
 
-Micro-batches communicate as ``train.shard`` requires. Partly recomputed attention takes its share
-of a forward pass, but sends all messages. Offloaded activations overlap with one layer each way. An
-optimizer on the host takes the maximum of its memory traffic, gradients down and weights up.
+Micro-batches communicate as ``train.shard`` requires. If a part of attention is recomputed, it
+takes that part of a forward pass's time, but sends all messages. The transfers of offloaded
+activations overlap with one layer in each direction. An optimizer on the host takes the maximum of
+its memory traffic, gradients to the host, and weights to the GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
@@ -34,7 +36,6 @@ from mtrain_cli.training.flops import (
     causal_pairs,
     flops_per_token,
     recomputed_pair_share,
-    recomputes_attention,
 )
 from mtrain_cli.training.run_plan import RunPlan
 
@@ -205,12 +206,13 @@ class _StepEstimate:
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
         non_attention, layers = self.non_attention, self.plan.config.model.num_layers
-        train, nothing = self.plan.config.train, ComputeCost()
+        nothing = ComputeCost()
         gather, reduce = self._transfer(non_attention.gather), self._transfer(non_attention.reduce)
         copied = non_attention.gathered if one.forward else nothing
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
-        passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
+        again = self.plan.recompute is not Recompute.NOTHING
+        passes = [RECOMPUTE, BACKWARD] if again else [BACKWARD]
         copied = (
             (non_attention.gathered if one.backward else nothing)
             + (non_attention.reduced if one.reduced else nothing)

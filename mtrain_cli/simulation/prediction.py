@@ -16,6 +16,7 @@ import numpy as np
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
 from mtrain_cli.records.index_file import RecordedSetup
@@ -154,7 +155,7 @@ def predict(
     *,
     kernel: str | None = None,
     calibration: Calibration | None = None,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
     conditions: Disturbances | None = None,
     number: int = 0,
     rows: bool = False,
@@ -164,6 +165,7 @@ def predict(
     """Predict the attention of one configuration.
 
     Args:
+        recompute: the part of the forward pass that backward runs again, as a pass of its own.
         number: number of the case in its file.
         bounds: also predict the best and the worst case, which takes three times as long.
         choice: the exchange of ``setup``, if already chosen.
@@ -281,11 +283,13 @@ class _CasePlayer:
         lockstep: SpmdSchedule,
         kernels: KernelCurves,
         conditions: Disturbances,
-        recompute: bool,
+        recompute: Recompute,
     ) -> None:
         self.problem, self.case = problem, case
         self.lockstep, self.conditions = lockstep, conditions
-        self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
+        self.recompute = recompute
+        again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
+        self.directions = (FORWARD, *again, BACKWARD)
         first = problem.index(problem.layers[0])
         costs = Costs(
             cluster,
@@ -329,6 +333,8 @@ class _CasePlayer:
             # PyTorch's kernel copies out and dout; the other kernels take views.
             copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
         )
+        if direction == RECOMPUTE:
+            program = program.recomputed(self.recompute)
         return play(
             actions(program, self.lockstep, prices),
             direction,

@@ -16,7 +16,9 @@ from typing import Any
 from mtrain_cli.config.exchanges import flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation.cluster import Cluster, Constant
+from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
@@ -26,7 +28,6 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.what_if import InvalidSetup
-from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import (
     CHOICES,
@@ -147,11 +148,7 @@ def recommend(
     outcomes: list[PredictedScenario] = []
     for done, plans in enumerate(found.fitting):
         progress(done, len(found.fitting))
-        full = any(recomputes_attention(plan.config.train) for plan in plans)
-        first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
-        outcomes.append(first)
-        for plan in plans[1:]:
-            outcomes.append(with_step(cluster, scenario, plan, first.attention, bounds=False))
+        outcomes.extend(_outcomes(cluster, scenario, plans))
     if not outcomes:
         needed = tuple(_needed(cluster, scenario, workers, layouts, exchanges))
         return Recommendation((), rejected, needed, _least(found.tight))
@@ -160,6 +157,27 @@ def recommend(
     runner = next((o for o in others if place(o) != place(best)), next(iter(others), None))
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
     return Recommendation((*top, *(o for o in others if o is not runner)), rejected)
+
+
+def _outcomes(
+    cluster: Cluster, scenario: Scenario, plans: Sequence[RunPlan]
+) -> Iterator[PredictedScenario]:
+    """Predict plans that differ in recomputation only, without bounds.
+
+    Plans that recompute the same part of attention share the prediction of attention. Plans that
+    recompute nothing can use any of these predictions.
+    """
+    parts = [plan.recompute for plan in plans]
+    first = next((part for part in parts if part is not Recompute.NOTHING), Recompute.NOTHING)
+    attention: dict[Recompute, Prediction] = {}
+    for plan, part in zip(plans, parts, strict=True):
+        key = first if part is Recompute.NOTHING else part
+        if key in attention:
+            yield with_step(cluster, scenario, plan, attention[key], bounds=False)
+        else:
+            found = evaluate(cluster, scenario, plan, bounds=False, recompute=key)
+            attention[key] = found.attention
+            yield found
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
@@ -22,7 +23,6 @@ from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, pred
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
@@ -263,17 +263,18 @@ def evaluate(
     number: int = 0,
     rows: bool = False,
     bounds: bool = True,
-    recompute: bool = False,
+    recompute: Recompute | None = None,
 ) -> PredictedScenario:
     """Predict a training.
 
-    recompute: also predict the recomputation of attention, even if the plan has none.
+    recompute: the part of attention whose recomputation is predicted, even if the plan recomputes
+        nothing; None for the plan's own.
 
     Raises:
         InvalidSetup: the configuration is impossible.
         ConfigError: its kernel has no times, or the index is damaged.
     """
-    recompute = recompute or recomputes_attention(plan.config.train)
+    what = plan.recompute if recompute is None else recompute
 
     def predict_group(conditions: Disturbances) -> Prediction:
         return predict(
@@ -282,7 +283,7 @@ def evaluate(
             setup_of(plan),
             kernel=plan.kernel,
             calibration=scenario.calibration,
-            recompute=recompute,
+            recompute=what,
             conditions=conditions,
             number=number,
             rows=rows,

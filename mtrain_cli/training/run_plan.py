@@ -23,14 +23,14 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.program import Recompute, ShardSizes
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
     parameters,
-    recomputes_attention,
+    recomputed_attention,
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
@@ -159,12 +159,17 @@ class RunPlan:
     def flops(self) -> FlopsPerToken:
         return training_flops(self.config, self.layout, dtype_bytes=self.dtype_bytes)
 
+    @property
+    def recompute(self) -> Recompute:
+        """The part of a layer's forward exchange that the backward pass runs again."""
+        return recomputed_attention(self.config.train, self.layout, self.exchange.heads)
+
     @cached_property
     def received(self) -> ReceivedBytes:
         """The bytes that reach one worker, from the schedule of its exchange and `StateMemory`.
 
-        If backward recomputes attention, in part or in full, it repeats the forward exchange. The
-        columns that a ring gathers once are not counted.
+        `backward` includes what recomputation sends again (`recompute`). The columns that a ring
+        gathers once are not counted.
         """
         model, train, layout = self.config.model, self.config.train, self.layout
         sizes = ShardSizes(
@@ -176,13 +181,12 @@ class RunPlan:
         )
         schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
-        forward, backward = (
-            int(lower(schedule, 0, backward=b, traits=traits).sent(sizes)) for b in (False, True)
-        )
+        forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+        again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
         return ReceivedBytes(
-            forward=forward,
-            backward=backward + (forward if recomputes_attention(train) else 0),
+            forward=int(forward.sent(sizes)),
+            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
             weights=states.sent(),
             host=states.over_host_link(),
         )
