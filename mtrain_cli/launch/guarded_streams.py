@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
+from mtrain_cli.printable import printable
+
 CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reader is gone
 
 
@@ -97,6 +99,12 @@ def guard_streams(output_required: bool) -> None:
             stream.required = required
         else:
             setattr(sys, name, cast(TextIO, GuardedStream(stream, required)))
+
+
+def print_error(text: str) -> None:
+    """Print to stderr, with control characters escaped. Ignore a terminal that is gone."""
+    with contextlib.suppress(OSError):
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def divert_native_output(log: TextIO) -> None:

@@ -35,13 +35,11 @@ from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, ex
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
-from mtrain_cli.launch.stop_request import StopFlag, mark_stopped, save_and_stop_on_signals
+from mtrain_cli.launch.stop_request import mark_stopped, save_and_stop_on_signals
 from mtrain_cli.launch.temporary_folders import own_folder, private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-__all__ = ["StopFlag", "main", "run_in_job"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -190,20 +190,15 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
             changed.
     """
     source = HuggingFaceFolder(folder)
-    _require_same_model(decoder.model_config, source)
+    differences = decoder.model_config.shape_differences(source.model)
+    if differences:
+        config = source.path / "config.json"
+        raise ConfigError(
+            *(f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in differences)
+        )
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             _fill(parameter, partial(source.read, name))
-
-
-def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
-    config = source.path / "config.json"
-    problems = [
-        f"{name}={ours}: {config} says {theirs}"
-        for name, ours, theirs in model.shape_differences(source.model)
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
