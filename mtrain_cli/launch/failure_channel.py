@@ -303,7 +303,7 @@ class _Hub:
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Return the failure that explains the others.
 
-        It may be that of a rank that reported none but kept the others waiting.
+        It may be the failure of a rank that kept the others waiting and reported nothing.
         """
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
@@ -325,7 +325,7 @@ def _server(job: Job) -> socket.socket:
     try:
         return listen(job, int(given))
     except OSError as error:
-        reason = f"rank 0 cannot listen there ({error.strerror or error})"
+        reason = f"rank 0 cannot listen on this port ({error.strerror or error})"
         raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error
 
 

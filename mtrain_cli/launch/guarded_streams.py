@@ -33,7 +33,7 @@ class GuardedStream:
     """A text stream that fails at most once.
 
     After a failure its file descriptor refers to the null device. Later writes to the descriptor
-    then succeed, including those of libraries and child processes.
+    then succeed, even if a library or a child process writes.
 
     required: whether to raise OutputLostError at that failure.
     """
@@ -72,7 +72,7 @@ class GuardedStream:
             self._lose(error)
 
     def _lose(self, error: OSError | ValueError) -> None:
-        if isinstance(error, UnicodeError):  # the text cannot be encoded; the stream is intact
+        if isinstance(error, UnicodeError):  # the text cannot be encoded, but the stream is intact
             raise error
         self._lost = True
         # A closed stream has no descriptor, and neither has a stream in a test.

@@ -352,9 +352,9 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Return the environment variables to set for the workers. Those of the user take precedence.
+    """Return the environment variables to set for the workers.
 
-    The variables for loopback are an exception: mtrain always sets them.
+    A variable that the user has set keeps its value, except for the variables of loopback.
     """
     machine_has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if machine_has_affinity else os.cpu_count() or 1

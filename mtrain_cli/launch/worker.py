@@ -101,7 +101,7 @@ def run_in_job(
     Args:
         resume: whether to resume from the newest checkpoint.
         target: ``module:function`` (see `local.launch`).
-        config: the configuration that this rank composed. It must be the same as that of rank 0.
+        config: the configuration that this rank composed. Rank 0 must have composed the same.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -247,7 +247,7 @@ def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None
     """Check that this rank and rank 0 have the same configuration.
 
     With different settings, ranks could wait for each other forever in different collectives. Keys
-    under ``run.`` may differ, because only those of rank 0 count.
+    under ``run.`` may differ, because ranks use their values from rank 0.
 
     Raises:
         ConfigError: other keys differ. The message has a line for each.
