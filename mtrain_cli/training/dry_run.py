@@ -20,8 +20,8 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights
 from mtrain_cli.training.flops import peak_flops
-from mtrain_cli.training.memory import GIB, estimate_memory
-from mtrain_cli.training.memory_search import longest_seq, refusal, search
+from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import (
     FITS,
@@ -240,15 +240,7 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
         train = dataclasses.replace(
             plan.config.train, activation_checkpoint=kind, offload_activations=offload
         )
-        other = estimate_memory(
-            dataclasses.replace(plan.config, train=train),
-            workers=plan.dims.workers,
-            layout=plan.layout,
-            exchange=plan.exchange,
-            kernel=plan.kernel,
-            dtype_bytes=plan.dtype_bytes,
-            cuda=plan.environment.device == "cuda",
-        )
+        other = plan.estimate(dataclasses.replace(plan.config, train=train))
         totals[kind] = plan.device_bytes(other)
     return totals
 
@@ -462,9 +454,3 @@ def flop(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
     return f"{number / 1e6:.3g} MFLOP"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds, for example as 41 s, 9.2 min or 2.5 h."""
-    unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
-    return f"{seconds / scale:,.3g} {unit}"

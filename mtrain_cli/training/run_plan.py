@@ -230,6 +230,18 @@ class RunPlan:
             return self.device_bytes(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
+    def estimate(self, config: Config) -> MemoryEstimate:
+        """Estimate the memory of a worker if `config` changes only memory settings of this plan."""
+        return estimate_memory(
+            config,
+            workers=self.dims.workers,
+            layout=self.layout,
+            exchange=self.exchange,
+            kernel=self.kernel,
+            dtype_bytes=self.dtype_bytes,
+            cuda=self.environment.device == "cuda",
+        )
+
     def replan(self, config: Config) -> RunPlan:
         """Plan another configuration for the same device and number of workers.
 

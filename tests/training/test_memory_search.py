@@ -425,7 +425,7 @@ def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch)
             moments=(), reserve=layers_with_products(config.train.keep_mlp, layers)
         )
 
-    monkeypatch.setattr(memory_search, "_memory", on_device)
+    monkeypatch.setattr(Counted, "estimate", on_device, raising=False)
     # At most all layers but one are offloaded; if that does not fit, no number is tried.
     expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
     for limit, number in expected.items():
@@ -444,7 +444,7 @@ def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch)
     # A key that is not among the changes was set by the user.
     given = memory_search._with(base, away)
     assert memory_search._with_fewest_offloaded(Counted(2), given, {}) == (given, {})
-    monkeypatch.setattr(memory_search, "_memory", products)
+    monkeypatch.setattr(Counted, "estimate", products, raising=False)
     for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
         config, changes = memory_search._with_most_products(
             Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"}
