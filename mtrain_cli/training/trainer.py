@@ -212,11 +212,11 @@ class Trainer:
         self._schedule = LearningRateSchedule.of(config)
         self.step = 0
         self.tokens = 0
-        self.callbacks: list[Callback] = []
+        self.compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
+        self.callbacks: list[Callback] = [self.compute_timer]
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self.lacks_data = False  # whether a worker could not read its data, so that all stop
-        self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
         # Kinds of steps after which garbage was frozen: True for sparse, False for dense.
         self._frozen_after: set[bool] = set()
@@ -323,7 +323,6 @@ class Trainer:
             PeerLostError: another worker cannot read its data. Raised before the step.
         """
         progress_record.begin_step(self.step + 1)
-        compute_seconds = self._compute_timer.start_step()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         lr = self._schedule.rate(self.step)
@@ -332,13 +331,11 @@ class Trainer:
         batches, data_seconds = self._next_batches()
         valid, pairs = self.totals(batches)
         attends = [self._attention_of(batch) for batch in batches]
-        loss = self.forward_backward(
-            batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
-        )
+        loss = self.forward_backward(batches, attends, valid)
         with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self.states.squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
-        reports = self._exchange_reports(finite_check, stop, compute_seconds, data_seconds, records)
+        reports = self._exchange_reports(finite_check, stop, data_seconds, records)
         self._check_finite(reports)
         grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
         mean_loss = sum(report.loss for report in reports) if valid else None
@@ -388,7 +385,6 @@ class Trainer:
         self,
         finite_check: torch.Tensor,
         stop: bool,
-        compute_seconds: float,
         data_seconds: float,
         records: list[IndexRecord],
     ) -> list[StepReport]:
@@ -398,9 +394,8 @@ class Trainer:
             finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
             records: index estimates of this step. Empty for a dense step.
         """
-        timing = torch.tensor(
-            [float(stop), compute_seconds, data_seconds], dtype=torch.float64, device=self.device
-        )
+        numbers = [float(stop), self.compute_timer.seconds, data_seconds]
+        timing = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         local = torch.cat([finite_check, timing])
         if records:
             sums = local_index_sums(records, self.config.model.num_layers, self.device)

@@ -83,7 +83,7 @@ def test_the_fewest_layers_are_offloaded_and_the_host_holds_them():
     assert 1 < number < 35
     assert chosen_plan.chosen.memory.host == number * 3 * GIB <= 70 * GIB
     train = dataclasses.replace(chosen_plan.chosen.config.train, offload_activations=number - 1)
-    fewer = memory_search._memory(base, dataclasses.replace(chosen_plan.chosen.config, train=train))
+    fewer = base.estimate(dataclasses.replace(chosen_plan.chosen.config, train=train))
     assert not base.has_room_for(fewer)
     # With less room, no other number fits, either.
     crowded = dataclasses.replace(base, host_share=(number - 1) * 3 * GIB)
@@ -110,7 +110,7 @@ def test_mlp_products_of_as_many_layers_stay_as_there_is_room_for():
     more = dataclasses.replace(chosen_plan.chosen.config.train, keep_mlp=number + 1)
     assert base.has_room_for(chosen_plan.chosen.memory, memory_search.ROOMY)
     assert not base.has_room_for(
-        memory_search._memory(base, dataclasses.replace(chosen_plan.chosen.config, train=more)),
+        base.estimate(dataclasses.replace(chosen_plan.chosen.config, train=more)),
         memory_search.ROOMY,
     )
     assert (
