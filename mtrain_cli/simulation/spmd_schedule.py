@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, Schedule, ScheduleStep, Transfer
+from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, SUM, Schedule, ScheduleStep, Transfer
 
 NOBODY = -1
 
@@ -46,6 +46,8 @@ class SpmdTransfer:
     @property
     def queue(self) -> tuple[str, bool]:
         """The communicator. It carries one message at a time, in posting order."""
+        if self.first.kind == SUM:
+            return "whole", False
         return self.first.channel, self.first.payload in GRADIENTS
 
 
@@ -153,8 +155,12 @@ class SpmdSchedule:
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
-    def node(self, rank: IntArray) -> IntArray:
-        return rank // self.schedule.per_node
+    def column_sum(self, first: Transfer) -> SpmdTransfer:
+        """Return the all-reduce of gathered columns, which is no part of the schedule.
+
+        first: rank 0's transfer. The ranks with the same heads take part.
+        """
+        return SpmdTransfer(first, None, None, np.arange(self.grid.workers) % self.grid.heads)
 
     def compare(self, rank: int) -> None:
         """Raise AssertionError if a rank's own schedule differs from rank 0's, translated."""

@@ -270,21 +270,21 @@ class _Player:
     def _post(self, action: PostMessage) -> None:
         message = action.message
         ready = self.now
-        if message.queue in self.queues:
-            ready = np.maximum(ready, self.queues[message.queue])
-        if message.after is not None:
-            ready = np.maximum(ready, self.ended[message.after])
+        if message.move.queue in self.queues:
+            ready = np.maximum(ready, self.queues[message.move.queue])
+        if message.move.first.after is not None:
+            ready = np.maximum(ready, self.ended[message.move.first.after])
         latency, busy = message.latency, message.busy
         if self.jitter:
             factor = np.exp(self.random.normal(0.0, self.jitter, len(self.now)))
-            if message.peers is not None:
-                factor = self._groups(message.peers).first(factor)
+            if message.move.peers is not None:
+                factor = self._groups(message.move.peers).first(factor)
             latency, busy = latency * factor, busy * factor
         self.carried[message.outer.astype(np.intp), self.ranks] += busy
-        play = self._between_two if message.peers is None else self._among
+        play = self._between_two if message.move.peers is None else self._among
         ended = play(message, ready, latency, busy)
-        self.queues[message.queue] = ended
-        number = message.number
+        self.queues[message.move.queue] = ended
+        number = message.move.number
         self.messages[number], self.posted[number], self.ended[number] = message, self.now, ended
         if message.share.any():
             self.active.append((ready, ended, message.share))
@@ -295,7 +295,7 @@ class _Player:
     def _between_two(
         self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
     ) -> FloatArray:
-        to, source = message.to, message.source
+        to, source = message.move.to, message.move.source
         assert to is not None
         assert source is not None
         outer = message.outer.astype(np.intp)
@@ -308,9 +308,9 @@ class _Player:
     def _among(
         self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
     ) -> FloatArray:
-        assert message.peers is not None
+        assert message.move.peers is not None
         link = int(message.outer.any())
-        groups = self._groups(message.peers)
+        groups = self._groups(message.move.peers)
         begin = groups.most(np.maximum(ready, self.arriving[link]))
         through = begin + busy
         self.arriving[link] = through
@@ -324,21 +324,21 @@ class _Player:
     def _wait(self, action: AwaitMessage) -> None:
         message, posted = self.messages.pop(action.number), self.posted.pop(action.number)
         us = np.maximum(self.ended[action.number] - self.now, 0.0)
-        if message.peers is None:
-            assert message.to is not None
-            assert message.source is not None
-            by_source, by_to = posted[message.source], posted[message.to]
-            peer = np.where(by_to > by_source, message.to, message.source)
+        if message.move.peers is None:
+            assert message.move.to is not None
+            assert message.move.source is not None
+            by_source, by_to = posted[message.move.source], posted[message.move.to]
+            peer = np.where(by_to > by_source, message.move.to, message.move.source)
             last = np.maximum(by_source, by_to)
         else:
-            groups = self._groups(message.peers)
+            groups = self._groups(message.move.peers)
             last, peer = groups.most(posted), groups.latest(posted)
             peer = np.where(peer == self.ranks, -1, peer)
         late = np.clip(last - self.now, 0.0, us)
         self.late[action.step + 1] += late
-        if message.link not in self.exposed:
-            self.exposed[message.link] = np.zeros_like(self.late)
-        self.exposed[message.link][action.step + 1] += us - late
+        if message.move.first.channel not in self.exposed:
+            self.exposed[message.move.first.channel] = np.zeros_like(self.late)
+        self.exposed[message.move.first.channel][action.step + 1] += us - late
         if self.rows is not None:
             self.rows.add(WAIT, action.step, self.now, us, message=message, late=late, peer=peer)
         self.now = self.now + us
@@ -404,13 +404,12 @@ class _Rows:
             if (counts := getattr(work, name, None)) is not None:
                 rows[name] = counts
         if message is not None:
-            rows["link"], rows["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
-            rows["bytes"] = message.sent if kind == SEND else message.received
-            ranks = message.to if kind == SEND else message.source
+            move, rows["bytes"] = message.move, message.size
+            rows["link"], rows["payload"] = _LINK[move.first.channel], _PAYLOAD[move.first.payload]
+            ranks = move.to if kind == SEND else move.source
             if ranks is not None:
                 rows["peer"] = ranks
-            move = message.move
-            place = None if move is None else move.leaving if kind == SEND else move.arriving
+            place = move.leaving if kind == SEND else move.arriving
             if place is not None and self.grid is not None:
                 rows["shard"] = self.grid.groups_of(place)
         if late is not None and peer is not None:

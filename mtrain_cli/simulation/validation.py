@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.parallel.schedule import QUERIES
@@ -40,7 +41,7 @@ _LEAST_RANKED = 3
 # Parses `parallel.exchange_selection.ExchangeChoice.label`.
 _LABEL = re.compile(
     r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
-    r"(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?"
+    rf"(?P<name>{'|'.join(EXCHANGE_TRAITS)})?(?: \((?P<more>.*)\))?"
 )
 Key = tuple[Any, ...]
 
@@ -99,7 +100,9 @@ def open_run(folder: Path) -> MeasuredRun:
 def key_of(facts: dict[str, Any]) -> Key:
     """Return the facts by which a measured case and its prediction are matched."""
     exchange = str(facts.get("exchange"))
-    per_node = facts.get("per_node") if "hierarchical" in exchange else None
+    match = _LABEL.fullmatch(exchange)
+    traits = None if match is None else EXCHANGE_TRAITS.get(match["name"])
+    per_node = facts.get("per_node") if traits is not None and traits.hierarchical else None
     names = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
     numbers = (facts.get(name) for name in names)
     return (facts.get("pattern"), facts.get("layout"), exchange, per_node, *numbers)
