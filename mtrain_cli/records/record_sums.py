@@ -180,7 +180,9 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield the iterations of all cases. Only one pass over the rows, and little memory, is needed.
+    """Yield the iterations of all cases, each when its last row has been read.
+
+    Only iterations that are not yet complete take memory.
 
     shapes, last: results of `survey`.
     """

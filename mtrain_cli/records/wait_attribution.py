@@ -28,8 +28,8 @@ _WORK = (ATTENTION, "pairs", "blocks")
 class LostTime:
     """Time that other ranks lose because of a rank's slot in one direction.
 
-    Arrays are [groups, workers, slots]. Each wait weighs the numbers other than `lost` with its
-    lost time, so divide them by `lost`.
+    Arrays are [groups, workers, slots]. All but `lost` are weighted sums over waits, with the lost
+    time of a wait as its weight. Divide them by `lost` for means.
 
     lost: milliseconds that the other ranks wait.
     own: by how many ms the rank exceeds the mean of the other ranks, [OWN, groups, workers, slots].
