@@ -28,7 +28,6 @@ from mtrain_cli.parallel.program import (
     Wait,
 )
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, FORWARD, GAP, INDEX, MERGE
-from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 
 FloatArray = NDArray[np.float64]
@@ -66,31 +65,19 @@ class Dispatch:
 class PricedMessage:
     """A transfer of all ranks with its price. Arrays are [workers].
 
-    queue: the communicator. It carries one message at a time.
-    after: number of the message that must arrive first because this message forwards it, or None.
-    to, source, peers: see `spmd_schedule.SpmdTransfer`.
     latency: microseconds between the time when the link is free again and the arrival.
     busy: microseconds for which the message occupies the link into the receiving rank.
     outer: bool, whether the message that a rank receives crosses nodes.
     share: share of a rank's computing power, 0 to 1, that is lost while the message is in flight.
-    sent, received: bytes per rank, for records.
+    size: bytes that each rank sends and receives, as a profile records them.
     """
 
-    number: int
-    link: str
-    payload: str
-    queue: tuple[str, bool]
-    after: int | None
-    to: IntArray | None
-    source: IntArray | None
-    peers: IntArray | None
+    move: SpmdTransfer
     latency: FloatArray
     busy: FloatArray
     outer: NDArray[np.bool_]
     share: FloatArray
-    sent: int
-    received: int
-    move: SpmdTransfer | None = None
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,10 +132,6 @@ class Prices(ABC):
         """Return the time, the number and the pairs of gathered columns, [workers] each."""
         raise NotImplementedError
 
-    def column_sum(self, post: Post) -> PricedMessage:
-        """Price the all-reduce of gathered columns, or of their gradients."""
-        raise NotImplementedError
-
 
 def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterator[Action]:
     """Yield all actions of one pass, in order. program: rank 0's program."""
@@ -162,10 +145,9 @@ def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterato
         match op:
             case Begin():
                 yield Dispatch(op.step, prices.dispatch("step" if op.computes else "moves"))
-            case Post() if op.transfer.number == UNSCHEDULED:
-                yield PostMessage(op.step, prices.column_sum(op))
             case Post():
-                yield PostMessage(op.step, prices.message(moves[op.transfer.number], op))
+                move = moves.get(op.transfer.number) or lockstep.column_sum(op.transfer)
+                yield PostMessage(op.step, prices.message(move, op))
             case Wait():
                 yield AwaitMessage(op.step, op.number)
             case Compute():
@@ -189,34 +171,3 @@ def _kind(op: Operation) -> str:
     if isinstance(op, AddColumns):
         return COLUMNS
     return ARRANGE if isinstance(op, Arrange) and op.timed else GAP
-
-
-def collective_of_all(
-    payload: str,
-    workers: int,
-    heads: int,
-    us: tuple[float, float],
-    share: float,
-    *,
-    crosses: bool,
-    size: int,
-) -> PricedMessage:
-    """Make an all-reduce over all ranks with the same heads. us: latency and busy time."""
-    latency, busy = (np.full(workers, t) for t in us)
-    peers = np.arange(workers) % heads
-    return PricedMessage(
-        UNSCHEDULED,
-        CONTEXT,
-        payload,
-        ("whole", False),
-        None,
-        None,
-        None,
-        peers,
-        latency,
-        busy,
-        np.full(workers, crosses),
-        np.full(workers, share),
-        size,
-        size,
-    )

@@ -22,13 +22,12 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel.program import Post, ShardSizes, Size
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
-from mtrain_cli.parallel.schedule import HEADS
+from mtrain_cli.parallel.schedule import HEADS, SUM
 from mtrain_cli.simulation.actions import (
     Copy,
     FloatArray,
     PricedMessage,
     Prices,
-    collective_of_all,
 )
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
@@ -131,27 +130,18 @@ class Costs:
         ranks, per_node = np.arange(self.lockstep.grid.workers), self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
 
-    def message(self, move: SpmdTransfer, size: int) -> PricedMessage:
-        """Price a transfer. size: bytes that each rank sends."""
+    def message(self, move: SpmdTransfer, size: int, recorded: int | None = None) -> PricedMessage:
+        """Price a transfer.
+
+        size: bytes that each rank sends.
+        recorded: bytes that a profile records, if they differ.
+        """
         t = move.first
         key = t.channel, t.payload, t.kind, size, id(move.to), id(move.peers)
         if key not in self._messages:
             price = self._collective if move.to is None else self._between_two
             self._messages[key] = price(move, size)
-        return PricedMessage(
-            t.number,
-            t.channel,
-            t.payload,
-            move.queue,
-            t.after,
-            move.to,
-            move.source,
-            move.peers,
-            *self._messages[key],
-            size,
-            size,
-            move,
-        )
+        return PricedMessage(move, *self._messages[key], size if recorded is None else recorded)
 
     def _between_two(self, move: SpmdTransfer, size: int) -> LinkPrice:
         assert move.to is not None
@@ -229,24 +219,6 @@ class Costs:
     def _capacity(self, link: Link) -> float:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
 
-    def sum_of_columns(self, size: int) -> PricedMessage:
-        """Price the all-reduce of columns, which sends each of ``size`` bytes about twice."""
-        grid = self.lockstep.grid
-        ranks = grid.workers // grid.heads
-        members = max(1, min(ranks, self.cluster.gpus_per_node // grid.heads))
-        us, busy = self.collective(False, ranks, members, int(2 * (ranks - 1) / ranks * size))
-        crosses = members < ranks
-        share = self.burden(self.cluster.link(outer=crosses).gpu_share)
-        return collective_of_all(
-            "columns",
-            grid.workers,
-            grid.heads,
-            (us - busy, busy),
-            share,
-            crosses=crosses,
-            size=size,
-        )
-
     def host(self, what: str) -> float:
         """Return the microseconds that the host spends on launches; see `Prices.dispatch`."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
@@ -321,7 +293,9 @@ class LayerPrices(Prices):
         return self.counts.pairs[:, step], self.counts.blocks[:, step]
 
     def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
-        return self.costs.message(move, self.costs.bytes_of(post.sends))
+        # An all-reduce sends more bytes than its payload, which is what a profile records.
+        recorded = self.costs.bytes_of(post.payload) if move.first.kind == SUM else None
+        return self.costs.message(move, self.costs.bytes_of(post.sends), recorded)
 
     def copy(self, op: Copy) -> float:
         if op.moves not in self._copies:
@@ -336,6 +310,3 @@ class LayerPrices(Prices):
 
     def column_times(self) -> tuple[FloatArray, IntArray, IntArray]:
         return self._columns, self.counts.columns, self.counts.column_pairs
-
-    def column_sum(self, post: Post) -> PricedMessage:
-        return self.costs.sum_of_columns(self.costs.bytes_of(post.payload))
