@@ -19,5 +19,5 @@ fi
 mtrain simulate "${search[@]}" model=qwen3b seq="$seq" --cluster "$cluster" --density 5% \
     --tokens 1b --price 2 --no-files "$@"
 mtrain simulate sweep model=qwen3b seq="$seq" "$sizes" --cluster "$cluster" --density 5% \
-    --layout striped --exchange ring --out scaling "$@"
+    --layout striped --exchange ring --out measurements/scaling "$@"
 mtrain report scaling

@@ -118,19 +118,15 @@ def _split(
     option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]
 ) -> tuple[str, str]:
     """Split ``GROUP/NAME`` or ``GROUP=NAME``. ``GROUP`` alone gives its default option."""
-    from mtrain_cli.config.suggest import did_you_mean
+    from mtrain_cli.config.suggest import no_such
 
     group, _, name = option.replace("=", "/").strip("/").rpartition("/")
     if not group:
         group, name = name, defaults.get(name, "")
     if group not in options:
-        hint = did_you_mean(group, options)
-        raise ConfigError(
-            f"{option}: no group is called {group}{hint}; groups: {', '.join(options)}"
-        )
+        raise ConfigError(f"{option}: {no_such('group', group, options)}")
     if name not in options[group]:
-        hint = did_you_mean(name, options[group])
-        raise ConfigError(f"{option}: no such {group}; options: {', '.join(options[group])}{hint}")
+        raise ConfigError(f"{option}: {no_such(group, name, options[group])}")
     return group, name
 
 

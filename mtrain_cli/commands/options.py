@@ -122,7 +122,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
     Raises:
         ConfigError: the list is empty, or a name is not allowed.
     """
-    from mtrain_cli.config.suggest import did_you_mean
+    from mtrain_cli.config.suggest import no_such
 
     parsed = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not parsed and (text or allowed is not None):
@@ -132,8 +132,8 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
         )
     for name in parsed:
         if allowed is not None and name not in allowed:
-            hint = did_you_mean(name, allowed)
-            raise ConfigError(f"{option} {name}: unknown{hint}; allowed: {', '.join(allowed)}")
+            why = no_such(option.removeprefix("--"), name, allowed)
+            raise ConfigError(f"{option} {name}: {why}")
     return parsed
 
 

@@ -22,6 +22,7 @@ from mtrain_cli.commands.options import (
     with_measurement_folder,
 )
 from mtrain_cli.commands.profile import app, keys_for, require_known_keys
+from mtrain_cli.commands.train import require_kernel
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -126,6 +127,7 @@ def imbalance(
     cases = _cases(words, {option: parse_names(option, text) for option, text in typed.items()})
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
+    require_kernel(config, environment.device)
     warn_of_unused_settings(words)
     if limits and environment.launcher != "mtrain":
         raise ConfigError(
@@ -253,11 +255,12 @@ def _check_values(typed: dict[str, list[str]]) -> None:
     from mtrain_cli.config import keys
     from mtrain_cli.config.pattern_settings import PATTERNS
 
-    if patterns := typed["--pattern"]:
-        parse_names("--pattern", ",".join(patterns), list(PATTERNS))
     for key, compares in _COMPARED.items():
-        for value in typed[compares] if key != "sparsity" else ():
-            try:
-                keys.all_keys()[key].convert(value)
-            except ValueError as error:
-                raise ConfigError(f"{compares} {value}: {error}") from None
+        allowed = list(PATTERNS) if key == "sparsity" else keys.all_keys()[key].choices
+        if allowed and typed[compares]:
+            parse_names(compares, ",".join(typed[compares]), allowed)
+    for value in typed["--seq"]:
+        try:
+            keys.all_keys()["seq"].convert(value)
+        except ValueError as error:
+            raise ConfigError(f"--seq {value}: {error}") from None

@@ -378,7 +378,7 @@ def validate(
 
       [cyan]mtrain simulate validate measurements/imbalance-x --cluster my.yaml[/cyan]
           Predict the cases of a profile now
-      [cyan]mtrain simulate validate measurements/after --prediction before[/cyan]
+      [cyan]mtrain simulate validate measurements/after --prediction measurements/before[/cyan]
           Use a prediction that was written before the measurement
     """
     from mtrain_cli.commands.simulate_validate import validate as compare

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtrain_cli import resource_dir
 from mtrain_cli.commands.options import parse_names, parse_share_option, warn_of_unused_settings
 from mtrain_cli.config.exchanges import flat_name
 from mtrain_cli.config.pattern_settings import VerticalSlashSettings
@@ -237,19 +236,19 @@ class SimulateRequest:
         """Return the index.npz that --index names, or None if it names no file."""
         if self.index is None or self.index in (DENSE, FIXED):
             return None
+        from mtrain_cli.config.suggest import no_such
+        from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
         from mtrain_cli.simulation.families import FAMILIES
 
         if self.index in FAMILIES:
             return None
-        path = shipped_or_own(Path(self.index))
+        path = find_shipped(Path(self.index))
         candidates = (path, path / "index.npz", path / "profile" / "index.npz")
         file = next((candidate for candidate in candidates if candidate.is_file()), None)
         if file is None:
-            allowed = ", ".join((DENSE, *FAMILIES, FIXED))
-            raise ConfigError(
-                f"--index {self.index}: is neither a file nor a folder with index.npz; "
-                f"also allowed: {allowed}"
-            )
+            names = [DENSE, *FAMILIES, FIXED, *shipped_with("*/index.npz")]
+            why = no_such("index", self.index, names, "a profile's folder or index.npz")
+            raise ConfigError(f"--index {self.index}: {why}")
         return file
 
     def load_without_model(self) -> AttentionWorkload:
@@ -353,13 +352,6 @@ class SimulateRequest:
             if not 0.1 <= ranks[int(rank)] <= 100:
                 raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
         return ranks
-
-
-def shipped_or_own(path: Path) -> Path:
-    """Return the path, or the folder of this name that ships with mtrain."""
-    path = path.expanduser()
-    ships = resource_dir("profiles") / path
-    return ships if not path.is_absolute() and not path.exists() and ships.is_dir() else path
 
 
 def _refuse_axes(words: Sequence[str]) -> None:

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
-from mtrain_cli.commands.simulate_args import shipped_or_own
 from mtrain_cli.commands.simulate_files import require_writable
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
+from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.terminal_width import print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
 from mtrain_cli.simulation.cluster import Cluster
@@ -71,8 +71,8 @@ def validate(
     saved: prediction files, or folders of them; if empty, new predictions are made.
     """
     with _folder(out, files) as folder:
-        measured = [open_run(shipped_or_own(run)) for run in runs]
-        predictions = [path for place in saved for path in _predictions_in(shipped_or_own(place))]
+        measured = [open_run(run) for run in runs]
+        predictions = [path for place in saved for path in _predictions_in(find_shipped(place))]
         compared, missing = _compare(measured, predictions, cluster, calibration, folder)
         if not compared:
             options = ", ".join(f"--prediction {path}" for path in predictions)

@@ -143,21 +143,15 @@ def find_run(run: str, option: str = "") -> Path:
     Raises:
         ConfigError: neither folder has a resolved.yaml.
     """
-    from mtrain_cli.config.suggest import did_you_mean
+    from mtrain_cli.config.suggest import no_such
 
     for folder in (Path(run).expanduser(), RUNS / run):
         if (folder / RESOLVED).is_file():
             return folder
     files = sorted(RUNS.glob(f"*/{RESOLVED}"), key=lambda file: file.stat().st_mtime, reverse=True)
     names = [file.parent.name for file in files if not file.parent.is_symlink()]
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    newest = (
-        f"; runs here, newest first: {', '.join(names[:SHOWN])}{more}"
-        if names
-        else "; there are no runs in runs/"
-    )
-    hint = did_you_mean(run, names) or newest
-    raise ConfigError(f"{option}{run}: no run of that name, and no folder with a {RESOLVED}{hint}")
+    place = f"a folder with a {RESOLVED}" + ("" if names else "; there are no runs in runs/")
+    raise ConfigError(f"{option}{run}: {no_such('run', run, names, place, SHOWN)}")
 
 
 def _print_configuration(config: Config) -> None:
@@ -190,6 +184,17 @@ def _print_plan(config: Config, words: list[str], config_dir: Path | None) -> No
         raise typer.Exit(1)
 
 
+def require_kernel(config: Config, device: str) -> None:
+    """Raise ConfigError if a CPU cannot run ``train.kernel``, before workers start.
+
+    On GPUs, the workers check it: what a kernel supports depends on the GPU.
+    """
+    if device == "cpu" and config.train.kernel != "auto":
+        from mtrain_cli.training.resolution import require_cpu_kernel
+
+        require_cpu_kernel(config)
+
+
 def _launch(
     config: Config, overrides: list[str], run_path: Path | None, config_dir: Path | None
 ) -> int:
@@ -203,6 +208,7 @@ def _launch(
 
     # First, so that sizes that do not fit this machine leave no folder behind.
     environment = resolve_environment(config)
+    require_kernel(config, environment.device)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)
     if run_path is None:
         return launch(run_dir.create(config, overrides), environment, resume=False, config=config)

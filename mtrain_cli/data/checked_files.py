@@ -1,4 +1,4 @@
-"""Open the files of a corpus. Every problem is a one-line error that names the file."""
+"""Open the files of a corpus. A file that cannot be used gives one line that names it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from mtrain_cli.launch.failures import read_failure
 
 @contextlib.contextmanager
 def explain_read_errors(subject: str, missing: str = "") -> Iterator[None]:
-    """Turn an OSError into one line that begins with ``subject``.
+    """Replace an OSError in the ``with`` block by an error with a one-line message.
 
     Args:
-        missing: the whole line for a missing file. If empty, report it like any other error.
+        subject: beginning of the message.
+        missing: the whole message for a missing file. If empty, a missing file gives the same
+            message as any other OSError.
 
     Raises:
         RunError: the disk or its network failed.
@@ -33,7 +35,12 @@ def explain_read_errors(subject: str, missing: str = "") -> Iterator[None]:
 
 
 def require_folder(folder: Path, origin: str, wanted: str) -> None:
-    """Raise ConfigError unless ``folder`` is a folder. ``wanted`` says what to give instead."""
+    """Raise ConfigError unless ``folder`` is a folder.
+
+    Args:
+        origin: how the user named the folder. The message begins with it.
+        wanted: words that describe the right folder, to follow "Give a folder".
+    """
     if not folder.is_dir():
         problem = "is not a folder" if folder.exists() else "no such folder"
         raise ConfigError(f"{origin}: {problem}. Give a folder {wanted}.")
@@ -42,11 +49,14 @@ def require_folder(folder: Path, origin: str, wanted: str) -> None:
 def read_metadata(
     path: Path, origin: str, version: int, *, missing: str, unsupported: str, advice: str = ""
 ) -> dict[str, Any]:
-    """Return the JSON object in ``path``, whose key ``version`` must be ``version``.
+    """Return the JSON object in ``path``.
 
     Args:
-        missing, unsupported, advice: end of the message for a missing file, for another version,
-            and for invalid JSON.
+        origin: how the user named the folder of the file. Every message begins with it.
+        version: value that the object's key ``version`` must have.
+        missing: end of the message if the file is missing.
+        unsupported: end of the message if the file has another version.
+        advice: end of the message if the file is not JSON.
 
     Raises:
         ConfigError: the file is missing, unreadable, not JSON or of another version.

@@ -1,8 +1,8 @@
-"""Sources of documents. A corpus lists its units (files or packages) in a fixed order.
+"""Sources of text. A corpus is a list of units in a fixed order. A unit is a file or a package.
 
-A unit streams its documents, and a document streams as pieces of text, so a book of many gigabytes
-is never in memory as a whole. Reading may skip the first documents of a unit: an interrupted
-`mtrain data prepare` resumes that way.
+A unit yields its documents one by one, and a document yields its text in pieces, so a document of
+many gigabytes is never in memory as a whole. A reader can skip the first documents of a unit. An
+interrupted `mtrain data prepare` uses this to resume.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from pathlib import Path
 
 from mtrain_cli.config.schema import ConfigError
 
-PIECE = 1 << 16  # characters; small enough that a batch of pieces occupies many cores
-# Folders of the standard library that slim images omit, or that hold tests or machine-specific
-# files.
+# Characters in a piece of text. Small enough that a tokenizer can spread a batch of pieces over
+# many cores.
+PIECE = 1 << 16
+# Folders of the standard library that are not read: slim images omit them, or they hold tests or
+# files that differ between machines.
 _SKIPPED_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
 
@@ -30,11 +32,11 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "config-", "sitecustomize")
 class Document:
     """One document.
 
-    name: file or record, for messages.
-    pieces: parts of its text, in order.
-    record: number of records in the unit up to and including this one. Empty records count.
+    name: file, or file and record, for messages.
+    pieces: parts of the text, in order.
+    record: number of records in the unit up to the end of this document. Empty records count.
     end: bytes of the unit up to the end of this document, for a progress bar.
-    domain: empty if unknown.
+    domain: name of the document's domain, such as code. Empty if unknown.
     """
 
     name: str
@@ -46,9 +48,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Unit:
-    """A file or a package of ``size`` bytes.
+    """A file or a package.
 
-    ``documents(skip)`` streams the documents after its first ``skip`` records.
+    size: bytes.
+    documents: function of a number N. It yields the documents after the unit's first N records.
     """
 
     name: str
@@ -60,9 +63,9 @@ class Unit:
 class Corpus:
     """A list of units.
 
-    description: source named in a store's metadata.
+    description: name of the corpus in the metadata of a token store.
     origin: how the user named the corpus, for messages.
-    signature: changes whenever the documents may have changed.
+    signature: hash that changes whenever the documents may have changed.
     """
 
     description: str
@@ -72,19 +75,22 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """Bytes on disk."""
+        """Bytes of all units."""
         return sum(unit.size for unit in self.units)
 
 
 def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Corpus:
-    """Open the sources of the running Python's standard library, without tests.
+    """Open the source files of the running Python's standard library, without its tests.
 
-    Each top-level package or module is one document: its files in order of their relative paths,
-    each after a comment line with its path. The signature covers paths and contents, since both
-    differ between versions of Python.
+    Each top-level package or module is one document. It holds the package's files, sorted by
+    relative path. A comment line with the relative path precedes each file. The signature covers
+    paths and contents, since both differ between versions of Python.
+
+    Args:
+        folder: folder of the sources. None means the running Python's.
 
     Raises:
-        ConfigError: no sources are installed.
+        ConfigError: the folder holds no Python sources.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
     packages: dict[str, list[tuple[str, str]]] = {}
@@ -105,10 +111,11 @@ def stdlib_corpus(folder: str | None = None, origin: str = "data=stdlib") -> Cor
 
 
 def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
-    """Join ``blocks`` and cut the text into pieces of at most ``size`` characters.
+    """Join ``blocks`` and yield the text in pieces of at most ``size`` characters.
 
-    Cut only after a single line break that has no space on either side. No usual pre-tokenizer has
-    a token across such a break. A piece without one grows up to 16 times ``size``.
+    A piece ends after a line break that has no other white space next to it. No usual pre-tokenizer
+    puts both sides of such a line break into one token, so the pieces can be tokenised one by one.
+    Text without such a line break gives a piece of up to 16 times ``size`` characters.
     """
     pending = ""
     for block in blocks:
@@ -128,7 +135,7 @@ def split_text(blocks: Iterable[str], size: int = PIECE) -> Iterator[str]:
 
 
 def _find_last_cut(text: str, start: int, end: int) -> int | None:
-    """Return the largest position in text[start:end], except its start, where a cut is allowed."""
+    """Return the last position after ``start`` and up to ``end`` where `split_text` may cut."""
     position = text.rfind("\n", start + 1, end - 1)
     while position > 0:
         if not text[position - 1].isspace() and not text[position + 1].isspace():
@@ -148,7 +155,7 @@ def _python_sources(root: Path) -> Iterator[Path]:
 def _decode_source(path: Path) -> str | None:
     """Return the text of a Python file in its declared encoding, or None if it cannot be decoded.
 
-    Some files of the standard library are unreadable on purpose.
+    A few files of the standard library are invalid on purpose.
     """
     try:
         content = path.read_bytes()

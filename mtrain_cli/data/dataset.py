@@ -1,4 +1,4 @@
-"""Pack documents end to end into sequences of equal length, and read each one on demand."""
+"""Pack documents end to end into sequences of equal length, and read each sequence on demand."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from mtrain_cli.data.permutation import shuffled_order
 from mtrain_cli.data.sampler import Sampler
 from mtrain_cli.data.store import StoreMeta, Stretch, TokenStore
 
-# The last sequence of the stream is padded. It is left out if less than this share is real tokens.
+# The tokens after the last whole sequence are padded to one more sequence. If they fill less than
+# this share of it, they are left out instead.
 _MIN_FILLED = 0.05
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence, int32[seq] each.
+    """One sequence, as three arrays int32[seq].
 
-    Padding is at the end: token 0, label -100, in a document of its own.
+    Padding, if any, is at the end. It has token 0, label -100 and its own document number.
 
     tokens: token ids.
-    labels: the next tokens. The loss at position t compares logits[t] with labels[t]; -100 is
-        ignored.
-    documents: numbers of the packed documents, from 0.
+    labels: the token that follows each position. The loss at position t compares logits[t] with
+        labels[t]. It ignores the label -100.
+    documents: number of each position's document within the sequence, from 0.
     """
 
     tokens: np.ndarray
@@ -37,10 +38,13 @@ class Sample:
 
 
 class TokenSource(Protocol):
-    """Units of tokens that a dataset reads end to end. Shuffling keeps each unit whole.
+    """Tokens in units: documents, or samples of several packed documents.
 
-    ``offsets`` is int64[units + 1]; unit u holds the tokens offsets[u] to offsets[u + 1] - 1. A
-    ``meta.vocab_size`` of 0 means unknown.
+    A dataset reads the units end to end. Shuffling keeps each unit whole.
+
+    meta: ``num_documents`` counts units. A ``vocab_size`` of 0 means unknown.
+    offsets: int64[units + 1]. Unit u holds the tokens offsets[u] to offsets[u + 1] - 1.
+    folder: folder or file of the tokens. None if they are in memory only.
     """
 
     @property
@@ -68,14 +72,19 @@ class Dataset(Protocol):
 class PackedDataset:
     """The stream of all documents, cut every ``seq`` tokens. ``dataset[i]`` reads one sequence.
 
-    The stream is the source's units end to end, shuffled once by ``seed`` if ``shuffle``. Every
-    token is in exactly one sequence, except for a tail of less than 5 % of a sequence, which is
-    left out. A label is the next token of the stream, also across the end of a sequence. With
-    ``document_mask``, the last token of a document has no label. Without it, the sequence is one
-    document with number 0. ``len(dataset)`` excludes the last ``held_out`` sequences.
+    Every token is in exactly one sequence. One exception: a tail of less than 5 % of a sequence is
+    left out. The label of a position is the next token of the stream, even if that token is in the
+    next sequence.
 
-    ``vocab_size`` is the model's: every token must be below it if the source does not know its
-    vocabulary.
+    store: source of the tokens. The stream is its units end to end.
+    seq: tokens per sequence.
+    seed, shuffle: if ``shuffle``, the units are in a random order given by ``seed``.
+    document_mask: if true, the last token of a document has no label. If false, the whole sequence
+        is one document with number 0.
+    location: where the tokens are, for `describe`.
+    vocab_size: vocabulary size of the model. If the store does not know its own vocabulary, every
+        token must be below this number.
+    held_out: number of sequences at the end of the stream that ``len(dataset)`` excludes.
     """
 
     def __init__(
@@ -120,11 +129,11 @@ class PackedDataset:
 
     @property
     def held_out(self) -> list[Sample]:
-        """The sequences after the last one, which are never trained on."""
+        """The last sequences of the stream. They are never trained on."""
         return [self._sample(index) for index in range(self._length, self.sequences)]
 
     def sampler(self, seed: int) -> Sampler:
-        """Return the order of a run: a new permutation for each epoch."""
+        """Return a sampler that orders the sequences by a new permutation in each epoch."""
         return Sampler(self._length, seed)
 
     def _sample(self, index: int) -> Sample:
@@ -135,7 +144,8 @@ class PackedDataset:
             and end == begin + self.seq + 1
             and self._starts[np.searchsorted(self._starts, end - 1)] == end - 1
         ):
-            # The last token has no label, and reading the next unit may decompress a shard.
+            # The sequence ends with its document, so its last position has no label. Do not read
+            # the next token: it may need another shard to be decompressed.
             end -= 1
         stream, ends, targets = self._read(begin, end)
         real = min(self.seq, self.num_tokens - begin)
@@ -172,11 +182,12 @@ class PackedDataset:
         )
 
     def _read(self, begin: int, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Read the tokens begin..end-1 of the stream.
+        """Read the tokens ``begin`` to ``end`` - 1 of the stream.
 
         Returns:
-            tokens; ends, where ends[k] is one past the last token of the k-th document; targets,
-            bool for each token, or None if all tokens are targets.
+            tokens: their ids.
+            ends: position in ``tokens`` after the last token of each document.
+            targets: for each token, whether the loss may predict it. None if it may predict all.
         """
         first = int(np.searchsorted(self._starts, begin, side="right")) - 1
         last = int(np.searchsorted(self._starts, end, side="left"))
@@ -200,7 +211,7 @@ class PackedDataset:
         return stream, ends, targets
 
     def _check(self, stream: np.ndarray) -> None:
-        """Raise ConfigError for token ids outside the vocabulary."""
+        """Raise ConfigError if a token id is outside the vocabulary."""
         largest = int(stream.max())
         lowest = int(stream.min()) if stream.dtype.kind == "i" else 0
         if largest < self.vocab_size and lowest >= 0:
@@ -208,8 +219,8 @@ class PackedDataset:
         token = largest if largest >= self.vocab_size else lowest
         if self._store.meta.vocab_size:
             problem = (
-                f"token {token} is outside the vocabulary of {self.vocab_size}. The store is "
-                "corrupt: prepare it again."
+                f"token {token} is outside the store's vocabulary of {self.vocab_size} ids. The "
+                "store is corrupt: prepare it again."
             )
         else:
             problem = (

@@ -11,10 +11,12 @@ from mtrain_cli.config.schema import ConfigError
 class Filters:
     """Conditions that a document must meet.
 
-    domains: allowed domains, empty for all.
-    min_tokens, max_tokens: tokens in the store, the end token included; 0 for no limit.
-    truncate: cut a document at max_tokens, without an end token, instead of leaving it out.
-    min_chars: characters of the text.
+    domains: allowed domains. Empty allows all.
+    min_tokens, max_tokens: limits of the document's tokens, including its end token. 0 sets no
+        limit.
+    truncate: cut a longer document at ``max_tokens``, without an end token, instead of leaving the
+        document out.
+    min_chars: minimum characters of the document's text.
     """
 
     domains: tuple[str, ...] = ()
@@ -38,7 +40,10 @@ class Filters:
 
     @property
     def recipe(self) -> dict[str, str]:
-        """The filters' entry in a store's recipe. Empty without filters, as in earlier versions."""
+        """The entry for the filters in `StoreMeta.recipe`, or no entry if nothing is filtered.
+
+        Stores of versions without filters have no entry either, so both recipes are equal.
+        """
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 
 

@@ -1,3 +1,3 @@
-"""The label of a token without a target."""
+"""The label of a position that the loss ignores."""
 
 IGNORED = -100  # the default `ignore_index` of torch.nn.functional.cross_entropy

@@ -1,4 +1,4 @@
-"""Load one worker's micro-batches. A background thread prepares the next step during training."""
+"""Load the micro-batches of one rank. During a step, a thread prepares those of the next step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ Batch = TypeVar("Batch")
 
 
 class Loader(Generic[Batch]):
-    """Endless iterator over optimizer steps. Each step is this rank's list of micro-batches.
+    """Endless iterator over optimizer steps. It yields each step's micro-batches of one rank.
 
-    ``make_batch`` turns a list of `Sample` into a micro-batch, in the background thread.
+    A step takes the next ``global_batch`` sequences of the run and splits them into ``dp`` equal
+    parts. Data-parallel rank r gets part r. All workers of a context group have the same
+    ``dp_rank``, so they get the same micro-batches. If the background thread fails, the next
+    ``next`` raises its error.
 
-    For any ``dp``, a step takes the next ``global_batch`` sequences of the run. Data-parallel rank
-    r gets the r-th equal part of them. All workers of a context group have the same ``dp_rank``, so
-    they get the same batches. ``next`` raises the errors of the background thread.
+    dp_rank, dp: data-parallel rank, and number of data-parallel ranks.
+    global_batch: sequences per step over all data-parallel ranks.
+    micro_batch: sequences per micro-batch.
+    make_batch: function that turns a list of `Sample` into a micro-batch. It runs in the background
+        thread.
 
     Raises:
-        ConfigError: global_batch is not a multiple of dp x micro_batch.
+        ConfigError: ``global_batch`` is not a multiple of ``dp`` x ``micro_batch``.
     """
 
     def __init__(
@@ -40,12 +45,12 @@ class Loader(Generic[Batch]):
         if global_batch < 1 or global_batch % dp:
             raise ConfigError(
                 f"train.global_batch={global_batch}: must be a multiple of {dp}, the number of "
-                "data-parallel groups"
+                "context groups"
             )
         if micro_batch < 1 or (global_batch // dp) % micro_batch:
             raise ConfigError(
                 f"train.micro_batch={micro_batch}: must divide the {global_batch // dp} sequences "
-                f"per data-parallel group (train.global_batch={global_batch} over {dp})"
+                f"of each context group (train.global_batch={global_batch} over {dp} groups)"
             )
         assert 0 <= dp_rank < dp
         assert sampler.num_sequences == len(dataset)
@@ -61,7 +66,7 @@ class Loader(Generic[Batch]):
         return self
 
     def __next__(self) -> list[Batch]:
-        """Return the micro-batches of the next step: local batch / micro_batch of them."""
+        """Return the micro-batches of the next step: global_batch / dp / micro_batch in number."""
         pending, self._next = self._next, None
         if pending is None:
             pending = self._reader.submit(self._read, self._sampler.consumed)
@@ -77,37 +82,37 @@ class Loader(Generic[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Stop reading ahead after the current sequence. The loader cannot be used again."""
+        """Stop the background thread after its current sequence. Do not use the loader again."""
         self._closing.set()
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 
-        It holds the sampler's state after the last step handed out. The other keys identify the
-        stream of sequences.
+        ``sequences`` and ``fingerprint`` identify the dataset. The other keys are the sampler's
+        state after the last step that ``next`` returned.
         """
         stream = {"sequences": len(self._dataset), "fingerprint": self._dataset.fingerprint}
         return {**self._sampler.state(), **stream}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a saved state, which may come from another ``dp``.
+        """Continue after the last step of a saved state. Its ``dp`` may differ from this loader's.
 
         Raises:
-            ConfigError: the corpus is a different one.
+            ConfigError: the state belongs to another dataset.
         """
         saved = (int(state["sequences"]), str(state["fingerprint"]))
         current = (len(self._dataset), self._dataset.fingerprint)
         if saved != current:
             raise ConfigError(
-                f"The data changed since the checkpoint: it was written for corpus {saved[1][:12]} "
-                f"with {saved[0]:,} sequences, but this corpus is {current[1][:12]} with "
-                f"{current[0]:,}. Resume with the same data and seq (and for data=stdlib the same "
-                "Python)."
+                "The data changed since the checkpoint. Its corpus was "
+                f"{saved[1][:12]} with {saved[0]:,} sequences; this corpus is {current[1][:12]} "
+                f"with {current[0]:,}. Resume with the same data and seq (for data=stdlib also the "
+                "same Python)."
             )
         if self._next is not None:
             if not self._next.cancel():
-                wait([self._next])  # the reader uses the sampler
+                wait([self._next])  # the background thread still uses the sampler
             self._next = None
         self._sampler.load_state(state)
 

@@ -1,13 +1,18 @@
-"""Read folders of MDS shards, the format of mosaicml-streaming. ProLong's data uses it.
+"""Read folders of MDS shards, the format of mosaicml-streaming and of ProLong's data.
 
-``index.json`` lists the shards. An uncompressed shard is: uint32 number of samples n; uint32[n + 1]
-offsets of the samples from the beginning of the file; a JSON text that this reader ignores; the
-samples. A sample holds the uint32 size of each column that has no fixed size, then the bytes of all
-columns in the order of ``column_names``. All numbers are little-endian.
+``index.json`` lists the shards. An uncompressed shard holds, in this order:
 
-Shards are memory-mapped when first needed. Compressed shards are decompressed in memory, and only a
-few are kept. Opening a shard verifies its size and checksum. Pickled columns are refused, because
-reading one runs its author's code.
+- the number of samples n, uint32;
+- the offsets of the samples from the beginning of the file, uint32[n + 1];
+- a JSON text, which this reader ignores;
+- the samples.
+
+A sample holds the size of each column without a fixed size, uint32, then the bytes of all columns
+in the order of ``column_names``. All numbers are little-endian.
+
+A shard is memory-mapped when it is first needed. A compressed shard is decompressed in memory, and
+only the last few stay there. Opening a shard verifies its size and checksum. Pickled columns are
+refused, because unpickling can run any code.
 """
 
 from __future__ import annotations
@@ -34,8 +39,8 @@ INDEX = "index.json"
 _UNPACKED_SHARDS = 4  # decompressed shards to keep in memory, usually 64 MiB each
 _MAPPED_SHARDS = 256
 _CHUNK = 1 << 24  # bytes to decompress at once
-_MAX_SHARD_BYTES = 1 << 32  # bytes of a shard; offsets are uint32
-# The byte with which an array without a fixed dtype names its dtype: 8 uint8, 9 int8, 18 float16.
+_MAX_SHARD_BYTES = 1 << 32  # offsets are uint32
+# An array without a fixed dtype begins with a byte for its dtype: 8 is uint8, 9 int8, 18 float16.
 _DTYPE_OF_CODE = {
     bits + code: np.dtype(f"{kind}{bits}").newbyteorder("<")
     for bits in (8, 16, 32, 64)
@@ -54,10 +59,11 @@ _READERS: dict[str, Callable[[bytes], Any]] = {
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a column is written.
+    """The encoding of a column.
 
-    kind: name of the encoding.
-    dtype, shape: an ndarray's; None if they differ by sample.
+    kind: its name, such as str, int or ndarray.
+    dtype, shape: dtype and shape of every value of an ndarray column. None if each value gives its
+        own, or if the column is not an ndarray.
     """
 
     kind: str
@@ -68,7 +74,8 @@ class Encoding:
     def parse(cls, text: str) -> Encoding:
         """Parse an entry of ``column_encodings``, such as ``ndarray:uint32:4,8``.
 
-        An unknown entry becomes an unreadable kind, because nobody may need that column.
+        An unknown encoding is no error here, because the column may not be needed. Its kind is the
+        whole entry, and `is_readable` is false.
         """
         kind, *details = text.split(":")
         try:
@@ -83,12 +90,12 @@ class Encoding:
 
     @property
     def is_readable(self) -> bool:
-        """Whether values can be read."""
+        """Whether `decode` can read values of this encoding."""
         return self.kind == "ndarray" or self.kind in _SCALARS or self.kind in _READERS
 
     @property
     def size(self) -> int | None:
-        """Bytes of a value, None if they differ by sample."""
+        """Bytes of every value. None if values differ in size."""
         if self.kind in _SCALARS:
             return _SCALARS[self.kind].itemsize
         if self.dtype is None or self.shape is None:
@@ -96,10 +103,10 @@ class Encoding:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def decode(self, raw: np.ndarray) -> Any:
-        """Return the value in raw, uint8[bytes].
+        """Return the value that the bytes ``raw`` hold. raw: uint8[bytes].
 
         Raises:
-            ValueError: the bytes are not such a value.
+            ValueError: the bytes are no value of this encoding.
         """
         if self.kind == "ndarray":
             return self._decode_array(raw)
@@ -124,7 +131,12 @@ class Encoding:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file that index.json lists: its name, size in bytes, and checksums by algorithm."""
+    """A file that index.json lists.
+
+    name: path relative to the folder of index.json.
+    size: bytes.
+    hashes: checksums by algorithm, in hexadecimal.
+    """
 
     name: str
     size: int
@@ -135,7 +147,9 @@ class ShardFile:
 class Shard:
     """One entry of index.json.
 
-    raw: the uncompressed file.
+    raw: the uncompressed file, which need not exist if ``packed`` does.
+    samples: number of samples.
+    compression: algorithm, such as zstd or zstd:7. None for a shard without compression.
     packed: the compressed file, or None.
     """
 
@@ -148,15 +162,21 @@ class Shard:
 class MdsFolder:
     """An open folder of shards.
 
-    columns: encodings by name, in the order of the bytes.
-    starts: int64[shards + 1], the first sample of each shard.
+    shards: the entries of index.json.
+    encodings: the text of each column's encoding, by name of the column.
+    columns: the parsed encodings, by name. Their order is the order of the bytes in a sample.
+    starts: number of samples before each shard, then the number of all samples, int64[shards + 1].
+    identity: hash of the list of shards.
     """
 
     def __init__(self, path: str | Path, origin: str | None = None) -> None:
-        """Read index.json only.
+        """Read index.json, but no shard.
+
+        Args:
+            origin: how the user named the folder. Every message begins with it.
 
         Raises:
-            ConfigError: something is missing or unknown. The message begins with ``origin``.
+            ConfigError: the folder or index.json is missing, or index.json is not valid.
         """
         self.folder, self.origin = Path(path).expanduser(), origin or str(path)
         require_folder(self.folder, self.origin, f"of MDS shards, which holds an {INDEX}")
@@ -196,7 +216,10 @@ class MdsFolder:
         return self.shards[0].compression
 
     def sample(self, number: int, columns: Sequence[str]) -> dict[str, Any]:
-        """Return the values of ``columns`` of a sample. Arrays are views where possible."""
+        """Return the values of ``columns`` in sample ``number``, by column.
+
+        Arrays are views of the shard where possible.
+        """
         shard = int(np.searchsorted(self.starts, number, side="right")) - 1
         raw, offsets = self._open_shard(shard)
         place = number - int(self.starts[shard])
@@ -215,9 +238,13 @@ class MdsFolder:
         return values
 
     def array_lengths(self, name: str, shard: int) -> np.ndarray:
-        """Return the length of the 1D ndarray ``name`` in every sample of a shard, int64[samples].
+        """Return the lengths of the arrays in one column of a shard, int64[samples].
 
-        The elements are not read.
+        The arrays have one dimension. Only their sizes are read, not their elements.
+
+        Args:
+            name: the column.
+            shard: number of the shard.
         """
         encoding = self.columns[name]
         if encoding.shape is not None:
@@ -246,14 +273,14 @@ class MdsFolder:
         return payload // itemsize
 
     def require_column(self, name: str, *kinds: str) -> None:
-        """Raise ConfigError unless the column exists and has one of these kinds."""
+        """Raise ConfigError unless the column ``name`` exists and its kind is one of ``kinds``."""
         if name not in self.columns:
             raise self._error(f"has no column {name}; its columns: {self.describe_columns()}")
         if self.columns[name].kind not in kinds:
             raise self._error(f"column {name} is {self.encodings[name]}, not {' or '.join(kinds)}")
 
     def describe_columns(self) -> str:
-        """Return names and encodings of the columns."""
+        """Return the name and encoding of each column in one line."""
         return ", ".join(f"{name} ({encoding})" for name, encoding in self.encodings.items())
 
     def _error(self, problem: str) -> ConfigError:
@@ -266,27 +293,32 @@ class MdsFolder:
         return f" Its subfolders {', '.join(inside[:8])} have one: name them in data.mix."
 
     def _check_column_sizes(self, sizes: Any) -> None:
-        """Check ``column_sizes`` of an index against the sizes that its encodings imply."""
+        """Raise ConfigError if ``column_sizes`` of a shard contradicts the column encodings."""
         expected = {name: encoding.size for name, encoding in self.columns.items()}
         if sizes is None:
             return
         if not isinstance(sizes, list) or len(sizes) != len(expected):
             raise self._error(
-                f"{INDEX} has column_sizes {sizes}, but the encodings need {len(expected)} sizes "
-                f"or null: {list(expected.values())}"
+                f"{INDEX} has column_sizes {json.dumps(sizes)}, but the encodings need "
+                f"{json.dumps(list(expected.values()))}"
             )
         for (name, needed), size in zip(expected.items(), sizes, strict=True):
             if size != needed:
                 raise self._error(
-                    f"{INDEX} gives column {name} ({self.encodings[name]}) the size "
-                    f"{json.dumps(size)} in column_sizes, but its encoding has "
-                    f"{json.dumps(needed)}. Write the index again."
+                    f"{INDEX} gives column {name} the size {json.dumps(size)} in column_sizes, but "
+                    f"its encoding {self.encodings[name]} needs {json.dumps(needed)}. Write the "
+                    "index again."
                 )
 
     def _bounds(
         self, raw: np.ndarray, offsets: np.ndarray
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return where each column begins and ends in each sample, int64 [samples] each."""
+        """Return the byte offsets at which each column begins and ends, two int64[samples].
+
+        Args:
+            raw: the bytes of a shard.
+            offsets: where the wanted samples begin, and where the last of them ends.
+        """
         heads = offsets[:-1, None] + np.arange(4 * len(self._variable))
         if heads.size and heads.max() >= raw.size:
             raise self._error(
@@ -333,12 +365,12 @@ class MdsFolder:
 
     def _map_file(self, file: ShardFile) -> np.ndarray:
         path, place = self.folder / file.name, f"{self.origin}: {Path(file.name).name}"
-        with explain_read_errors(place, f"{place} is missing; {INDEX} lists it"):
+        with explain_read_errors(place, f"{place} is missing, but {INDEX} lists it"):
             found = path.stat().st_size
             if found != file.size:
                 raise ConfigError(
-                    f"{place} has {found:,} bytes but {INDEX} lists {file.size:,}. It is "
-                    "truncated: copy it again."
+                    f"{place} has {found:,} bytes, but {INDEX} lists {file.size:,}. The file is "
+                    "incomplete or another one: copy it again."
                 )
             raw = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
         self._verify_checksum(path.name, raw, file.hashes)
@@ -353,13 +385,16 @@ class MdsFolder:
             raise ConfigError(f"{place} cannot be unpacked ({error}). Copy it again.") from None
         if len(content) != size:
             found = f"{len(content):,}" if len(content) < size else "more"
-            raise ConfigError(f"{place} unpacks to {found} bytes but {INDEX} lists {size:,}")
+            raise ConfigError(f"{place} unpacks to {found} bytes, but {INDEX} lists {size:,}")
         unpacked = np.frombuffer(content, np.uint8)
         self._verify_checksum(shard.raw.name, unpacked, shard.raw.hashes)
         return unpacked
 
     def _verify_checksum(self, name: str, raw: np.ndarray, hashes: dict[str, str]) -> None:
-        """Verify the first checksum that Python can compute, if any."""
+        """Raise ConfigError if a file does not match its checksum.
+
+        Only the first checksum in ``hashes`` that Python can compute is verified.
+        """
         for algorithm, expected in hashes.items():
             if algorithm in hashlib.algorithms_guaranteed and not algorithm.startswith("shake"):
                 found = hashlib.new(algorithm, raw.data, usedforsecurity=False).hexdigest()
@@ -375,8 +410,8 @@ def _parse_index(content: dict[str, Any]) -> tuple[list[Shard], list[str], list[
     """Return the shards, and the names and encodings of the columns.
 
     Raises:
-        ValueError: the message continues after ``index.json``.
-        KeyError, TypeError, AttributeError, OverflowError, IndexError: it is no index.
+        ValueError: an entry is wrong. The message is worded to follow "index.json".
+        KeyError, TypeError, AttributeError, OverflowError, IndexError: ``content`` is not an index.
     """
     if not content["shards"]:
         raise ValueError("lists no shards")
@@ -410,10 +445,10 @@ def _parse_shard(entry: dict[str, Any]) -> Shard:
 
 
 def _parse_file(facts: dict[str, Any]) -> ShardFile:
-    """Return the file.
+    """Return the file that an entry of index.json describes.
 
     Raises:
-        ValueError: it is not in the folder or below it.
+        ValueError: the entry names a file outside the folder of index.json.
     """
     name = str(facts["basename"])
     parts = PurePosixPath(name).parts
@@ -423,7 +458,10 @@ def _parse_file(facts: dict[str, Any]) -> ShardFile:
 
 
 def _read_unpacked(stream: Any, size: int) -> bytearray:
-    """Decompress the stream, up to ``size`` + 1 bytes."""
+    """Return the first ``size`` + 1 bytes of a stream, or all if it is shorter.
+
+    More than ``size`` bytes mean that the stream is longer than index.json claims.
+    """
     content = bytearray()
     while len(content) <= size and (piece := stream.read(min(_CHUNK, size + 1 - len(content)))):
         content += piece
@@ -433,7 +471,14 @@ def _read_unpacked(stream: Any, size: int) -> bytearray:
 def _unpacker(
     compression: str | None, place: str
 ) -> tuple[Callable[[memoryview], Any], type[Exception]]:
-    """Return a function that opens a decompressing stream, and the error that the stream raises."""
+    """Return a function that opens a decompressing stream, and the error that the stream raises.
+
+    Args:
+        place: beginning of a message.
+
+    Raises:
+        ConfigError: the compression is unknown, or its Python package is missing.
+    """
     kind = str(compression).partition(":")[0]
     if kind == "gz":
         return lambda content: gzip.GzipFile(fileobj=io.BytesIO(content)), zlib.error

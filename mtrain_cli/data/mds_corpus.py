@@ -1,4 +1,4 @@
-"""MDS shards as a corpus of text: decode the token ids for another tokenizer."""
+"""Read MDS shards as a corpus of text, to tokenise it again: decode the shards' token ids."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ Decoder = ByteTokenizer | FileTokenizer
 
 
 def mds_folders(root: Path) -> list[Path]:
-    """Return ``root`` if it is a folder of shards, else all such folders up to two levels below."""
+    """Return the folders of shards: ``root`` itself, or else those up to two levels below it."""
     if (root / INDEX).is_file():
         return [root]
     return sorted(path.parent for depth in ("*", "*/*") for path in root.glob(f"{depth}/{INDEX}"))
 
 
 def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]:
-    """Open `mds_folders`. Yield each path relative to ``root``, empty for ``root``, and the folder.
+    """Yield each folder of `mds_folders` as its name and the open folder.
+
+    The name is the path relative to ``root``. It is empty for ``root`` itself.
 
     Raises:
         ConfigError: a folder is broken or has no tokens.
@@ -42,13 +44,15 @@ def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]
 def mds_corpus(
     path: str, decoder: Decoder, domains: tuple[str, ...] = (), origin: str = "SOURCE"
 ) -> Corpus:
-    """Open the documents of one folder of shards, or of all folders below ``path``.
+    """Open a corpus of the documents in `mds_folders`.
 
-    Every span of a packed sample is a document. The column ``domain`` names its domain. With
-    several folders, the domain is the folder's path below ``path``.
+    Every span of a packed sample is a document. Its domain is the path of its folder relative to
+    ``path``. In ``path`` itself, the column ``domain`` names the domain.
 
     Args:
-        domains: documents of other domains come without text. Empty means all.
+        decoder: tokenizer that made the shards.
+        domains: domains to decode. Documents of other domains have no text. Empty means all.
+        origin: name of the command-line argument ``path``, for messages.
 
     Raises:
         ConfigError: a folder is broken.
@@ -73,7 +77,13 @@ def _documents(
     domains: tuple[str, ...],
     skip: int,
 ) -> Iterator[Document]:
-    """Yield the documents of a shard after the first ``skip``, decoded in batches."""
+    """Yield the documents of a shard after its first ``skip``. They are decoded in batches.
+
+    Args:
+        shard: number of the shard in ``shards``.
+        folder: domain of the documents. If empty, the column ``domain`` names it.
+        domains: as in `mds_corpus`.
+    """
     first, last = int(shards.starts[shard]), int(shards.starts[shard + 1])
     columns = [name for name in (TOKENS, SPANS, DOMAIN) if name in shards.columns]
     file, record, pending_tokens = shards.shards[shard].raw, 0, 0

@@ -1,9 +1,11 @@
 """Read the tokens in a folder of MDS shards as one stream.
 
-A sample is a document, or several that are already packed. The column ``input_ids`` holds its
-tokens, one-dimensional integers. Packed samples also have ``indices``, the (begin, end) of each
-document. They may have ``mask``, which is true for tokens that are targets. Tokens outside every
-document are not targets.
+A sample holds one document, or several that are already packed. Its columns:
+
+- ``input_ids``: the tokens, a one-dimensional array of integers.
+- ``indices``, in packed samples only: (begin, end) of each document. The loss does not predict
+  tokens outside all documents.
+- ``mask``, optional: for each token, whether the loss predicts it.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ _INTEGERS = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "i
 
 
 class MdsSource:
-    """Source of tokens for `PackedDataset`. A unit is a sample, which shuffling never cuts."""
+    """Source of tokens for `PackedDataset`. Each sample is a unit, so shuffling keeps it whole."""
 
     folder: Path | None
 
     def __init__(self, path: str | Path, origin: str) -> None:
-        """Open the shards.
+        """Open a folder of shards. origin: how the user named the folder, for messages.
 
         Raises:
             ConfigError: the folder is broken or has no column of tokens.
@@ -82,10 +84,16 @@ class MdsSource:
 
 
 def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) -> np.ndarray:
-    """Return the (begin, end) of each document in a sample of ``length`` tokens, int64[N, 2].
+    """Return (begin, end) of each document of a sample as int64[documents, 2].
+
+    Args:
+        spans: value of the column ``indices``.
+        length: tokens of the sample.
+        place: beginning of a message.
 
     Raises:
-        ConfigError: the spans are not increasing, or an empty one is not allowed.
+        ConfigError: spans overlap, decrease or leave the sample, or one is empty without
+            ``allow_empty``.
     """
     try:
         pairs = np.asarray(spans, dtype=np.int64).reshape(-1, 2)
@@ -98,21 +106,21 @@ def parse_spans(spans: object, length: int, place: str, *, allow_empty: bool) ->
 
 
 def require_tokens(shards: MdsFolder) -> None:
-    """Raise ConfigError unless the shards hold rows of token ids."""
+    """Raise ConfigError unless the column ``input_ids`` holds one-dimensional integer arrays."""
     shards.require_column(TOKENS, "ndarray")
     encoding = shards.columns[TOKENS]
     wrong_dtype = encoding.dtype is not None and encoding.dtype.name not in _INTEGERS
     if wrong_dtype or (encoding.shape is not None and len(encoding.shape) != 1):
         raise ConfigError(
-            f"{shards.origin}: column {TOKENS} is {shards.encodings[TOKENS]}. It must hold rows of "
-            "integers, such as ndarray:uint32."
+            f"{shards.origin}: column {TOKENS} is {shards.encodings[TOKENS]}. It must hold "
+            "one-dimensional arrays of integers, such as ndarray:uint32."
         )
 
 
 def sample_lengths(shards: MdsFolder) -> np.ndarray:
-    """Return the number of tokens of every sample, int64.
+    """Return the number of tokens in each sample, int64[samples].
 
-    The cache folder keeps the result, because finding it may decompress every shard.
+    The result is cached on disk, because counting may decompress every shard.
     """
     facts = ["mds lengths 1", str(shards.folder.absolute()), shards.identity]
     for shard in shards.shards:

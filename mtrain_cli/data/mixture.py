@@ -1,13 +1,16 @@
-"""Mix several corpora in given proportions: choose the corpus and the sequence for each number n.
+"""Mix several corpora by weight: choose a corpus and one of its sequences for every number n.
 
-The order is a pure function of n, so all workers agree on it, and a resumed run needs one integer.
-The sampler deals numbers in blocks. Of the first m = b x block numbers, corpus d gets floor(W_d m)
-- floor(W_(d-1) m), with W the cumulative weights. This count differs from the corpus's share by
-less than one. Within a block, a random permutation orders the corpora.
+n counts the sequences of a run. The choice is a pure function of n, so all workers agree on it, and
+a checkpoint needs one integer.
 
-A corpus goes through its epochs one after the other. Each epoch is another permutation of all its
-sequences, so no sequence repeats before all have come once. A corpus whose weight exceeds its share
-of the sequences starts its next epoch while others are still in their first.
+The sampler chooses corpora in blocks of consecutive numbers. Among the first m numbers, where m is
+a whole number of blocks, corpus d occurs floor(W_d m) - floor(W_(d-1) m) times. W_d is the sum of
+the weights of corpora 0 to d. The count differs from the corpus's exact share by less than one.
+Within a block, a random permutation orders the corpora.
+
+Each corpus finishes an epoch before it begins the next. An epoch is a new permutation of all its
+sequences, so no sequence repeats before every sequence of the corpus has occurred once. A corpus
+whose weight exceeds its share of all sequences begins its second epoch before the others do.
 """
 
 from __future__ import annotations
@@ -34,10 +37,10 @@ _KEPT_BLOCKS = 4
 
 
 def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
-    """Return weights by name that add up to 1.
+    """Return the weight of each corpus by name. The weights add up to 1.
 
     Args:
-        mix: a mapping, or the path of a YAML file with one.
+        mix: weights by name, or the path of a YAML file of weights by name.
 
     Raises:
         ConfigError: the file cannot be read, or a weight is not a positive number.
@@ -59,7 +62,7 @@ def parse_mix(mix: Mapping[str, float] | str) -> dict[str, float]:
     weights = {str(name): _number(weight) for name, weight in content.items()}
     for (name, given), weight in zip(content.items(), weights.values(), strict=True):
         if not 0 < weight < math.inf:
-            advice = "It must be above 0; remove corpora that you do not want."
+            advice = "It must be above 0. Leave out corpora that you do not want."
             raise ConfigError(f"{origin}: the weight of {name} is {given}. {advice}")
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
@@ -79,9 +82,13 @@ def _number(weight: Any) -> float:
 
 
 class MixtureSampler(Sampler):
-    """The order of a `MixedDataset`.
+    """The order of the sequences of a `MixedDataset`.
 
-    ``sizes`` and ``weights`` are per corpus. Dataset indices count through the corpora in order.
+    sizes: number of sequences of each corpus. An index of the dataset counts through the sequences
+        of the first corpus, then of the second, and so on.
+    weights: weight of each corpus.
+    seed: chooses all permutations.
+    consumed: as in `Sampler`.
     """
 
     def __init__(
@@ -99,13 +106,13 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of sequence ``number``, and how many of that corpus came before."""
+        """Return the corpus of sequence ``number``, and how many of its sequences came before."""
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])
 
     def _deal_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what `locate` returns for each number of a block: int32[block], int64[block]."""
+        """Return both results of `locate` for each number of a block: int32 and int64[block]."""
         before, after = (self._counts_before(b * self.block) for b in (block, block + 1))
         quotas = np.array(after) - np.array(before)
         slots = Permutation(self.block, mix64(self.seed, -1, block)).images()
@@ -120,21 +127,25 @@ class MixtureSampler(Sampler):
         return corpora, counts
 
     def state(self) -> dict[str, int]:
-        """Return the state for a checkpoint. Blocks from ``in_order_from`` on use the new order."""
+        """Return the state for a checkpoint.
+
+        ``in_order_from``: first block in which a corpus finishes an epoch before the next begins.
+        Earlier versions of mtrain mixed two epochs of a corpus within a block.
+        """
         return {**super().state(), "in_order_from": self._in_order_from}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from ``state()``.
+        """Continue from the result of ``state()``.
 
-        If an earlier version saved the state, finish the current block in that version's order, so
-        that no sequence is lost or repeated.
+        If an earlier version of mtrain saved the state, the current block keeps the order of that
+        version, so that no sequence is lost or repeated.
         """
         super().load_state(state)
         self._in_order_from = int(state.get("in_order_from", -(-self.consumed // self.block)))
         self._block.cache_clear()
 
     def sequence(self, number: int) -> int:
-        """Return the dataset index of sequence ``number`` of the whole run."""
+        """Return the dataset index of the run's sequence ``number``."""
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         corpus, count = self.locate(number)
@@ -143,13 +154,17 @@ class MixtureSampler(Sampler):
         return self._starts[corpus] + cached_permutation(self.sizes[corpus], key)(position)
 
     def _counts_before(self, number: int) -> list[int]:
-        """Return how many of the first ``number`` sequences each corpus gets, at a block's end."""
+        """Return how many of the first ``number`` sequences each corpus gets.
+
+        Args:
+            number: a multiple of ``self.block``.
+        """
         reached = [weight * number >> _SCALE for weight in self._cumulative]
         return [b - a for a, b in pairwise(reached)]
 
 
 class MixedDataset:
-    """Several datasets, drawn by weight. An index counts through one dataset after the other."""
+    """Several datasets, drawn by weight. Its indices count through one dataset after the other."""
 
     def __init__(self, parts: dict[str, PackedDataset], weights: dict[str, float]) -> None:
         self.parts, self.weights = parts, weights
@@ -171,7 +186,7 @@ class MixedDataset:
 
     @property
     def held_out(self) -> list[Sample]:
-        """The sequences of every corpus that are never trained on."""
+        """The held-out sequences of all corpora. They are never trained on."""
         return [sample for part in self._datasets for sample in part.held_out]
 
     def sampler(self, seed: int) -> MixtureSampler:
@@ -179,12 +194,12 @@ class MixedDataset:
         return MixtureSampler(sizes, [self.weights[name] for name in self.parts], seed)
 
     def describe(self) -> str:
-        """Return one line: the share and the number of sequences of each corpus."""
+        """Return one line with the weight and the number of sequences of each corpus."""
         shares = ", ".join(
             f"{name} {self.weights[name]:.1%} of {len(part):,}" for name, part in self.parts.items()
         )
         seq = self._datasets[0].seq
         return (
-            f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; share of each, and "
-            f"its sequences of {seq:,}: {shares}"
+            f"mixture of {len(self.parts)} corpora, {self.num_tokens:,} tokens; weight and number "
+            f"of sequences of {seq:,}: {shares}"
         )

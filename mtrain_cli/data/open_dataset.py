@@ -18,12 +18,11 @@ from mtrain_cli.data.tokenizers import open_tokenizer
 def open_dataset(config: Config) -> Dataset:
     """Open the dataset of a configuration.
 
-    It uses the group ``data``, ``seq``, ``seed`` and ``model.vocab_size``. A corpus that is still
-    text is tokenised first, once for all workers and runs (see `token_cache`).
+    A corpus of text is tokenised first, once for all workers and later runs (see `token_cache`).
 
     Raises:
-        ConfigError: the corpus, tokenizer or store is missing or broken, the vocabulary exceeds the
-            model's, or the corpus is shorter than one sequence.
+        ConfigError: the corpus, tokenizer or store is missing or broken; the corpus has more token
+            ids than the model; or the corpus is shorter than one sequence.
     """
     data = config.data
     if data.mix is None:
@@ -41,7 +40,13 @@ def open_dataset(config: Config) -> Dataset:
 
 
 def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> PackedDataset:
-    """Open one corpus as sequences."""
+    """Open one corpus.
+
+    Args:
+        data: settings of the corpus. It is ``config.data`` with the path of this corpus.
+        origin: how the user named the corpus, for messages.
+        held_out: number of sequences to hold out of training.
+    """
     store, location = _open_source(config, data, origin)
     if store.meta.num_tokens < config.seq:
         raise ConfigError(
@@ -62,15 +67,15 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
         raise ConfigError(
             f"data.eval_sequences={config.data.eval_sequences}: {origin} has only "
             f"{dataset.sequences} sequences of {config.seq:,}, so none would be left to train on. "
-            "Use fewer, a smaller seq or a longer corpus."
+            "Hold out fewer, use a smaller seq, or give a longer corpus."
         )
     if not store.meta.vocab_size:
-        dataset[0]  # fail before anything starts if the tokens are from another tokenizer
+        dataset[0]  # fails before the run starts if a token id is outside the model's vocabulary
     return dataset
 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
-    """Open the source of a corpus's tokens. Return it and a description of its location."""
+    """Return the tokens of a corpus, and words that say where they are."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
 

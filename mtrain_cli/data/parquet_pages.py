@@ -1,7 +1,9 @@
-"""Check a parquet file's page sizes before decompression, which could otherwise fill the memory.
+"""Check the page sizes of a parquet file before it is decompressed.
+
+A small file could otherwise decompress to more than the machine's memory.
 
 A page header is a struct in Thrift's compact encoding. Field 1 is the kind of page. Fields 2 and 3
-are its uncompressed and compressed sizes.
+are the uncompressed and the compressed size of the page in bytes.
 """
 
 from __future__ import annotations
@@ -14,11 +16,12 @@ from typing import IO, Any
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import host_memory
 
-# Bytes to read for a header: first try, then limit. A header repeats the page's smallest and
-# largest value, of any length.
+# Bytes to read for a header: at first, and if the header is longer. A header contains the smallest
+# and the largest value of its page, so it can be long.
 _HEAD_BYTES = (1 << 12, 1 << 24)
 _DICTIONARY = 2  # the kind of a dictionary page
-# Bytes that one read may expand to if its rows refer to a dictionary.
+# A row may refer to an entry of a dictionary. Limit of the bytes of one read if every row refers to
+# the largest entry.
 _EXPANDED_BYTES = 1 << 28
 # Field types of the compact encoding.
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
@@ -27,13 +30,18 @@ _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7,
 def rows_per_read(
     path: Path, group: Any, columns: Sequence[str], location: str, max_rows: int
 ) -> int:
-    """Return how many rows of a row group can be read at once.
+    """Return how many rows of a row group to read at a time.
 
     Args:
-        location: beginning of an error message.
+        path: the parquet file.
+        group: pyarrow's metadata of the row group.
+        columns: names of the columns to read.
+        location: beginning of a message.
+        max_rows: upper limit of the result.
 
     Raises:
-        ConfigError: a column decompresses to more than the file claims, or than half the memory.
+        ConfigError: a column decompresses to more than the file claims, or to more than half of
+            this machine's memory.
     """
     allowed = host_memory() // 2
     largest_dictionary = 1
@@ -49,7 +57,7 @@ def rows_per_read(
                 if unpacked > claimed:
                     raise ConfigError(
                         f"{place} unpacks to more than the {claimed:,} bytes that the file claims. "
-                        "The file is damaged, or made to fill memory."
+                        "The file is damaged, or was made to fill memory. Write it again."
                     )
                 if kind == _DICTIONARY:
                     largest_dictionary = max(largest_dictionary, size)
@@ -62,7 +70,7 @@ def rows_per_read(
 
 
 def _read_pages(file: IO[bytes], column: Any, place: str) -> Iterator[tuple[int, int]]:
-    """Yield the kind and the uncompressed bytes of every page, without its header."""
+    """Yield the kind of every page, and its uncompressed size in bytes without the header."""
     # A dictionary offset of 0 means that there is none.
     at = min(column.data_page_offset, column.dictionary_page_offset or column.data_page_offset)
     end = at + column.total_compressed_size
@@ -76,7 +84,10 @@ def _read_pages(file: IO[bytes], column: Any, place: str) -> Iterator[tuple[int,
 
 
 def _read_head(file: IO[bytes], at: int, end: int) -> tuple[int, int, int] | None:
-    """Return kind, uncompressed bytes and end of the page at ``at``, or None without a header."""
+    """Return the kind, the uncompressed bytes and the end of the page that begins at ``at``.
+
+    Return None if no page header is there.
+    """
     for max_bytes in _HEAD_BYTES:
         file.seek(at)
         head = _Head(file.read(min(max_bytes, end - at)))
@@ -88,7 +99,10 @@ def _read_head(file: IO[bytes], at: int, end: int) -> tuple[int, int, int] | Non
 
 
 class _Head:
-    """Read one struct. ``at`` is then the offset of its end."""
+    """Reader of one struct in Thrift's compact encoding.
+
+    at: offset of the next byte to read; after `read_integers`, of the end of the struct.
+    """
 
     def __init__(self, content: bytes) -> None:
         self._content = content

@@ -1,7 +1,7 @@
-"""Random orders that need no stored list: a keyed bijection of [0, n), and an order of documents.
+"""Random orders: a bijection of [0, n) that needs no memory, and a shuffled list of documents.
 
-Both use one 64-bit mixing function instead of a library's random generator, so the order of a run
-is the same on every machine and with every version of numpy.
+Both use `mix64` instead of a library's random generator, so a run has the same order on every
+machine and with every version of numpy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDS = 8
 
 
 def mix64(*words: int) -> int:
-    """Return a 64-bit word that depends on every bit of all ``words`` and on their order."""
+    """Return a 64-bit hash of ``words``. It depends on every bit and on the order of the words."""
     state = 0
     for word in words:
         state = (state ^ (word & _MASK)) + _GOLDEN & _MASK
@@ -29,14 +29,17 @@ def mix64(*words: int) -> int:
 
 
 def shuffled_order(count: int, seed: int) -> np.ndarray:
-    """Return 0..count-1 in an order given by ``seed``, int64[count], sorted by mixed values."""
+    """Return the numbers 0 to ``count`` - 1 in an order given by ``seed``, int64[count].
+
+    The numbers are sorted by their hash.
+    """
     state = np.arange(count, dtype=np.uint64)
     _mix_array(state, mix64(seed))
     return np.argsort(state, kind="stable")
 
 
 def _mix_array(state: np.ndarray, increment: int) -> None:
-    """Mix each uint64 in place, as `mix64` mixes one word."""
+    """Replace each uint64 by its hash. ``increment`` is added first. `mix64` does this per word."""
     state += np.uint64(increment)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         state ^= state >> np.uint64(shift)
@@ -45,11 +48,12 @@ def _mix_array(state: np.ndarray, increment: int) -> None:
 
 
 class Permutation:
-    """A bijection of [0, size), chosen by integer ``keys``. It needs no memory for its values.
+    """A bijection of [0, size), chosen by integer ``keys``. It stores no table of its values.
 
-    A balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17, 1988) permutes the next power
-    of four. A value outside [0, size) is permuted again until it is inside (cycle walking: Black
-    and Rogaway, CT-RSA 2002), at most four times on average.
+    A balanced Feistel network (Luby and Rackoff, SIAM J. Comput. 17, 1988) permutes [0, n), where n
+    is the smallest power of four not below ``size``. While a result is outside [0, size), it is
+    permuted again (cycle walking: Black and Rogaway, CT-RSA 2002). This takes at most four
+    permutations on average.
     """
 
     def __init__(self, size: int, *keys: int) -> None:
@@ -68,7 +72,7 @@ class Permutation:
                 return index
 
     def images(self) -> np.ndarray:
-        """Return the images of 0..size-1, int64[size]."""
+        """Return the images of 0 to size - 1, int64[size]."""
         images = np.arange(self.size, dtype=np.uint64)
         outside = np.arange(self.size)
         while len(outside):
@@ -81,7 +85,7 @@ class Permutation:
         half, mask = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         left, right = indices >> half, indices & mask
         for key in self._keys:
-            state = right ^ np.uint64(mix64(key))  # `mix64(key, right)` from its second word on
+            state = right ^ np.uint64(mix64(key))  # with the next line: `mix64(key, right)`
             _mix_array(state, _GOLDEN)
             left, right = right, left ^ (state & mask)
         return left << half | right

@@ -1,8 +1,8 @@
 """Tokenise a corpus into a token store. An interrupted call resumes where it stopped.
 
-The unfinished store is the folder ``OUT.partial``. Its journal records how far the arrays are
-complete. A rerun cuts the arrays back to that point and continues there. The last step renames the
-folder to ``OUT``, so ``OUT`` is complete or absent.
+The unfinished store is the folder ``OUT.partial``. A journal in it records the position in the
+corpus up to which the arrays are complete. The next call cuts the arrays back to that position and
+continues. The last step renames the folder to ``OUT``, so ``OUT`` is either complete or missing.
 """
 
 from __future__ import annotations
@@ -44,14 +44,18 @@ from mtrain_cli.launch.failures import write_failure
 _JOURNAL, _LOCK = "journal.json", "lock"
 _BATCH_CHARACTERS, _BATCH_PIECES = 1 << 22, 1 << 13
 _COMMIT_TOKENS, _COMMIT_SECONDS = 1 << 24, 2.0
-# More text does not improve the merges, and BPE training keeps every distinct word in memory.
+# Characters to train a BPE on. More text does not improve the merges, and training keeps every
+# distinct word in memory.
 _BPE_CHARACTERS = 1 << 30
 DEFAULT_BPE_VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
 class CorpusPosition:
-    """The position before a record of a unit. ``read``: about how many bytes precede it."""
+    """The position before record ``record`` of unit ``unit``.
+
+    read: about how many bytes of the corpus precede it.
+    """
 
     unit: int = 0
     record: int = 0
@@ -60,7 +64,12 @@ class CorpusPosition:
 
 @dataclass(frozen=True)
 class PreparationProgress:
-    """Values for a progress bar: bytes ``read`` of ``size``, and what was written."""
+    """Values for a progress bar.
+
+    stage: what is being done, such as tokenising.
+    read, size: bytes of the corpus that are read, and all of its bytes.
+    tokens, documents: numbers written so far.
+    """
 
     stage: str
     read: int
@@ -71,7 +80,12 @@ class PreparationProgress:
 
 @dataclass(frozen=True)
 class _Journal:
-    """How far the files of an unfinished store are complete. The file is one flat JSON object."""
+    """The position up to which the files of an unfinished store are complete.
+
+    The journal's file is one flat JSON object.
+
+    recipe: as in `StoreMeta`.
+    """
 
     recipe: dict[str, str]
     position: CorpusPosition = CorpusPosition()
@@ -85,20 +99,12 @@ class _Journal:
             return cls(content["recipe"], position, documents.checked(Written, content))
         except (ValueError, KeyError):
             raise ConfigError(
-                f"{partial}: its {_JOURNAL} is broken. Delete the folder to start again."
+                f"{partial}: {_JOURNAL} in it is broken. Delete the folder to start again."
             ) from None
 
     def write(self, partial: Path) -> None:
         content = {"recipe": self.recipe, **asdict(self.position), **asdict(self.written)}
         write_json(partial / _JOURNAL, content)
-
-
-@dataclass(frozen=True)
-class _DocumentEnd:
-    """The end of a document in a batch of pieces."""
-
-    position: CorpusPosition
-    domain: str
 
 
 def tokenise(
@@ -107,20 +113,19 @@ def tokenise(
     writer: StoreWriter,
     start: CorpusPosition = CorpusPosition(),
 ) -> Iterator[CorpusPosition]:
-    """Write the documents of ``corpus`` from ``start`` on.
+    """Tokenise the documents of ``corpus`` from ``start`` on, in batches, and write them.
 
     Yields:
-        After each batch, the position after its last complete document.
+        After each batch, the position after the last document that is written completely. Its
+        ``read`` also counts the pieces of the next document that are already written.
     """
     base = sum(unit.size for unit in corpus.units[: start.unit])
-    batch: list[str | _DocumentEnd] = []
+    batch: list[_Item] = []
     position, characters = start, 0
     for number, unit in enumerate(corpus.units[start.unit :], start.unit):
         for document in unit.documents(start.record if number == start.unit else 0):
-            reached = CorpusPosition(number, document.record, base + document.end)
-            end = _DocumentEnd(reached, document.domain)
-            pieces = _pieces_to_encode(document, tokenizer, writer)
-            for item in chain[str | _DocumentEnd](pieces, [end]):
+            end = CorpusPosition(number, document.record, base + document.end), document.domain
+            for item in chain[_Item](_pieces_to_encode(document, tokenizer, writer), [end]):
                 batch.append(item)
                 characters += len(item) if isinstance(item, str) else 0
                 if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_PIECES:
@@ -131,24 +136,25 @@ def tokenise(
     yield _write_batch(batch, tokenizer, writer, position)
 
 
+# A piece of a document; or, after its last piece, the position after the document and its domain.
+_Item = str | tuple[CorpusPosition, str]
+
+
 def _write_batch(
-    batch: Sequence[str | _DocumentEnd],
-    tokenizer: Tokenizer,
-    writer: StoreWriter,
-    before: CorpusPosition,
+    batch: Sequence[_Item], tokenizer: Tokenizer, writer: StoreWriter, start: CorpusPosition
 ) -> CorpusPosition:
-    """Write a batch that starts at ``before``. Return the position that it reaches."""
+    """Write a batch that begins at ``start``. Return the position after it."""
     pieces = [item for item in batch if isinstance(item, str)]
     encoded = iter(tokenizer.encode(pieces))
-    reached = replace(before, read=before.read + sum(map(len, pieces)))
+    position = replace(start, read=start.read + sum(map(len, pieces)))
     for item in batch:
         if isinstance(item, str):
             writer.append(next(encoded))
         else:
-            writer.end_document(item.domain)
-            reached = item.position
+            position, domain = item
+            writer.end_document(domain)
     writer.flush()
-    return reached
+    return position
 
 
 def prepare_store(
@@ -161,16 +167,17 @@ def prepare_store(
 ) -> TokenStore:
     """Tokenise ``corpus`` into the folder ``out``, or continue an interrupted call.
 
-    A complete store with the same arguments is opened and left alone.
+    If ``out`` is already the complete store of the same arguments, open it and change nothing.
 
     Args:
-        tokenizer: ``bytes``, ``bpe`` (trained here, with at most ``vocab_size`` ids), or the path
-            of a tokenizer.json.
+        tokenizer: ``bytes``, the path of a tokenizer.json, or ``bpe`` to train one on ``corpus``.
+        vocab_size: maximum number of ids of a ``bpe``. None means the default.
+        report: receives the progress.
 
     Raises:
-        ConfigError: the arguments or the corpus are wrong, or ``out`` holds anything else or is not
-            writable.
-        RunError: the disk is full or fails. What is done stays for a rerun.
+        ConfigError: the arguments or the corpus are wrong, ``out`` holds something else, or it is
+            not writable.
+        RunError: the disk is full or fails. The next call continues.
     """
     given = None if tokenizer == "bpe" else open_tokenizer(tokenizer, option="--tokenizer")
     if given is not None and vocab_size is not None:
@@ -195,34 +202,51 @@ def prepare_store(
             if store := _open_finished(out, recipe):  # another process has just finished it
                 shutil.rmtree(partial)
                 return store
-            journal = _open_journal(partial, recipe)
-            try:
-                opened = given or _open_bpe(corpus, bpe_size, partial, report)
-                if isinstance(given, FileTokenizer):
-                    (partial / TOKENIZER).write_bytes(given.content)
-                _write_arrays(corpus, opened, partial, journal, filters, report)
-            except ConfigError:
-                if _Journal.read(partial).written.documents == 0:
-                    shutil.rmtree(partial)
-                raise
+            _fill(partial, corpus, recipe, given, bpe_size, filters, report)
             os.rename(partial, out)
             for leftover in (_JOURNAL, _LOCK):
                 (out / leftover).unlink(missing_ok=True)
     except OSError as error:
         raise write_failure(
             error,
-            f"OUT={out}: cannot be written ({error.strerror or error}). What is done stays: run "
-            "the same command again to continue.",
+            f"OUT={out}: cannot be written ({error.strerror or error}). Run the same command again "
+            "to continue where it stopped.",
         ) from None
     return TokenStore.open(out)
+
+
+def _fill(
+    partial: Path,
+    corpus: Corpus,
+    recipe: dict[str, str],
+    given: Tokenizer | None,
+    bpe_size: int,
+    filters: Filters,
+    report: Callable[[PreparationProgress], None],
+) -> None:
+    """Write the files of a store into ``partial``. If a ConfigError leaves it empty, remove it.
+
+    Args:
+        given: tokenizer. None means to train a BPE of ``bpe_size`` ids.
+    """
+    journal = _open_journal(partial, recipe)
+    try:
+        tokenizer = given or _open_bpe(corpus, bpe_size, partial, report)
+        if isinstance(given, FileTokenizer):
+            (partial / TOKENIZER).write_bytes(given.content)
+        _write_arrays(corpus, tokenizer, partial, journal, filters, report)
+    except ConfigError:
+        if _Journal.read(partial).written.documents == 0:
+            shutil.rmtree(partial)
+        raise
 
 
 def _pieces_to_encode(
     document: Document, tokenizer: Tokenizer, writer: StoreWriter
 ) -> Iterator[str]:
-    """Yield non-empty pieces that can be encoded one by one.
+    """Yield the pieces of a document in a form that can be encoded one by one.
 
-    A document that the filters reject for its domain or length yields none.
+    If the filters leave the document out for its domain or length, yield nothing.
     """
     filters = writer.filters
     if filters.domains and document.domain not in filters.domains:
@@ -247,10 +271,10 @@ def _pieces_to_encode(
 
 
 def _open_finished(out: Path, recipe: dict[str, str]) -> TokenStore | None:
-    """Open a complete store at ``out`` with the same recipe, or return None if nothing is there.
+    """Return the complete store of ``recipe`` in ``out``, or None if ``out`` is missing or empty.
 
     Raises:
-        ConfigError: anything else is there.
+        ConfigError: ``out`` holds anything else.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
@@ -274,7 +298,7 @@ def _describe_difference(stored: dict[str, str], wanted: dict[str, str]) -> str:
 
 
 def _open_journal(partial: Path, recipe: dict[str, str]) -> _Journal:
-    """Return the journal to continue from.
+    """Return the journal of an unfinished store, or write and return an empty one.
 
     Raises:
         ConfigError: the folder holds something else, or documents of another recipe.
@@ -306,7 +330,7 @@ def _write_arrays(
     filters: Filters,
     report: Callable[[PreparationProgress], None],
 ) -> None:
-    """Write the arrays after the position in ``journal``, then the metadata."""
+    """Write the documents after the journal's position to the arrays, then write the metadata."""
     written = journal.written
     with ExitStack() as stack:
         tokens, offsets, labels = (
@@ -329,21 +353,17 @@ def _write_arrays(
                 writer.sync()
                 _Journal(journal.recipe, position, written).write(partial)
                 committed_tokens, committed_at = written.tokens, time.monotonic()
-        if written.documents == 0:
-            rejected = ", ".join(f"{count:,} {why}" for why, count in written.left_out.items())
-            kept = f" that the filters keep: {rejected}" if rejected else ""
-            raise ConfigError(f"{corpus.origin}: holds no text{kept}")
         show("checking", corpus.size)
-        writer.finish(partial, corpus.description, journal.recipe)
+        writer.finish(partial, corpus, journal.recipe)
 
 
 def _open_array(path: Path, size: int) -> BinaryIO:
-    """Open a file to append after its first ``size`` bytes. Drop what no journal covers."""
+    """Open a file to append to it. Cut it to the ``size`` bytes that the journal covers."""
     file = path.open("ab")
     if path.stat().st_size < size:
         raise ConfigError(
-            f"{path.parent}: {path.name} is shorter than its {_JOURNAL} claims. Delete the folder "
-            "to start again."
+            f"{path.parent}: {path.name} is shorter than {_JOURNAL} claims. Delete the folder to "
+            "start again."
         )
     file.truncate(size)
     return file
@@ -352,7 +372,7 @@ def _open_array(path: Path, size: int) -> BinaryIO:
 def _open_bpe(
     corpus: Corpus, vocab_size: int, partial: Path, report: Callable[[PreparationProgress], None]
 ) -> Tokenizer:
-    """Open the BPE that an earlier, interrupted call trained, or train one."""
+    """Open the BPE in ``partial`` that an interrupted call has trained. If missing, train it."""
     path = partial / TOKENIZER
     if not path.exists():
         train_bpe(_sample_pieces(corpus, report), vocab_size, path)
@@ -362,14 +382,14 @@ def _open_bpe(
 
 
 def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
-    """Yield all pieces of a corpus, or about ``_BPE_CHARACTERS`` evenly from a large one."""
-    kept_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
+    """Yield the pieces of a corpus. Choose about ``_BPE_CHARACTERS`` evenly from a larger one."""
+    share_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
     for unit in corpus.units:
         for document in unit.documents(0):
             for piece in document.pieces:
                 number += 1
-                if mix64(number) < kept_of_2_64:
+                if mix64(number) < share_of_2_64:
                     yield piece
             report(PreparationProgress("training the tokenizer", base + document.end, corpus.size))
         base += unit.size
@@ -377,10 +397,10 @@ def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``. The kernel releases it when its holder ends.
+    """Lock ``folder``. If the process is killed, the operating system releases the lock.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     with (folder / _LOCK).open("w") as lock:
         try:

@@ -1,4 +1,4 @@
-"""The order of sequences in a run. Its whole state is two integers, independent of the workers."""
+"""The order of the sequences in a run. Its state is two integers for any number of workers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from mtrain_cli.data.permutation import cached_permutation
 
 
 class Sampler:
-    """Order the sequences of a run: each epoch is another permutation, chosen by (seed, epoch).
+    """The order of the sequences in a run: in each epoch a new permutation of the dataset.
 
-    ``consumed`` counts the sequences handed out since the start of the run, over all workers and
-    epochs. Sequence numbers have no upper limit: number n belongs to epoch n // num_sequences.
+    A sequence number counts through all epochs, so it has no upper limit. Number n belongs to epoch
+    n // num_sequences.
+
+    num_sequences: sequences in the dataset.
+    seed: chooses the permutations.
+    consumed: sequences that the run has read so far, over all workers and epochs.
     """
 
     def __init__(self, num_sequences: int, seed: int, consumed: int = 0) -> None:
@@ -23,20 +27,15 @@ class Sampler:
         self.seed = seed
         self.consumed = consumed
 
-    @property
-    def epoch(self) -> int:
-        """Number of full passes over the dataset so far."""
-        return self.consumed // self.num_sequences
-
     def sequence(self, number: int) -> int:
-        """Return the dataset index of sequence ``number`` of the whole run."""
+        """Return the dataset index of the run's sequence ``number``."""
         if number < 0:
             raise ValueError(f"Sequence numbers start at 0, not {number}.")
         epoch, position = divmod(number, self.num_sequences)
         return cached_permutation(self.num_sequences, self.seed, epoch)(position)
 
     def advance(self, count: int) -> None:
-        """Record that ``count`` more sequences were handed out."""
+        """Add ``count`` to ``consumed``."""
         assert count >= 0
         self.consumed += count
 
@@ -45,7 +44,7 @@ class Sampler:
         return {"seed": self.seed, "consumed": self.consumed}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from ``state()`` of a sampler of this dataset, with any number of workers."""
+        """Continue from the result of ``state()``, which the same dataset must have produced."""
         seed, consumed = int(state["seed"]), int(state["consumed"])
         if consumed < 0:
             raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")

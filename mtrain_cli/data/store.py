@@ -1,13 +1,14 @@
-"""The token store: a folder of memory-mapped arrays with a tokenised corpus.
+"""The token store: a folder that holds a tokenised corpus in memory-mapped arrays.
 
-``tokens.bin``: ids of all documents end to end, little-endian uint16, or uint32 for vocabularies
-    above 65,536.
-``documents.bin``: little-endian int64[num_documents + 1]. Document d is tokens[offsets[d] :
-    offsets[d + 1]], never empty.
-``domains.bin``: uint16[num_documents], the domain of each document by its number in the metadata.
-    Only if the corpus has domains.
-``meta.json``: a `StoreMeta`. Written last, so a folder without it is not a store.
+``tokens.bin``: ids of all documents end to end. uint16, or uint32 for vocabularies above 65,536.
+``documents.bin``: offsets, int64[num_documents + 1]. Document d is tokens[offsets[d] :
+    offsets[d + 1]]. It is never empty.
+``domains.bin``: domain of each document, uint16[num_documents]. A domain is an index into
+    `StoreMeta.domains`. The file exists only if the corpus has domains.
+``meta.json``: a `StoreMeta`. It is written last, so a folder without it is not a store.
 ``tokenizer.json``: the tokenizer, unless it is the byte tokenizer.
+
+All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import numpy as np
 from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors, read_metadata, require_folder
+from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.filters import EVERYTHING, Filters
 from mtrain_cli.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 
@@ -38,16 +40,20 @@ _HASH_CHUNK = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class StoreMeta:
-    """The content of meta.json. Stores of earlier versions lack the last three fields.
+    """The content of meta.json. Stores of earlier versions lack ``domains`` and what follows it.
 
-    dtype: uint16 or uint32.
-    tokenizer_identity: identifies the mapping from text to ids, empty if unknown.
-    eos: end token, or None.
-    vocab_size: number of ids, 0 if unknown.
+    version: version of the store's format.
+    dtype: type of the token ids, uint16 or uint32.
+    tokenizer: name of the tokenizer.
+    tokenizer_identity: `Tokenizer.identity`. Empty if unknown.
+    eos: id of the end token. None if documents have no end token.
+    vocab_size: number of the tokenizer's ids. 0 if unknown.
     sha256: hash of tokens.bin followed by documents.bin.
-    recipe: identifies corpus, tokenizer and filters.
-    domains: names of the domains by number.
-    left_out: number of documents that the filters rejected, by reason.
+    source: description of the corpus.
+    recipe: identities of the corpus, the tokenizer and the filters. Two stores of the same recipe
+        hold the same tokens.
+    domains: names of the domains.
+    left_out: number of documents that the filters left out, by reason.
     cut: number of documents that the filters cut at --max-tokens.
     """
 
@@ -68,10 +74,10 @@ class StoreMeta:
 
     @classmethod
     def read(cls, folder: Path, origin: str) -> StoreMeta:
-        """Parse meta.json.
+        """Read meta.json in ``folder``. origin: how the user named the folder, for messages.
 
         Raises:
-            ConfigError: it is missing, broken or from a newer version of mtrain.
+            ConfigError: the file is missing, broken or from a newer version of mtrain.
         """
         again = "Prepare the store again."
         content = read_metadata(
@@ -104,11 +110,11 @@ class StoreMeta:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of one unit.
+    """Consecutive tokens of one unit of a `TokenSource`.
 
-    tokens: ids.
-    ends: positions in ``tokens`` at which a document ends, None without any.
-    targets: which tokens may be predicted, None for all.
+    tokens: their ids.
+    ends: positions in ``tokens`` at which a document ends within the unit. None if there are none.
+    targets: bool for each token: whether the loss may predict it. None if it may predict all.
     """
 
     tokens: np.ndarray
@@ -116,15 +122,18 @@ class Stretch:
     targets: np.ndarray | None = None
 
     def target_mask(self) -> np.ndarray:
-        """Return bool[tokens]: which tokens may be predicted."""
+        """Return ``targets``, or an array of true values if it is None."""
         return np.ones(self.tokens.size, bool) if self.targets is None else self.targets
 
 
 @dataclass(frozen=True)
 class TokenStore:
-    """An open store: ``tokens`` uint16 or uint32[num_tokens], ``offsets`` int64[num_documents + 1].
+    """An open token store. The arrays are memory-mapped if the store is on disk.
 
-    Both are memory-mapped if the store is on disk.
+    tokens: uint16 or uint32[num_tokens].
+    offsets: int64[num_documents + 1]. Document d is tokens[offsets[d] : offsets[d + 1]].
+    folder: None if the store is in memory only.
+    domains: uint16[num_documents], indices into ``meta.domains``. None without domains.
     """
 
     meta: StoreMeta
@@ -135,11 +144,13 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path, origin: str | None = None) -> TokenStore:
-        """Map the arrays of a store without reading the tokens.
+        """Open the store in a folder. The tokens are mapped, but not read.
+
+        Args:
+            origin: how the user named the folder, for messages.
 
         Raises:
-            ConfigError: the folder is missing, meta.json is missing or broken, or an array has
-                another size than it claims.
+            ConfigError: the folder or meta.json is missing, or an array does not match meta.json.
         """
         folder, origin = Path(path).expanduser(), origin or str(path)
         require_folder(folder, origin, "written by `mtrain data prepare`")
@@ -156,13 +167,13 @@ class TokenStore:
             domains = _map_array(folder / DOMAINS, _DOMAIN, meta.num_documents, origin)
             if int(domains.max()) >= len(meta.domains):
                 raise ConfigError(
-                    f"{origin}: {DOMAINS} is corrupt: it has domains that {META} does not list. "
+                    f"{origin}: {DOMAINS} is corrupt: it holds domains that {META} does not list. "
                     "Prepare the store again."
                 )
         return cls(meta, tokens, offsets, folder, domains)
 
     def read(self, unit: int, start: int, stop: int) -> Stretch:
-        """Return tokens start..stop-1 of document ``unit``."""
+        """Return the tokens ``start`` to ``stop`` - 1 of document ``unit``."""
         offset = int(self.offsets[unit])
         return Stretch(self.tokens[offset + start : offset + stop])
 
@@ -174,7 +185,7 @@ class TokenStore:
         """Open the tokenizer that made the store.
 
         Raises:
-            ConfigError: its file is gone.
+            ConfigError: tokenizer.json is missing from the store.
         """
         if self.meta.tokenizer_identity == ByteTokenizer.identity:
             return ByteTokenizer()
@@ -182,24 +193,24 @@ class TokenStore:
         return open_tokenizer(str(self.folder / TOKENIZER), option="tokenizer of the store")
 
     def verify(self) -> None:
-        """Read everything and compare it with the recorded sha256.
+        """Read the tokens and offsets, and compare their hash with ``meta.sha256``.
 
         Raises:
-            ConfigError: it differs.
+            ConfigError: the hashes differ.
         """
         digest = _sha256(self.tokens, self.offsets)
         if digest != self.meta.sha256:
             raise ConfigError(
-                f"{self.folder}: sha256 is {digest}, but {META} lists {self.meta.sha256}. The "
+                f"{self.folder}: its sha256 is {digest}, but {META} lists {self.meta.sha256}. The "
                 "store is corrupt: prepare it again."
             )
 
 
 @dataclass
 class Written:
-    """What the files of an unfinished store hold.
+    """Content of the files of an unfinished store.
 
-    tokens, documents: number of each.
+    tokens, documents: their numbers.
     domains, left_out, cut: as in `StoreMeta`.
     """
 
@@ -210,7 +221,7 @@ class Written:
     cut: int = 0
 
     def file_sizes(self, tokenizer: Tokenizer) -> dict[str, int]:
-        """Return the bytes of each file by name."""
+        """Return the size of each file in bytes, by its name."""
         return {
             TOKENS: self.tokens * _token_dtype(tokenizer).itemsize,
             DOCUMENTS: (self.documents + 1) * _OFFSET.itemsize if self.documents else 0,
@@ -219,9 +230,14 @@ class Written:
 
 
 class StoreWriter:
-    """Append documents to the files of a store, which already hold ``written``.
+    """Writer that appends documents to the files of a store.
 
-    Tokens reach the files with the next `flush`, so that many small documents cost one write.
+    Tokens wait in memory until `flush` writes them, so that many small documents cost one write.
+
+    tokens, offsets, labels: the open files tokens.bin, documents.bin and domains.bin. ``labels`` is
+        None if the store needs no domains.
+    written: what the files already hold. None means nothing.
+    filters: conditions that a document must meet.
     """
 
     def __init__(
@@ -238,16 +254,16 @@ class StoreWriter:
         self._dtype = _token_dtype(tokenizer)
         self._tokens, self._offsets, self._labels = tokens, offsets, labels
         self._end = np.array([] if tokenizer.eos is None else [tokenizer.eos], self._dtype)
-        # Tokens of the document being written, and how many of them are in the file.
+        # Tokens of the document being written, and how many of them `flush` has written.
         self._open_document = self._flushed = 0
         self._exceeds_limit = False
-        self._open_start = 0  # start of the open document among the pending arrays
+        self._open_start = 0  # index in _pending_tokens at which that document begins
         self._pending_tokens: list[np.ndarray] = []
         self._pending_offsets: list[int] = [] if self.written.documents else [0]
         self._pending_labels: list[int] = []
 
     def append(self, ids: np.ndarray) -> None:
-        """Add ids[N] to the document being written."""
+        """Add ids[N] to the open document. The first call after `end_document` opens one."""
         limit = self.filters.max_tokens
         if limit and self._open_document + ids.size > limit:
             self._exceeds_limit = True
@@ -256,9 +272,9 @@ class StoreWriter:
         self._open_document += ids.size
 
     def end_document(self, domain: str = "") -> None:
-        """Close the document with the tokenizer's end token.
+        """Append the end token and close the document.
 
-        A document without text, or one that the filters reject, leaves no trace.
+        A document without tokens, or one that the filters reject, leaves nothing in the files.
         """
         if self._open_document:
             reason = self._close_document()
@@ -271,11 +287,14 @@ class StoreWriter:
         self._open_start = len(self._pending_tokens)
 
     def reject(self, reason: str) -> None:
-        """Count a document that the filters rejected."""
+        """Count a document that the filters leave out. reason: key in ``left_out``."""
         self.written.left_out[reason] = self.written.left_out.get(reason, 0) + 1
 
     def _close_document(self) -> str:
-        """Append the end token unless the document is cut. Return why to reject it, or nothing."""
+        """Append the end token, unless the document is cut.
+
+        Return the reason to leave the document out, or "" to keep it.
+        """
         filters = self.filters
         too_long = (
             self._exceeds_limit or 0 < filters.max_tokens < self._open_document + self._end.size
@@ -314,7 +333,7 @@ class StoreWriter:
         self.reject(reason)
 
     def flush(self) -> None:
-        """Write everything that was appended to the files."""
+        """Write all pending tokens, offsets and labels to the files."""
         if self._pending_tokens:
             ids = np.concatenate(self._pending_tokens)
             assert ids.size == 0 or (ids.min() >= 0 and ids.max() < self.tokenizer.vocab_size)
@@ -327,35 +346,50 @@ class StoreWriter:
             pending.clear()  # type: ignore[attr-defined]
 
     def sync(self) -> None:
-        """Flush everything to the disk."""
+        """Call `flush`, and wait until the disk has everything."""
         self.flush()
         for file in filter(None, (self._tokens, self._offsets, self._labels)):
             file.flush()
             os.fsync(file.fileno())
 
-    def memory_store(self, tokens: memoryview, offsets: memoryview, source: str) -> TokenStore:
-        """Return the store whose flushed files are the buffers ``tokens`` and ``offsets``."""
-        arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)
-        return TokenStore(self._meta(source, {}, *arrays), *arrays)
+    def memory_store(self, tokens: memoryview, offsets: memoryview, corpus: Corpus) -> TokenStore:
+        """Return the store in memory. tokens, offsets: contents of the two files after `flush`.
 
-    def finish(self, folder: Path, source: str, recipe: dict[str, str]) -> None:
-        """Sync the files in ``folder`` and write meta.json next to them."""
+        Raises:
+            ConfigError: it has no documents.
+        """
+        self._require_documents(corpus)
+        arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)
+        return TokenStore(self._meta(corpus, {}, *arrays), *arrays)
+
+    def finish(self, folder: Path, corpus: Corpus, recipe: dict[str, str]) -> None:
+        """Sync the files in ``folder`` and write meta.json next to them.
+
+        Raises:
+            ConfigError: the store has no documents.
+        """
+        self._require_documents(corpus)
         self.sync()
         written, origin = self.written, str(folder)
         tokens = _map_array(folder / TOKENS, self._dtype, written.tokens, origin)
         offsets = _map_array(folder / DOCUMENTS, _OFFSET, written.documents + 1, origin)
-        meta = self._meta(source, recipe, tokens, offsets)
+        meta = self._meta(corpus, recipe, tokens, offsets)
         if not meta.domains:
             (folder / DOMAINS).unlink(missing_ok=True)
         meta.write(folder)
 
+    def _require_documents(self, corpus: Corpus) -> None:
+        if self.written.documents == 0:
+            reasons = ", ".join(f"{n:,} {why}" for why, n in self.written.left_out.items())
+            kept = f" that the filters keep: {reasons}" if reasons else ""
+            raise ConfigError(f"{corpus.origin}: holds no text{kept}")
+
     def _meta(
-        self, source: str, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
+        self, corpus: Corpus, recipe: dict[str, str], tokens: np.ndarray, offsets: np.ndarray
     ) -> StoreMeta:
-        """Return the metadata of the arrays ``tokens`` and ``offsets``, which were written."""
+        """Return the metadata of a store that holds the arrays ``tokens`` and ``offsets``."""
         assert self._open_document == 0
         written, tokenizer = self.written, self.tokenizer
-        assert written.documents > 0
         return StoreMeta(
             dtype=self._dtype.name,
             tokenizer=tokenizer.name,
@@ -365,7 +399,7 @@ class StoreWriter:
             num_tokens=written.tokens,
             num_documents=written.documents,
             sha256=_sha256(tokens, offsets),
-            source=source,
+            source=corpus.description,
             recipe=recipe,
             domains=written.domains if any(written.domains) else [],
             left_out=written.left_out,
@@ -378,7 +412,7 @@ def _token_dtype(tokenizer: Tokenizer) -> np.dtype:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Replace a JSON file atomically, so that a crash leaves the old or the new one."""
+    """Replace a JSON file atomically: after a crash it holds the old or the new content."""
     unfinished = path.with_name(path.name + ".tmp")
     with unfinished.open("w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
@@ -393,10 +427,10 @@ def _map_array(path: Path, dtype: np.dtype, count: int, origin: str) -> np.ndarr
         size = path.stat().st_size
         if size != expected:
             raise ConfigError(
-                f"{place} has {size:,} bytes but {META} implies {expected:,}. The store is "
-                "truncated or mixed up: prepare it again."
+                f"{place} has {size:,} bytes, but {META} implies {expected:,}. The file is "
+                "incomplete or of another store: prepare the store again."
             )
-        # Return a plain view: every slice of a np.memmap costs microseconds.
+        # A view of class ndarray, because slicing an np.memmap takes microseconds.
         return np.memmap(path, dtype, mode="r").view(np.ndarray)
 
 

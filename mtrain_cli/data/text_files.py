@@ -1,8 +1,8 @@
 """Read the user's text from .txt, .md, .py, .jsonl and .parquet files.
 
-A .txt, .md or .py file is one document; .jsonl and .parquet files have one per record. To add a
-format, write a reader function and add it to ``READERS``. Every fault in a file is a one-line
-ConfigError.
+A .txt, .md or .py file is one document. In a .jsonl file each line, and in a .parquet file each row
+is one document. A fault in a file gives a ConfigError of one line. To add a format, write a
+function of type ``Reader`` and add it to ``READERS``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from mtrain_cli.data.corpora import Corpus, Document, Unit, split_text, stdlib_c
 from mtrain_cli.data.parquet_pages import rows_per_read
 
 _BLOCK = 1 << 22  # bytes of a plain file to read at once
-# Key or column with a record's domain. Without it, the domain is the first folder of its path.
+# Key or column that names the domain of a record. Without it, the domain is the first folder in the
+# path of the file, relative to the corpus.
 DOMAIN = "domain"
 LONGEST_LINE = 1 << 30  # bytes of a .jsonl line
 _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
@@ -33,13 +34,17 @@ _MAX_ROWS = 1024  # parquet rows to turn into Python strings at once
 
 @dataclass(frozen=True)
 class TextKey:
-    """The key or column that holds the text, and the option that sets it."""
+    """The key of a .jsonl record, or the column of a .parquet file, that holds the text.
+
+    name: name of the key or column.
+    option: configuration key or command-line option that sets the name, for messages.
+    """
 
     name: str
     option: str
 
     def missing_error(self, location: str, present: Iterable[str]) -> ConfigError:
-        """Return the error for a record or file that has only the keys ``present``."""
+        """Return the error for a record or file at ``location`` whose keys are ``present``."""
         names = ", ".join(islice(present, 12)) or "none"
         return ConfigError(
             f"{self.option}={self.name}: {location} has no such key. Its keys: {names}"
@@ -50,7 +55,7 @@ def open_corpus(data: DataConfig) -> Corpus:
     """Open the corpus of ``data=stdlib`` or ``data=text``.
 
     Raises:
-        ConfigError: there is no such corpus.
+        ConfigError: the corpus is missing.
     """
     if data.kind == "stdlib":
         return stdlib_corpus()
@@ -66,14 +71,18 @@ def open_corpus(data: DataConfig) -> Corpus:
 def text_corpus(
     path: str, text_key: str, path_option: str = "data.path", key_option: str = "data.text_key"
 ) -> Corpus:
-    """Open the corpus in a file, or in all readable files below a folder by relative path.
+    """Open the corpus in a file, or in all readable files of a folder and its subfolders.
 
-    Hidden files and folders are skipped. The signature covers relative paths, sizes and
-    modification times, so it is cheap for a corpus of any size.
+    The files of a folder are sorted by relative path. Hidden files and folders are skipped. The
+    signature covers relative paths, sizes and modification times, so no file is read here.
+
+    Args:
+        path: the file or folder.
+        text_key: name of the key or column that holds the text.
+        path_option, key_option: what the user set to give ``path`` and ``text_key``, for messages.
 
     Raises:
-        ConfigError: the path is missing or holds no readable kind of file. A broken file raises
-            when it is read.
+        ConfigError: the path is missing, or holds no file of a readable kind.
     """
     origin, root = f"{path_option}={path}", Path(path).expanduser()
     key, kinds = TextKey(text_key, key_option), _readable_kinds()
@@ -124,10 +133,15 @@ def _readable_kinds() -> str:
 def _read_guarded(
     reader: Reader, path: Path, label: str, key: TextKey, domain: str, skip: int
 ) -> Iterator[Document]:
-    """Yield the documents of ``reader``. Documents without a domain get ``domain``.
+    """Yield the documents of a file. A document without a domain gets ``domain``.
+
+    Args:
+        reader: reads this kind of file.
+        label: beginning of a message.
+        skip: number of records to skip.
 
     Raises:
-        ConfigError, RunError: the file cannot be read. The line begins with ``label``.
+        ConfigError, RunError: the file cannot be read.
     """
     with explain_read_errors(f"{label}:"):
         for document in reader(path, label, key, skip):
@@ -151,7 +165,8 @@ def _decode_blocks(path: Path, label: str) -> Iterator[str]:
                 position += len(block)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        # The decoder's offset counts from the bytes that it carried over from the previous block.
+        # The decoder's offset counts from the first of the bytes that the previous block left over,
+        # so the sum is a few bytes too large.
         byte, offset = error.object[error.start], position + error.start
         raise ConfigError(
             f"{label}: not UTF-8 text (byte {byte:#04x} near offset {offset:,}). Convert it first, "
@@ -191,7 +206,14 @@ def _parse_record(line: bytes, location: str, key: TextKey) -> dict[str, Any]:
 
 
 def _read_lines(file: IO[bytes], label: str) -> Iterator[bytes]:
-    """Yield lines. Refuse a line above ``LONGEST_LINE`` before all of it is read."""
+    """Yield the lines of a file.
+
+    Args:
+        label: beginning of a message.
+
+    Raises:
+        ConfigError: a line has more than ``LONGEST_LINE`` bytes. The rest of it is not read.
+    """
     for number in count(1):
         line = file.readline(LONGEST_LINE + 1)
         if len(line) > LONGEST_LINE:
@@ -257,13 +279,20 @@ def _domain(value: Any) -> str:
 
 
 def _text_pieces(text: Any, key: TextKey, location: str) -> Iterable[str]:
-    """Return the pieces of one record's text. A null record is an empty document."""
+    """Return the pieces of one record's text. A text of None has no pieces.
+
+    Args:
+        location: file and record, for messages.
+
+    Raises:
+        ConfigError: ``text`` is neither text nor None.
+    """
     if text is None:
         return ()
     if not isinstance(text, str):
         raise ConfigError(f"{key.option}={key.name}: {location} holds {_json_kind(text)}, not text")
     if not text.isascii():
-        # JSON can hold half of a surrogate pair, which no text encoding can.
+        # JSON can hold half of a surrogate pair, which cannot be encoded as UTF-8. Replace it.
         text = text.encode("utf-8", "replace").decode("utf-8")
     return split_text([text])
 

@@ -1,4 +1,4 @@
-"""Cache corpora that are tokenised on the fly, for all workers and later runs of a user."""
+"""Tokenise a corpus at the start of a run, and cache the tokens for all workers and later runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -24,11 +25,11 @@ from mtrain_cli.launch.temporary_folders import lies_at
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """Return the token store of a corpus, from the cache if present, and describe its location.
+    """Return the token store of a corpus, and words that say where it is.
 
-    Any number of processes may call this at once: one tokenises, the others wait and map the same
-    files. If the cache folder cannot be written (read-only, full, no home), the store is made in
-    this process's memory.
+    Several processes may call this at the same time. The first one tokenises the corpus into the
+    cache folder, the others wait and map its files. If the cache folder cannot be written, for
+    example because the disk is full, each process makes the store in its own memory.
 
     Raises:
         ConfigError: the corpus is broken.
@@ -41,7 +42,7 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
             if store is None:
                 _write_entry(corpus, tokenizer, entry, has_lock)
                 store = TokenStore.open(entry)
-            # Another path may hold the same corpus.
+            # The entry may come from another path with the same corpus.
             meta = replace(store.meta, source=corpus.description)
             return replace(store, meta=meta), f"cached in {entry}"
     except OSError as error:
@@ -52,9 +53,9 @@ def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]
 
 
 def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
-    """Return the array from the cache folder. If it is missing, make and cache it.
+    """Return the array that ``key`` identifies from the cache folder.
 
-    ``key`` identifies the content.
+    If it is not there, or broken, call ``make`` and write the result there.
     """
     try:
         with _locked_entry(f"{key}.npy") as (entry, _):
@@ -74,7 +75,7 @@ def cached_array(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
 
 @contextmanager
 def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
-    """Lock an entry of the cache. Yield its path, and whether the file system has locks."""
+    """Lock an entry of the cache. Yield the entry's path, and whether the file system has locks."""
     root = _cache_root()
     root.mkdir(parents=True, exist_ok=True)
     with _lock(root / f"{name.removesuffix('.npy')}.lock", root / name) as has_lock:
@@ -82,13 +83,13 @@ def _locked_entry(name: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _cache_root() -> Path:
-    """Return ``$XDG_CACHE_HOME/mtrain/tokens``.
+    """Return ``$XDG_CACHE_HOME/mtrain/tokens``, by default ``~/.cache/mtrain/tokens``.
 
-    The variable counts only if it is absolute (XDG Base Directory Specification).
+    A relative ``XDG_CACHE_HOME`` is ignored, as the XDG Base Directory Specification demands.
     """
     chosen = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not chosen.is_absolute():
-        # Unlike Path.expanduser, this keeps ~ if there is no home.
+        # Without a home folder this keeps the ~, while Path.expanduser would raise RuntimeError.
         chosen = Path(os.path.expanduser("~/.cache"))
     if not chosen.is_absolute():
         raise OSError("this user has no home folder")
@@ -97,10 +98,10 @@ def _cache_root() -> Path:
 
 @contextmanager
 def _lock(path: Path, entry: Path) -> Iterator[bool]:
-    """Wait for an exclusive lock and hold it. Yield False if the file system has no locks.
+    """Wait for an exclusive lock on the file ``path``. Yield False if the file system has no locks.
 
-    Without locks, atomic renames alone keep the cache intact. If no ``entry`` was made, for example
-    from a broken corpus, remove the lock file.
+    Without locks, atomic renames still keep the cache intact. If ``entry`` does not exist at the
+    end, for example because the corpus is broken, the lock file is removed.
     """
     while True:
         with path.open("a") as lock:
@@ -109,8 +110,8 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
                 has_lock = True
             except OSError:
                 has_lock = False
-            # The previous holder may have removed the file. A lock on a removed file excludes
-            # nobody.
+            # The previous holder may have removed the file. The next process would create a new
+            # file and lock that, so try again.
             if has_lock and not lies_at(path, lock.fileno()):
                 continue
             try:
@@ -123,9 +124,9 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
 
 
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
-    """Open the entry if it is there and intact.
+    """Return the store in ``entry``, or None if it is missing or broken.
 
-    The holder of the lock removes broken entries and what killed processes left behind.
+    Remove a broken entry and, with the lock, the unfinished folders of processes that were killed.
     """
     if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):
@@ -144,8 +145,8 @@ def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bo
     try:
         with (folder / TOKENS).open("wb") as tokens, (folder / DOCUMENTS).open("wb") as offsets:
             writer = StoreWriter(tokens, offsets, tokenizer)
-            _tokenise_all(corpus, tokenizer, writer)
-            writer.finish(folder, corpus.description, {})
+            deque(tokenise(corpus, tokenizer, writer), maxlen=0)
+            writer.finish(folder, corpus, {})
         try:
             os.rename(folder, entry)
         except OSError:
@@ -159,12 +160,5 @@ def _write_entry(corpus: Corpus, tokenizer: Tokenizer, entry: Path, has_lock: bo
 def _memory_store(corpus: Corpus, tokenizer: Tokenizer) -> TokenStore:
     tokens, offsets = io.BytesIO(), io.BytesIO()
     writer = StoreWriter(tokens, offsets, tokenizer)
-    _tokenise_all(corpus, tokenizer, writer)
-    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus.description)
-
-
-def _tokenise_all(corpus: Corpus, tokenizer: Tokenizer, writer: StoreWriter) -> None:
-    for _ in tokenise(corpus, tokenizer, writer):
-        pass
-    if writer.written.documents == 0:
-        raise ConfigError(f"{corpus.origin}: holds no text")
+    deque(tokenise(corpus, tokenizer, writer), maxlen=0)
+    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), corpus)

@@ -1,4 +1,4 @@
-"""Convert text to token ids and back, as bytes or with a Hugging Face ``tokenizer.json``."""
+"""Tokenizers: UTF-8 bytes, or a Hugging Face ``tokenizer.json``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from mtrain_cli.config import documents
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.checked_files import explain_read_errors
 
-# End tokens to look for, in this order, if no tokenizer_config.json names one.
+# Names of end tokens to look for, in this order, if no tokenizer_config.json names the end token.
 _USUAL_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 END_TOKEN = _USUAL_END_TOKENS[0]
-# A byte-level BPE has 256 bytes and the end token before the first merge.
-SMALLEST_BPE = 256 + 1 + 1
+SMALLEST_BPE = 256 + 1 + 1  # all bytes, the end token and one merge
 
 
 class Tokenizer(Protocol):
-    """A tokenizer as the data pipeline needs it.
+    """What the data pipeline needs of a tokenizer.
 
-    identity: changes whenever the same text would give other ids.
-    vocab_size: larger than every id.
-    eos: ends each document. None: documents follow each other directly.
-    exact_pieces: whether the pieces of `corpora.split_text` can be encoded one by one.
+    name: for messages and metadata.
+    identity: text that changes whenever a text might get other ids.
+    vocab_size: number of ids. Every id is below it.
+    eos: id of the end token, which follows each document. None if the tokenizer has no end token.
+    exact_pieces: whether the pieces of `corpora.split_text`, encoded one by one, give the same ids
+        as the whole text.
     """
 
     name: str
@@ -47,7 +48,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0 to 255, then begin, end and padding. 264 ids, a multiple of 8."""
+    """Tokenizer of UTF-8 bytes. Ids 0 to 255 are bytes, 256 begin, 257 end and 258 padding.
+
+    Ids 259 to 263 are unused: 264 is a multiple of 8.
+    """
 
     name = "bytes"
     identity = "bytes-1"
@@ -61,12 +65,16 @@ class ByteTokenizer:
         return [np.frombuffer(piece.encode("utf-8"), dtype=np.uint8) for piece in pieces]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids[N] without the special tokens."""
+        """Return the text of ids[N] without its special tokens."""
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Return the text of each document. Raise ConfigError for ids outside the vocabulary."""
+        """Return the text of each document without its special tokens.
+
+        Raises:
+            ConfigError: an id is outside the vocabulary.
+        """
         _require_ids(documents, self)
         return [self.decode(ids) for ids in documents]
 
@@ -75,8 +83,8 @@ class FileTokenizer:
     """A Hugging Face ``tokenizer.json``, run by the ``tokenizers`` package."""
 
     def __init__(self, path: Path, content: bytes, tokenizer: Any) -> None:
-        # Files saved for short-context inference truncate to 512 tokens and pad. Both would
-        # silently spoil a corpus.
+        # Some files tell the tokenizer to truncate every text to 512 tokens, or to pad it. Both
+        # would silently spoil a corpus.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -87,8 +95,8 @@ class FileTokenizer:
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()} eos:{self.eos}"
         self.vocab_size = max(vocabulary.values()) + 1
         self.content = content
-        # SentencePiece-like tokenizers put a space mark before every text, so pieces encoded one by
-        # one would gain marks.
+        # SentencePiece-like tokenizers put a space before every text. If pieces are encoded one by
+        # one, each of them gets such a space.
         whole, first, second = self.encode(["one two\nthree", "one two\n", "three"])
         self.exact_pieces = whole.tolist() == [*first.tolist(), *second.tolist()]
 
@@ -98,11 +106,11 @@ class FileTokenizer:
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids[N], with special tokens by name."""
+        """Return the text of ids[N]. Special tokens appear by name."""
         return self._tokenizer.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
     def decode_batch(self, documents: Sequence[np.ndarray]) -> list[str]:
-        """Return the text of each document without special tokens, computed on all cores.
+        """Return the text of each document without its special tokens, computed on all CPU cores.
 
         Raises:
             ConfigError: an id is outside the vocabulary.
@@ -114,10 +122,11 @@ class FileTokenizer:
 
 
 def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer | FileTokenizer:
-    """Open the tokenizer that the user chose: ``bytes``, a tokenizer.json, or a folder with one.
+    """Open the tokenizer that the user chose.
 
     Args:
-        option: the key or option that made the choice, for messages.
+        choice: ``bytes``, the path of a tokenizer.json, or a folder that holds one.
+        option: configuration key or command-line option of the choice, for messages.
 
     Raises:
         ConfigError: the file is missing or broken, or the ``tokenizers`` package is missing.
@@ -142,10 +151,13 @@ def open_tokenizer(choice: str, option: str = "data.tokenizer") -> ByteTokenizer
 
 
 def train_bpe(pieces: Iterable[str], vocab_size: int, path: Path) -> None:
-    """Train a byte-level BPE of at most ``vocab_size`` ids on ``pieces`` and write it atomically.
+    """Train a byte-level BPE on ``pieces`` and write it to ``path`` atomically.
 
-    Ids: the end token, the 256 bytes, then merges by frequency. It can encode any text. A small
-    corpus gives fewer merges.
+    The first ids are the end token and the 256 bytes, so the tokenizer can encode any text. The
+    other ids are merges, by falling frequency.
+
+    Args:
+        vocab_size: maximum number of ids. A small corpus gives fewer.
     """
     assert vocab_size >= SMALLEST_BPE
     library = _import_tokenizers("--tokenizer bpe")
@@ -188,10 +200,10 @@ def _import_tokenizers(key: str) -> Any:
 
 
 def _find_end_token(path: Path, vocabulary: dict[str, int]) -> str | None:
-    """Return the token that ends a document.
+    """Return the name of the end token, or None if the tokenizer has none.
 
-    Use the one that tokenizer_config.json names, in the same folder. Otherwise use the first of
-    the usual names that the vocabulary has.
+    It is the ``eos_token`` of tokenizer_config.json in the folder of ``path``. If that file names
+    no token of the vocabulary, it is the first of `_USUAL_END_TOKENS` in the vocabulary.
     """
     try:
         named = documents.read_json(path.with_name("tokenizer_config.json")).get("eos_token")

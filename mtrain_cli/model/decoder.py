@@ -1,15 +1,18 @@
-"""The decoder: only its mathematics, without masks, layouts or workers. Attention is passed in.
+"""The mathematics of a decoder-only language model.
 
-Parameter names are Hugging Face's without the leading ``model.``, so checkpoints map name by name.
+The caller passes attention in as a function. Masks, layouts and workers therefore do not appear
+here. How layers run in less memory or time is in `layer_execution.py`.
 
-B batch, N local tokens, C hidden, H query heads, K KV heads, D head dim, F = D/2 rotary
-frequencies, V vocabulary.
+Parameters have the names of Hugging Face without the leading ``model.``. A checkpoint is converted
+by renaming its tensors.
+
+Shape suffixes: B batch, N local tokens, C hidden size, H query heads, K KV heads, D head dimension,
+F = D/2 rotary frequencies, V vocabulary size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +23,15 @@ from mtrain_cli.model.loss import LossOptions, with_z_loss
 from mtrain_cli.model.rope import Rotation, attention_factor, inverse_frequencies, rotate, rotation
 from mtrain_cli.model.token_losses import token_losses
 
-if TYPE_CHECKING:
-    from mtrain_cli.model.layer_execution import LayerExecution
-
+# attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD. The inputs are contiguous. The function divides
+# the scores q.k by sqrt(D).
 Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""``attend(q_BNHD, k_BNKD, v_BNKD, layer) -> out_BNHD``: contiguous inputs, scores q.k / sqrt(D).
-"""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension (arXiv:1910.07467, equation 4).
+    """Root-mean-square normalisation over the last dimension: x / rms(x) * weight.
 
-    The mean square is float32 for every input dtype.
+    See arXiv:1910.07467, equation 4. The mean square is computed in float32 for every input dtype.
     """
 
     def __init__(self, width: int, eps: float) -> None:
@@ -44,15 +44,16 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """The projections around attention, with grouped KV heads (GQA, arXiv:2305.13245)."""
+    """The linear projections before and after attention.
+
+    Several query heads may share a KV head (grouped-query attention, arXiv:2305.13245).
+    """
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        query_width, kv_width = (
-            model.num_heads * model.head_dim,
-            model.num_kv_heads * model.head_dim,
-        )
+        query_width = model.num_heads * model.head_dim
+        kv_width = model.num_kv_heads * model.head_dim
         self.q_proj = nn.Linear(model.hidden_size, query_width, bias=model.qkv_bias)
         self.k_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
         self.v_proj = nn.Linear(model.hidden_size, kv_width, bias=model.qkv_bias)
@@ -65,7 +66,10 @@ class Attention(nn.Module):
     def project(
         self, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q ``[B, N, H, D]`` and k, v ``[B, N, K, D]``, contiguous, q and k rotated."""
+        """Return q ``[B, N, H, D]`` and k, v ``[B, N, K, D]``, all contiguous.
+
+        Rotary position embedding is already applied to q and k.
+        """
         q_BNHD, k_BNKD, v_BNKD = (
             p(x_BNC).unflatten(-1, (-1, self.head_dim))
             for p in (self.q_proj, self.k_proj, self.v_proj)
@@ -80,7 +84,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv:2002.05202, equation 6)."""
+    """The MLP of a layer: down(silu(gate(x)) * up(x)) (arXiv:2002.05202, equation 6)."""
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__()
@@ -93,10 +97,7 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """One pre-norm layer.
-
-    execution: computes the layer in less memory or time, if set (`parallelize.py`).
-    """
+    """One layer of the decoder: attention, then the MLP, each with a norm before it."""
 
     def __init__(self, model: ModelConfig, index: int) -> None:
         super().__init__()
@@ -105,23 +106,25 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(model)
         self.post_attention_layernorm = RMSNorm(model.hidden_size, model.rms_norm_eps)
         self.mlp = SwiGLU(model)
-        self.execution: LayerExecution | None = None
 
     def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
-        if self.execution is not None:
-            return self.execution.run(self, x_BNC, rope, attend)
-        x_BNC = x_BNC + self.self_attn(self.input_layernorm(x_BNC), rope, attend, self.index)
-        return x_BNC + self.mlp(self.post_attention_layernorm(x_BNC))
+        h_BNC = x_BNC + self.self_attn(self.input_layernorm(x_BNC), rope, attend, self.index)
+        return h_BNC + self.mlp(self.post_attention_layernorm(h_BNC))
 
 
 class Decoder(nn.Module):
     """A decoder-only language model.
 
-    Build it under ``torch.device("meta")``, shard it, ``to_empty`` it, then initialise it
-    (`init.py`) or load it (`huggingface.py`). It has only float32 parameters and no buffers, so
-    nothing else has to survive these steps.
+    To build one:
+    1. Construct it under ``torch.device("meta")``, without memory.
+    2. Prepare it for many workers (`parallelize`).
+    3. Allocate its parameters with ``to_empty(device=...)``.
+    4. Initialise the parameters (`init.py`) or load them (`huggingface.py`).
 
-    rope_factor: the resolved stretch of positions (`rope.py`).
+    Steps 3 and 4 fill parameters only. Therefore the decoder has no buffers.
+
+    rope_factor: how far positions are stretched (`rope.rope_factor`).
+    loss: how the loss is computed.
     """
 
     def __init__(
@@ -146,16 +149,17 @@ class Decoder(nn.Module):
         attend: Attend,
         loss_scale: float | Tensor,
     ) -> Tensor:
-        """Return ``loss_scale`` times the sum of token losses, a float32 scalar.
+        """Return ``loss_scale`` times the sum of the token losses, a float32 scalar.
 
-        With ``z_loss`` the gradient includes the z-loss, but the value is the loss alone, which
-        stays comparable with other runs.
+        If the loss options ask for a z-loss, the gradient includes it and the returned value does
+        not. The value stays comparable with runs that have no z-loss.
 
         Args:
-            positions_BN: places of the tokens in the whole sequence, in any order.
-            labels_BN: already shifted; -100 is ignored.
-            loss_scale: a tensor must arrive in float32. FSDP2's mixed precision rounds a module's
-                inputs to bfloat16 unless its policy has ``cast_forward_inputs=False``.
+            positions_BN: index of each token in the whole sequence. Any order is allowed.
+            labels_BN: the token that follows each token. Tokens with label -100 do not count.
+            loss_scale: factor of the loss. A tensor must be float32 when it arrives here. FSDP2
+                rounds floating-point inputs to bfloat16, unless its mixed-precision policy has
+                ``cast_forward_inputs=False``.
         """
         x_NC = self.hidden(tokens_BN, positions_BN, attend).flatten(0, 1)
         total, loss = with_z_loss(
@@ -164,7 +168,7 @@ class Decoder(nn.Module):
         return loss + (total - total.detach()) if self.loss.z_loss else total
 
     def hidden(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
-        """Return the final normalised hidden states ``[B, N, C]``."""
+        """Return the hidden states after the last layer and the final norm, ``[B, N, C]``."""
         if self.inverse_frequencies_F.device != positions_BN.device:
             self.inverse_frequencies_F = self.inverse_frequencies_F.to(positions_BN.device)
         rope = rotation(positions_BN, self.inverse_frequencies_F, self.attention_factor)
@@ -176,7 +180,10 @@ class Decoder(nn.Module):
     def token_losses(
         self, tokens_BN: Tensor, positions_BN: Tensor, labels_BN: Tensor, attend: Attend
     ) -> Tensor:
-        """Return the loss of every token, ``[B, N]``, 0 where the label is -100; no gradients."""
+        """Return the loss of every token, ``[B, N]``, without gradients.
+
+        Tokens with label -100 have loss 0.
+        """
         with torch.no_grad():
             x_BNC = self.hidden(tokens_BN, positions_BN, attend)
             losses_N = token_losses(
@@ -185,12 +192,9 @@ class Decoder(nn.Module):
         return losses_N.view(labels_BN.shape)
 
     def logits(self, tokens_BN: Tensor, positions_BN: Tensor, attend: Attend) -> Tensor:
-        """Return the logits ``[B, N, V]`` of all tokens at once, to verify small inputs."""
+        """Return the logits ``[B, N, V]``. All are in memory at once, so use few tokens."""
         return functional.linear(self.hidden(tokens_BN, positions_BN, attend), self._head_weight())
 
     def _head_weight(self) -> Tensor:
-        return (
-            self.embed_tokens.weight
-            if self.model_config.tie_word_embeddings
-            else self.lm_head.weight
-        )
+        tied = self.model_config.tie_word_embeddings
+        return (self.embed_tokens if tied else self.lm_head).weight

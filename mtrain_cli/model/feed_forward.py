@@ -1,12 +1,15 @@
-"""A layer's output projection, norm and MLP, computed in tiles along the sequence.
+"""The part of a layer after attention: output projection, norm and MLP, in tiles of the sequence.
 
-Only the inputs are kept. Each tile's backward recomputes its forward, so the MLP's wide tensors
-exist for one tile at a time (TiledMLP in ALST, arXiv:2506.13996, section 3.1.1). If memory allows,
-the results of the products are kept instead. Backward is written by hand: autograd would make one
-weight gradient per tile, but here all tiles add to one float32 sum.
+By default only the inputs are kept for the backward pass. Backward recomputes the forward pass of
+one tile at a time, so tensors of the MLP's intermediate size exist for one tile only (TiledMLP in
+ALST, arXiv:2506.13996, section 3.1.1). If memory allows, the results of the matrix products are
+kept instead.
 
-N tokens of all sequences of a batch, R tokens of a tile, C hidden, A width of the attention output,
-I intermediate.
+Backward is written by hand. Autograd would allocate a weight gradient for each tile, but here all
+tiles add to one float32 sum.
+
+Shape suffixes: N tokens of all sequences of a batch, R tokens of a tile, C hidden size, A width of
+the attention output, I intermediate size.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class FeedForwardWeights(NamedTuple):
-    """Weights of the output projection, the norm and the MLP."""
+    """Weights of a layer's output projection, second norm and MLP."""
 
     o_CA: Tensor
     norm_C: Tensor
@@ -54,13 +57,13 @@ class FeedForwardOptions:
     """How to compute `feed_forward`.
 
     eps: epsilon of the norm.
-    rows: tokens per tile (`tile_rows`).
-    layer: layer number, for messages.
-    compile: compile the operations between the products.
-    inputs_only: keep the inputs and return a placeholder that must not be read. A second forward
-        pass needs no more.
-    keep_products: also keep h, gate(n) and up(n), so that backward repeats no product. They stay
-        from the first pass, even if a surrounding checkpoint runs a second one.
+    rows: tokens per tile (`tiling.tile_rows`).
+    layer: layer number for messages about memory.
+    compile: compile the operations between the matrix products.
+    inputs_only: keep the inputs for backward, but compute nothing, and return a placeholder that
+        must not be read. This is enough for the second forward pass of a checkpoint.
+    keep_products: also keep h, gate(n) and up(n), so that backward repeats no matrix product. The
+        first forward pass of a checkpoint keeps them, not the second.
     """
 
     eps: float
@@ -74,9 +77,9 @@ class FeedForwardOptions:
 def feed_forward(
     x_BNC: Tensor, out_BNHD: Tensor, weights: FeedForwardWeights, options: FeedForwardOptions
 ) -> Tensor:
-    """Return h + down(silu(gate(n)) * up(n)), with h = x + o(out) and n = norm(h), shaped like x.
+    """Return h + down(silu(gate(n)) * up(n)), where h = x + o(out) and n = norm(h).
 
-    Keeps x, out and the weights for backward.
+    The result has the shape of x. x, out and the weights are kept for backward.
     """
     return _FeedForward.apply(x_BNC, out_BNHD, *weights, options)
 
@@ -88,15 +91,16 @@ class _FeedForward(torch.autograd.Function):
         gate_IC: Tensor, up_IC: Tensor, down_CI: Tensor, options: FeedForwardOptions,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x_BNC, out_BNHD, o_CA, norm_C, gate_IC, up_IC, down_CI)
-        # Messages about memory read the layer from here.
+        # `training.out_of_memory` reads ctx.layer.
         ctx.options, ctx.layer = options, options.layer
-        # One entry per tile. Not a saved tensor: a checkpoint would drop it and recompute it.
+        # One entry per tile. These are not saved tensors, because a checkpoint drops saved tensors
+        # and recomputes them.
         ctx.products = []
         if options.inputs_only:
             return x_BNC.new_empty(()).expand_as(x_BNC)
         join, gated = _elementwise(options.compile)[:2]
-        # Detach weights for compiled code: it would treat a parameter here and the saved tensor in
-        # backward as two types, and compile twice.
+        # Here the weight is a Parameter, in backward a Tensor. Compiled code would treat them as
+        # two types and compile twice, so detach the weight.
         result_BNC = x_BNC.new_empty(x_BNC.shape)
         for x_RC, out_RA, result_RC in zip(
             *(_tiles(t, options.rows) for t in (x_BNC, out_BNHD, result_BNC)), strict=True
@@ -121,11 +125,11 @@ class _FeedForward(torch.autograd.Function):
         weights, rows, eps = FeedForwardWeights(*saved), ctx.options.rows, ctx.options.eps
         o_CA, norm_C, gate_IC, up_IC, down_CI = weights
         join, _, gate_backward, norm_backward, normed = _elementwise(ctx.options.compile)
-        # New tensors are contiguous whatever the inputs are, so that tiles are views.
+        # new_empty gives contiguous tensors, even if the inputs are not. Their tiles are views.
         dx_BNC, dout_BNHD = x_BNC.new_empty(x_BNC.shape), out_BNHD.new_empty(out_BNHD.shape)
         multiple_tiles = rows < x_BNC.shape[0] * x_BNC.shape[1]
         sums = _GradientSums(multiple_tiles)
-        # Free each product with its tile, and all of them if backward fails.
+        # Take the products out of ctx: each is freed after its tile, and all if backward fails.
         products, ctx.products = ctx.products, []
         tensors = (x_BNC, out_BNHD, grad_BNC.contiguous(), dx_BNC, dout_BNHD)
         for x_RC, out_RA, grad_RC, dx_RC, dout_RA in zip(
@@ -165,9 +169,10 @@ class _FeedForward(torch.autograd.Function):
 
 
 class _GradientSums:
-    """Weight gradients summed over tiles.
+    """Weight gradients, summed over tiles.
 
-    One tile: in the compute dtype, as autograd does. Several tiles: in float32.
+    The sum is float32 for several tiles. For a single tile it has the compute dtype, as autograd's
+    gradient does.
     """
 
     def __init__(self, multiple_tiles: bool) -> None:
@@ -175,7 +180,7 @@ class _GradientSums:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, name: str, a: Tensor, b: Tensor) -> None:
-        """Add a @ b."""
+        """Add a @ b to the gradient ``name``."""
         if not self._multiple_tiles:
             self._sums[name] = a @ b
             return
@@ -189,17 +194,17 @@ class _GradientSums:
         self._sums[name] = self._sums[name] + vector if name in self._sums else vector
 
     def take(self, name: str, weight: Tensor) -> Tensor:
-        """Remove and return the gradient of a weight."""
+        """Remove the gradient ``name`` and return it in the dtype of its weight."""
         return self._sums.pop(name).to(weight.dtype)
 
 
 def _tiles(tensor: Tensor, rows: int) -> tuple[Tensor, ...]:
-    """Split contiguous [B, N, ...] into views [R, width]."""
+    """Split a contiguous tensor ``[B, N, ...]`` into views of ``[rows, width]``."""
     return tensor.flatten(0, 1).flatten(1).split(rows)
 
 
 def _join(x_RC: Tensor, projected_RC: Tensor, norm_C: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the residual stream after attention, and its norm."""
+    """Return h, the residual stream after attention, and n, its normalised values."""
     h_RC = x_RC + projected_RC
     return h_RC, _normed(h_RC, norm_C, eps)
 
@@ -215,7 +220,10 @@ def _gated(gate_RI: Tensor, up_RI: Tensor) -> Tensor:
 def _gate_backward(
     gate_RI: Tensor, up_RI: Tensor, dinner_RI: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return silu(gate) * up and the gradients of gate and up; overwrites ``dinner_RI``."""
+    """Return silu(gate) * up, the gradient of gate and the gradient of up.
+
+    Overwrites ``dinner_RI``, the gradient of the product.
+    """
     silu_RI = functional.silu(gate_RI)
     inner_RI = silu_RI * up_RI
     dup_RI = silu_RI.mul_(dinner_RI)
@@ -226,10 +234,14 @@ def _gate_backward(
 def _norm_backward(
     h_RC: Tensor, norm_C: Tensor, dn_RC: Tensor, grad_RC: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of h, which feeds the residual and the norm, and of the norm's weight.
+    """Return the gradient of h and the gradient of the norm's weight.
 
-    ``grad_RC`` is the residual's gradient. Computes in float32; overwrites ``h_RC`` and ``dn_RC``
-    if they are float32.
+    h goes into both the norm and the residual stream, so its gradient is a sum of two. It is
+    computed in float32. Inputs ``h_RC`` and ``dn_RC`` that are float32 are overwritten.
+
+    Args:
+        dn_RC: gradient of the norm's output.
+        grad_RC: gradient of the residual stream.
     """
     high = accumulation_dtype(h_RC.dtype)
     unit_RC, dn_RC = h_RC.to(high), dn_RC.to(high)
@@ -244,10 +256,6 @@ def _norm_backward(
 
 @cache
 def _elementwise(compile: bool) -> tuple[Callable[..., Any], ...]:
-    """Return the functions between the matrix products, one set for all layers."""
+    """Return the functions between the matrix products. All layers share one set."""
     functions = (_join, _gated, _gate_backward, _norm_backward, _normed)
-    return (
-        tuple(torch.compile(function, dynamic=False) for function in functions)
-        if compile
-        else functions
-    )
+    return tuple(torch.compile(f, dynamic=False) for f in functions) if compile else functions

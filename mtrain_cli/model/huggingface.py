@@ -1,7 +1,7 @@
 """Read, load and write the weights of a Hugging Face folder.
 
-A folder has config.json and either model.safetensors or several safetensors files with an index.
-Tensors have the decoder's parameter names, which are Hugging Face's without the leading ``model.``.
+A folder has config.json and either the file model.safetensors, or several safetensors files and an
+index that names the file of each tensor.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _SHOWN_PROBLEMS = 8
 
 
 def hf_name(name: str) -> str:
-    """Return the name in a Hugging Face file of the decoder's parameter ``name``."""
+    """Return the name that Hugging Face gives to the decoder's parameter ``name``."""
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the name and shape of every parameter of a decoder, without allocating any."""
+    """Return the shape of every parameter of a decoder, by name. Allocates no parameter."""
     with torch.device("meta"):
         decoder = Decoder(model)
     return {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
@@ -58,13 +58,15 @@ def parameter_problems(
     where: Callable[[str], object],
     expected_by: str,
 ) -> list[str]:
-    """Return a line for each tensor that is missing, unexpected or of another shape.
+    """Return a line for each tensor that is missing, unexpected or has the wrong shape.
 
-    Long lists are cut.
+    A list of more than eight lines is cut.
 
     Args:
-        where: returns the file or folder of a tensor, for the message.
-        expected_by: source of the expected shapes, for the message.
+        actual: shape of each tensor in the files, by name.
+        expected: shape of each tensor that the model needs, by name.
+        where: function that returns the file or folder of a tensor, for the message.
+        expected_by: where the expected shapes come from, for the message.
     """
     problems = []
     for name, shape in expected.items():
@@ -72,7 +74,7 @@ def parameter_problems(
             problems.append(f"{where(name)}: tensor {name} is missing")
         elif actual[name] != shape:
             problems.append(
-                f"{where(name)}: tensor {name} has shape {actual[name]}; {expected_by} asks for "
+                f"{where(name)}: tensor {name} has shape {actual[name]}; {expected_by} requires "
                 f"{shape}"
             )
     problems += [
@@ -86,13 +88,16 @@ def parameter_problems(
 
 
 class HuggingFaceFolder:
-    """A readable folder: its ``model``, its ``max_position`` (tokens), and its tensors.
+    """A Hugging Face folder that has been checked.
 
-    The constructor reads config.json and the headers of all files.
+    The constructor reads config.json and the headers of the weight files, but no weights.
+
+    model: the model that config.json describes.
+    max_position: max_position_embeddings of config.json, in tokens.
 
     Raises:
-        ConfigError: a file is missing, truncated or corrupt, or a tensor is missing, unexpected or
-            of another shape than config.json says. Names file and tensor.
+        ConfigError: a file is missing, truncated or corrupt. Or a tensor is missing, unexpected, or
+            has a shape that contradicts config.json. The message names the file and the tensor.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -103,7 +108,7 @@ class HuggingFaceFolder:
         self._check()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read only rows ``start:stop`` of a parameter, to the CPU in the file's dtype."""
+        """Read rows ``start:stop`` of a parameter to the CPU, in the dtype of the file."""
         with _readable(self.path / self._file_of[hf_name(name)]):
             return self._slice(hf_name(name))[start:stop]
 
@@ -120,11 +125,13 @@ class HuggingFaceFolder:
         return self._files[file]
 
     def _locate(self) -> dict[str, str]:
-        """Return the file of every stored tensor."""
+        """Return the file name of every stored tensor, by the tensor's name in the files."""
         if not (self.path / INDEX).is_file():
             if not (self.path / SINGLE).is_file():
-                reads = "mtrain reads no other weight format"
-                raise ConfigError(f"{self.path}: has neither {SINGLE} nor {INDEX}; {reads}")
+                raise ConfigError(
+                    f"{self.path}: has neither {SINGLE} nor {INDEX}; mtrain reads no other weight "
+                    "format"
+                )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         index = self.path / INDEX
         file_of = read_json(index).get("weight_map")
@@ -145,8 +152,8 @@ class HuggingFaceFolder:
 
     def _check(self) -> None:
         expected = {hf_name(name): shape for name, shape in parameter_shapes(self.model).items()}
-        # Old Llama folders store rotary frequencies, and tied models may store the embedding again
-        # as the head.
+        # Old Llama folders also store rotary frequencies. Folders of tied models may store the
+        # embedding a second time, as the LM head.
         ignored = {
             name
             for name in self._file_of.keys() - expected
@@ -172,14 +179,15 @@ class HuggingFaceFolder:
 
 
 def load_into(decoder: Decoder, folder: Path | str) -> None:
-    """Fill every parameter of ``decoder``, plain or sharded by FSDP2, on any device.
+    """Load the weights of a Hugging Face folder into a decoder.
 
-    Each worker reads only its own rows. Rotary settings may differ from the folder's: that is how a
-    context is extended.
+    The parameters may be plain tensors or sharded by FSDP2, on any device. Each worker reads only
+    the rows of its shards. The decoder's rotary settings may differ from those of the folder, which
+    is how a model is extended to a longer context.
 
     Raises:
         ConfigError: the folder cannot be read, or the decoder has another shape. No parameter has
-            been changed then.
+            changed.
     """
     source = HuggingFaceFolder(folder)
     _require_same_model(decoder.model_config, source)
@@ -206,7 +214,8 @@ def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
     assert all(
         not isinstance(placement, Shard) or placement.dim == 0 for placement in placements
     ), placements
-    # Shard the row numbers in the same way to learn which rows are here, without communication.
+    # To find out which rows this worker has, shard a list of row numbers like the parameter. This
+    # needs no communication.
     numbers = torch.arange(parameter.shape[0], device=parameter.device)
     rows = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
     local = parameter.to_local()
@@ -226,24 +235,30 @@ def write_folder(
     tokenizer: TokenizerFiles | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write config.json and safetensors files that transformers opens.
+    """Write a Hugging Face folder that transformers can open.
 
-    The folder appears under its name only when it is complete.
+    The files are written to a temporary folder, which gets the name ``path`` at the end.
 
     Args:
-        read: returns the named parameters, whole; called for one file at a time.
-        seq: tokens per sequence that the model was trained on.
-        tokenizer: its files and token ids are exported with the weights.
+        read: function that returns the whole parameters of the given names. It is called once per
+            file.
+        rope_factor: how far positions are stretched (`rope.rope_factor`).
+        seq: tokens per sequence in training.
+        dtype: dtype of the written weights.
+        tokenizer: tokenizer to write to the folder, too.
+        max_file_bytes: maximum bytes of a weight file, unless a single tensor is larger.
 
     Raises:
-        ConfigError: the folder already has content or cannot be written.
+        ConfigError: the folder is not empty or cannot be written, or no Hugging Face model has this
+            shape.
         RunError: the disk fails or is full.
     """
     require_new_folder(path)
     config = config_json(
         model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch.")
     )
-    # Without these ids transformers uses its own for some architectures, such as 1 and 2.
+    # If the ids of special tokens are missing, transformers assumes ids for some architectures,
+    # such as 1 and 2. So write them, even those that are null.
     config |= (tokenizer or TokenizerFiles("none")).ids
     require_accepted(config)
     partial_folder = path.parent / f".{path.name}.partial-{os.getpid()}"
@@ -262,14 +277,18 @@ def write_folder(
         raise write_failure(
             error, f"{path}: could not be written ({error.strerror or error})"
         ) from None
-    except SafetensorError as error:  # the folder exists, so the disk failed
+    except SafetensorError as error:  # the folder could be made, so the disk is the problem
         raise RunError(f"{path}: could not be written ({error})") from None
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
 
 
 def require_new_folder(path: Path) -> None:
-    """Raise ConfigError if ``path`` exists and is not an empty folder."""
+    """Check that ``path`` does not exist or is an empty folder.
+
+    Raises:
+        ConfigError: it is a file or a folder that is not empty.
+    """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{path}: already exists; give a new or empty folder")
 
@@ -288,8 +307,8 @@ def _write_weights(
         file = file if len(groups) > 1 else SINGLE
         tensors = {hf_name(name): t.to(dtype).contiguous() for name, t in read(names).items()}
         save_file(tensors, folder / file, {"format": "pt"})
-        # safetensors makes files readable by their owner only; an inference server may run as
-        # another user.
+        # safetensors lets only the owner read a file. An inference server may run as another user,
+        # so give the file the permissions of config.json.
         (folder / file).chmod((folder / "config.json").stat().st_mode)
         file_of |= {hf_name(name): file for name in names}
     if len(groups) > 1:
@@ -301,9 +320,9 @@ def _write_weights(
 def _groups(
     shapes: dict[str, tuple[int, ...]], item_bytes: int, max_bytes: int
 ) -> Iterator[list[str]]:
-    """Yield the names of each file in order.
+    """Yield the names of the parameters of each file.
 
-    A file has at most ``max_bytes``, unless it holds a single larger tensor.
+    A file has at most ``max_bytes``, unless it has a single tensor that is larger.
     """
     group, size = list[str](), 0
     for name, shape in shapes.items():

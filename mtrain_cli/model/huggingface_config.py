@@ -1,7 +1,7 @@
 """Read a Hugging Face config.json as a `ModelConfig`, and write one.
 
-Both spellings are read and written: ``rope_parameters`` (transformers 5), and ``rope_theta`` with
-``rope_scaling`` (transformers 4).
+transformers 5 keeps the rotary settings under ``rope_parameters``. transformers 4 keeps them under
+``rope_theta`` and ``rope_scaling``. This module reads and writes both.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-# transformers' defaults for keys that a config.json lacks.
+# Defaults of transformers for keys that a config.json lacks.
 _MAX_POSITION = {"qwen2": 32768, "qwen3": 32768, "llama": 2048, "mistral": 131072}
 _KV_HEADS = {"qwen2": 32, "qwen3": 32, "mistral": 8}  # llama: the number of query heads
-# Settings that may be outside rope_parameters and rope_scaling.
+# Rotary settings that may also be at the top level of config.json.
 _OUTER_ROPE = ("rope_theta", "original_max_position_embeddings")
-# Keys that only some architectures have. Without sliding_window transformers gives Mistral a window
-# of 4096.
+# Keys to write that only some architectures have. For Mistral, transformers would assume a sliding
+# window of 4096 tokens.
 _FAMILY_KEYS: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": False},
     "qwen3": {"attention_bias": False, "use_sliding_window": False},
     "llama": {"attention_bias": False, "mlp_bias": False},
     "mistral": {"sliding_window": None},
 }
-# Settings of the ramp between scaled and unscaled frequencies.
+# The settings that say which frequencies are scaled, for each kind of scaling.
 RAMP = {
     "none": (),
     "yarn": ("beta_fast", "beta_slow"),
@@ -42,7 +42,7 @@ RAMP = {
 _BETA_FAST, _BETA_SLOW = 32.0, 1.0  # defaults (YaRN, section 3.2)
 _LOW_FREQ_FACTOR, _HIGH_FREQ_FACTOR = 1.0, 4.0  # Llama 3.1
 
-# The configuration key that takes each value and bounds it: first integers that every file has.
+# The configuration key whose value comes from each key of config.json. It also gives the range.
 _SHAPE_KEYS = {
     "vocab_size": "model.vocab_size",
     "hidden_size": "model.hidden_size",
@@ -67,23 +67,20 @@ _KEYS = {
 }
 
 
-def _format_value(value: Any) -> str:
-    """Format a JSON value for a message; strings have no quotes."""
-    if not isinstance(value, str):
-        return _format_json(value)
-    return value if len(value) <= 60 else f"{value[:60]}..."
+def _format_value(value: Any, quotes: bool = False) -> str:
+    """Format a JSON value for a message, cut to 60 characters.
 
-
-def _format_json(value: Any) -> str:
+    quotes: whether a string gets quotes.
+    """
     try:
-        text = json.dumps(value)
-    except (ValueError, RecursionError):  # more digits than Python writes
+        text = value if isinstance(value, str) and not quotes else json.dumps(value)
+    except (ValueError, RecursionError):  # such as an integer with too many digits for Python
         text = "..."
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 class _ConfigFields:
-    """Reads typed fields of a JSON object and collects all problems."""
+    """The fields of a JSON object. Reading an invalid field adds a line to ``problems``."""
 
     def __init__(self, path: Path, raw: dict[str, Any]) -> None:
         self.path, self.raw, self.problems = path, raw, list[str]()
@@ -94,7 +91,10 @@ class _ConfigFields:
     def number(self, key: str, kind: type, default: Any = None) -> Any:
         """Return the positive number under ``key``, or ``default`` if it is missing or null.
 
-        Records a problem if the value is invalid, or missing without a default.
+        If the value is invalid, or missing without a default, record a problem and return 1.
+
+        Args:
+            kind: int or float.
         """
         value = self.raw.get(key)
         value = default if value is None else value
@@ -112,25 +112,29 @@ class _ConfigFields:
         return kind(1)
 
     def flag(self, key: str) -> bool:
-        """Return the boolean under ``key``; a missing or null value is false."""
+        """Return the boolean under ``key``. A missing or null value counts as false."""
         value = self.raw.get(key)
         if value is not None and not isinstance(value, bool):
             self.problem(f"{key}={_format_value(value)}: must be true or false")
         return value is True
 
     def refuse(self, key: str, allowed: Any) -> None:
-        """Record a problem if ``key`` has another value than ``allowed`` or null.
+        """Record a problem if ``key`` has a value other than ``allowed`` or null.
 
-        For features that the decoder does not have.
+        Such a value asks for a feature that the decoder does not have.
         """
         value = self.raw.get(key)
         if value is not None and value != allowed:
-            only = json.dumps(allowed)
-            self.problem(f"{key}={_format_json(value)} is not supported; only {only} is")
+            shown, only = _format_value(value, quotes=True), json.dumps(allowed)
+            self.problem(f"{key}={shown} is not supported; only {only} is")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if there is none."""
+    """Return the object in a JSON file of a Hugging Face folder.
+
+    Raises:
+        ConfigError: the file is missing or has no JSON object.
+    """
     try:
         raw = documents.read_json(path)
     except FileNotFoundError:
@@ -140,15 +144,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as JSON ({documents.reason(error)})") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: must hold a JSON object")
+        raise ConfigError(f"{path}: must contain a JSON object")
     return raw
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, int]:
-    """Return the model of ``folder``/config.json and its max_position_embeddings (tokens).
+    """Return the model that config.json describes, and its max_position_embeddings in tokens.
 
     Raises:
-        ConfigError: lists every missing field and every feature that the decoder lacks.
+        ConfigError: config.json is missing or invalid, or asks for a feature that the decoder does
+            not have. The message has a line for each problem.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -196,8 +201,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
         )
     if model.head_dim % 2:
         raise ConfigError(
-            f"{path}: head_dim={model.head_dim}: must be even, since rotary embedding turns pairs "
-            "of dimensions"
+            f"{path}: head_dim={model.head_dim}: must be even, because rotary embedding rotates "
+            "pairs of dimensions"
         )
     return model, max_position
 
@@ -234,10 +239,10 @@ def _read_rope(outer: _ConfigFields, max_position: int) -> RopeConfig:
 
 
 def _rope_parameters(outer: _ConfigFields) -> dict[str, Any]:
-    """Return the rotary settings under their names in transformers 5.
+    """Return the rotary settings by their names in transformers 5.
 
-    They may be in several places of config.json. Two different values for one setting are a
-    problem: the version of transformers decides which one counts.
+    A setting may be in several places of config.json. If its values differ, record a problem:
+    versions of transformers disagree on which value counts.
     """
     objects = {key: _rope_object(outer, key) for key in ("rope_scaling", "rope_parameters")}
     settings_by_name: dict[str, tuple[str, Any]] = {}
@@ -276,7 +281,7 @@ def _rope_object(outer: _ConfigFields, key: str) -> dict[str, Any]:
 
 
 def _refuse_sliding_windows(fields: _ConfigFields, family: str) -> None:
-    """Refuse sliding windows: every layer attends to the whole sequence."""
+    """Record a problem if a layer has a sliding window. The decoder has none."""
     fields.refuse("use_sliding_window", False)
     if family == "mistral":
         if "sliding_window" not in fields.raw:
@@ -295,9 +300,10 @@ def _refuse_sliding_windows(fields: _ConfigFields, family: str) -> None:
 
 
 def remarks(folder: Path) -> list[str]:
-    """Return one line per setting of config.json that mtrain ignores.
+    """Return one line for each setting of config.json that mtrain ignores.
 
-    Raises ConfigError if the file cannot be read.
+    Raises:
+        ConfigError: config.json cannot be read.
     """
     path = folder / "config.json"
     raw = read_json(path)
@@ -312,8 +318,8 @@ def remarks(folder: Path) -> list[str]:
 
 
 def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
-    """Refuse YaRN variants whose angles or temperature differ from `rope.py`."""
-    # Imports torch, which commands that only compose a configuration do not need.
+    """Record a problem for a variant of YaRN that `rope.py` does not have."""
+    # `rope` imports torch, which takes seconds. Commands that only read settings should start fast.
     from mtrain_cli.model.rope import attention_factor
 
     assert isinstance(rope.factor, float)
@@ -334,27 +340,28 @@ def _refuse_other_yarn(fields: _ConfigFields, rope: RopeConfig) -> None:
 
 
 def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str) -> dict[str, Any]:
-    """Return the config.json from which transformers 4 and 5 rebuild ``model``.
+    """Return the content of a config.json that describes ``model`` to transformers 4 and 5.
 
     Args:
-        rope_factor: how far positions are stretched.
-        seq: tokens per sequence that the model was trained on.
+        rope_factor: how far positions are stretched (`rope.rope_factor`).
+        seq: tokens per sequence in training.
+        dtype: name of the dtype of the weights, such as ``bfloat16``.
 
     Raises:
-        ConfigError: no architecture of the family has this shape.
+        ConfigError: no Hugging Face model of this family has this shape.
     """
     expected = (model.family == "qwen2", model.family == "qwen3")
     if (model.qkv_bias, model.qk_norm) != expected:
         raise ConfigError(
             f"model.qkv_bias={model.qkv_bias}, model.qk_norm={model.qk_norm}: a Hugging Face "
-            f"{model.family} model has qkv_bias={expected[0]}, qk_norm={expected[1]}; choose the "
-            "family that fits, or train with these values"
+            f"{model.family} model has qkv_bias={expected[0]}, qk_norm={expected[1]}. Choose the "
+            "model.family that fits, or train with these values."
         )
     if model.family == "llama" and model.hidden_size % model.num_heads:
         raise ConfigError(
-            f"model.num_heads={model.num_heads}: transformers has no llama model whose "
-            f"model.hidden_size={model.hidden_size} they do not divide; model.family=mistral "
-            "computes the same without that condition"
+            f"model.num_heads={model.num_heads}: must divide model.hidden_size={model.hidden_size} "
+            "in a llama model of transformers. Use model.family=mistral, which computes the same "
+            "without that condition."
         )
     rope = model.rope
     scaling: dict[str, Any] | None = None
@@ -365,7 +372,7 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
             "original_max_position_embeddings": rope.original_max_position,
         }
         scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
-    # transformers warns unless the ratio of the two lengths is YaRN's factor.
+    # For YaRN, transformers warns unless this length is the original length times the factor.
     max_position = (
         round(rope_factor * rope.original_max_position)
         if rope.scaling == "yarn"
@@ -391,22 +398,23 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
 
 
 def require_accepted(config: dict[str, Any]) -> None:
-    """Build transformers' configuration class from a config.json, if transformers is installed.
+    """Check that transformers accepts a config.json. Check nothing if it is not installed.
 
-    Raises ConfigError if it rejects the file: an export that nothing can open is useless.
+    Raises:
+        ConfigError: transformers rejects the file.
     """
     try:
         import transformers
-    except Exception:  # missing or broken: exporting does not need it
+    except Exception:  # it is missing or broken, and writing a folder does not need it
         return
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
         transformers.AutoConfig.for_model(**config)
-    except Exception as error:  # versions differ in what they raise
+    except Exception as error:  # the type differs between versions
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"model.family={config['model_type']}: transformers {transformers.__version__} refuses "
+            f"model.family={config['model_type']}: transformers {transformers.__version__} rejects "
             f"this shape ({reason})"
         ) from None
     finally:

@@ -1,4 +1,4 @@
-"""Random initialisation that does not depend on how parameters are sharded."""
+"""Initialise parameters with values that do not depend on how the parameters are sharded."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from mtrain_cli.model.decoder import Decoder
 
 
 def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) -> None:
-    """Give every parameter its starting value, the same for any number of workers and any sharding.
+    """Set every parameter to its initial value.
 
-    Matrices are normal(0, init_std); those that write to the residual stream are divided by sqrt(2
-    num_layers) (GPT-2's report, section 2.3). Norms are 1, biases 0. Each parameter has its own
-    generator, seeded from (seed, name): every worker draws the whole matrix, one at a time, and
-    keeps its shard.
+    - Norm weights are 1 and biases are 0.
+    - The elements of a matrix are drawn from a normal distribution with standard deviation
+      ``init_std``.
+    - For the output projection and the MLP's down projection, which add to the residual stream,
+      ``init_std`` is divided by sqrt(2 num_layers) (GPT-2's report, section 2.3).
+
+    Every worker draws each whole matrix, one after another, and keeps only its shard. The random
+    generator of a matrix is seeded from ``seed`` and the parameter's name.
 
     Args:
-        device: where numbers are drawn, by default where the parameters are; needs room for the
-            largest matrix. CPU and CUDA generators differ. If a GPU run keeps its
-            parameters in host memory, pass the GPU: this is faster, and a seed gives the same
-            weights as with parameters on the GPU.
+        device: device on which the numbers are drawn. It needs memory for the largest matrix. The
+            default is the parameter's device. CPU and CUDA generators give different numbers: pass
+            the GPU if a GPU run keeps its parameters in host memory, so that they start as they
+            would on the GPU.
     """
     residual_std = decoder.model_config.init_std / math.sqrt(2 * decoder.model_config.num_layers)
     for name, parameter in decoder.named_parameters():
@@ -51,7 +55,7 @@ def _fill_normal(parameter: Tensor, std: float, seed: int, device: torch.device)
         .to(parameter.device)
     )
     if isinstance(parameter, DTensor):
-        # src_data_rank=None: send nothing; each worker cuts its shard from the matrix that it drew.
+        # With src_data_rank=None nothing is sent: each worker cuts its shard from its own matrix.
         matrix = distribute_tensor(
             matrix, parameter.device_mesh, parameter.placements, src_data_rank=None
         )

@@ -1,6 +1,6 @@
-"""Run a decoder layer in less memory or time, with the result of `DecoderLayer.forward`.
+"""Run a decoder layer in less memory or time, with the same result as `DecoderLayer.forward`.
 
-Shapes are named as in `decoder.py`.
+Shape suffixes are those of `decoder.py`.
 """
 
 from __future__ import annotations
@@ -9,33 +9,32 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mtrain_cli.model.decoder import Attend, DecoderLayer
 from mtrain_cli.model.feed_forward import FeedForwardOptions, FeedForwardWeights, feed_forward
 from mtrain_cli.model.rope import Rotation
 from mtrain_cli.model.tiling import tile_rows
 from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 
-if TYPE_CHECKING:
-    from mtrain_cli.model.decoder import Attend, DecoderLayer
-
 
 @dataclass(frozen=True)
 class LayerExecution:
-    """Run a layer in three stages: `project`, attention, `finish` or `feed_forward`.
+    """How a layer runs.
 
-    recompute: keep only the layer's input. Backward starts with a second forward pass, which
-        repeats `project`, reuses the tensors that attention kept, and computes only the inputs of
-        `feed_forward`. The checkpoint modes differ in the tensors that attention keeps.
-    compile: compile the first and the last stage.
-    tile_bytes: maximum bytes of temporaries after attention; 0 = no bound.
-    keep_products: `feed_forward` keeps the results of its products for backward. Without
-        ``recompute`` and tiles, autograd keeps everything anyway.
-    offload: where the layer's input stays until backward; None = on the device.
+    recompute: checkpoint the layer. Only its input is kept. The backward pass first runs a second
+        forward pass: it repeats `project`, reuses the tensors that attention kept, and computes the
+        inputs of `feed_forward`. (The modes of ``train.activation_checkpoint`` differ only in what
+        attention keeps.)
+    compile: compile `project` and the operations after attention.
+    tile_bytes: maximum bytes of temporary tensors after attention. 0 means no limit.
+    keep_products: keep the matrix products of `feed_forward` for the backward pass. This has an
+        effect only with ``recompute`` or tiles: otherwise autograd keeps all intermediate results.
+    offload: host memory for the layer's input until the backward pass. None keeps the input on the
+        device. Requires ``recompute``.
     """
 
     recompute: bool = False
@@ -49,16 +48,23 @@ class LayerExecution:
             "only the input of a second forward pass can be offloaded"
         )
 
-    def run(self, layer: DecoderLayer, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
+
+class ExecutedLayer(DecoderLayer):
+    """A decoder layer that runs as its ``execution`` says. See `parallelize.execute_layers`."""
+
+    execution: LayerExecution
+
+    def forward(self, x_BNC: Tensor, rope: Rotation, attend: Attend) -> Tensor:
         passes = _Passes()
-        compute = partial(self._stages, layer, rope=rope, attend=attend, passes=passes)
-        if not self.recompute:
+        compute = partial(self._stages, rope=rope, attend=attend, passes=passes)
+        if not self.execution.recompute:
             return compute(x_BNC)
-        # Checkpoint inside forward: FSDP's hooks, which gather parameters around forward, are then
-        # neither rerun nor compiled.
-        with nullcontext() if self.offload is None else _input_offloaded(self.offload, layer.index):
-            # Nothing in a layer is random. Preserving the random state would synchronise with the
-            # GPU.
+        # The checkpoint is inside `forward`, and FSDP gathers parameters in hooks around `forward`.
+        # So the second forward pass does not gather them again.
+        offload = self.execution.offload
+        with nullcontext() if offload is None else _input_offloaded(offload, self.index):
+            # Saving the state of the random generators would synchronise with the GPU. Layers use
+            # no random numbers.
             return checkpoint(
                 compute,
                 x_BNC,
@@ -67,42 +73,41 @@ class LayerExecution:
                 context_fn=passes.contexts,
             )
 
-    def _stages(
-        self, layer: DecoderLayer, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes
-    ) -> Tensor:
-        project, finish = stage_functions(self.compile)
-        # No name holds q, k and v, so they are freed after attention.
-        out_BNHD = attend(*project(layer, x_BNC, rope.cos_BN1F, rope.sin_BN1F), layer.index)
+    def _stages(self, x_BNC: Tensor, rope: Rotation, attend: Attend, passes: _Passes) -> Tensor:
+        execution, mlp = self.execution, self.mlp
+        project, finish = stage_functions(execution.compile)
+        # No variable refers to q, k and v, so their memory is free after attention.
+        out_BNHD = attend(*project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
         tokens = x_BNC.shape[0] * x_BNC.shape[1]
         rows = tile_rows(
             tokens,
-            layer.mlp.down_proj.out_features,
-            layer.mlp.down_proj.in_features,
+            mlp.down_proj.out_features,
+            mlp.down_proj.in_features,
             x_BNC.element_size(),
-            self.tile_bytes,
+            execution.tile_bytes,
         )
-        if not self.recompute and rows == tokens:
-            return finish(layer, x_BNC, out_BNHD)
+        if not execution.recompute and rows == tokens:
+            return finish(self, x_BNC, out_BNHD)
         options = FeedForwardOptions(
-            eps=layer.post_attention_layernorm.eps,
+            eps=self.post_attention_layernorm.eps,
             rows=rows,
-            layer=layer.index,
-            compile=self.compile,
+            layer=self.index,
+            compile=execution.compile,
             inputs_only=passes.second,
-            keep_products=self.keep_products and torch.is_grad_enabled(),
+            keep_products=execution.keep_products and torch.is_grad_enabled(),
         )
-        return feed_forward(x_BNC, out_BNHD, FeedForwardWeights.of(layer), options)
+        return feed_forward(x_BNC, out_BNHD, FeedForwardWeights.of(self), options)
 
 
 def project(
     layer: DecoderLayer, x_BNC: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute everything before attention."""
+    """Compute the part of a layer before attention. Return q, k and v."""
     return layer.self_attn.project(layer.input_layernorm(x_BNC), cos_BN1F, sin_BN1F)
 
 
 def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
-    """Compute everything after attention, as autograd does."""
+    """Compute the part of a layer after attention, with autograd's own backward pass."""
     x_BNC = x_BNC + layer.self_attn.o_proj(out_BNHD.flatten(-2))
     return x_BNC + layer.mlp(layer.post_attention_layernorm(x_BNC))
 
@@ -111,17 +116,20 @@ def finish(layer: DecoderLayer, x_BNC: Tensor, out_BNHD: Tensor) -> Tensor:
 def stage_functions(
     compile: bool,
 ) -> tuple[Callable[..., tuple[Tensor, Tensor, Tensor]], Callable[..., Tensor]]:
-    """Return `project` and `finish`. All layers share one pair, so each is compiled only once."""
+    """Return `project` and `finish`, compiled if asked.
+
+    All layers share the two functions. Each is therefore compiled only once.
+    """
     if not compile:
         return project, finish
     return torch.compile(project, dynamic=False), torch.compile(finish, dynamic=False)
 
 
 def _input_offloaded(offload: ActivationOffload, layer: int) -> AbstractContextManager[None]:
-    """Return a context in which the checkpointed layer's input is saved to host memory."""
+    """Return a context in which `checkpoint` saves the layer's input to host memory."""
 
     def offload_input(saved: Tensor) -> Kept:
-        # Some versions of `checkpoint` also save an empty tensor of their own.
+        # Some versions of `checkpoint` also save an empty tensor. Keep that on the device.
         return offload.put(layer, saved) if saved.numel() else saved
 
     return torch.autograd.graph.saved_tensors_hooks(
@@ -130,16 +138,16 @@ def _input_offloaded(offload: ActivationOffload, layer: int) -> AbstractContextM
 
 
 class _Passes:
-    """Which forward pass of a layer call is running.
+    """The forward passes of one call of a layer.
 
-    second: the pass that recomputes what backward needs.
+    second: whether the second forward pass is running, the one that the backward pass starts.
     """
 
     def __init__(self) -> None:
         self.second = False
 
     def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of the first and the second pass, as `checkpoint` expects them."""
+        """Return a context for each of the two passes, as `checkpoint` expects."""
         return nullcontext(), self._second_pass()
 
     @contextmanager

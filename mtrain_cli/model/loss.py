@@ -1,11 +1,12 @@
-"""Fuse LM head and cross entropy, with the logits of only a few rows in memory.
+"""Compute LM head and cross entropy together, with the logits of only a few rows in memory.
 
-By default the gradients of the inputs and of the LM head are formed while a chunk's logits exist
-(BurstEngine, SC '25, algorithm 3), with three matrix products and no recomputation. Alternatively
-only the inputs are kept, and backward recomputes the logits with a fourth product. A chunk has a
-fixed number of bytes, which does not grow with the sequence.
+The rows are processed in chunks. The logits of a chunk take a fixed number of bytes, whatever the
+length of the sequence. There are two ways to get the gradients of the inputs and of the LM head:
+- By default they are computed in the forward pass, while the logits of a chunk exist (BurstEngine,
+  SC '25, algorithm 3). This takes three matrix products.
+- With ``recompute`` only the inputs are kept. Backward computes the logits again, a fourth product.
 
-N local tokens, C hidden, V vocabulary, R rows of one chunk.
+Shape suffixes: N local tokens, C hidden size, V vocabulary size, R rows of one chunk.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from mtrain_cli.parallel import profiler_labels
 class LossOptions:
     """How to compute the loss.
 
-    chunk_bytes: bytes of float32 logits held at a time, that is ``max(1, chunk_bytes // (4 V))``
-        rows. With bfloat16 input, their bfloat16 gradient is held too.
-    z_loss: coefficient of the z-loss; 0 for the loss alone.
-    recompute: form the gradients in backward, from recomputed logits.
-    compile: fuse the operations between the matrix products.
+    chunk_bytes: maximum bytes of the float32 logits of a chunk. A chunk has at least one row. For
+        bfloat16 input, the bfloat16 gradient of the logits takes memory in addition.
+    z_loss: coefficient of the z-loss (`with_z_loss`). 0 turns the z-loss off.
+    recompute: compute the gradients in backward, from recomputed logits.
+    compile: compile the operations between the matrix products.
     """
 
     chunk_bytes: int = 1 << 20
@@ -44,23 +45,26 @@ class LossOptions:
 def with_z_loss(
     x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, scale: float | Tensor, options: LossOptions
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss with z-loss, and the loss alone without gradient.
+    """Return the total loss, which includes the z-loss, and the cross entropy alone.
 
-    The loss is ``scale`` times the sum over rows of -log softmax(x W^T)[label]. z-loss adds
-    ``scale`` times the sum of z_loss * logsumexp(x W^T)^2 over the rows that count. This term keeps
-    logits from drifting (PaLM, arXiv:2204.02311, section 5, with 1e-4; ST-MoE, arXiv:2202.08906,
-    equation 5).
+    - The cross entropy is ``scale`` times the sum of -log softmax(x W^T)[label] over all rows.
+    - The z-loss is ``scale`` times the sum of z_loss * logsumexp(x W^T)^2 over all rows. It keeps
+      logits from drifting (PaLM, arXiv:2204.02311, section 5, with coefficient 1e-4; ST-MoE,
+      arXiv:2202.08906, equation 5).
 
-    Both are float32 scalars (float64 for float64 input). The first is differentiable in x and W.
-    Rows with label -100 do not count; if no row counts, both results and both gradients are exactly
-    0. dW is summed over chunks in float32 and returned in the weight's dtype. No gradient is
-    computed under ``torch.no_grad``.
+    Rows with label -100 are left out of both sums. If all rows are left out, both results and all
+    gradients are exactly 0.
 
-    Never synchronises with a GPU. On CUDA a label outside [0, V) therefore makes the loss and its
-    row's gradient NaN, which the trainer's check for non-finite steps reports.
+    Both results are float32 scalars, or float64 for float64 input. Only the total has gradients,
+    for x and W. The gradient of W is summed over chunks in float32 and returned in the dtype of W.
+    Under ``torch.no_grad`` no gradient is computed.
+
+    The function does not synchronise with a GPU, so it cannot raise an error for a label on CUDA. A
+    label outside [0, V) makes the loss and the gradient of its row NaN. The trainer then reports a
+    step that is not finite.
 
     Args:
-        scale: a number, or a 0-dim tensor without gradient.
+        scale: a number, or a 0-dimensional tensor without gradient.
 
     Raises:
         ValueError: a label is outside [0, V) (CPU only).
@@ -72,7 +76,7 @@ def with_z_loss(
     assert x_NC.dtype == weight_VC.dtype, (x_NC.dtype, weight_VC.dtype)
     if labels_N.device.type == "cpu":
         _check_labels(labels_N, vocab_size)
-    # Compiled code would treat a Python number as a constant and recompile for every new value.
+    # Compiled code treats a Python number as a constant. It would be compiled anew for each value.
     scale_tensor = (
         scale
         if isinstance(scale, Tensor)
@@ -132,10 +136,14 @@ def _chunks(
     scale: Tensor,
     needed: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the loss with and without z-loss, and the gradients of x and W that are ``needed``."""
+    """Return total loss, cross entropy, gradient of x and gradient of W.
+
+    Args:
+        needed: whether to compute the gradient of x and of W. The others are None.
+    """
     x_needed, weight_needed = needed
     dtype = accumulation_dtype(x_NC.dtype)
-    # Empty tensors stand in for gradients that are not needed, so every chunk takes the same path.
+    # For a gradient that is not needed, the loop below gets an empty tensor.
     dx_NC = torch.empty_like(x_NC if x_needed else x_NC[:, :0])
     dweight_VC = torch.zeros_like(weight_VC if weight_needed else weight_VC[:0], dtype=dtype)
     loss = torch.zeros((), dtype=dtype, device=x_NC.device)
@@ -156,7 +164,7 @@ def _chunks(
             torch.mm(dlogits_RV, weight_VC, out=dx_RC)
         if weight_needed:
             add_matmul(dweight_VC, dlogits_RV.t(), x_RC)
-        del logits_RV, dlogits_RV  # or they would coexist with the next chunk's
+        del logits_RV, dlogits_RV  # free them before the next chunk allocates its logits
     return (
         total,
         loss,
@@ -172,11 +180,14 @@ def _row_losses(
     gradient_dtype: torch.dtype | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each row's unscaled loss without and with z-loss, and the scaled gradient.
+    """Return the cross entropy and the total loss of each row, and the gradient of the logits.
 
-    The gradient of the loss with z-loss by the logits is ``scale`` * (softmax * (1 + 2 z_loss
-    logsumexp) - one_hot), in ``gradient_dtype``; unspecified if that is None. Overwrites
-    ``logits_RV``, and returns it if it has the requested dtype.
+    The two losses are not yet multiplied by ``scale``. The gradient is that of the scaled total:
+    ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
+
+    Args:
+        logits_RV: overwritten. If it has ``gradient_dtype``, the gradient is written into it.
+        gradient_dtype: dtype of the gradient. With None, the third result is meaningless.
     """
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
@@ -203,10 +214,11 @@ def _row_losses_out_of_place(
     gradient_dtype: torch.dtype | None,
     z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `_row_losses` for a compiler, if the gradient has another dtype than the logits.
+    """Return the result of `_row_losses`, in a form that suits a compiler.
 
-    Exponentials are computed twice and never stored. Compiled code turns a tensor that is
-    overwritten into a new one; this version allocates only the gradient.
+    A compiler turns a tensor that is overwritten into a new tensor. This function overwrites
+    nothing and does not store the exponentials: compiled code computes them twice and allocates
+    only the gradient. Use it if the gradient's dtype differs from that of the logits.
     """
     label_R1 = _label_columns(labels_R, logits_RV.shape[1])
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
@@ -232,12 +244,12 @@ def _row_losses_out_of_place(
 
 @dataclass(frozen=True)
 class _RowTerms:
-    """Terms of every row.
+    """What the losses and gradients of the rows are made of.
 
-    loss_R: loss.
-    total_R: loss with z-loss.
-    factor_R1: factor of the exponentials in the gradient.
-    label_gradient_R1: gradient of the label's logit.
+    loss_R: cross entropy.
+    total_R: cross entropy plus z-loss.
+    factor_R1: the gradient of a logit is this factor times exp(logit - largest logit of the row).
+    label_gradient_R1: gradient of the label's logit, for which that formula does not hold.
     """
 
     loss_R: Tensor
@@ -255,11 +267,11 @@ def _row_terms(
     scale: Tensor,
     z_loss: float,
 ) -> _RowTerms:
-    """Return each row's cross entropy, its total with the z-loss, and its gradient's factors.
+    """Compute the `_RowTerms` from a few numbers per row.
 
     Args:
-        highest_R1: largest logit.
-        sum_R1: sum of exp(logit - highest).
+        highest_R1: largest logit of the row.
+        sum_R1: sum of exp(logit - highest) over the row.
         label_logit_R1: the label's logit minus highest.
     """
     ignored_R1 = (labels_R == IGNORED)[:, None]
@@ -268,8 +280,8 @@ def _row_terms(
         ignored_R1, 0.0, torch.where(inside_R1, sum_R1.log() - label_logit_R1, torch.nan)
     )
     factor_R1 = torch.where(ignored_R1, 0.0, torch.where(inside_R1, scale / sum_R1, torch.nan))
-    # The label's gradient is (softmax - one_hot) * sum in full precision: rounding a probability
-    # near 1 before the subtraction would lose the difference.
+    # Subtract in full precision. A probability near 1 that was rounded before the subtraction would
+    # lose its small difference from 1.
     label_exponential_R1 = label_logit_R1.exp()
     if not z_loss:
         return _RowTerms(
@@ -283,21 +295,21 @@ def _row_terms(
 
 
 def _label_columns(labels_R: Tensor, vocab_size: int) -> Tensor:
-    """Return the column of each row's label, [R, 1]; column 0 for a row without a valid label."""
+    """Return the column of each row's label, ``[R, 1]``, or column 0 if the label is invalid."""
     return torch.where((labels_R >= 0) & (labels_R < vocab_size), labels_R, 0)[:, None]
 
 
 @cache
 def _compiled(in_place: bool) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return the compiled row losses.
+    """Return a compiled function for the losses of a chunk's rows.
 
-    in_place: the gradient has the logits' dtype and takes their place.
+    in_place: whether the gradient has the dtype of the logits and overwrites them.
     """
     return torch.compile(_row_losses if in_place else _row_losses_out_of_place, dynamic=False)
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a @ b, accumulated and returned in ``dtype``."""
+    """Return a @ b in ``dtype``. The sums are accumulated in ``dtype``, too."""
     if a.dtype == dtype:
         return a @ b
     if a.is_cuda:
@@ -306,7 +318,7 @@ def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total, accumulated in total's dtype without a temporary of its size."""
+    """Add a @ b to ``total``, in the dtype of ``total``, without a temporary of that size."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.is_cuda:

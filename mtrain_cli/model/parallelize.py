@@ -1,4 +1,12 @@
-"""Set how a decoder runs on many workers, without a change to what it computes."""
+"""Prepare a decoder to run on many workers. What it computes stays the same.
+
+The order of the steps, from the innermost to the outermost:
+
+1. compile: the operations of a layer before attention and after it
+2. tiling: the part of a layer after attention, one tile of the sequence after another
+3. checkpointing: run a layer's forward pass again in the backward pass
+4. FSDP: gather a layer's weights around all of that, and shard its gradients
+"""
 
 from __future__ import annotations
 
@@ -10,7 +18,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from mtrain_cli.config.schema import Config, TrainConfig
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.layer_execution import LayerExecution
+from mtrain_cli.model.layer_execution import ExecutedLayer, LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.tiling import layers_with_products
 from mtrain_cli.parallel.activation_offload import ActivationOffload
@@ -26,19 +34,20 @@ def parallelize(
     compile: bool,
     offload: ActivationOffload | None,
 ) -> Decoder:
-    """Prepare a decoder on the meta device for training, in place. Return it, still empty.
+    """Prepare a decoder on the meta device for training, in place, and return it.
 
-    FSDP comes last. Its hooks gather weights around the whole layer, so recomputation, tiles and
-    compiled code inside the layer see whole weights.
+    The parameters stay on the meta device. The caller allocates them.
 
     Args:
-        dtype: layers compute in it.
-        compile: compile what lies between communication.
-        offload: where recomputed layers keep their inputs; None: on the device.
+        mesh: the workers that share the parameters.
+        dtype: dtype in which the layers compute.
+        compile: whether to compile the operations between communication.
+        offload: host memory for the inputs of checkpointed layers. None keeps the inputs on the
+            device.
     """
     set_execution(decoder, config.train, compile=compile, offload=offload)
     if config.optim.offload:
-        decoder.to(dtype)  # the host keeps the float32 weights
+        decoder.to(dtype)  # the float32 weights are in host memory
     shard_parameters(
         decoder,
         mesh,
@@ -46,7 +55,7 @@ def parallelize(
         shard=config.train.shard,
         reduce_dtype=getattr(torch, config.train.reduce_dtype),
     )
-    # Evaluation calls this method, for which FSDP must gather the root's parameters, too.
+    # Evaluation calls this method instead of `forward`. FSDP must gather weights for it, too.
     register_fsdp_forward_method(decoder, "token_losses")
     return decoder
 
@@ -58,11 +67,11 @@ def set_execution(
     compile: bool = False,
     offload: ActivationOffload | None = None,
 ) -> None:
-    """Set how the layers and the loss compute: checkpoints, tiles, kept products, compilation."""
+    """Set up compilation, tiling and checkpointing of the layers, and the options of the loss."""
     execution = LayerExecution(
-        recompute=train.activation_checkpoint != "none",
         compile=compile,
         tile_bytes=train.tile_mib << 20,
+        recompute=train.activation_checkpoint != "none",
         offload=offload,
     )
     execute_layers(decoder, execution, keep_mlp=train.keep_mlp)
@@ -77,8 +86,15 @@ def set_execution(
 def execute_layers(
     decoder: Decoder, execution: LayerExecution, *, keep_mlp: bool | int = False
 ) -> None:
-    """Run all layers in one way. The last layers also keep their products (``train.keep_mlp``)."""
+    """Make all layers of a decoder run as ``execution`` says. Parameters and names do not change.
+
+    Args:
+        keep_mlp: value of ``train.keep_mlp``. It selects layers, counted from the last, that also
+            keep the results of their matrix products for the backward pass.
+    """
     layers = len(decoder.layers)
     first_kept = layers - layers_with_products(keep_mlp, layers)
     for index, layer in enumerate(decoder.layers):
+        # As FSDP2 does, change the class and not the module: parameters keep their names.
+        layer.__class__ = ExecutedLayer
         layer.execution = replace(execution, keep_products=index >= first_kept)  # type: ignore

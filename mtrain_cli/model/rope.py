@@ -1,10 +1,13 @@
-"""Rotary position embedding, plain or stretched beyond the model's original length.
+"""Rotary position embedding.
 
-Plain: RoFormer (arXiv:2104.09864), section 3.2. Stretched: YaRN (arXiv:2309.00071), sections 3.2 to
-3.4, or Llama 3.1's scaling. Heads have Hugging Face's half-split layout: dimension i turns with
-dimension i + D/2.
+Each pair of dimensions of a head is rotated by an angle: the token's position times the pair's
+frequency. Dimensions i and i + D/2 form a pair, as in Hugging Face. Frequencies are one of:
+- plain: RoFormer (arXiv:2104.09864), section 3.2
+- yarn: YaRN (arXiv:2309.00071), sections 3.2 to 3.4, for sequences longer than the original length
+- llama3: the scaling of Llama 3.1, also for longer sequences
 
-B batch, N local tokens, H heads (query or KV), D head dim, F = D/2 frequencies.
+Shape suffixes: B batch, N local tokens, H heads (query or KV), D head dimension, F = D/2
+frequencies.
 """
 
 from __future__ import annotations
@@ -22,8 +25,8 @@ from mtrain_cli.config.schema import ConfigError, RopeConfig
 class Rotation:
     """Cosine and sine of every token's angles, float32 ``[B, N, 1, F]``.
 
-    A plain dataclass on purpose: FSDP2 casts floating-point tensors among a module's arguments, but
-    not those inside a dataclass.
+    This is a dataclass so that the values stay float32: FSDP2 casts the tensors that a module
+    receives as arguments, but not the tensors inside a dataclass.
     """
 
     cos_BN1F: Tensor
@@ -31,12 +34,12 @@ class Rotation:
 
 
 def rope_factor(rope: RopeConfig, seq: int) -> float:
-    """Return how far positions are stretched when training on ``seq`` tokens.
+    """Return the factor by which positions are stretched for sequences of ``seq`` tokens.
 
-    ``auto`` gives max(1, seq / original_max_position).
+    It is 1 without scaling. ``model.rope.factor=auto`` gives max(1, seq / original_max_position).
 
     Raises:
-        ConfigError: the factor is neither ``auto`` nor a number of at least 1.
+        ConfigError: ``model.rope.factor`` is neither ``auto`` nor a number of at least 1.
     """
     if rope.scaling == "none":
         return 1.0
@@ -54,18 +57,18 @@ def rope_factor(rope: RopeConfig, seq: int) -> float:
 
 
 def attention_factor(rope: RopeConfig, factor: float) -> float:
-    """Return the factor of cosine and sine, YaRN's temperature 0.1 ln(factor) + 1 (section 3.4).
+    """Return the factor that multiplies cosine and sine.
 
-    1 without YaRN.
+    For YaRN it is the temperature 0.1 ln(factor) + 1 (section 3.4), otherwise 1.
     """
     return 0.1 * math.log(factor) + 1.0 if rope.scaling == "yarn" else 1.0
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tensor:
-    """Return the radians per position of each pair of dimensions, float32 ``[F]`` on the CPU.
+    """Return the frequency of each pair of dimensions in radians per position, float32 ``[F]``.
 
-    The result is on the CPU even under ``torch.device("meta")``. It is float32, because released
-    models were trained with exactly this rounding.
+    The result is on the CPU, even under ``torch.device("meta")``. Released models were trained with
+    frequencies rounded to float32, so they are not float64.
     """
     exponents_F = torch.arange(0, head_dim, 2, device="cpu").float() / head_dim
     plain_F = 1.0 / rope.theta**exponents_F
@@ -80,11 +83,12 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, factor: float) -> Tenso
 
 
 def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the unscaled share of each frequency: 1 for fast dimensions, 0 for slow ones.
+    """Return how much of each plain frequency YaRN keeps, ``[F]``.
 
-    The ramp runs between the dimensions that turn beta_fast and beta_slow times over the original
-    length; the stretched length would give another model. It is linear in the dimension, as in
-    released implementations, not in turns as in the paper.
+    1 keeps the plain frequency, 0 divides it by the factor. Dimensions that turn at least beta_fast
+    times over the model's original length have 1, dimensions that turn at most beta_slow times have
+    0. In between the share falls linearly with the dimension, as in released implementations. (In
+    the paper it falls linearly with the number of turns.)
     """
 
     def dimension_that_turns(times: float) -> float:
@@ -101,9 +105,10 @@ def _yarn_unscaled_share(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
-    """Return the share as `_yarn_unscaled_share` does, with Llama 3.1's ramp.
+    """Return how much of each plain frequency Llama 3.1's scaling keeps, ``[F]``.
 
-    It is linear in turns over the original length, from low_freq_factor to high_freq_factor.
+    The share grows linearly with the number of turns over the original length: from 0 at
+    low_freq_factor turns to 1 at high_freq_factor turns.
     """
     turns_F = rope.original_max_position * plain_F / (2 * math.pi)
     return (
@@ -114,10 +119,12 @@ def _llama3_unscaled_share(rope: RopeConfig, plain_F: Tensor) -> Tensor:
 def rotation(
     positions_BN: Tensor, inverse_frequencies_F: Tensor, attention_factor: float
 ) -> Rotation:
-    """Return cosine and sine for tokens at any integer positions, in any order.
+    """Return the cosine and sine of the angles of tokens at any positions, in any order.
 
-    Angles are float64: at position 4M a float32 angle is off by up to a quarter of a radian, and
-    q.k would not depend on distance alone. Both tensors must be on one device.
+    Angles are computed in float64. In float32 an angle at position 4 million is wrong by up to a
+    quarter of a radian, so q.k would not depend only on the distance of two tokens.
+
+    Both tensors must be on the same device.
     """
     angles_BN1F = (positions_BN[..., None].double() * inverse_frequencies_F.double()).unsqueeze(-2)
     return Rotation(
@@ -127,9 +134,9 @@ def rotation(
 
 
 def rotate(x_BNHD: Tensor, cos_BN1F: Tensor, sin_BN1F: Tensor) -> Tensor:
-    """Turn each pair (i, i + D/2) of every head by its token's angle.
+    """Rotate each pair of dimensions (i, i + D/2) of every head by the token's angle.
 
-    Computed in float32; returned contiguous in x's dtype.
+    The rotation is computed in float32. The result is contiguous and has the dtype of the input.
     """
     a, b = x_BNHD.chunk(2, dim=-1)
     return torch.cat(

@@ -1,6 +1,7 @@
-"""Tokens per tile of the sequence, and layers that keep their MLP products.
+"""How many tokens a tile of the sequence has, and how many layers keep their MLP products.
 
-Does not import PyTorch, so that planning can use it.
+`feed_forward.py` computes the second half of a layer tile by tile. Planning reads the same numbers,
+so this module does not import PyTorch.
 """
 
 from __future__ import annotations
@@ -9,14 +10,22 @@ _PRODUCT_ROWS = 128
 
 
 def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_bytes: int) -> int:
-    """Return the tokens per tile, so that temporaries take at most ``tile_bytes``.
+    """Return the number of tokens per tile.
 
-    0 means no bound: one tile of all tokens. At the MLP's gate a token has six tensors of the
-    intermediate width and four of the hidden width. Equal tiles are compiled once, so take a number
-    of tiles that divides the tokens if one lies at most a quarter (or one) above the minimum. More
-    tiles would cost: tiles of 1,024 tokens take an extra half millisecond each per pass on an H200
-    (profiles/notes.md). Otherwise only the last tile is smaller.
+    Tiles of equal size are compiled only once. So prefer a number of tiles that divides the tokens,
+    up to a quarter (at least one) more tiles than necessary. More tiles than that would be too
+    slow: each tile of 1,024 tokens adds half a millisecond per pass on an H200 (profiles/notes.md).
+    If no such number exists, the last tile is smaller than the others.
+
+    Args:
+        tokens: tokens of all sequences of a batch on this worker.
+        hidden, intermediate: sizes of the model.
+        itemsize: bytes per element.
+        tile_bytes: maximum bytes of a tile's temporary tensors. 0 means no limit, so one tile has
+            all tokens.
     """
+    # At the MLP's gate, a token has six tensors of the intermediate size and four of the hidden
+    # size.
     row = itemsize * (6 * intermediate + 4 * hidden)
     if not tile_bytes or tokens * row <= tile_bytes:
         return tokens
@@ -26,14 +35,16 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
         min_tiles,
     )
     rows = min(-(-tokens // tiles), max(1, tile_bytes // row))
-    # Matrix products are fastest with multiples of their own tile size.
+    # Matrix products are fastest if the rows are a multiple of their kernel's tile size.
     aligned_rows = -(-rows // _PRODUCT_ROWS) * _PRODUCT_ROWS
     return aligned_rows if aligned_rows * row <= tile_bytes else rows
 
 
 def layers_with_products(keep: bool | int, layers: int) -> int:
-    """Return how many of the last layers keep their MLP's gate and up outputs for backward.
+    """Return how many layers, counted from the last, keep their MLP's gate and up outputs.
 
-    keep: ``train.keep_mlp``.
+    Args:
+        keep: value of ``train.keep_mlp``: all layers (True), none (False), or the number of layers.
+        layers: number of layers of the model.
     """
     return layers if keep is True else min(int(keep), layers)

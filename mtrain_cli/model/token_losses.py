@@ -1,4 +1,4 @@
-"""The loss of every token, for evaluation: without gradients, in chunks of rows as in training."""
+"""Compute the loss of every token for evaluation, without gradients."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from mtrain_cli.data.labels import IGNORED
 
 @torch.no_grad()
 def token_losses(x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_bytes: int) -> Tensor:
-    """Return -log softmax(x W^T)[label] of each row, float32 [N] (float64 for float64 input).
+    """Return the cross entropy -log softmax(x W^T)[label] of each row, ``[N]``.
 
-    0 where the label is -100. The logits of ``max(1, chunk_bytes // (4 V))`` rows exist at a time.
+    The result is float32, or float64 for float64 input. Rows with label -100 have loss 0.
+
+    Args:
+        chunk_bytes: maximum bytes of logits that are in memory at once. Rows are computed in
+            chunks that fit, with at least one row per chunk.
     """
     dtype = torch.float64 if x_NC.dtype == torch.float64 else torch.float32
     rows = max(1, chunk_bytes // (dtype.itemsize * weight_VC.shape[0]))

@@ -1,7 +1,7 @@
-"""Tokenizer files for exported weights, for transformers' AutoTokenizer, and ids of special tokens.
+"""The tokenizer files of an exported model, and the ids of its special tokens.
 
-Needs neither transformers nor tokenizers. The byte tokenizer is written as a ``tokenizer.json``
-with mtrain's ids.
+AutoTokenizer of transformers opens the files. Writing them needs neither transformers nor the
+tokenizers library. mtrain's own byte tokenizer becomes a ``tokenizer.json`` with the same ids.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _FILES = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", GENERATION_CONFIG,
     "tokenization_as_it_stands.py",
 )  # fmt: skip
-# Strings that hardly occur in text. If one does, transformers reads a token and mtrain bytes.
+# The texts of the byte tokenizer's special tokens. They should not occur in documents: transformers
+# would read such a text as one token, where mtrain reads its bytes.
 BYTE_SPECIALS = {"bos": "<|mtrain:begin|>", "eos": "<|mtrain:end|>", "pad": "<|mtrain:padding|>"}
-# For qwen2 transformers 5 replaces the normalizer and pre-tokenizer of tokenizer.json by Qwen's
-# own, unless auto_map names a class. Without trust_remote_code that class does not run, and
-# tokenizer.json is loaded as it is.
+# For a qwen2 model, transformers 5 replaces the normalizer and pre-tokenizer of tokenizer.json by
+# Qwen's, unless auto_map names a class. transformers then loads tokenizer.json unchanged. It runs
+# the class only with trust_remote_code.
 _CODE = "tokenization_as_it_stands.py"
 _CODE_CONTENT = (
     b'"""Loads tokenizer.json as it stands, also where transformers has a tokenizer of its own for '
@@ -39,11 +40,11 @@ _CODE_CONTENT = (
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The files of a tokenizer.
+    """The files of a tokenizer and the ids of its special tokens.
 
-    name: name of the tokenizer, for messages.
-    files: contents by file name.
-    ids: special token ids as in config.json.
+    name: name of the tokenizer for messages.
+    files: content of each file, by file name.
+    ids: the values of bos_token_id, eos_token_id and pad_token_id, as in config.json.
     """
 
     name: str
@@ -51,7 +52,10 @@ class TokenizerFiles:
     ids: Mapping[str, Any] = field(default_factory=lambda: NO_IDS)
 
     def for_family(self, family: str) -> TokenizerFiles:
-        """Return the files such that transformers gives the same ids for a model of ``family``."""
+        """Return files with which transformers gives the same ids for a model of ``family``.
+
+        Only a tokenizer that is not Qwen's but goes with a qwen2 model needs other files.
+        """
         config = _parse_object(self.files.get(TOKENIZER_CONFIG, b"{}"))
         is_qwen2 = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
         if family != "qwen2" or is_qwen2 or "auto_map" in config or TOKENIZER not in self.files:
@@ -61,7 +65,7 @@ class TokenizerFiles:
         return replace(self, files=files)
 
     def write(self, folder: Path) -> None:
-        """Write the files, and a generation_config.json with the ids."""
+        """Write the files to a folder, with the ids in generation_config.json."""
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         generation = _parse_object(self.files.get(GENERATION_CONFIG, b"{}"))
@@ -74,12 +78,13 @@ class TokenizerFiles:
 
 
 def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
-    """Return the tokenizer files of a Hugging Face folder and the ids of its config.json.
+    """Return the tokenizer of a Hugging Face folder, with the ids of its config.json.
 
-    eos: id that ends a document if the folder names none.
+    Args:
+        eos: id of the token that ends a document, if the folder does not name one.
 
     Raises:
-        ConfigError: the folder has no such files, or one cannot be read.
+        ConfigError: the folder has no tokenizer files, or a file cannot be read.
     """
     files = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
     if not files.keys() - {GENERATION_CONFIG}:
@@ -91,15 +96,19 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
 
 
 def of_file(path: Path, eos: int | None) -> TokenizerFiles:
-    """Return the files for a single tokenizer.json of any name.
+    """Return the tokenizer in a single file with the content of a tokenizer.json.
 
-    eos: id that ends each document of the run's data.
+    Args:
+        eos: id of the token that ends each document of the run's data.
     """
     return TokenizerFiles(str(path), *_complete({TOKENIZER: _read(path)}, NO_IDS, eos))
 
 
 def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
-    """Return the byte tokenizer: UTF-8 bytes as ids 0 to 255, then three special tokens."""
+    """Return the byte tokenizer with the given ids of special tokens.
+
+    The ids 0 to 255 are the bytes of UTF-8 text.
+    """
     numbers = {"bos": bos, "eos": eos, "pad": pad}
     added = [
         {"id": number, "content": BYTE_SPECIALS[name], "special": True, "normalized": False}
@@ -120,7 +129,7 @@ def of_bytes(bos: int, eos: int, pad: int) -> TokenizerFiles:
 
 
 def token_ids(folder: Path) -> dict[str, Any]:
-    """Return the special token ids in the folder's config.json, None for each that is missing."""
+    """Return the ids of special tokens in a folder's config.json. A missing id is None."""
     path = folder / "config.json"
     config = _parse_object(_read(path)) if path.is_file() else {}
     return {key: config.get(key) for key in TOKEN_IDS}
@@ -129,11 +138,14 @@ def token_ids(folder: Path) -> dict[str, Any]:
 def _complete(
     files: Mapping[str, bytes], ids: Mapping[str, Any], eos: int | None
 ) -> tuple[dict[str, bytes], dict[str, Any]]:
-    """Add a tokenizer_config.json with the special tokens, if missing, and ``eos`` to the ids.
+    """Return the files with a tokenizer_config.json, and the ids with ``eos`` as the end token.
 
-    The token that ended the documents takes precedence over config.json: without ids transformers
-    writes 1 and 2 for some families, whatever the tokenizer. If ``eos`` is an end token already,
-    the ids stay.
+    If the ids already include ``eos`` as an end token, they stay as they are. Otherwise ``eos``
+    replaces the end token of config.json, which may be wrong: some families have 1 and 2 there,
+    whatever the tokenizer.
+
+    Args:
+        eos: id of the token that ended the documents, None if unknown.
     """
     ids = dict(ids)
     if not _includes(ids["eos_token_id"], eos):
@@ -141,7 +153,7 @@ def _complete(
     if TOKENIZER_CONFIG in files:
         return dict(files), ids
     names = {number: token for token, number in _added_tokens(files[TOKENIZER]).items()}
-    # Name a class that loads tokenizer.json as it is. An architecture's class would replace its
+    # This class loads tokenizer.json unchanged. The class of an architecture might replace the
     # pre-tokenizer.
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -155,13 +167,16 @@ def _complete(
 
 
 def _includes(ids: object, wanted: object) -> bool:
-    """Return whether ``ids`` include ``wanted``, which may be one id, several or None."""
+    """Return whether ``ids`` include every one of ``wanted``. Each is one id, a list or None.
+
+    None as ``wanted`` is always included.
+    """
     known, asked = (value if isinstance(value, list) else [value] for value in (ids, wanted))
     return wanted is None or wanted == ids or all(one in known for one in asked)
 
 
 def _named_eos(files: Mapping[str, bytes], default: int | None) -> int | None:
-    """Return the id of the end token that tokenizer_config.json names, or ``default``."""
+    """Return the id of the end token in tokenizer_config.json, or ``default`` if it has none."""
     named = _parse_object(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
     named = named.get("content") if isinstance(named, dict) else named
     if not isinstance(named, str):
@@ -170,14 +185,14 @@ def _named_eos(files: Mapping[str, bytes], default: int | None) -> int | None:
 
 
 def _added_tokens(tokenizer: bytes) -> dict[str, int]:
-    """Return the ids of the tokens listed in a tokenizer.json, by token."""
+    """Return the id of each token in a tokenizer.json, by the token's text."""
     content = _parse_object(tokenizer)
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids: dict[str, int] = {}
     if isinstance(vocabulary, dict):
         ids = {str(token): number for token, number in vocabulary.items()}
-    elif isinstance(vocabulary, list):  # Unigram: tokens with their scores
+    elif isinstance(vocabulary, list):  # a Unigram model lists pairs of token and score
         scored = ((n, e) for n, e in enumerate(vocabulary) if isinstance(e, list) and e)
         ids = {str(entry[0]): number for number, entry in scored}
     added = content.get("added_tokens")
@@ -188,9 +203,9 @@ def _added_tokens(tokenizer: bytes) -> dict[str, int]:
 
 
 def _byte_characters() -> list[str]:
-    """Return the character for each byte in byte-level tokenizers.
+    """Return the character that stands for each byte in a byte-level tokenizer.
 
-    Printable bytes stand for themselves, the others for characters from 256 on.
+    A printable byte stands for itself. The other bytes get the characters 256, 257 and so on.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))

@@ -20,12 +20,12 @@ from mtrain_cli.model.rope import rope_factor
 
 @dataclass(frozen=True)
 class LogitAgreement:
-    """How far two sets of logits over the same positions are apart.
+    """How far the decoder's logits are from those of transformers, the reference.
 
-    tokens: positions compared.
-    largest_difference: largest absolute difference.
+    tokens: number of tokens compared.
+    largest_difference: largest absolute difference of two logits.
     largest_logit: largest absolute logit of the reference.
-    mean_kl: mean over tokens of KL(reference || ours), in nats.
+    mean_kl: mean over tokens of KL(reference || decoder), in nats.
     """
 
     tokens: int
@@ -35,9 +35,10 @@ class LogitAgreement:
 
 
 def require_transformers() -> str:
-    """Return the version of transformers.
+    """Return the installed version of transformers.
 
-    Raises ConfigError, which says how to install it, if it is missing.
+    Raises:
+        ConfigError: transformers is missing. The message says how to install it.
     """
     try:
         import transformers
@@ -51,15 +52,17 @@ def require_transformers() -> str:
 def verify(
     folder: Path | str, tokens: int, report: Callable[[str], None] = lambda _: None, seed: int = 0
 ) -> LogitAgreement:
-    """Compute the logits of random tokens with the decoder and with transformers, and compare them.
+    """Compare the logits of random tokens from the decoder and from transformers.
 
-    Both use float32 on the CPU and the weights of one Hugging Face folder.
+    Both compute in float32 on the CPU, with the weights of a Hugging Face folder.
 
     Args:
-        report: called with a line before each half, which takes minutes for many tokens.
+        tokens: number of tokens. Many tokens take minutes.
+        report: called with a line of progress before each of the two models runs.
+        seed: seed of the random tokens.
 
     Raises:
-        ConfigError: transformers is missing, or the folder cannot be read.
+        ConfigError: transformers is missing, or mtrain or transformers cannot read the folder.
     """
     require_transformers()
     import transformers
@@ -89,11 +92,11 @@ def verify(
 
 
 def _load_with_transformers(folder: Path | str) -> Any:
-    """Return the folder's model as transformers loads it.
+    """Load the model of a folder with transformers.
 
     Raises:
         ConfigError: transformers rejects the folder. It checks more keys of config.json than
-            mtrain.
+            mtrain does.
     """
     import transformers
 
@@ -113,7 +116,12 @@ def _load_with_transformers(folder: Path | str) -> Any:
 
 
 def compare(ours_BNV: Tensor, theirs_BNV: Tensor) -> LogitAgreement:
-    """Compare two sets of logits; theirs is the reference."""
+    """Compare the logits of the decoder with those of transformers.
+
+    Args:
+        ours_BNV: the decoder's logits.
+        theirs_BNV: the logits of transformers, the reference.
+    """
     theirs_log, ours_log = (
         functional.log_softmax(logits.double(), dim=-1) for logits in (theirs_BNV, ours_BNV)
     )
@@ -131,7 +139,10 @@ def causal_attend(
     v_BNKD: Tensor,
     layer: int,  # noqa: ARG001
 ) -> Tensor:
-    """Causal attention over one whole sequence in natural order, the same in every layer."""
+    """Return the output of causal attention over one whole sequence, in natural order.
+
+    This is an `Attend` function that does the same in every layer.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_BNHD, k_BNKD, v_BNKD))
     return (
         functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

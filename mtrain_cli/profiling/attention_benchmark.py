@@ -41,7 +41,7 @@ def run(
     environment: Environment,
     resume: bool,  # noqa: ARG001 - a measurement starts afresh
 ) -> bool:
-    """Measure every case of the plan on this worker. Return whether it stopped early."""
+    """Measure every case of the plan on this worker. Return whether a stop request ended it."""
     bench = Bench(config, run_dir, environment)
     plan = bench.share(lambda: MeasurementPlan.load(run_dir))
     stopped = False
@@ -70,9 +70,11 @@ def _measure(
     progress: MeasurementProgress,
     first_part: int,
 ) -> bool:
-    """Record all samples of cases of one length, interleaved. Return whether it stopped early.
+    """Record all samples of the cases of one sequence length. Return whether a stop was requested.
 
-    first_part: number of the first part file
+    Each sample runs every case twice, with and without recording.
+
+    first_part: number of the first file of rows that this call writes.
     """
     inputs: dict[tuple[str, int], _Inputs] = {}
     attentions = [_Attention.make(case, bench, inputs) for case in cases]
@@ -132,10 +134,10 @@ class _Inputs:
 
 @dataclass
 class _Attention:
-    """One layer of a case on this worker.
+    """One layer's attention under one case, on this worker.
 
-    times: seconds of (forward, backward), one per iteration without recording
-    estimated: indices of the latest iteration, by layer
+    times: (forward, backward) seconds of each iteration without recording.
+    estimated: indices that the latest iteration estimated, by layer. None for dense attention.
     """
 
     case: MeasurementCase
@@ -149,7 +151,11 @@ class _Attention:
     def make(
         case: MeasurementCase, bench: Bench, inputs: dict[tuple[str, int], _Inputs]
     ) -> _Attention:
-        """Build the attention of a case; `inputs` shares tensors between cases of one layout."""
+        """Build the attention of a case.
+
+        inputs: random tensors by (layout, padded length). Cases of equal layout and length share
+            them. The call adds tensors that are missing.
+        """
         layout, choices = case.choices.layout, case.choices
         mask = MaskRule.of(case.config.data)(None, case.config.seq, layout.padded_seq)
         masks = [mask] * case.config.train.micro_batch
@@ -162,7 +168,14 @@ class _Attention:
         return _Attention(case, bench, attend, inputs[key])
 
     def __call__(self, recorded: bool) -> tuple[float, float]:
-        """Run both passes, starting with all workers. Return their seconds on this worker."""
+        """Wait for all workers, then run both passes.
+
+        Args:
+            recorded: whether to record the spans of the passes.
+
+        Returns:
+            This worker's seconds of (forward, backward).
+        """
         batch = self.attend.for_next_batch().with_kept_indices()
         recorder = self.bench.collector.recorder
         self.case.exchange.set_recorder(recorder if recorded else None)
@@ -183,7 +196,11 @@ def _heads(config: Config) -> tuple[int, ...]:
 
 
 def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
-    """Yield this worker's tokens of random q, k, v and dout. All layouts see the same sequences."""
+    """Yield q, k, v and dout of this worker, random, each [batch, tokens, heads, head_dim].
+
+    A seed draws whole sequences, of which each worker keeps its tokens. So all layouts compute the
+    same sequences.
+    """
     layout, config = case.choices.layout, case.config
     head_dim = config.model.head_dim
     options: dict[str, Any] = {"device": bench.device, "dtype": case.choices.dtype}
@@ -193,7 +210,7 @@ def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
     for heads in _heads(config):
         shape = config.train.micro_batch, layout.tokens_per_worker, heads, head_dim
         tensor = torch.empty(shape, **options)
-        # Draw one head at a time: no worker holds whole sequences of all heads.
+        # Draw one head at a time: whole sequences of all heads would not fit into memory.
         for sequence in tensor:
             for head in range(heads):
                 whole = torch.randn(config.seq, head_dim, generator=generator, **options)
@@ -202,7 +219,7 @@ def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
 
 
 def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
-    """Time PyTorch's context parallelism: same shapes, dense, bfloat16, one group of GPUs."""
+    """Time PyTorch's context parallelism on the same shapes, dense and in bfloat16."""
     model, world = config.model, bench.environment.dims.cp
     call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
     generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
@@ -222,9 +239,12 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return median ms of the passes, and the spread of their sums: (max - min) / median.
+    """Return the median ms of forward and of backward, and the spread of forward + backward.
 
-    times: seconds of each iteration on this worker
+    The spread is (max - min) / median over iterations. An iteration takes as long as its slowest
+    worker.
+
+    times: this worker's (forward, backward) seconds of each iteration.
     """
     ms = bench.slowest(times) * 1e3
     forward, backward = (float(median) for median in np.median(ms, 0))

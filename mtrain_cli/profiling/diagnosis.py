@@ -1,6 +1,6 @@
-"""Find devices, versions, packages and usable kernels of this machine for `mtrain doctor`.
+"""Find this machine's devices, versions, packages and usable kernels for `mtrain doctor`.
 
-It needs neither a GPU nor an optional package.
+This module runs without a GPU and without optional packages.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ _ACCESS = {
 class DetectedGpu:
     """One GPU.
 
-    memory_gib: GiB in total.
-    free_gib: GiB that no process uses now.
+    memory_gib: total memory in GiB.
+    free_gib: memory in GiB that no process uses at the moment.
     capability: compute capability, (major, minor).
     """
 
@@ -78,7 +78,8 @@ class DetectedGpu:
 class DetectedLink:
     """The path from GPU ``a`` to GPU ``b``.
 
-    kind: NV and the number of NVLinks, a PCIe path class of nvidia-smi, or ``peer`` / ``no peer``.
+    kind: ``NV`` followed by the number of NVLinks, or a PCIe path class of nvidia-smi such as
+        ``PIX``. If nvidia-smi lists no paths: ``peer`` or ``no peer``.
     """
 
     a: int
@@ -90,9 +91,9 @@ class DetectedLink:
 class Package:
     """A Python package that mtrain can use.
 
-    version: None if it is not installed.
-    extra: mtrain's extra that installs it.
-    purpose: what needs it.
+    version: installed version; None if the package is not installed.
+    extra: extra of mtrain that installs the package; None if mtrain always installs it.
+    purpose: feature that needs the package; empty if all of mtrain does.
     """
 
     name: str
@@ -103,9 +104,9 @@ class Package:
 
 @dataclass(frozen=True)
 class KernelState:
-    """Whether a kernel supports a run on a device.
+    """Whether a kernel can run on a device.
 
-    reason: why the kernel does not support it; None if it does.
+    reason: why the kernel cannot run on the device; None if it can.
     """
 
     name: str
@@ -118,7 +119,7 @@ class KernelState:
 class CheckResult:
     """The result of one check.
 
-    detail: the observation, or the error.
+    detail: what the check observed, or the error that made it fail.
     """
 
     name: str
@@ -128,7 +129,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything that `mtrain doctor` finds; the object of ``--json``."""
+    """Everything that `mtrain doctor` finds and prints with ``--json``."""
 
     python: str
     system: str
@@ -145,8 +146,10 @@ class Diagnosis:
 
 
 def diagnose(check: bool) -> Diagnosis:
-    """Inspect this machine. With ``check``, also run processes and kernels."""
+    """Inspect this machine.
 
+    check: whether to also start two processes over gloo and run every usable kernel once.
+    """
     gpus = [_gpu(index) for index in range(torch.cuda.device_count())]
     nccl = torch.cuda.nccl.version() if gpus and torch.distributed.is_nccl_available() else None
     kernels = _kernels(gpus)
@@ -250,7 +253,10 @@ def parse_topology(text: str) -> list[DetectedLink]:
 
 
 def describe_links(links: list[DetectedLink]) -> list[str]:
-    """Return one line per kind of link with its GPU pairs, or "every pair" if all are equal."""
+    """Return one line per kind of link, which lists the GPU pairs that it connects.
+
+    If all pairs have the same kind of link, the line says "every pair".
+    """
     kinds: dict[str, list[str]] = {}
     for link in links:
         if link.a < link.b:
@@ -264,8 +270,10 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
-    """Ask the registry about a typical request per device: head_dim 128, float32 on the CPU."""
+    """Return which kernels can run a typical model: head_dim 128, 16 query heads, 2 KV heads.
 
+    GPUs use bfloat16, one entry per compute capability. The CPU uses float32.
+    """
     requests = [
         KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
         for capability in sorted({gpu.capability for gpu in gpus})
@@ -290,9 +298,8 @@ print(int(number.item()))
 
 
 def _check_gloo() -> CheckResult:
-    """Sum a number over gloo in two processes, as CPU workers do."""
+    """Check that two processes can sum a number over gloo, which CPU workers need."""
     name = "two processes over gloo"
-
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, **loopback_variables(), "OMP_NUM_THREADS": "1"}
         workers = [
@@ -320,8 +327,10 @@ def _check_gloo() -> CheckResult:
 
 
 def _check_kernel(state: KernelState) -> CheckResult:
-    """Compare one small causal call with the float64 reference, within the dtype's rounding."""
+    """Run one small causal forward pass and compare its output with the float64 reference.
 
+    The check passes if the largest difference is within the rounding error of the dtype.
+    """
     name = f"kernel {state.name} on {state.device}"
     tokens, dtype = 256, getattr(torch, state.dtype)
     positions = np.arange(tokens, dtype=np.int64)

@@ -1,6 +1,7 @@
 """`mtrain profile kernels`: time this machine's attention kernels, dense and under fixed indices.
 
-The simulator prices an index on this device from the resulting calibration file.
+The result is a calibration file, from which the simulator predicts the time of kernel calls on
+this device.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ SCHEMA = 1
 class KernelCase:
     """One shape to time.
 
-    seq, block: tokens
-    density: share of the causal blocks on slashes; None for dense attention
-    columns: single columns per head
+    seq: tokens of the sequence.
+    block: tokens of a block.
+    density: share of the causal block pairs that lie on slashes. None for dense attention.
+    columns: number of single key columns per head.
     """
 
     seq: int
@@ -62,17 +64,21 @@ class KernelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """Median times of one kernel on one case.
+    """Median times of one kernel on one case. Counts are sums over all heads.
 
-    pairs: computed query-key pairs over all heads (the useful work)
-    blocks: block pairs on slashes, over all heads
-    column_pairs: pairs of single columns, over all heads
-    forward_tflops, backward_tflops: TFLOP/s of the computed pairs (`work_counts.FLOP_PER_PAIR`)
-    forward_ratio, backward_ratio: dense time of the same run / this time
-    form: form of the call (`simulation.calibration`); None: derived from the density
-    workers, what: size of the run, and which call of one worker it is (`profiling.worker_calls`)
-    mask_pairs: pairs that the mask allows, without an index
-    skips: whether the kernel skips the pairs that the index leaves out
+    pairs: query-key pairs to compute.
+    blocks: block pairs on slashes.
+    column_pairs: query-key pairs of single columns.
+    forward_ms, backward_ms: median milliseconds of a call.
+    forward_tflops, backward_tflops: TFLOP/s for `pairs`, by `work_counts.FLOP_PER_PAIR`.
+    forward_ratio, backward_ratio: time of dense attention in the same run / this time.
+    form: form of the call, one of the names in `simulation.calibration`. If it is None, the
+        calibration derives the form from the density.
+    workers: number of workers that share the sequence.
+    what: which call of a worker was timed (`profiling.worker_calls`); `whole` for the whole
+        sequence.
+    mask_pairs: query-key pairs that the mask allows.
+    skips: whether the kernel skips the pairs that the index leaves out.
     """
 
     kernel: str
@@ -102,13 +108,13 @@ class KernelTime:
         dense: KernelTime | None = None,
         **more: Any,
     ) -> KernelTime:
-        """Derive throughput and ratios.
+        """Return the times of a case, with the throughput and the ratios that follow from them.
 
         Args:
-            ms: (forward, backward).
+            ms: milliseconds of (forward, backward).
             counts: (pairs, blocks, column_pairs).
-            dense: dense time of the same run.
-            more: other fields.
+            dense: times of dense attention in the same run, for the ratios.
+            more: values of other fields.
         """
         (forward, backward), (pairs, blocks, column_pairs) = ms, counts
         products = case.head_dim * pairs
@@ -131,10 +137,10 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class KernelBench:
-    """Kernels to time, and how.
+    """The kernels to time, and the settings of the measurement.
 
-    names: kernels to time; empty for all except `reference`
-    repeats: samples per time
+    names: kernels to time. If it is empty, all kernels except `reference`.
+    repeats: number of calls whose median is the result.
     """
 
     names: Sequence[str]
@@ -143,7 +149,7 @@ class KernelBench:
     repeats: int
 
     def kernels(self, case: KernelCase) -> Iterator[Kernel]:
-        """Yield the kernels that support the case; for dense attention the choice of `auto`."""
+        """Yield the kernels that can run the case; for dense attention, the choice of `auto`."""
         names = ["auto"]
         if case.density is not None:
             names = [name for name, reason in self.survey(case) if reason is None]
@@ -151,7 +157,7 @@ class KernelBench:
             yield choose(name, self._request(case))[0]
 
     def survey(self, case: KernelCase) -> list[tuple[str, str | None]]:
-        """Return each kernel's name, and the reason if it cannot run the case."""
+        """Return (name, reason) of every kernel. The reason is None if it can run the case."""
         return [
             (name, reason)
             for name, reason in survey(self._request(case))
@@ -167,7 +173,10 @@ class KernelBench:
         )  # fmt: skip
 
     def unsupported(self, cases: Sequence[KernelCase]) -> list[tuple[str, str, bool]]:
-        """Return the kernels that cannot run a case: (name, reason, runs in no case)."""
+        """Return (name, reason, never) for every kernel that cannot run some case.
+
+        never: whether the kernel can run none of the cases.
+        """
         surveyed = dict.fromkeys(found for case in cases for found in self.survey(case))
         served = {name for name, reason in surveyed if reason is None}
         return [(name, reason, name not in served) for name, reason in surveyed if reason]
@@ -200,7 +209,8 @@ class KernelBench:
     ) -> tuple[float, float]:
         """Return ms of the forward and the backward pass.
 
-        with_delta: compute delta before the backward pass if the kernel takes it, as a ring does.
+        with_delta: whether to compute delta before the timed calls, as a ring does. A kernel that
+            needs the output computes delta itself.
         """
         q, k, v, dout = inputs
         scale = case.head_dim**-0.5
@@ -218,7 +228,8 @@ class KernelBench:
 def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator[KernelTime]:
     """Yield the time of every kernel on every case that the kernel supports.
 
-    The dense choice of `auto` runs first for each length, as the reference of the ratios.
+    For each length, dense attention with the choice of `auto` comes first. The ratios of the other
+    kernels compare with its time.
     """
     dense: dict[KernelCase, KernelTime] = {}
     for case in cases:
@@ -250,9 +261,10 @@ def _measure(
 
 
 def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Return the median ms of single calls after two warm-up calls.
+    """Return the median milliseconds of a call, after two warm-up calls.
 
-    CUDA events time a GPU, the monotonic clock times a CPU.
+    device: `cuda` for CUDA events, anything else for the monotonic clock.
+    repeats: number of timed calls.
     """
     for _ in range(2):
         call()
@@ -281,9 +293,10 @@ def save_times(
     kind: str = "kernels",
     **settings: Any,
 ) -> None:
-    """Write a calibration file: hardware, versions, command, settings and every time.
+    """Write a calibration file: hardware, versions, command, settings and all times.
 
-    times: `KernelTime` or `NonAttentionTime`
+    times: `KernelTime` or `NonAttentionTime` objects.
+    settings: additional entries of the file.
     """
     document = {
         "schema": SCHEMA,
@@ -305,7 +318,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU (device=cuda) or the CPU model, if the system states it."""
+    """Return the name of the GPU for device `cuda`, else the CPU model, or "CPU" if unknown."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     try:

@@ -1,9 +1,10 @@
 """`mtrain profile links`: time messages between workers, alone and during a computation.
 
-Each link class is measured separately: rings inside a node (inner) and rings between nodes (outer).
-One outer ring runs alone, then all at once, which shows whether GPUs share a network card. Messages
-use the calls of `parallel.transport`. CUDA events time a GPU, whose stream stays busy until
-everything is queued. The wall clock times a CPU.
+The two link classes are measured separately: rings inside a node (inner) and rings between nodes
+(outer). Between nodes, one ring runs alone, then all rings run together, which shows whether GPUs
+share a network card. Messages use the same calls as `parallel.transport`. On a GPU, CUDA events
+measure the time, and the stream stays busy until the host has queued everything. On a CPU, the
+monotonic clock measures the time.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from mtrain_cli.training.flops import peak_flops
 TARGET = "mtrain_cli.profiling.link_benchmark:run"
 SCHEMA = 1
 FILE, CLUSTER = "links.json", "cluster.yaml"
-_IN_A_ROW = 4  # operations in a row, after one warm-up
-_AT_LEAST_US = 20_000.0  # duration of the messages that run while a computation is timed
+_IN_A_ROW = 4  # messages per timed round, after one warm-up message
+_AT_LEAST_US = 20_000.0  # messages during a computation last at least this long
 _MOST_IN_A_ROW = 200
-# Cycles that keep a GPU busy while the host queues a message (about 170 microseconds) or a matrix
-# product (about 20 microseconds).
+# Clock cycles for which the GPU sleeps while the host queues one message (about 170 microseconds)
+# or one matrix product (about 20 microseconds).
 _CYCLES_OF_A_MESSAGE, _CYCLES_OF_A_PRODUCT = 300_000, 40_000
 _SMALLEST = 16  # bytes
 Start = Callable[[], list[dist.Work]]
@@ -61,13 +62,14 @@ Start = Callable[[], list[dist.Work]]
 
 @dataclass(frozen=True)
 class LinkBenchmarkPlan(BenchmarkPlan):
-    """Messages to measure.
+    """The messages to measure.
 
-    sizes: bytes that a rank sends to one peer in a hop, or receives from all peers in a collective
-    repeats: timed rounds per operation
-    loaded: whether to also time messages during a computation
-    name: name of the cluster file
-    nodes, per_node: size of the described cluster; None for the measured size
+    sizes: bytes of the messages. In a hop, a rank sends them to one peer. In a collective, a rank
+        receives them from all peers together.
+    repeats: timed rounds per operation.
+    loaded: whether to also time messages during a computation.
+    name: name of the cluster in the cluster file.
+    nodes, per_node: size of the cluster that the file describes; None for the measured size.
     """
 
     sizes: Sequence[int]
@@ -88,7 +90,7 @@ def run(
     environment: Environment,
     resume: bool,  # noqa: ARG001 - a measurement starts afresh
 ) -> bool:
-    """Measure all operations on this worker. Return whether it stopped early."""
+    """Measure all operations on this worker. Return whether a stop request ended it."""
     bench = Bench(config, run_dir, environment)
     plan = bench.share(lambda: LinkBenchmarkPlan.load(run_dir))
     group = bench.context_group(
@@ -120,10 +122,12 @@ def run(
 class _Operation:
     """One kind of message on one class of links.
 
-    link, what: names in the results
-    ranks: number of ranks that take part
-    start: takes a size; returns a function that starts one operation, and the bytes per rank
-    takes_part: whether this rank takes part
+    link: name of the link class in the results.
+    what: name of the operation in the results.
+    ranks: number of ranks that take part.
+    start: a function that prepares a message. It takes the size in bytes, and returns a function
+        that starts the message, and the bytes per rank.
+    takes_part: whether this rank takes part.
     """
 
     link: str
@@ -154,9 +158,9 @@ def _operations(group: ContextGroup, device: torch.device):
 
 
 class _Messages:
-    """Messages in one ring, sent as `parallel.transport` sends them.
+    """Messages in one ring, sent with the same calls as in `parallel.transport`.
 
-    members: ranks of this rank's ring, in order.
+    members: the ranks of the ring, in ring order.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class _Messages:
         return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
 
     def two_hops(self, size: int) -> tuple[Start, int]:
-        """Prepare one hop of KV and one of gradients at once."""
+        """Prepare two simultaneous hops: one of KV and one of gradients."""
         a, b, c, d = (self._tensor(size) for _ in range(4))
 
         def start() -> list[dist.Work]:
@@ -225,9 +229,10 @@ def _measured(
     load: _Load,
     progress: MeasurementProgress,
 ) -> list[LinkTime] | None:
-    """Time one operation at all sizes, interleaved. Return None if a stop was requested.
+    """Time one operation at all sizes. Return None if a stop was requested.
 
-    All ranks must call this. Ranks that do not take part only wait.
+    Each round sends one message of every size. All ranks must call this; ranks that do not take
+    part in the operation only wait.
     """
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
@@ -287,10 +292,13 @@ def _finish(works: Sequence[dist.Work]) -> None:
 
 
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    """Return microseconds per operation, for ``count`` in a row, and the slowdown of the load."""
+    """Return microseconds per message, over ``count`` messages, and the slowdown of the load.
+
+    The slowdown is None without a load.
+    """
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    # Keep the device busy while the host queues everything; `_machine` times the host.
+    # Let the device sleep while the host queues everything, so that the host's time does not count.
     products = 2 * load.times if load is not None else 0
     with torch.cuda.stream(side):
         side.wait_stream(computing)
@@ -342,10 +350,12 @@ def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
 
 
 class _Load:
-    """Matrix products with attention's shapes, short enough that many run during one message.
+    """Matrix products with attention's shapes, to run at the same time as messages.
 
-    times: number of products to queue
-    alone: ms of one product without messages
+    A product is so short that many run during one message.
+
+    times: number of products to queue.
+    alone: milliseconds of one product without messages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -362,9 +372,10 @@ class _Load:
         torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
 
     def prepare(self, us: float) -> None:
-        """Set how many products to queue so that they outlast messages of ``us`` microseconds.
+        """Set the number of products, so that they outlast ``us`` microseconds of messages.
 
-        Measure one product by itself each time, because device clocks and host load change.
+        Every call measures a product without messages again, because device clocks and host load
+        change.
         """
         self.alone = self._alone()
         self.times = int(min(1000, 1.5 * us / 1e3 / self.alone + 4))
@@ -407,7 +418,11 @@ def _machine(device: torch.device) -> MeasuredMachine:
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
-    """Return the host's microseconds to launch a small operation: 10th, 50th, 90th percentile."""
+    """Return the microseconds in which the host launches a small operation.
+
+    Returns:
+        The 10th, 50th and 90th percentile.
+    """
     x, count, samples = torch.ones(64, device=device), 200, []
     for _ in range(12):
         if device.type == "cuda":
@@ -421,7 +436,7 @@ def _launch_us(device: torch.device) -> tuple[float, float, float]:
 
 
 def _median_machine(everyone: Sequence[MeasuredMachine]) -> MeasuredMachine:
-    """Return the machine of the rank with median copy bandwidth; all ranks measure at once."""
+    """Return the measurement of the rank with the median copy bandwidth."""
     return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
 
 
@@ -476,7 +491,10 @@ def _write_results(
 
 
 def cluster_text(document: dict[str, Any]) -> str:
-    """Return the cluster file of a measurement; its first line says where it comes from."""
+    """Return the text of the cluster file; its first line names hardware and command.
+
+    document: content of links.json.
+    """
     import yaml
 
     # Drop the path of the program: it means nothing elsewhere.

@@ -1,4 +1,4 @@
-"""The common parts of benchmarks: plan, cases, process groups, exchanges and progress bar."""
+"""What benchmarks have in common: plan, cases, process groups, exchanges and progress bar."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ATTENTION_ONLY, TRAINING = "attention", "training"
-# Entry points of the workers. Strings, so that the command need not import the modules.
+# The functions that the workers run, as strings: the command need not import their modules.
 TARGETS = {
     ATTENTION_ONLY: "mtrain_cli.profiling.attention_benchmark:run",
     TRAINING: "mtrain_cli.profiling.step_benchmark:run",
@@ -39,9 +39,9 @@ TARGETS = {
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkPlan:
-    """What the workers measure. The command saves the plan in the measurement's folder.
+    """What the workers measure. The command saves the plan, and the workers load it.
 
-    quiet: print nothing
+    quiet: whether to print nothing.
     """
 
     quiet: bool = False
@@ -56,14 +56,14 @@ class BenchmarkPlan:
 
 @dataclass(frozen=True)
 class MeasurementPlan(BenchmarkPlan):
-    """Configurations to compare.
+    """The configurations to compare, and how often to record each.
 
-    mode: `ATTENTION_ONLY` or `TRAINING`
-    cases: (label, configuration)
-    samples: recorded iterations per case
-    warmup: training steps before the first sample
-    every: training steps from one sample to the next
-    peer: whether to also time PyTorch's context parallelism
+    mode: `ATTENTION_ONLY` or `TRAINING`.
+    cases: (label, configuration) of each case.
+    samples: recorded iterations per case.
+    warmup: training steps before the first sample.
+    every: training steps from one sample to the next.
+    peer: whether to also time PyTorch's context parallelism.
     """
 
     mode: str
@@ -133,10 +133,10 @@ class MeasurementCase:
 
 
 class Bench:
-    """Device, process groups and record collector, shared by all cases of a measurement.
+    """Device, process groups and record collector, which all cases of a measurement share.
 
-    first: whether this worker prints and writes
-    host_group: gloo group of all workers
+    first: whether this worker has rank 0, which prints and writes.
+    host_group: gloo group of all workers.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, environment: Environment) -> None:
@@ -155,11 +155,14 @@ class Bench:
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
 
     def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
-        """Use the communicators of ``group`` for all cases that need the same kind."""
+        """Use the communicators of ``group`` for every case that needs the same ones.
+
+        choices: resolved run for which ``group`` was made.
+        """
         self._groups[_kind(choices)] = group
 
     def cases(self, plan: MeasurementPlan) -> list[MeasurementCase]:
-        """Resolve the configurations. The chosen exchange replaces ``auto`` in labels."""
+        """Resolve the plan's configurations. In labels, the chosen exchange replaces ``auto``."""
         cases = []
         for number, (label, config) in enumerate(plan.cases):
             choices = resolve_run(config, self.environment)
@@ -220,27 +223,30 @@ class Bench:
         return any(self.gather(self._stop.requested()))
 
     def slowest(self, mine: Sequence[Sequence[float]]) -> np.ndarray:
-        """Return the maximum over workers of each worker's times, [iterations, parts]."""
+        """Return the maximum over workers, element by element.
+
+        mine: this worker's times, [iterations, parts].
+        """
         return np.array(self.gather(mine), dtype=np.float64).max(0)
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """Return the choices that determine the communicators."""
+    """Return the choices on which the communicators depend."""
     chosen = choices.exchange
     return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
 def rotated(items: Sequence[T], sample: int) -> list[T]:
-    """Rotate the items by ``sample``, so that the first item changes with the sample."""
+    """Return the items in an order that starts with another item in each sample."""
     first = sample % len(items)
     return [*items[first:], *items[:first]]
 
 
 class MeasurementProgress:
-    """Show a progress bar in a terminal and print lines, on the first worker only."""
+    """A progress bar in a terminal, and lines of output. Only the first worker shows them."""
 
     def __init__(self, bench: Bench, plan: BenchmarkPlan, total: int) -> None:
-        """total: number of calls of `done`"""
+        """total: number of calls of `done` at which the bar is full."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -269,7 +275,7 @@ class MeasurementProgress:
         self._bar.advance(self._task)
 
     def sampled(self, done: int, of: int) -> None:
-        """Print progress as a line if there is no bar."""
+        """Print a line of progress if the output is not a terminal, which has a bar."""
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 

@@ -1,8 +1,11 @@
 """`mtrain profile non-attention`: time a training step without attention, on one device.
 
-The parts are a layer without attention, the loss with the embedding, and one index estimate, for
-several numbers of tokens per worker. `simulation.non_attention_cost` counts the work of the same
-parts. From time and work, the simulator predicts whole steps for any number of workers.
+The benchmark times three parts for several numbers of tokens per worker:
+- a layer without attention
+- the loss with the embedding
+- one index estimate
+`simulation.non_attention_cost` counts the work of the same parts. From times and work, the
+simulator predicts whole steps for any number of workers.
 """
 
 from __future__ import annotations
@@ -31,21 +34,25 @@ from mtrain_cli.sparsity.pattern import MaskedPositions
 from mtrain_cli.training.resolution import ResolvedRun, compute_dtype, resolve_run
 from mtrain_cli.training.run_plan import plan_resolved
 
-LAYERS = 3  # in a row, as in a model: from the second layer on, the host runs ahead
+LAYERS = 3  # As in a model, the host queues the second and later layers ahead of the GPU.
 _WARM_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class NonAttentionTime:
-    """Median time of one part.
+    """Median time of one part of a step.
 
-    part: forward or backward (with recomputation) of a layer without attention; loss (embedding,
-        last norm and LM head, both directions); or index (one estimate)
-    tokens: tokens of one worker
-    rows: tokens per tile of the MLP
-    flop: FLOP of matrix products, as the simulator counts them; 0 for an index
-    moved: bytes of element-wise kernels, as the simulator counts them; 0 for an index
-    heads: number of query heads
+    part: one of
+        forward: forward pass of a layer without attention
+        backward: backward pass of a layer without attention, with recomputation
+        loss: embedding, last norm and LM head, both directions
+        index: one index estimate
+    tokens: tokens of one worker.
+    rows: tokens per tile of the MLP.
+    ms: milliseconds.
+    flop: FLOP of matrix products, as the simulator counts them; 0 for an index.
+    moved: bytes that element-wise kernels move, as the simulator counts them; 0 for an index.
+    heads: number of query heads.
     """
 
     part: str
@@ -58,7 +65,11 @@ class NonAttentionTime:
 
 
 def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[NonAttentionTime]:
-    """Yield the times of all parts. Each configuration has one worker and one micro-batch."""
+    """Yield the times of all parts.
+
+    configs: one configuration per number of tokens, each with one worker and one micro-batch.
+    repeats: timed runs per median.
+    """
     for config in configs:
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
         environment = resolve_environment(config)
@@ -88,7 +99,7 @@ def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[N
 
 
 class _Bench:
-    """Layers of a model on one device, with weights as FSDP2 gathers them."""
+    """The layers of a model on one device, with whole weights as after FSDP2's all-gather."""
 
     def __init__(self, config: Config, choices: ResolvedRun, device: torch.device) -> None:
         self.config, self.choices, self.device = config, choices, device
@@ -102,7 +113,7 @@ class _Bench:
                 parameter.normal_(0, 0.02, generator=self.generator)
 
     def layer(self, tokens: int, repeats: int) -> tuple[float, float]:
-        """Return ms of one layer, forward and backward."""
+        """Return the milliseconds of one layer, (forward, backward)."""
         decoder, recorder = self.decoder, Recorder(self.device)
         start = self._numbers(1, tokens, self.config.model.hidden_size).requires_grad_()
         gradient = self._numbers(*start.shape)
@@ -131,7 +142,7 @@ class _Bench:
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
-        """Return ms of embedding, last norm, LM head and loss, sum of both directions."""
+        """Return the milliseconds of embedding, last norm, LM head and loss, both directions."""
         decoder, layers = self.decoder, self.decoder.layers
         drawn = torch.randint(
             self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device
@@ -148,7 +159,7 @@ class _Bench:
             decoder.layers = layers
 
     def index(self, seq: int, repeats: int) -> float:
-        """Return ms of one index estimate over ``seq`` tokens."""
+        """Return the milliseconds of one index estimate over ``seq`` tokens."""
         model, pattern = self.config.model, self.choices.pattern
         assert pattern is not None
         queries, keys = (
@@ -176,7 +187,7 @@ class _Bench:
 
 
 class _NoAttention(torch.autograd.Function):
-    """Attention that returns the queries, and zero gradients for keys and values."""
+    """A stand-in for attention: it returns the queries, and zero gradients for keys and values."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -193,7 +204,7 @@ def _no_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    layer: int,  # noqa: ARG001 - as the decoder calls it
+    layer: int,  # noqa: ARG001 - the decoder passes it
 ) -> torch.Tensor:
     return _NoAttention.apply(q, k, v)
 
@@ -201,7 +212,7 @@ def _no_attention(
 def save_non_attention(
     times: Sequence[NonAttentionTime], path: Path, command: str, config: Config, device: str
 ) -> None:
-    """Write the file that the simulator reads: hardware, versions, command, settings, all times."""
+    """Write the calibration file: hardware, versions, command, settings and all times."""
     save_times(
         path,
         times,

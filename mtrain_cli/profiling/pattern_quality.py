@@ -1,4 +1,4 @@
-"""`mtrain profile sparsity`: measure density and recall of patterns on real training steps."""
+"""`mtrain profile sparsity`: measure the density and recall of patterns in real training steps."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ from mtrain_cli.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class HeadRecord:
-    """Density and recall of one query head, by layer, pattern and training step.
+    """Density and recall of a pattern for one query head of one layer in one training step.
 
-    density: computed pairs / causal pairs, without document mask
-    of_mask: computed pairs / pairs that the mask allows
-    recall: share of dense attention kept, mean over sampled queries that no pattern probes
-    worst: lowest recall of a sampled query
-    slashes, columns: number of each; both 0 for patterns that list blocks
+    density: computed pairs / all causal pairs, including pairs across documents.
+    of_mask: computed pairs / pairs that the mask allows.
+    recall: share of dense attention that the index keeps, mean over the sampled queries. No pattern
+        probes these queries.
+    worst: lowest recall of a sampled query.
+    slashes: number of slashes; 0 for patterns that list blocks.
+    columns: number of single columns; 0 for patterns that list blocks.
     """
 
     step: int
@@ -54,11 +56,12 @@ def profile_sparsity(
     rows: int,
     progress: Callable[[int, float | None], None],
 ) -> list[HeadRecord]:
-    """Train on one worker and measure the patterns on the first sequence of each of ``steps``.
+    """Train on one worker and measure the patterns on the first sequence of some steps.
 
     Args:
-        rows: queries to sample per layer, seeded by the step. Queries that a pattern probes are
-            excluded, because the index was estimated from them.
+        steps: training steps in which to measure, from 1.
+        rows: number of queries to sample per layer; the step is the seed. Queries that a pattern
+            probes are excluded, because the index was estimated from them.
         progress: called with step and loss after each step.
 
     Raises:
@@ -71,8 +74,8 @@ def profile_sparsity(
     environment = resolve_environment(config)
     with _alone(environment):
         trainer = Trainer(config, environment)
-        # Close the loader: if it runs when Python exits, compiled modules stay alive and print long
-        # warnings about leaks.
+        # Close the data loader. If it still runs when Python exits, compiled modules stay alive and
+        # print long warnings about leaks.
         with closing(trainer):
             measurement = _Measurement(patterns, rows, config.seq)
             trainer.callbacks.append(measurement)
@@ -84,7 +87,7 @@ def profile_sparsity(
 
 
 class _Measurement(Callback):
-    """Measure the patterns on each layer of a step, at the first call of the layer's attention."""
+    """Measure the patterns on each layer, at the first call of its attention in a step."""
 
     def __init__(self, patterns: Sequence[Pattern], rows: int, seq: int) -> None:
         self.records: list[HeadRecord] = []
@@ -93,7 +96,10 @@ class _Measurement(Callback):
         self._measured: set[tuple[str, int]] = set()
 
     def start(self, step: int | None) -> None:
-        """Begin a training step. step: its number, or None to measure nothing."""
+        """Begin a training step.
+
+        step: number of the training step, or None to measure nothing in it.
+        """
         self._step = step
         self._measured.clear()
 
@@ -120,7 +126,7 @@ class _Measurement(Callback):
 
 
 def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> IntArray:
-    """Return ascending positions of sampled queries that no pattern probes."""
+    """Sample queries that no pattern probes. Return their positions in ascending order."""
     free = np.ones(length, bool)
     for pattern in patterns:
         free[pattern.probed_rows(length).numpy()] = False

@@ -1,4 +1,4 @@
-"""Other implementations of context parallelism, to time in the same run."""
+"""Other implementations of context parallelism, which a benchmark times for comparison."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 def torch_context_parallel(
     world: int, group: int
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Return PyTorch's own context parallelism: all-gather of KV, cuDNN, its load balancing.
+    """Return a call of PyTorch's context parallelism, with an all-gather of KV and cuDNN.
 
-    The call takes q [1, heads, tokens of this rank, head_dim], k and v with kv_heads.
+    The call takes this rank's q [1, heads, tokens, head_dim], and k and v with the KV heads instead
+    of the heads. It uses PyTorch's own load balancing.
 
     Args:
-        world: ranks.
-        group: query heads per KV head; this PyTorch release needs KV repeated.
+        world: number of ranks.
+        group: number of query heads per KV head. The call repeats each KV head this many times,
+            because PyTorch's context parallelism needs as many KV heads as query heads.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel

@@ -24,7 +24,7 @@ from mtrain_cli.training.resolution import ResolvedRun
 from mtrain_cli.training.trainer import Trainer
 
 FOLDER = "profile"
-# Rows of an earlier attempt belong to the same case if these facts match.
+# A case of this attempt continues a case of an earlier attempt if these facts are equal.
 _SAME = (
     *("layout", "exchange", "pattern", "kernel", "model", "seq", "micro_batch", "workers", "cp"),
     *("per_node", "heads", "steps"),
@@ -34,14 +34,16 @@ _SAME = (
 class TrainingProfile(Callback):
     """Record every `profile.every`-th step of a training run.
 
-    Files go to the run's folder ``profile/``, one part per recorded step; parts of an earlier
-    attempt stay. Dense first steps of a sparse run are a separate case. So are the steps of an
-    attempt with other workers, layout or exchange. If a file cannot be written, the profile warns
-    and the training continues.
+    The run's folder ``profile/`` gets one file of rows per recorded step. Files of an earlier
+    attempt stay there. If a file cannot be written, the profile warns and the training continues.
+
+    These are separate cases:
+    - dense first steps of a sparse run
+    - steps of an attempt with other workers, layout or exchange
     """
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
-        """message: shows a line to the user; takes ``warning=True``."""
+        """message: a function that shows a line to the user. It takes ``warning=True``."""
         config = trainer.config
         self._trainer, self._message = trainer, message
         self._bench = Bench(config, run_dir, trainer.environment)
@@ -74,7 +76,7 @@ class TrainingProfile(Callback):
             self._writer = None
 
     def _cases(self) -> list[MeasurementCase]:
-        """Return the cases of this attempt: its steps and, separately, dense first steps."""
+        """Return the cases of this attempt: all steps, and dense first steps if there are any."""
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
 
@@ -90,9 +92,10 @@ class TrainingProfile(Callback):
         return cases
 
     def _earlier_attempts(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the cases and the number of samples of earlier attempts.
+        """Return the cases of earlier attempts, and the number of their samples.
 
-        Delete samples of steps that this attempt repeats. Rename a folder without a usable profile.
+        Delete the samples of steps that this attempt repeats. If the folder holds no profile that
+        this attempt can continue, rename the folder.
         """
         if not self._folder.exists():
             return [], 0
@@ -142,7 +145,10 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _collect(self, seconds: float) -> None:
-        """Collect and write the step if it was recorded. seconds: time of the whole step."""
+        """If the step was recorded, collect and write its rows.
+
+        seconds: duration of the whole step.
+        """
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
             return
@@ -172,12 +178,12 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _complete(self) -> str:
-        """Complete the profile. Return a summary for the user; empty if no step was recorded."""
+        """Complete the files. Return a sentence for the user, empty if no step was recorded."""
         if self._writer is None:
             return ""
-        steady = self._plain[1:]  # the first step compiles and connects
+        steady = self._plain[1:]  # The first step also compiles kernels and connects the ranks.
         if self._recorded and steady:
-            # Take the first worker's times: the others wait in a later step until it has written.
+            # Use the first worker's times. The other workers wait in the next step while it writes.
             times = self._bench.share(
                 lambda: (statistics.median(steady), statistics.median(self._recorded))
             )
@@ -209,14 +215,15 @@ class TrainingProfile(Callback):
 def _numbered(
     earlier: list[dict[str, Any]], cases: list[MeasurementCase], trainer: Trainer
 ) -> tuple[list[dict[str, Any]], dict[bool, MeasurementCase]]:
-    """Number the cases so that they match the rows.
+    """Number the cases. A case that continues an earlier case takes the earlier number.
 
     Returns:
-        The summary's entries (earlier cases, then new cases), and the cases by "is dense".
+        The entries of the summary (earlier cases, then new ones), and the numbered cases by whether
+        their attention is dense.
     """
     kept, numbered = list(earlier), {}
     for case in cases:
-        # Pass through JSON, as the earlier entries did.
+        # A round trip through JSON makes the types equal to those of the earlier entries.
         facts = json.loads(json.dumps(case.facts(trainer.environment)))
         same = [
             n

@@ -1,4 +1,4 @@
-"""Write a profile: parts after each sample; records, indices, trace and summary at the end."""
+"""Write a profile: rows after each sample; records, indices, trace and summary at the end."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ from mtrain_cli.training.flops import causal_pairs
 class ProfileWriter:
     """Write the samples of a profile. All workers call the same methods; the first worker writes.
 
-    cases: cases to record, with their numbers in the summary
-    folder: folder to write to; None for the run's folder
-    entries: all entries of the summary, with those of earlier cases; None for those of `cases`
+    cases: the cases to record, numbered as in the summary.
+    folder: folder to write to; None for the run's folder.
+    entries: the summary's entries of all cases, if there are cases of earlier attempts. None for
+        the entries of `cases`.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ProfileWriter:
         self.first = bench.environment.rank == 0
         self.problem: str | None = None  # the last write error
         self._waiting: list[np.ndarray] = []
-        self._latest: dict[int, np.ndarray] = {}  # by case: rows of the latest iteration
+        self._latest: dict[int, np.ndarray] = {}  # rows of the latest iteration, by case
         self._last: dict[int, Sequence[Estimated]] = {}
         self._iteration = 0
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
@@ -82,13 +83,13 @@ class ProfileWriter:
     def recorded(
         self, case: MeasurementCase, iteration: int, estimated: Sequence[Estimated]
     ) -> None:
-        """Collect the iteration that just ended.
+        """Collect the rows of the iteration that just ended.
 
         Args:
-            iteration: training step, or sample of an attention-only profile.
+            iteration: number of the training step, or of the sample of an attention-only profile.
             estimated: masks and indices of each micro-batch.
         """
-        # Keep the indices in host memory.
+        # Keep the indices in host memory, not on the GPU.
         held: list[Estimated] = [
             (masks, indices and {layer: index.to("cpu") for layer, index in indices.items()})
             for masks, indices in estimated
@@ -104,13 +105,15 @@ class ProfileWriter:
         return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
 
     def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
-        """Add this worker's seconds per iteration, without and with recording."""
+        """Add this worker's seconds of one iteration without and one with recording."""
         self._times[case.number].append((plain, recorded))
 
     def sampled(self, number: int, samples: int) -> None:
-        """Write the rows since the last call as part ``number``.
+        """Write the rows that were collected since the last call.
 
-        samples: complete samples of all cases so far.
+        Args:
+            number: number of the file of rows.
+            samples: number of samples that all cases have completed so far.
         """
         self.samples = self._document["samples"] = samples
         if not self.first:
@@ -134,7 +137,7 @@ class ProfileWriter:
         return self._document["cases"][case.number]
 
     def _note_density(self, rows: np.ndarray) -> None:
-        """Set each case's density: computed / causal pairs over heads, layers and sequences."""
+        """Set the density of each case: computed pairs / all causal pairs."""
         alone = self.plan.mode == ATTENTION_ONLY
         forward = rows[rows["direction"] == record_files.WORDS["direction"].index("forward")]
         for case in self.cases:
@@ -151,7 +154,7 @@ class ProfileWriter:
     def finish(self, *, analysed: bool = True) -> None:
         """Write indices, trace and summary on the first worker.
 
-        analysed: also join the parts and add results to the summary.
+        analysed: whether to also join the files of rows, and add the results to the summary.
         """
         everyone = self.bench.gather((self._times, self.bench.collector.uncertainty))
         self.save_indices()
@@ -196,9 +199,9 @@ class ProfileWriter:
         console.print(f"other  mtrain profile what-if {folder}", soft_wrap=True)
 
     def save_indices(self) -> None:
-        """Write each pattern's indices from the last sample.
+        """Write the indices that each pattern estimated in the last sample.
 
-        They come from the first forward pass of the first context group.
+        The file holds those of the first forward pass of the first context group.
         """
         first = self.cases[0]
         chosen: dict[str, MeasurementCase] = {}
@@ -234,13 +237,16 @@ class ProfileWriter:
                 save_indices(path, setup, masks, parts)
             except OSError as error:
                 self.problem = f"{path}: could not be written ({error.strerror or error})"
-        for _ in parts:  # to the end on every worker, since some parts need a gather
+        for _ in parts:  # Some parts need a gather, so every worker must reach the end.
             pass
 
     def _parts_of_indices(
         self, cases: Sequence[MeasurementCase]
     ) -> Iterator[tuple[str, int, Index | None]]:
-        """Yield (pattern, layer, index) layer by layer. All workers iterate; the first gets all."""
+        """Yield (pattern, layer, index), layer by layer.
+
+        All workers must iterate, because they may gather an index on the first worker.
+        """
         e = self.bench.environment
         first_group = e.dims.coordinate("dp", e.rank) == 0
         for case in cases:
@@ -256,7 +262,7 @@ class ProfileWriter:
                             yield pattern, layer, part
 
     def _gathered(self, mine: Index | None) -> Sequence[Index | None]:
-        """Gather the bitmaps of all workers on the first worker; the others get none."""
+        """Gather the bitmaps of all workers on the first worker; return none on the others."""
         assert mine is None or isinstance(mine, BlockBitmap)
         sent = mine and (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
         workers = self.bench.environment.dims.workers
@@ -269,5 +275,5 @@ class ProfileWriter:
 
 
 def _in_parts(index: Index) -> bool:
-    """Return whether each worker holds only the rows of its own queries."""
+    """Return whether the index has only the rows of one worker's queries."""
     return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks

@@ -38,10 +38,10 @@ _PINGS = 16
 
 @dataclass(frozen=True)
 class Clock:
-    """A rank's clock relative to rank 0, in seconds.
+    """A rank's clock relative to rank 0's clock, in seconds.
 
-    offset: rank 0's monotonic clock - this rank's monotonic clock
-    uncertainty: largest error of the offset
+    offset: rank 0's monotonic clock minus this rank's monotonic clock.
+    uncertainty: bound on the error of the offset.
     """
 
     offset: float
@@ -49,17 +49,19 @@ class Clock:
 
 
 def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
-    """Return the boot id of every rank's machine. Ranks of one boot share the monotonic clock."""
+    """Return the boot id of every rank's machine. Ranks with equal ids share a monotonic clock."""
     boot_ids: list[str] = [""] * workers
     dist.all_gather_object(boot_ids, _boot(), group=group)
     return boot_ids
 
 
 def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
-    """Measure this rank's clock offset. All ranks must call this; ``boots``: see `boots_of_all`.
+    """Measure the offset of this rank's clock. All ranks must call this.
 
-    Rank 0 asks each rank on another machine for its time, several times. The rank reads its clock
-    between question and reply, so the fastest round trip gives the best estimate.
+    Rank 0 asks each rank on another machine several times what its clock shows. The rank reads the
+    clock between question and reply, so the fastest round trip gives the best estimate.
+
+    boots: result of `boots_of_all`.
     """
     mine = Clock(0.0, 0.0)
     for other in [r for r in range(len(boots)) if boots[r] != boots[0]]:
@@ -84,7 +86,7 @@ def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> C
 
 
 def _boot() -> str:
-    """Return an id of the machine and its boot."""
+    """Return an id that changes with the machine and with every boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -92,10 +94,10 @@ def _boot() -> str:
         return socket.gethostname()
 
 
-# Rows with additional fields, which match the messages of two ranks.
+# `ROW`, and fields that identify a message, to find it in the rows of other ranks.
 _TAGS = ("to", "source", "first", "peers")
 RAW = np.dtype([*ROW.descr, ("number", np.int32), *((name, np.int16) for name in _TAGS)])
-# one worker's work: (micro-batch, layer) -> direction -> work
+# The work of one worker: (micro-batch, layer) -> direction -> work.
 Work = dict[tuple[int, int], dict[str, StepWork]]
 
 
@@ -118,7 +120,7 @@ class RecordCollector:
         self.recorder = Recorder(self.device)
 
     def start(self) -> None:
-        """Start an iteration. Across machines, align the clocks again, because they drift."""
+        """Start an iteration. With several machines, align their clocks again: clocks drift."""
         if len(set(self.boots)) > 1:
             self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
@@ -129,8 +131,8 @@ class RecordCollector:
         """Collect the rows of the iteration that just ended.
 
         Args:
-            work: this rank's work.
-            flop: FLOP per query-key pair, forward and backward.
+            work: work of this rank in the iteration.
+            flop: FLOP per query-key pair, (forward, backward).
 
         Returns:
             On rank 0 the rows of all ranks, of dtype `ROW`; no rows on other ranks.
@@ -148,7 +150,7 @@ class RecordCollector:
 def own_rows(
     spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
 ) -> np.ndarray:
-    """Turn one rank's spans into rows of dtype `RAW`, with start_us on rank 0's clock."""
+    """Turn the spans of one rank into rows of dtype `RAW`. start_us refers to rank 0's clock."""
     table = np.zeros(len(spans), RAW)
     table["rank"], table["peer"] = rank, -1
     counted: set[tuple[int, int, str, int, str]] = set()
@@ -165,8 +167,8 @@ def own_rows(
             row["bytes"] = message.sent if span.kind == SEND else message.received
             row["peer"] = message.to if span.kind == SEND else message.source
         elif span.kind in (ATTENTION, COLUMNS):
-            # Several kernels may share one count of work, for example single columns before and
-            # after the steps. Count it once.
+            # Several kernel calls may share one count of work: for example, the single columns
+            # before and those after the steps. Count that work once.
             step = span.step if span.kind == ATTENTION else -1
             key = span.micro, span.layer, span.direction, step, span.kind
             direction = FORWARD if span.direction == RECOMPUTE else span.direction
@@ -183,9 +185,9 @@ def own_rows(
 
 
 def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
-    """Join the rows of all ranks as `ROW`, with start_us from the start of the iteration.
+    """Join the rows of all ranks as dtype `ROW`. Set start_us relative to the iteration's start.
 
-    Set peer and late_us of waits.
+    Also set peer and late_us of waits.
     """
     table = np.concatenate(tables)
     if not len(table):
@@ -206,7 +208,11 @@ _PASS = ["micro", "layer", "direction", "payload"]
 
 
 def _find_late(table: np.ndarray) -> None:
-    """Set peer and late_us of waits. A message starts after all participants have posted it."""
+    """Set peer and late_us of waits.
+
+    A message starts when the last participant posts it. A wait is late until then, and its peer is
+    that participant.
+    """
     import pandas
 
     more = "phase rank number to source first peers link start_us dur_us"
@@ -221,7 +227,8 @@ def _find_late(table: np.ndarray) -> None:
     mine = waits.reset_index().merge(
         hops[[*_PASS, "rank", "number", "sent", "taken"]], on=[*_PASS, "rank", "number"]
     )
-    # Join the k-th message that the source posted to this rank, and that the receiver posted.
+    # Join the k-th message that the source posted to this rank, then the k-th message that the
+    # receiver of this rank's messages posted.
     for end, back, mine_of, its in (
         ("source", "to", "taken", "sent"),
         ("to", "source", "sent", "taken"),

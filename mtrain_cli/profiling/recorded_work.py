@@ -1,4 +1,4 @@
-"""Count this worker's work in a recorded iteration, from masks and indices."""
+"""Count the work of this worker in a recorded iteration, from masks and indices."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.profiling.record_collector import Work
 from mtrain_cli.simulation.work_counts import WorkCounter
 
-# Masks of a micro-batch, and each layer's index (None: dense attention).
+# (masks, indices by layer) of a micro-batch. The indices are None for dense attention.
 Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
 
 
 def estimated_indices(attend: ContextAttention) -> Mapping[int, Index] | None:
-    """Return the indices estimated for a batch, by layer; None for dense attention."""
+    """Return the indices that a batch estimated, by layer; None for dense attention."""
     return None if attend.index is None else attend.index.estimated
 
 
 def own_work(
     exchange: Exchange, heads: int, layers: Sequence[int], micro_batches: Sequence[Estimated]
 ) -> Work:
-    """Return the work by (micro-batch, layer).
+    """Return the work of this worker by (micro-batch, layer).
 
     Args:
         heads: number of query heads.
         layers: layers whose attention ran.
-        micro_batches: masks and indices; bitmaps hold only the rows that this worker computes.
+        micro_batches: masks and indices of each micro-batch. A bitmap may have only the rows of
+            this worker's queries.
     """
     rank = exchange.group.rank
     work: Work = {}

@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance`: train, and compute sampled batches under every case in turn."""
+"""`mtrain profile imbalance`: train, and run the attention of every case on sampled batches."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def run(
 
 
 class _Rehearsal(Callback):
-    """Compute every case on the samples of one step, plain and recorded.
+    """Compute every case on the sequences of a training step, without and with recording.
 
-    due: whether the next step is sampled
+    due: whether to do so in the next step.
     """
 
     needs_samples = True
@@ -115,13 +115,17 @@ class _Rehearsal(Callback):
         writer.sampled(self.trainer.step + 1, sample + 1)
         progress.sampled(sample + 1, writer.plan.samples)
         if sample == 0:
-            # Save now, so that a killed run can be replayed.
+            # Save the indices now, so that `simulate` can replay them even if the run is killed.
             writer.save_indices()
 
     def _compute(
         self, case: MeasurementCase, micro_batches: MicroBatches, *, recorded: bool
     ) -> tuple[list[Estimated], float]:
-        """Run both passes once. Return masks and indices, and this worker's seconds."""
+        """Run both passes of a case once.
+
+        Returns:
+            Masks and indices of each micro-batch, and this worker's seconds.
+        """
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder
         trainer.recorder = recorder if recorded else None

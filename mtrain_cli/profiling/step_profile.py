@@ -1,4 +1,4 @@
-"""`mtrain profile step`: train, record the last steps with `torch.profiler`, report their parts."""
+"""`mtrain profile step`: train, record the last steps with `torch.profiler`, and show the parts."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ from mtrain_cli.training.trainer import StepResult, Trainer
 
 TARGET = "mtrain_cli.profiling.step_profile:run"
 SHOWN = 10  # kernels or operators in the table
-_COMPRESSION = 5  # the trace of a large step is 100 MB; level 9 makes it hardly smaller
+_COMPRESSION = 5  # of gzip; higher levels hardly make a trace of 100 MB smaller
 
 
 @dataclass(frozen=True)
 class StepProfilePlan(BenchmarkPlan):
-    """What to record.
+    """Which steps to record.
 
-    warmup: training steps before the recorded ones
-    alike: number, from 1, of the first step to compare with the recorded steps. It is not a dense
-        first step of a sparse run and, if possible, not the first of its kind, which compiles.
-    steps: number of recorded steps
-    trace: whether to keep the trace of every rank
+    warmup: number of training steps before the recorded steps.
+    alike: the first of these, counted from 1, that compares with the recorded steps. It is not a
+        dense first step of a sparse run. If possible, it is not the first sparse step either,
+        because that step compiles.
+    steps: number of recorded steps.
+    trace: whether to keep the trace of every rank.
     """
 
     warmup: int
@@ -58,10 +59,10 @@ class StepProfilePlan(BenchmarkPlan):
 class _RankSummary:
     """The results of one rank.
 
-    breakdown: parts of the recorded steps
-    plain: seconds of each unrecorded step, starting with step `StepProfilePlan.alike`
-    recorded: seconds of each recorded step
-    peak_gib: peak memory of the steps in `plain`; None on a CPU
+    breakdown: parts of the recorded steps.
+    plain: seconds of each unrecorded step from step `StepProfilePlan.alike` on.
+    recorded: seconds of each recorded step.
+    peak_gib: peak memory in GiB of the steps in `plain`; None on a CPU.
     """
 
     breakdown: StepBreakdown
@@ -76,7 +77,7 @@ def run(
     environment: Environment,
     resume: bool,  # noqa: ARG001 - a measurement starts afresh
 ) -> bool:
-    """Train and record the last steps, on this worker. Return whether it stopped early."""
+    """Train and record the last steps on this worker. Return whether a stop request ended it."""
     bench = Bench(config, run_dir, environment)
     plan = bench.share(lambda: StepProfilePlan.load(run_dir))
     stop = StopFlag(run_dir, environment)
@@ -90,7 +91,7 @@ def run(
         progress.say(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
 
         def step(kind: str) -> float:
-            """Run one training step, with idle devices before and after. Return its seconds."""
+            """Run one training step, with idle GPUs before and after it. Return its seconds."""
             number = trainer.step + 1
             progress.now(f"step {number}, {kind}")
             bench.synchronize()
@@ -145,23 +146,23 @@ def _idle(bench: Bench) -> None:
 
 
 def _profiler(bench: Bench) -> torch.profiler.profile:
-    """Return a profiler without shapes, stacks or memory, which would slow the host."""
-    # By default, Kineto reports start and stop on stderr.
+    """Return a profiler that does not record shapes, stacks or memory: these slow the host."""
+    # At its default level, Kineto reports start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
     if bench.device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    # Without acc_events, torch warns of events lost between cycles; here is one cycle only.
+    # Without acc_events, torch warns that events between cycles are lost. There is only one cycle.
     return torch.profiler.profile(activities=activities, acc_events=True)
 
 
 def _read(
     profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench
 ) -> StepBreakdown:
-    """Write the trace of this rank and break it down.
+    """Write the trace of this rank, and break its steps down into parts.
 
     Raises:
-        RunError: the trace cannot be written, or holds no GPU kernel.
+        RunError: the trace cannot be written, or a GPU's trace has no kernel.
     """
     rank = bench.environment.rank
     trace = folder / f"trace-rank-{rank}.json.gz"
@@ -184,7 +185,7 @@ def _read(
             f"{folder}: rank {rank} cannot write its trace ({error.strerror or error})"
         ) from error
     gpu = bench.device.type == "cuda"
-    # Every rank needs the duration of the same messages on the other ranks.
+    # A rank compares the durations of its messages with those on the other ranks.
     least = shortest(bench.gather(messages(events))) if gpu else None
     breakdown = find_parts(events, gpu=gpu, least=least)
     if gpu and not breakdown.launches:
@@ -203,10 +204,10 @@ def _document(
     metrics: Sequence[StepMetrics],
     losses: list[float | None],
 ) -> dict[str, Any]:
-    """Return summary.json. Times are ms of one step.
+    """Return the content of summary.json. Times are milliseconds per step.
 
     Args:
-        metrics: unrecorded steps, starting with step `StepProfilePlan.alike`.
+        metrics: metrics of the unrecorded steps from step `StepProfilePlan.alike` on.
         losses: losses of all steps.
     """
     config, choices, e = trainer.config, trainer.choices, trainer.environment
@@ -239,7 +240,7 @@ def _document(
             "shard": config.train.shard,
         },
         "losses": losses,
-        # Medians of rank 0, except memory: the peak of any rank.
+        # Medians of rank 0; for memory, the highest peak of all ranks.
         "plain": {
             "first": plan.alike,
             "steps": len(metrics),
@@ -282,7 +283,7 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
 
 
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """Return the kernels or operators that take most time per step, means over ranks."""
+    """Return the kernels or operators with the most time per step, mean over ranks."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for breakdown in everyone:
         for kind in breakdown.kinds:

@@ -1,9 +1,10 @@
 """`mtrain profile kernels --workers 8,32`: time one worker's kernel calls on one device.
 
-A call in a ring over W workers has W * W times less work than a call over the whole sequence, so
-its fixed time dominates. These calls are steps of real schedules, without messages. In a ring, one
-shard of queries attends to one shard of keys, with slashes and columns in separate calls. In an
-all-gather, one shard of queries attends to all keys.
+In a ring over W workers, a kernel call has W * W times less work than a call over the whole
+sequence, so its fixed time dominates. The calls timed here are steps of real schedules, without
+messages:
+- ring: one shard of queries attends to one shard of keys. Slashes and columns need separate calls.
+- all-gather: one shard of queries attends to all keys.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ RING, GATHER = "ring", "all_gather"
 
 @dataclass(frozen=True)
 class _Worker:
-    """The last worker of a layout. index: None for dense attention."""
+    """The calls of the worker with the last rank.
+
+    index: index of the whole sequence; None for dense attention.
+    """
 
     bench: KernelBench
     kernel: Kernel
@@ -57,7 +61,7 @@ class _Worker:
         return make_schedule(exchange, ScheduleOptions(self.layout.workers, self.layout.workers))
 
     def work(self, schedule: Schedule, index: VerticalSlash | None) -> StepWork:
-        """Count this worker's forward pass."""
+        """Count the work of this worker's forward pass."""
         case = self.case
         counter = WorkCounter.make(schedule, self.layout, [self.mask], case.heads, case.block)
         return counter.count(index, self.rank)[FORWARD]
@@ -79,9 +83,9 @@ class _Worker:
 def profile_worker_calls(
     bench: KernelBench, cases: Sequence[KernelCase], workers: Sequence[int]
 ) -> Iterator[KernelTime]:
-    """Yield the times of one worker's calls for each case, worker count and layout.
+    """Yield the times of one worker's calls for each case, number of workers and layout.
 
-    Skip cases that do not split into whole blocks.
+    Skip a case if its sequence does not split into whole blocks for that number of workers.
     """
     seen: set[tuple[KernelCase, int, str]] = set()
     for case, count, name in itertools.product(cases, workers, LAYOUTS):
@@ -99,7 +103,12 @@ def profile_worker_calls(
 
 
 def _calls(worker: _Worker) -> Iterator[KernelTime]:
-    """Yield times for keys of the own shard, another shard and all shards, and gathered columns."""
+    """Yield the times of the calls of one worker.
+
+    - ring: the keys of its own shard, then the keys of another shard
+    - all-gather: the keys of all shards
+    - single columns, if the case has any
+    """
     layout, rank = worker.layout, worker.rank
     for exchange in (RING, GATHER):
         schedule = worker.schedule(exchange)
@@ -127,11 +136,12 @@ def _time_step(
     *,
     gathered: bool,
 ) -> KernelTime:
-    """Time one step.
+    """Time one step of a schedule.
 
-    keys: number of key tokens
-    work, masked: work under the index, and under the mask alone
-    gathered: whether the step belongs to an all-gather; otherwise to a ring
+    keys: number of key tokens.
+    work: work of all steps under the index.
+    masked: work of all steps under the mask alone.
+    gathered: whether the step belongs to an all-gather, not to a ring.
     """
     bench, case, index = worker.bench, worker.case, worker.index
     form, columns = LISTS if worker.layout.name == "striped" else DENSE, 0
@@ -149,7 +159,7 @@ def _time_step(
 
 
 def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
-    """Time the call that computes the single columns after a ring has gathered them."""
+    """Time the kernel call that computes the single columns. A ring gathers them before it."""
     bench, case, kernel, own = worker.bench, worker.case, worker.kernel, worker.queries
     moved = index.to(bench.device)
     everything = worker.tiles(np.arange(worker.layout.padded_seq)).with_index(moved)
@@ -158,7 +168,7 @@ def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
     q, _, _, dout = bench.inputs(case, len(own), len(own))
     scale, width = case.head_dim**-0.5, shared.slots.shape[-1]
     packed = torch.randn(2, 1, case.heads, width, case.head_dim, device=q.device, dtype=q.dtype)
-    # The partial result of the other keys: the output of one step.
+    # The call merges its result with the output of a step, so it needs an output to merge with.
     partial = (
         torch.zeros_like(q),
         torch.zeros(1, case.heads, len(own), device=q.device, dtype=accumulation_dtype(q.dtype)),

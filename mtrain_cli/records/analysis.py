@@ -1,6 +1,6 @@
 """Analyse a profile or simulation: imbalance degrees, time by category and causes of waits.
 
-`profiles/definitions.md` defines every number. Rows are read in batches.
+`profiles/definitions.md` defines every number. The analysis reads the rows in batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mtrain_cli.records.wait_attribution import WaitAttribution
 from mtrain_cli.records.wait_causes import WaitCause, causes_of
 
 DEGREES = ("worker", "step", "total", "critical")
-# Categories of a pass's time. `exposed LINK` splits exposed communication by link.
+# The categories of a pass's time (bins). `exposed LINK` is exposed communication on one link class.
 BINS = (*BUSY, LATE, *(f"{EXPOSED} {link}".strip() for link in LINKS))
 MOST_VALUES = 1 << 21  # step times kept for percentiles
 MOST_TABLES = 48  # samples kept for distributions
@@ -38,7 +38,7 @@ QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 class Estimate:
     """Mean and standard deviation of n samples.
 
-    error: standard error of the mean; NaN for a single iteration, which has no spread.
+    error: standard error of the mean. NaN if there is only one iteration.
     """
 
     mean: float
@@ -48,12 +48,12 @@ class Estimate:
 
     @staticmethod
     def of(values: np.ndarray, iterations: np.ndarray | None = None) -> Estimate:
-        """Estimate from samples.
+        """Return the estimate from samples.
 
         Args:
-            values: the samples, any shape.
-            iterations: the iteration of each sample. Layers of one iteration are correlated, so
-                `error` takes each iteration's mean as one value.
+            values: the samples, in any shape.
+            iterations: the iteration of each sample. If given, `error` is the standard error of the
+                iterations' means, because the layers of one iteration are correlated.
         """
         values = np.asarray(values, np.float64).reshape(-1)
         if not len(values):
@@ -73,7 +73,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Degrees:
-    """Imbalance degrees over samples, see `Imbalance`."""
+    """Estimates of the imbalance degrees, which `Imbalance` explains."""
 
     worker: Estimate
     step: Estimate
@@ -83,7 +83,7 @@ class Degrees:
 
 @dataclass(frozen=True)
 class Ratios:
-    """Computation ratios over samples, see `ratios`."""
+    """Estimates of the computation ratios, which `imbalance.ratios` explains."""
 
     step: Estimate
     total: Estimate
@@ -104,24 +104,28 @@ def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> d
 
 @dataclass(frozen=True)
 class PassAnalysis:
-    """One direction (forward, recompute or backward) of a case. Times in ms.
+    """One direction (forward, recompute or backward) of a case. Times are milliseconds.
 
     A worker is a position in a context group. Arrays are means over samples.
 
-    attention: [workers, steps], attention kernels
-    elapsed: [workers, steps], whole steps
-    late: [workers, steps], waits before the peer started sending
-    exposed: [workers, steps], exposed communication
-    pairs, blocks: [workers, steps], computed query-key pairs and block pairs
-    columns: [workers], attention to single columns, which are gathered once per pass
-    column_pairs: [workers], query-key pairs of these columns
-    time, work: imbalance degrees of ms and of pairs
-    computation: computation ratios
-    duration: one layer on the slowest worker, over iterations
-    p50, p95, longest: elapsed time of one worker's step
-    layers: per layer, ms of the slowest worker; mean ms of attention, late waits, exposed waits
-    across_workers: [steps, 5], quantiles (`QUANTILES`) of attention time over workers
-    across_steps: [workers, 5], quantiles of attention time over steps
+    attention: time of attention kernels, [workers, steps].
+    elapsed: time of whole steps, [workers, steps].
+    late: time of waits until the peer started to send, [workers, steps].
+    exposed: exposed communication, [workers, steps].
+    pairs: computed query-key pairs, [workers, steps].
+    blocks: block pairs with computed pairs, [workers, steps].
+    columns: time of attention to single columns, [workers]. It belongs to no step, because a ring
+        gathers these columns once per pass.
+    column_pairs: query-key pairs of the single columns, [workers].
+    time: imbalance degrees of the times.
+    work: imbalance degrees of the query-key pairs.
+    computation: computation ratios.
+    duration: time of one layer's pass on the slowest worker, over iterations.
+    p50, p95, longest: 50th and 95th percentile and maximum of the time of one worker's step.
+    layers: for each layer, ms of the slowest worker's pass, and the means over workers of
+        attention, late waits and exposed communication.
+    across_workers: quantiles (`QUANTILES`) of attention time over workers, [steps, 5].
+    across_steps: quantiles of attention time over steps, [workers, 5].
     """
 
     direction: str
@@ -168,20 +172,24 @@ class PassAnalysis:
 class CaseAnalysis:
     """One case of a profile.
 
-    number, label: number and name of the case in the summary
-    facts: the case's entry in the summary
-    passes: one analysis per direction
-    time, work, computation: as in `PassAnalysis`, means of forward and backward
-    bins: [directions, ranks, BINS], ms per iteration
-    passes_ms: [directions, ranks], ms of all passes per iteration, the sum of the bins
-    iteration_ms: whole iterations on the slowest rank
-    tokens: tokens per iteration, over all groups
-    iterations, wanted: number of recorded and of requested iterations
-    samples: iterations x forward passes x layers x groups
-    typical: the iteration whose passes took the median time
-    missing: ranks without rows
-    partial: whether iterations or ranks are missing
-    causes: causes of waits, the costliest first
+    number: number of the case in the summary.
+    label: name of the case in the summary.
+    facts: entry of the case in the summary.
+    passes: one analysis per direction.
+    time, work, computation: as in `PassAnalysis`; means of forward and backward.
+    bins: milliseconds per iteration by category, [directions, ranks, BINS].
+    passes_ms: milliseconds of all passes per iteration, [directions, ranks]; the sum of the bins.
+    iteration_ms: milliseconds of a whole iteration on the slowest rank.
+    tokens: tokens per iteration, over all context groups; None if unknown.
+    iterations: number of recorded iterations.
+    wanted: number of requested iterations.
+    samples: iterations x forward passes x layers x context groups.
+    workers: ranks of a context group.
+    groups: number of context groups.
+    typical: number of the iteration whose passes took the median time.
+    missing: ranks without rows.
+    partial: whether iterations or ranks are missing.
+    causes: causes of waits, the costliest first.
     """
 
     number: int
@@ -216,22 +224,29 @@ class CaseAnalysis:
         return [rank for rank in range(self.workers * self.groups) if rank not in self.missing]
 
     def bare_ms(self, direction: str) -> float | None:
-        """Return one layer's ms on the slowest worker, median of iterations without recording.
+        """Return ms of one layer's pass on the slowest worker, without the cost of recording.
 
-        Return None if it was not measured or the case has several layers. Recorded iterations
-        (`PassAnalysis.duration`) take a little longer.
+        The value is the median of iterations without recording. Recorded iterations
+        (`PassAnalysis.duration`) take a little longer. Return None if the profile does not have the
+        value, or the case has several layers.
         """
         ms = self.facts.get(f"{direction}_ms")
         return float(ms) if ms is not None and len(self.layers) == 1 else None
 
     def bin_ms(self, name: str, direction: str | None = None) -> float:
-        """Return a bin's ms per iteration, mean over ranks; None stands for all directions."""
+        """Return ms per iteration of one of `BINS`, mean over ranks.
+
+        direction: None for the sum of all directions.
+        """
         chosen = slice(None) if direction is None else [self.directions.index(direction)]
         return float(self.bins[chosen][:, self.present, BINS.index(name)].sum(0).mean())
 
     @property
     def exposed(self) -> dict[str, float]:
-        """Return exposed ms per iteration by link, mean over ranks. Omit links without any."""
+        """Return ms of exposed communication per iteration by link class, mean over ranks.
+
+        Omit links without exposed communication.
+        """
         by_bin = {name: self.bin_ms(name) for name in BINS if name.startswith(EXPOSED)}
         return {
             name.removeprefix(EXPOSED).strip() or "link": ms
@@ -240,7 +255,7 @@ class CaseAnalysis:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of summary.json; tables are rounded."""
+        """Return the case's entry in the results of summary.json, rounded."""
         used = [i for i, name in enumerate(BINS) if self.bins[..., i].any() or name in SPENT]
         return {
             "case": self.number,
@@ -266,10 +281,10 @@ class CaseAnalysis:
 
 
 def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
-    """Return one analysis per case that has rows, in the order of the cases.
+    """Return one analysis for each case that has rows, in the order of the cases.
 
     Raises:
-        ConfigError: a file of rows is damaged, has another schema or does not match its summary.
+        ConfigError: a file of rows is damaged, has another schema or does not match the summary.
     """
     shapes, last = survey(recorded)
     uncertainty = float((recorded.summary.get("clock") or {}).get("uncertainty_us") or 0.0) / 1e3
@@ -287,7 +302,7 @@ def analyse(recorded: RecordedFolder) -> list[CaseAnalysis]:
 
 
 class _CaseTotals:
-    """Sums and samples kept from the iterations of a case."""
+    """Sums and samples of a case, collected iteration by iteration."""
 
     def __init__(self, shape: RecordedShape, waits: WaitAttribution) -> None:
         self.shape, self.waits = shape, waits
@@ -298,12 +313,12 @@ class _CaseTotals:
         self.counts = np.zeros((directions, shape.workers))
         self.bins = np.zeros((directions, shape.groups, shape.workers, len(BINS)))
         self.passes = np.zeros((directions, shape.groups, shape.workers))
-        # per layer: number of samples, then ms of slowest worker, attention, late, exposed
+        # Per layer: number of samples, then ms of the slowest worker, attention, late, exposed.
         self.by_layer = np.zeros((directions, layers, 5))
-        # per direction: [ms and pairs, 4 degrees, samples]
+        # Per direction: [ms and pairs, 4 degrees, samples].
         self.degrees: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.ratios: list[list[np.ndarray]] = [[] for _ in shape.directions]
-        # per direction: the iteration of each sample
+        # Per direction: the iteration of each sample.
         self.owners: list[list[np.ndarray]] = [[] for _ in shape.directions]
         self.durations: list[np.ndarray] = []  # one [directions] per iteration
         self.wholes: list[float] = []
@@ -370,7 +385,7 @@ class _CaseTotals:
         self.degrees[d].append(np.stack([_degrees(in_steps, columns), work]))
         self.owners[d].append(np.full(len(in_steps), len(self.numbers)))
         self.ratios[d].append(ratios(in_steps, elapsed, in_steps.sum(2) + columns, slowest))
-        # Draw at random: a fixed stride would pick the same steps or layers every time.
+        # Draw a random subset: a fixed stride would pick the same steps or layers every time.
         kept = elapsed.reshape(-1)
         if self.value_stride > 1:
             kept = kept[self.random.random(kept.size) * self.value_stride < 1]
@@ -398,7 +413,7 @@ class _CaseTotals:
         chosen = [
             d for d, name in enumerate(shape.directions) if name in passes and name != "recompute"
         ] or list(range(len(passes)))
-        # Both directions have the same samples, unless a killed run left one out.
+        # The directions have the same samples, unless a killed run lacks the last backward pass.
         both = [np.concatenate(self.degrees[d], -1) for d in chosen] or [np.zeros((2, 4, 0))]
         shares = [np.concatenate(self.ratios[d], -1) for d in chosen] or [np.zeros((2, 0))]
         samples = min(b.shape[-1] for b in both)
@@ -480,9 +495,14 @@ class _CaseTotals:
 
 
 def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return imbalance degrees, [4, samples].
+    """Return imbalance degrees, [4, samples], in the order of `Imbalance`.
 
-    Degrees that compare workers count single columns as one more step. The step degree omits them.
+    The degrees that compare workers count single columns as one more step. The degree that compares
+    the steps of a worker omits them.
+
+    Args:
+        tables: time or work of the steps, [samples, workers, steps].
+        columns: time or work of single columns, [samples, workers].
     """
     values = degrees(tables)
     if columns.any():
@@ -491,7 +511,7 @@ def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
 
 
 def _json(value: Any) -> Any:
-    """Round to five digits; NaN and infinity become None."""
+    """Return a value for JSON, rounded to five digits. NaN and infinity become None."""
     if isinstance(value, Estimate):
         return {"mean": _json(value.mean), "std": _json(value.std), "n": value.n}
     if isinstance(value, Degrees | Ratios):

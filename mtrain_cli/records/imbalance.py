@@ -1,7 +1,8 @@
 """Imbalance degrees and computation ratios of a matrix of times or work (MTraining, 3.3 and D.4).
 
-T[r, t] is what worker r computes in step t of a schedule: seconds of attention, or query-key pairs.
-Steps in which no worker computes do not count. `profiles/definitions.md` has the formulas.
+The matrix entry T[r, t] is what worker r computes in step t of a schedule: seconds of attention, or
+query-key pairs. Steps in which no worker computes do not count. `profiles/definitions.md` has the
+formulas.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from numpy.typing import ArrayLike
 
 @dataclass(frozen=True)
 class Imbalance:
-    """Imbalance degrees, max over mean; 1 is perfect.
+    """Imbalance degrees. Each is a maximum divided by a mean; 1 is perfect balance.
 
-    worker: across the workers of a step, averaged over steps
-    step: across the steps of a worker, averaged over workers
-    total: across workers, each with the sum of its steps
-    critical: time if every step lasted as long as its slowest worker, over perfect balance
+    worker: maximum / mean over the workers of a step, averaged over steps.
+    step: maximum / mean over the steps of a worker, averaged over workers.
+    total: maximum / mean over workers of the sum of a worker's steps.
+    critical: the time if every step lasted as long as its slowest worker, divided by the time with
+        perfect balance in every step.
     """
 
     worker: float
@@ -29,7 +31,7 @@ class Imbalance:
 
 
 def imbalance(table: ArrayLike) -> Imbalance:
-    """Return the degrees of one table [workers, steps] of non-negative numbers.
+    """Return the imbalance degrees of one table of non-negative numbers, [workers, steps].
 
     Raises:
         ValueError: the table is empty, or an entry is negative or not finite.
@@ -39,9 +41,12 @@ def imbalance(table: ArrayLike) -> Imbalance:
 
 
 def degrees(tables: ArrayLike) -> np.ndarray:
-    """Return the degrees of many tables: [samples, workers, steps] -> [4, samples].
+    """Return the imbalance degrees of many tables, [4, samples].
 
-    The first axis is in the order of the fields of `Imbalance`.
+    The first axis has the order of the fields of `Imbalance`.
+
+    Args:
+        tables: non-negative numbers, [samples, workers, steps].
 
     Raises:
         ValueError: a table is empty, or an entry is negative or not finite.
@@ -63,14 +68,16 @@ def ratios(
 ) -> np.ndarray:
     """Return the computation ratios of many samples, [2, samples]; 1 is perfect.
 
-    A computation ratio is the share of time that goes into attention. The first row has the share
-    of a worker's step, averaged over workers and steps. The second row has the share of the whole
-    pass, averaged over workers.
+    A computation ratio is the share of time that attention kernels take:
+    - first row: share of a worker's step, averaged over workers and steps
+    - second row: share of the whole pass, averaged over workers
 
     Args:
-        attention, elapsed: [samples, workers, steps].
-        computed: [samples, workers], attention of the pass, inside and outside of steps.
-        wall: [samples], duration of the pass; 0 gives ratio 0.
+        attention: time of attention kernels in steps, [samples, workers, steps].
+        elapsed: duration of the steps, [samples, workers, steps].
+        computed: time of attention kernels in the pass, inside and outside of steps,
+            [samples, workers].
+        wall: duration of the pass, [samples]. A duration of 0 gives the ratio 0.
 
     Raises:
         ValueError: the shapes differ.
@@ -98,12 +105,17 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Divide; return 1 if the whole is 0, because work that nobody does is balanced."""
+    """Return part / whole, or 1 if the whole is 0: work that no worker has is balanced."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 
 def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> np.ndarray:
-    """Average the entries in ``counts`` over all axes but the first; ``empty`` if there is none."""
+    """Average over all axes but the first.
+
+    Args:
+        counts: which entries count.
+        empty: result if no entry counts.
+    """
     axes = tuple(range(1, values.ndim))
     number = counts.sum(axes)
     return np.where(

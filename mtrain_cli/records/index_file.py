@@ -1,14 +1,17 @@
 """`index.npz`: the dynamic indices of one profiled iteration, to replay under other settings.
 
-An archive of NumPy arrays, written layer by layer:
+The file is an archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
-- ``lengths``, ``padded``: tokens of each sequence, without and with padding
-- sequence i: ``mask<i>`` (int64 [2, runs]), starts and values of the runs of `SequenceMask.first`
-- entry i, vertical-slash: ``<i>.slashes`` (uint8, bits packed along the slashes) and
-  ``<i>.columns`` (int32)
-- entry i, bitmap: ``<i>.bits`` (uint8, bits packed along the key blocks) and ``<i>.rows``
-Before compression, a vertical-slash index takes kilobytes per layer, and a bitmap one bit per head
-and block pair.
+- ``lengths``: tokens of each sequence, without padding
+- ``padded``: tokens of each sequence, with padding
+- ``mask<i>``: for sequence i, the starts and the values of the runs of equal numbers in
+  `SequenceMask.first`, int64 [2, runs]
+- ``<i>.slashes``, ``<i>.columns``: for entry i, if it is a vertical-slash index. uint8 with bits
+  packed along the slashes; int32
+- ``<i>.bits``, ``<i>.rows``: for entry i, if it is a bitmap. uint8 with bits packed along the key
+  blocks; query blocks
+Before compression, a vertical-slash index takes kilobytes per layer. A bitmap takes one bit per
+head and block pair.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
 _KIND = "mtrain indices"
-_FORMER_COLUMNS = ".bars"  # name of the array in files of version 0.1.0
-# Errors that NumPy, zipfile, json and constructors raise for a damaged or foreign file.
+_FORMER_COLUMNS = ".bars"  # what files of version 0.1.0 call ".columns"
+# What NumPy, zipfile, json and constructors raise for a damaged file, or a file of another program.
 _FOREIGN = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError),
     *(RuntimeError, zipfile.BadZipFile, zlib.error),
@@ -43,14 +46,17 @@ _FOREIGN = (
 class RecordedSetup:
     """Settings of the recorded run that a replay needs.
 
-    seq: tokens of a sequence before padding
-    heads, kv_heads, head_dim: of the model
-    dtype_bytes: of the compute dtype
-    workers, per_node, layout, exchange, block_size: of the topology
-    needs_out: whether the kernel's backward needs the output (`lowering.Traits`)
-    columns: by pattern label, the bound on single columns per head, None for no bound
-        (`exchange_selection.ExchangeNeeds`); a label without entry takes what its index uses
-    iteration: training step
+    seq: tokens of a sequence before padding.
+    heads, kv_heads, head_dim: sizes of the model.
+    dtype_bytes: bytes per number in the compute dtype.
+    workers: ranks of the context group.
+    per_node: ranks of a node.
+    layout, exchange, block_size: settings of the topology.
+    needs_out: whether the kernel's backward pass needs the output (`lowering.Traits`).
+    columns: most single columns per head, by pattern label (`exchange_selection.ExchangeNeeds`).
+        None if the pattern has no bound. If a label is missing, a replay counts the columns of the
+        index.
+    iteration: number of the training step.
     """
 
     seq: int
@@ -72,8 +78,8 @@ class RecordedSetup:
 class RecordedIndices:
     """An open index file.
 
-    masks: one per sequence of the batch, padded as recorded
-    entries: (pattern label, layer) in recorded order
+    masks: one mask per sequence of the batch, padded as in the recorded run.
+    entries: (pattern label, layer) of each index, in recorded order.
     """
 
     path: Path
@@ -97,7 +103,9 @@ class RecordedIndices:
         )
 
     def index(self, pattern: str, layer: int) -> Index | None:
-        """Read one index; None for dense attention. Join the parts that workers wrote of a bitmap.
+        """Read one index; None for dense attention.
+
+        If every worker wrote its part of a bitmap, join the parts.
 
         Raises:
             ConfigError: the file is damaged.
@@ -124,8 +132,9 @@ def save_indices(
     """Write an index file atomically.
 
     Args:
-        indices: (pattern label, layer, index or None for dense attention). Pass an iterator to keep
-            one index in memory at a time. A bitmap spread over workers has one entry per worker.
+        indices: (pattern label, layer, index or None for dense attention). If it is an iterator,
+            only one index is in memory at a time. A bitmap whose rows are spread over the workers
+            has one entry per worker.
     """
     draft = Path(path).with_suffix(".part")
     entries: list[dict[str, Any]] = []

@@ -20,29 +20,31 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """Metrics of one optimizer step, over the whole job unless stated otherwise.
+    """Metrics of one optimizer step. A metric covers the whole job unless its line says otherwise.
 
-    step: completed optimizer steps, including this one; the first is 1.
-    loss: mean over the valid tokens of the step, in nats; None if no token has a label.
+    step: number of the optimizer step, from 1.
+    loss: mean loss of the tokens with a label, in nats; None if no token has one.
     grad_norm: global L2 norm before clipping; None if the run does not compute it.
     lr: learning rate of this step.
-    tokens: tokens trained on since step 0, including this step, without padding.
+    tokens: tokens trained on since the start, without padding, including this step.
     tokens_per_second_per_gpu: tokens of this step / seconds / workers.
-    mfu_model, mfu_executed: MFU and HFU, shares of the GPU's peak by `flops.FlopsPerToken`; None on
-        a CPU or an unknown GPU. A sparse step has no MFU: it skips pairs that the mask allows.
-    density: computed pairs / causal pairs of the whole sequence. A dense step has density 1.0, or
+    mfu_model: MFU, a share of the GPU's peak FLOP/s (`flops.FlopsPerToken`). None on a CPU, on an
+        unknown GPU, and for a sparse step, which skips pairs that the mask allows.
+    mfu_executed: HFU, a share of the GPU's peak FLOP/s. None on a CPU and on an unknown GPU.
+    density: computed pairs / causal pairs of the whole sequence. For a dense step this is 1.0, or
         with packed documents the share of causal pairs inside one document.
-    peak_memory_gib: peak allocated memory of the first worker in the step; None on a CPU.
+    peak_memory_gib: peak allocated memory of the first worker in this step; None on a CPU.
     seconds: wall-clock time of the step, including data loading.
-    epoch: passes over the data, with a fraction.
-    consumed: sequences read since step 0.
-    data_seconds: longest wait of a worker for data to be read and copied to the device; part of
-        `seconds`.
-    slashes, columns: number per head, mean over heads and layers; None for a dense step.
-    index_seconds: time that the first worker spent estimating indices; None for a dense step.
+    epoch: passes over the data so far, with a fraction.
+    consumed: sequences read since the start.
+    data_seconds: longest time that a worker waited until data were read and on the device. It is
+        part of `seconds`.
+    slashes: slashes per head, mean over heads and layers; None for a dense step.
+    columns: single columns per head, mean over heads and layers; None for a dense step.
+    index_seconds: time that the first worker spent on index estimates; None for a dense step.
     density_by_layer: density of each layer; None for a dense step.
-    skipped: whether the update was skipped, because of a spike (optim.skip_spikes) or because no
-        token has a label. Without optim.skip_spikes it is None instead of false.
+    skipped: whether the optimizer skipped the update, because of a spike (optim.skip_spikes) or
+        because no token has a label. Without optim.skip_spikes, None stands for false.
     """
 
     step: int
@@ -77,9 +79,9 @@ class StepMetrics:
 class MetricsWriter:
     """Append steps to `metrics.jsonl` of a run, and to TensorBoard if requested.
 
-    `start_step` is the step from which the run resumes, 0 for a new run. Opening removes later
-    steps, which an earlier attempt trained after its last checkpoint, and a line that a crash cut
-    short. The file is replaced atomically.
+    `start_step` is the step from which the run resumes, 0 for a new run. Opening the file removes
+    - later steps, which an earlier attempt trained after its last checkpoint
+    - a last line that a crash cut short
 
     Raises:
         ConfigError: TensorBoard is requested but not installed.
@@ -96,8 +98,9 @@ class MetricsWriter:
     def write(self, metrics: StepMetrics) -> str | None:
         """Append one step and flush it to the operating system.
 
-        Return a warning if the write fails, for example on a full disk, instead of raising. Further
-        failures in a row return None.
+        Returns:
+            A warning if the write fails, for example because the disk is full. If the write before
+            failed, too, there is no further warning.
         """
         problem = None
         before = os.fstat(self._file.fileno()).st_size
@@ -108,7 +111,7 @@ class MetricsWriter:
             self.lost = 0
         except OSError as error:
             with contextlib.suppress(OSError):
-                # Half a line would corrupt the next one.
+                # The next line would be appended to half a line.
                 os.ftruncate(self._file.fileno(), before)
             self.lost += 1
             if self.lost == 1:
@@ -140,8 +143,8 @@ class MetricsWriter:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """Read the steps of a `metrics.jsonl`, or of the run folder that holds it, in file order.
 
-    Skip a last line that was cut short. Ignore unknown keys and read missing keys as null, so that
-    files of other versions open.
+    A last line that was cut short is skipped. Unknown keys are ignored and missing keys are null,
+    so that files of other versions can be read.
 
     Raises:
         ConfigError: no such file, or a line before the last is not a step.
@@ -162,7 +165,10 @@ def _from_row(row: dict[str, Any]) -> StepMetrics:
 
 
 def sound_mfu(mfu: float | None, hfu: float | None) -> float | None:
-    """Return `mfu`, or None if it exceeds HFU: earlier versions counted pairs never computed."""
+    """Return `mfu`, or None if it exceeds HFU.
+
+    Earlier versions wrote such values, because they counted pairs that a sparse step skips.
+    """
     return None if mfu is not None and hfu is not None and mfu > hfu else mfu
 
 
@@ -185,7 +191,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _drop_later_steps(path: Path, last: int) -> None:
-    """Rewrite the file with the steps up to `last`, replacing it atomically."""
+    """Replace the file, atomically, by one with the steps up to `last`."""
     kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
     draft = path.with_suffix(".jsonl.new")
     with draft.open("w", encoding="utf-8") as file:
@@ -196,7 +202,10 @@ def _drop_later_steps(path: Path, last: int) -> None:
 
 
 def _summary_writer(run_dir: Path, start_step: int) -> Any:
-    """Open TensorBoard in `run_dir/tensorboard`; hide earlier events after `start_step`."""
+    """Open TensorBoard's files in `run_dir/tensorboard`.
+
+    TensorBoard then hides the steps after `start_step` that an earlier attempt wrote.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:

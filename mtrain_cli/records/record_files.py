@@ -1,7 +1,8 @@
-"""Records: one row per timed span of a worker, in a file that pandas reads.
+"""Records: one row per timed span of a worker, in a file that pandas can read.
 
-`profiles/definitions.md` documents the columns. A profile writes one part after each sample, so a
-killed run keeps its samples, and joins the parts at the end. A simulation writes the same rows.
+`profiles/definitions.md` documents the columns. A profile writes a file of rows (a part) after each
+sample, so that a killed run keeps its samples. At the end, it joins the parts. A simulation writes
+rows of the same kind.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 SCHEMA = 2
 RECORDS, PARTS, SUMMARY = "records.parquet", "records", "summary.json"
 INDEX, TRACE = "index.npz", "trace.json"
-# These write no records.
-SWEEP = "sweep.jsonl"  # `simulate` with a sweep: one row per simulation
-STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, and file of rows
-SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: the same
+# Three commands write other files instead of records.
+SWEEP = "sweep.jsonl"  # `simulate` with a sweep: one line per simulation
+STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, and its file
+SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: kind, and its file
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
 PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
-# Text columns. Files store dictionaries; arrays in memory hold indices into these tuples (codes).
+# The columns of words. Files store the words. Arrays in memory store codes: indices into these
+# tuples.
 WORDS: dict[str, tuple[str, ...]] = {
     "direction": DIRECTIONS,
     "phase": KINDS,
@@ -43,27 +45,29 @@ ROW = np.dtype(
     [
         ("case", np.int16),  # number of the case in summary.json
         ("iteration", np.int32),  # training step, or sample of an attention-only profile
-        ("micro", np.int16),  # forward pass of that step, from 0
+        ("micro", np.int16),  # micro-batch of the training step, from 0
         ("layer", np.int16),
         ("direction", np.int8),
-        ("step", np.int16),  # of the schedule, from 0; -1 before all steps
+        ("step", np.int16),  # step of the schedule, from 0; -1 before all steps
         ("rank", np.int16),
         ("phase", np.int8),
+        # The comments below name the phases that have a value. Other phases have 0, or -1.
         ("link", np.int8),  # wait, send, receive: the channel
         ("payload", np.int8),  # wait, send, receive: the kind of data
         ("shard", np.int16),  # wait, send, receive: rank that owns the data; -1 for a collective
-        # send: to; receive: from; wait: the rank waited for; -1 for none or several
+        # send: rank that receives; receive: rank that sent; wait: rank that it waits for. -1 if
+        # there are several
         ("peer", np.int16),
-        ("start_us", np.float64),  # since the iteration began, on the clock of rank 0
-        ("dur_us", np.float32),
-        # wait: the part before the peer started sending; a faster link would not shorten it
+        ("start_us", np.float64),  # all: since the iteration began, on the clock of rank 0
+        ("dur_us", np.float32),  # all: duration
+        # wait: the part until the peer started to send, which a faster link would not shorten
         ("late_us", np.float32),
         # attention: block pairs with computed pairs, summed over heads and sequences
         ("blocks", np.int64),
         ("columns", np.int64),  # columns: single columns, summed over heads and sequences
         ("pairs", np.int64),  # attention, columns: query-key pairs, summed over heads and sequences
-        ("flop", np.float64),  # attention, columns
-        ("bytes", np.int64),  # wait, send, receive
+        ("flop", np.float64),  # attention, columns: FLOP of the pairs
+        ("bytes", np.int64),  # wait, send, receive: bytes of the message
     ]
 )
 
@@ -72,9 +76,9 @@ ROW = np.dtype(
 class RecordedFolder:
     """The folder of a profile or simulation.
 
-    summary: content of summary.json
-    complete: whether all samples were recorded
-    parts: files of rows, in order
+    summary: content of summary.json.
+    complete: whether all requested samples were recorded.
+    parts: files of rows, in order.
     """
 
     folder: Path
@@ -83,7 +87,9 @@ class RecordedFolder:
     parts: tuple[Path, ...]
 
     def batches(self, columns: Iterable[str] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Yield the rows in batches of arrays, with words as codes of `WORDS`.
+        """Yield the rows in batches: one array per column, with words as codes of `WORDS`.
+
+        columns: columns to read; None for all columns.
 
         Raises:
             ConfigError: a file is damaged or has another schema.
@@ -110,14 +116,14 @@ class RecordedFolder:
                 ) from error
 
     def frame(self) -> pandas.DataFrame:
-        """Return all rows, with words as categories."""
+        """Return all rows as a frame, in which words are categories."""
         none = {name: np.empty(0, ROW[name]) for name in ROW.names or ()}
         batches = [none, *self.batches()]
         return as_frame({name: np.concatenate([b[name] for b in batches]) for name in none})
 
 
 def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
-    """Turn columns with words as codes into a frame with words as categories."""
+    """Return a frame of the columns. Codes of `WORDS` become categories."""
     import pandas
 
     frame = pandas.DataFrame(values)
@@ -127,7 +133,7 @@ def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
 
 
 def _codes(column: Any, name: str, part: Path) -> np.ndarray:
-    """Convert an arrow column to numbers. Words become codes of `WORDS`."""
+    """Return an arrow column as an array of numbers. Words become codes of `WORDS`."""
     if name not in WORDS:
         return column.to_numpy(zero_copy_only=False).astype(ROW[name], copy=False)
     known = {word: code for code, word in enumerate(WORDS[name])}
@@ -143,7 +149,7 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
 
 
 def write_rows(rows: np.ndarray, path: Path) -> None:
-    """Write rows of dtype `ROW` atomically."""
+    """Write rows of dtype `ROW` as a parquet file, atomically."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -163,7 +169,7 @@ def write_part(rows: np.ndarray, folder: Path, number: int) -> None:
 
 
 def delete_parts_after(folder: Path, last: int) -> int:
-    """Delete the parts after number ``last``. Return the number of remaining parts."""
+    """Delete the parts with a number above ``last``. Return how many parts remain."""
     parts = sorted((folder / PARTS).glob("*.parquet"))
     for part in parts:
         if int(part.stem) > last:

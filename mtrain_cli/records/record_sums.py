@@ -25,8 +25,7 @@ from mtrain_cli.parallel.recording import (
 from mtrain_cli.parallel.schedule import GRADIENTS
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, SUMMARY, RecordedFolder
 
-# Categories of a pass's time. A wait is `late` until the peer starts sending, then `exposed` on
-# its link.
+# The categories of a pass's time. A wait is `late` until the peer starts to send, then `exposed`.
 LATE, EXPOSED = "late", "exposed"
 SPENT = (INDEX, ATTENTION, COLUMNS, MERGE, ARRANGE, GAP, LATE, EXPOSED)
 BUSY = SPENT[:6]
@@ -40,14 +39,15 @@ _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
 
 @dataclass(frozen=True)
 class RecordedShape:
-    """The ranges that the rows of a case cover.
+    """What the rows of a case cover.
 
-    facts: the case's entry in the summary
-    iterations, micros, layers: the numbers that occur
-    workers: number of ranks in a context group
-    ranks: number of ranks in all groups
-    present: [groups, workers], whether a rank has rows
-    steps: number of steps, by direction that has rows
+    case: number of the case.
+    facts: entry of the case in the summary.
+    iterations, micros, layers: numbers of iterations, micro-batches and layers with rows.
+    workers: number of ranks in a context group.
+    ranks: number of ranks in all context groups.
+    present: whether a rank has rows, [groups, workers].
+    steps: number of steps of the schedule, by direction. Directions without rows are absent.
     """
 
     case: int
@@ -70,7 +70,7 @@ class RecordedShape:
 
     @property
     def slots(self) -> int:
-        """Slot 0 is the time before all steps, slot t + 1 is step t."""
+        """Number of slots of a pass: slot 0 is the time before all steps, slot t + 1 is step t."""
         return max(self.steps.values(), default=0) + 1
 
     @property
@@ -80,17 +80,22 @@ class RecordedShape:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration of a case, times in ms. Samples are layers of forward passes: micro x layer.
+    """Sums over one iteration of a case. Times are milliseconds.
 
-    spent: [SPENT, direction, sample, group, worker, slot]
-    pairs, blocks: [direction, sample, group, worker, slot]. Slot 0 has the time and pairs of single
-        columns, because they are gathered once and belong to no step
-    link: [direction, LINKS, group, worker, slot], exposed time over all samples
-    behind: shape of pairs, the source of the wait with the longest late part, or -1:
-        ((peer + 1) * len(LINKS) + link) * 2 + gradients. gradients is 1 if the peer sends
-        gradients, which it does after computing its step
-    start, length: [direction, sample, group, worker], start and duration of the pass or NaN
-    whole: [group, worker], duration of the iteration or NaN
+    A sample is one layer of one micro-batch. `RecordedShape.slots` explains slots. Single columns
+    belong to no step, so their time and pairs are in slot 0.
+
+    number: number of the iteration.
+    spent: time by category, [SPENT, direction, sample, group, worker, slot].
+    pairs: computed query-key pairs, [direction, sample, group, worker, slot].
+    blocks: block pairs with computed pairs, shape of `pairs`.
+    link: exposed time by link class, sum over samples, [direction, LINKS, group, worker, slot].
+    behind: for whom and on which link a worker waits, shape of `pairs`. It describes the wait with
+        the longest late part: ((peer + 1) * len(LINKS) + link) * 2 + gradients, or -1 without
+        waits. `gradients` is 1 if the peer sends gradients, which it does after it computes a step.
+    start: start of the pass, [direction, sample, group, worker]; NaN if it was not recorded.
+    length: duration of the pass, shape of `start`; NaN if it was not recorded.
+    whole: duration of the iteration, [group, worker]; NaN if it was not recorded.
     """
 
     number: int
@@ -105,10 +110,11 @@ class Iteration:
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
-    """Scan all rows once.
+    """Scan all rows once, to find out what they cover.
 
     Returns:
-        The shape of each case, and by (case, iteration) the number of the last batch with rows.
+        The shape of each case by its number, and for each (case, iteration) the number of the last
+        batch that has rows of it.
 
     Raises:
         ConfigError: the rows do not match the summary.
@@ -174,7 +180,12 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield each case's iterations as they end. Only unfinished iterations take memory."""
+    """Yield the iterations of all cases, each when its last row has been read.
+
+    Only iterations that are not yet complete take memory.
+
+    shapes, last: results of `survey`.
+    """
     under_way: dict[tuple[int, int], _RecordSums] = {}
     for number, batch in enumerate(recorded.batches(_COLUMNS)):
         for case, of_case in _split(batch, "case"):
@@ -263,15 +274,15 @@ class _RecordSums:
 
 
 def _places(codes: Sequence[int], size: int) -> np.ndarray:
-    """Return an array code -> place in ``codes``, -1 for other codes below ``size``."""
-    # The extra last entry stays -1: code -1 (no layer) reads it.
+    """Return an array that maps a code below ``size`` to its place in ``codes``, or to -1."""
+    # The extra last entry stays -1, for the code -1 (no layer).
     table = np.full(size + 1, -1, np.int64)
     table[list(codes)] = np.arange(len(codes))
     return table
 
 
 def _split(rows: dict[str, np.ndarray], column: str) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
-    """Yield each number that occurs in a column, and its rows."""
+    """Yield each number that occurs in a column, with the rows that have it."""
     numbers = _unique(rows[column])
     for number in numbers:
         yield number, rows if len(numbers) == 1 else select(rows, rows[column] == number)
@@ -282,7 +293,7 @@ def select(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarr
 
 
 def _unique(values: np.ndarray) -> list[int]:
-    """Return the distinct integers of a narrow range, without sorting."""
+    """Return the distinct integers of an array. It is fast if they lie close together."""
     if not len(values):
         return []
     low = int(values.min())

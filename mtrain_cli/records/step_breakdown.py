@@ -1,16 +1,22 @@
 """Break a training step down into parts that add up to it, from a `torch.profiler` trace.
 
-GPU: each instant belongs to a compute kernel if one runs, else to a copy, else to an NCCL transfer,
-else to an NCCL wait, else to idle. If kernels overlap, the first to start gets the instant. An NCCL
-kernel runs from its own rank's arrival until the message is complete. The last rank to arrive has
-the shortest kernel for a message. That duration counts as transfer on all ranks, the rest as a wait
-for other ranks, whether a link or computation delayed them. Only durations are compared, so the
-ranks' clocks need not agree.
+On a GPU, each instant counts for the first of these that runs:
+1. a compute kernel; if several overlap, the one that started first
+2. a copy
+3. an NCCL transfer
+4. an NCCL wait for other ranks
+5. idle
+An NCCL kernel runs from the moment its rank arrives until the message is complete. So the rank that
+arrives last has the shortest kernel of a message. That duration counts as the transfer on all
+ranks. The rest of a kernel counts as a wait for other ranks, whether a link or computation delayed
+them. Only durations are compared, so the clocks of the ranks need not agree.
 
-CPU: each instant belongs to the innermost operator of the training thread, else to gloo messages in
-flight, else to the host (Python or waits).
+On a CPU, each instant counts for the first of these that runs:
+1. the innermost operator of the training thread
+2. a gloo message
+3. the host: Python, or a wait
 
-All times are whole nanoseconds, so sums are exact. Nothing here needs a device.
+All times are whole nanoseconds, so sums are exact. This module needs no device.
 """
 
 from __future__ import annotations
@@ -41,14 +47,15 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
-# group, its ranks, their number, collective, elements in and out, dtype, count of equal ones before
+# What identifies an NCCL message on all ranks: the values of `_OF_MESSAGE`, then the number of
+# earlier messages with the same values.
 Message = tuple[Any, ...]
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
-_MESSAGES = "gloo:"  # annotations of gloo's messages; they overlap the thread's operators
+_MESSAGES = "gloo:"  # Annotations of gloo messages start with this. They overlap operators.
 _NCCL = re.compile(r"^nccl", re.IGNORECASE)
-# Parts by kernel name, for launches outside our ranges. The order matters: the name of CuTe's
-# attention also contains "cutlass".
+# Parts by kernel name, for kernels that no range of `profiler_labels` launched. The order matters:
+# the name of CuTe's attention kernel also contains "cutlass".
 _KERNELS = (
     (ATTENTION, re.compile(r"(?i)flash|fmha|attention|sdpa")),
     (OPTIMIZER, re.compile(r"(?i)adam|multi_tensor_apply")),
@@ -58,7 +65,7 @@ _KERNELS = (
         re.compile(r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm"),
     ),
 )
-# Parts by name of PyTorch's own CPU operators.
+# Parts by the name of PyTorch's CPU operators.
 _OPERATORS = (
     (
         PRODUCTS,
@@ -80,9 +87,11 @@ _SYNCHRONISING = re.compile(r"^cu(da)?(Stream|Device|Event|Ctx)Synchronize")
 
 @dataclass(frozen=True)
 class OperationTotals:
-    """Totals of the GPU kernels or CPU operators of one name.
+    """Totals of the GPU kernels or CPU operators with one name.
 
-    ns: self time, including time that overlaps other kernels
+    part: part of the step to which they belong.
+    calls: number of calls.
+    ns: nanoseconds in these calls without nested operators. Overlap with other kernels counts.
     """
 
     name: str
@@ -93,17 +102,23 @@ class OperationTotals:
 
 @dataclass(frozen=True)
 class StepBreakdown:
-    """Sums over all recorded steps of one rank, in ns. Fields from `launches` on need a GPU.
+    """Sums over all recorded steps of one rank. Times are nanoseconds.
 
-    steps: number of steps
-    step: wall-clock time of the steps
-    parts: the same time, by part
-    hidden: overlapped communication; exposed communication is in the parts links and waits
-    kinds: totals by name, the longest first
-    launches, launching: number of launched kernels, host time in launch calls
-    syncs, syncing: number of calls that wait for the device, host time in them
-    ahead: median time from the launch of a kernel to its start
-    unmatched: NCCL messages not found on other ranks; they count as transfer only
+    steps: number of steps.
+    step: wall-clock time of the steps.
+    parts: wall-clock time by part; the sum is `step`.
+    hidden: overlapped communication. Exposed communication is in the parts links and waits.
+    kinds: totals by name of kernel or operator, the longest first.
+
+    A CPU leaves the other fields at their defaults:
+
+    launches: number of launched kernels.
+    launching: host time in launch calls.
+    syncs: number of calls that wait for the device.
+    syncing: host time in calls that wait for the device.
+    ahead: median time from the launch of a kernel to its start.
+    unmatched: number of NCCL messages that were not found on other ranks. They count as transfers,
+        without waits.
     """
 
     steps: int
@@ -125,9 +140,9 @@ def find_parts(
     """Return the parts of one rank's steps.
 
     Args:
-        events: `traceEvents`; each step is an annotation named `profiler_labels.STEP`.
+        events: `traceEvents` of the trace. Each step is an annotation named `profiler_labels.STEP`.
         gpu: whether the steps ran on a GPU.
-        least: result of `shortest`; messages that it lacks count as transfer only.
+        least: result of `shortest`. A message that is not in it counts as a transfer, without wait.
 
     Raises:
         ValueError: the trace holds no step.
@@ -137,7 +152,9 @@ def find_parts(
 
 
 def messages(events: Iterable[Event]) -> dict[Message, int]:
-    """Return ns of each NCCL message that the trace identifies in one rank's steps.
+    """Return nanoseconds of each NCCL message in the steps of one rank.
+
+    Skip messages that the trace does not identify.
 
     Raises:
         ValueError: the trace holds no step.
@@ -152,9 +169,12 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 
 
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
-    """Return each message's ns on the rank where it was shortest.
+    """Return for each message the nanoseconds on the rank where it was shortest.
 
-    Skip a message unless all ranks of its group have it and have equally many of its kind.
+    Skip a message if a rank of its group lacks it, or if the ranks have different numbers of
+    messages with the same values.
+
+    everyone: results of `messages` on all ranks.
     """
     kinds = [Counter(message[:-1] for message in mine) for mine in everyone]
     durations: dict[Message, list[int]] = defaultdict(list)
@@ -181,16 +201,17 @@ def _kept(events: Iterable[Event]) -> tuple[list[_Span], list[_Span]]:
 
 
 def kernel_part(name: str) -> str:
-    """Return the part of a kernel from its name alone."""
+    """Return the part to which a kernel of this name belongs."""
     if _NCCL.search(name):
         return LINKS
     return next((part for part, names in _KERNELS if names.search(name)), OTHER)
 
 
 def operator_part(name: str) -> str | None:
-    """Return the part of a CPU operator from its name alone.
+    """Return the part to which a CPU operator of this name belongs.
 
-    None for spans that only contain others: Python, autograd nodes, requests to gloo.
+    None for a span whose time counts for the operators inside it: Python, autograd nodes, requests
+    to gloo.
     """
     if name.startswith(_FUSED_OPERATOR):
         return ELEMENTWISE
@@ -203,7 +224,10 @@ def operator_part(name: str) -> str | None:
 
 
 def range_part(name: str) -> str | None:
-    """Return the part of all work launched inside an annotation of this name, or None."""
+    """Return the part to which all work belongs that runs inside an annotation of this name.
+
+    None if the annotation does not determine a part.
+    """
     if name.startswith(PREFIX):
         own = name.removeprefix(PREFIX)
         return own if own in COMPUTING else None
@@ -232,7 +256,7 @@ class _Span:
     end: int
     correlation: Any
     external: Any
-    message: tuple[Any, ...] | None  # of a kernel of NCCL
+    message: tuple[Any, ...] | None  # NCCL kernels: values of `_OF_MESSAGE`
 
     @staticmethod
     def of(event: Event) -> _Span:
@@ -259,12 +283,17 @@ def _inside(spans: Iterable[_Span], steps: Sequence[_Span]) -> list[_Span]:
 def _innermost(
     ranges: Sequence[tuple[_Span, str]], at: Sequence[tuple[Thread, int]]
 ) -> list[str | None]:
-    """For each (thread, time), return the part of the innermost range that contains it, or None."""
+    """Return the part of the innermost range around each place, or None.
+
+    Args:
+        ranges: spans, each with its part.
+        at: places, as (thread, nanoseconds).
+    """
     by_thread: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for labelled in ranges:
         by_thread[labelled[0].thread].append(labelled)
     for spans in by_thread.values():
-        spans.sort(key=lambda r: (-r[0].begin, r[0].end))  # the next range is last
+        spans.sort(key=lambda r: (-r[0].begin, r[0].end))  # latest first, to pop from the end
     words: list[str | None] = [None] * len(at)
     stacks: dict[Thread, list[tuple[_Span, str]]] = defaultdict(list)
     for number in sorted(range(len(at)), key=lambda n: at[n][1]):
@@ -272,7 +301,7 @@ def _innermost(
         coming, stack = by_thread.get(thread, []), stacks[thread]
         while coming and coming[-1][0].begin <= time:
             stack.append(coming.pop())
-        # Ranges of a thread nest, so only the top can have ended.
+        # The ranges of a thread nest, so the innermost one ends first.
         while stack and stack[-1][0].end <= time:
             stack.pop()
         words[number] = stack[-1][1] if stack else None
@@ -285,12 +314,19 @@ def _innermost(
 def _claim(
     free: Sequence[Interval], wanted: Sequence[tuple[int, int, str]], parts: dict[str, int]
 ) -> list[Interval]:
-    """Give each interval of ``wanted``, sorted by start, the free time that it covers.
+    """Give each interval of ``wanted`` the free time that it covers.
 
-    Add the time to ``parts`` and return the intervals that remain free.
+    Args:
+        free: free intervals, sorted.
+        wanted: (begin, end, part), sorted by begin.
+        parts: nanoseconds by part; the call adds the time that it gave away.
+
+    Returns:
+        The intervals that remain free.
     """
     left: list[Interval] = []
-    place, cursor = 0, None  # index of the current free interval; where its free rest begins
+    # Index of the current free interval, and the time at which its free rest begins.
+    place, cursor = 0, None
     for begin, end, word in wanted:
         while place < len(free):
             if cursor is None:
@@ -308,7 +344,7 @@ def _claim(
                 parts[word] += stop - start
                 cursor = stop
             if end <= until:
-                break  # the next one may begin in the same interval
+                break  # The next interval of `wanted` may begin in the same free interval.
             place, cursor = place + 1, None
     if place < len(free):
         begin = free[place][0] if cursor is None else cursor
@@ -322,7 +358,10 @@ def _length(intervals: Iterable[Interval]) -> int:
 
 
 def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
-    """Sum calls (name, part, ns) by name and part."""
+    """Sum calls by name and part, the longest sum first.
+
+    calls: (name, part, nanoseconds) of each call.
+    """
     totals: dict[tuple[str, str], list[int]] = defaultdict(list)
     for name, part, ns in calls:
         totals[name, part].append(ns)
@@ -334,9 +373,10 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 
 
 def _messages(device: Iterable[_Span]) -> list[Message | None]:
-    """Number equal messages in the order of their start.
+    """Return the message of each span; None for a span that has none.
 
-    All ranks send the messages of a group in the same order, one after the other.
+    Messages with equal values get numbers in the order of their start. The numbers agree between
+    ranks, because all ranks send the messages of a group in the same order.
     """
     numbers: dict[tuple[Any, ...], int] = defaultdict(int)
     numbered: list[Message | None] = []
@@ -350,10 +390,10 @@ def _messages(device: Iterable[_Span]) -> list[Message | None]:
 def _of_gpu(
     spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]
 ) -> StepBreakdown:
-    # Work launched in a step ends in it, since a step ends with a wait for the device.
+    # Work that a step launches ends in the step, because a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
-    # A runtime call may contain a driver call with the same correlation id: keep the outer one.
+    # A runtime call may contain a driver call with the same correlation id. Keep the outer call.
     launches = {s.correlation: s for s in sorted(runtime, key=lambda s: -s.begin)}
     assigned = [
         _device_part(span, word)
@@ -397,7 +437,11 @@ def _device_parts(
     steps: Sequence[_Span],
     least: Mapping[Message, int],
 ) -> tuple[dict[str, int], int, int]:
-    """Return ns of each part, ns of overlapped messages, and the number of unmatched messages."""
+    """Divide the steps among the parts.
+
+    Returns:
+        Nanoseconds of each part, nanoseconds of overlapped messages, number of unmatched messages.
+    """
     computing, copying, moving, waiting, under_way = (
         list[tuple[int, int, str]]() for _ in range(5)
     )
@@ -427,7 +471,7 @@ def _device_parts(
 def _launched_in(
     device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
 ) -> list[str | None]:
-    """Return the part of the range in which each span was launched, or None."""
+    """Return for each device span the part of the range that launched it, or None."""
     host = [s for s in spans if s.category in ("cpu_op", "user_annotation")]
     known = {s.thread for s in host}
     operators = {s.external: s for s in host if s.external is not None}
@@ -435,7 +479,7 @@ def _launched_in(
     for span in device:
         call = launches.get(span.correlation)
         if call is None or call.thread not in known:
-            # The call was not recorded, or under another thread id: use the operator around it.
+            # The launch was not recorded, or has another thread id. Use the operator around it.
             call = operators.get(span.external)
         at.append(((None, None), 0) if call is None else (call.thread, call.begin))
     ranges = [
@@ -447,7 +491,10 @@ def _launched_in(
 
 
 def _device_part(span: _Span, word: str | None) -> str:
-    """Return the part of a device span; ``word`` is the part of the range that launched it."""
+    """Return the part of a device span.
+
+    word: part of the range that launched the span, or None.
+    """
     if span.category == "kernel" and _NCCL.search(span.name):
         return LINKS
     if word is not None:
@@ -480,12 +527,14 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
 
 
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
-    """Return (span, part, self time) of one thread's spans, ordered by start.
+    """Return (span, part, self time) of the spans of one thread, ordered by start.
 
-    The part is None if the span only contains others. Self time excludes spans inside it.
+    The part is None if the span's time counts for the spans inside it. Self time is the time that
+    no span inside it covers.
     """
     times: list[tuple[_Span, str | None, list[Interval]]] = []
-    # index in times, end, part of the range around it, end of the self time noted so far
+    # Open spans: index in times, end, part of the range around the span, begin of the self time
+    # that is not yet in times.
     stack: list[list[Any]] = []
 
     def close(until: int) -> None:
@@ -504,7 +553,7 @@ def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[In
             above = stack[-1]
             if above[3] < span.begin:
                 times[above[0]][2].append((above[3], span.begin))
-            # Times are rounded: clip a callee to the end of its caller.
+            # Times are rounded, so an inner span may end after its outer span. Cut it there.
             end, around = min(end, above[1]), above[2]
         word = None
         if span.category == "user_annotation":

@@ -1,8 +1,8 @@
 """Attribute waits to the ranks, steps and links that cause them.
 
-Delays propagate: in a ring, a rank waits for its neighbour, which may itself have waited one step
-before. So each wait is traced back to the rank whose own work caused it, and charged to that rank
-and step.
+Delays propagate: in a ring, a rank waits for its neighbour, and that neighbour may have waited for
+another rank one step before. So each wait is traced back to its origin, the rank and step whose own
+work caused it, and counts as time lost because of that rank and step.
 """
 
 from __future__ import annotations
@@ -16,21 +16,25 @@ from mtrain_cli.parallel.schedule import HEADS, INNER, OUTER
 from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
 
-# most (sample, worker, step, step) cells per iteration; a larger iteration is subsampled
+# Cells of the largest table, [samples, workers, steps, steps]. Of a larger iteration, only some
+# samples are used.
 MOST_CELLS = 1 << 28
-START = "start"  # starts the pass later than others
+START = "start"  # a rank starts the pass later than the others
 OWN = (*BUSY, START)
 _WORK = (ATTENTION, "pairs", "blocks")
 
 
 @dataclass
 class LostTime:
-    """Time that others lose because of a rank's slot in one direction, [groups, workers, slots].
+    """Time that other ranks lose because of a rank's slot in one direction.
 
-    lost: ms that the other ranks wait
-    own: [OWN, ...], ms that the rank spent in excess of the others
-    work: attention ms, pairs and blocks of the rank, weighted with ``lost``
-    of_others: like ``work``, mean of the other ranks
+    Arrays are [groups, workers, slots]. All but `lost` are weighted sums over waits, with the lost
+    time of a wait as its weight. Divide them by `lost` for means.
+
+    lost: milliseconds that the other ranks wait.
+    own: by how many ms the rank exceeds the mean of the other ranks, [OWN, groups, workers, slots].
+    work: attention ms, pairs and blocks of the rank.
+    of_others: attention ms, pairs and blocks of the other ranks, mean.
     """
 
     lost: np.ndarray
@@ -44,22 +48,31 @@ class LostTime:
         return LostTime(np.zeros(shape), np.zeros((len(OWN), *shape)), work, of_others)
 
     def over(self, name: str, at: tuple[int, ...]) -> float:
-        """Return the rank's attention, pairs or blocks over the mean of the others."""
+        """Return the rank's work / the mean work of the others.
+
+        name: `ATTENTION`, `pairs` or `blocks`.
+        """
         return over(self.work[name][at], self.of_others[name][at])
 
 
 @dataclass(frozen=True)
 class _Times:
-    """Times in ms of one direction and context group of an iteration, [samples, workers, slots].
+    """Times in ms of one direction and context group of an iteration.
 
-    kept: indices of the samples used; each stands for ``weight`` samples
-    own: [BUSY, ...], busy time by category
-    busy, late, exposed: parts of each slot; ``late`` has one slot more, the end of the pass
-    begin, offset: [samples, workers], start of the pass, and its delay after the others' mean
-    excess: busy time in excess of the others' mean
-    starts: start of each slot, then the end of the pass
-    middle: midpoint of each slot's busy time
-    behind: see `Iteration`; at the end of a pass, all wait for the last rank
+    Arrays are [samples, workers, slots] unless stated otherwise.
+
+    kept: indices of the samples that are used, [samples].
+    weight: number of samples of the iteration for which each of them stands.
+    own: busy time by category, [BUSY, samples, workers, slots].
+    busy: busy time of each slot.
+    late: late part of the waits. One more slot has the wait for the last rank at the end.
+    exposed: exposed part of the waits.
+    begin: start of the pass, [samples, workers].
+    offset: start of the pass minus the mean start of the other ranks, [samples, workers].
+    excess: busy time minus the mean of the other ranks. Slot 0 includes the offset.
+    starts: start of each slot. One more slot has the end of the pass.
+    middle: midpoint of the busy time of each slot.
+    behind: as in `Iteration`. In one more slot, all ranks wait for the rank that ends last.
     """
 
     kept: np.ndarray
@@ -77,7 +90,10 @@ class _Times:
 
     @staticmethod
     def of(iteration: Iteration, d: int, group: int, present: np.ndarray) -> _Times:
-        """Return the times of a direction and group; present: [workers]."""
+        """Return the times of direction ``d`` and a group.
+
+        present: whether a rank has rows, [workers].
+        """
         _, _, samples, _, workers, slots = iteration.spent.shape
         most = max(1, min(samples, MOST_CELLS // (workers * slots**2)))
         kept = np.unique(np.linspace(0, samples - 1, most).astype(int))
@@ -120,22 +136,32 @@ class _Times:
 
 @dataclass
 class WaitAttribution:
-    """Collect the waits of a case's iterations and attribute them to ranks, steps and links."""
+    """Collect the waits of a case's iterations and attribute them to ranks, steps and links.
+
+    uncertainty: largest difference in ms between the clocks of two ranks.
+    ends_together: whether all ranks wait for the last rank at the end of a pass. In training, a
+        rank goes on and waits in the next pass.
+    iterations: number of iterations so far.
+    layers: samples of an iteration.
+    passes: ms of all passes of all ranks, including the waits at their ends.
+    charges: lost time, per direction.
+    victims: who waits for whom, per direction: (codes, ms). `victim` reads the codes.
+    link: as in `Iteration`, sum over iterations.
+    pairs: computed query-key pairs, [directions, groups, workers].
+    attention: ms of attention, [directions, groups, workers].
+    """
 
     shape: RecordedShape
-    uncertainty: float  # of the clocks of different ranks, ms
-    # Whether all ranks wait for the last one at the end of a pass. In training, ranks continue and
-    # wait in the next pass.
+    uncertainty: float
     ends_together: bool = True
     iterations: int = 0
-    layers: int = 0  # samples of an iteration
-    passes: float = 0.0  # ms of all passes of all ranks, with the waits at their ends
-    charges: list[LostTime] = field(init=False)  # per direction
-    # per direction: (codes, ms), see `victim`
+    layers: int = 0
+    passes: float = 0.0
+    charges: list[LostTime] = field(init=False)
     victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(init=False)
-    link: np.ndarray = field(init=False)  # as in `Iteration`
-    pairs: np.ndarray = field(init=False)  # [directions, groups, workers], of whole passes
-    attention: np.ndarray = field(init=False)  # [directions, groups, workers], ms
+    link: np.ndarray = field(init=False)
+    pairs: np.ndarray = field(init=False)
+    attention: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         s = self.shape
@@ -159,7 +185,7 @@ class WaitAttribution:
                 self._add(iteration, d, int(group))
 
     def _add(self, iteration: Iteration, d: int, group: int) -> None:
-        """Trace the waits of a group, slot by slot, and charge them to their origins."""
+        """Trace the waits of direction ``d`` and a group to their origins, slot by slot."""
         s = self.shape
         times = _Times.of(iteration, d, group, s.present[group])
         late, behind = times.late, times.behind
@@ -194,10 +220,16 @@ class WaitAttribution:
         victim: np.ndarray,
         came: np.ndarray,
     ) -> None:
-        """Charge waits in slot t to their origins; add the work there and the others' work."""
+        """Add the waits of slot ``t`` to the lost time of their origins, with the work there.
+
+        Args:
+            at, victim: sample and waiting worker of each wait.
+            came: origin of each wait, as in `_origins`.
+        """
         s, charge = self.shape, self.charges[d]
         worker, slot = np.divmod(came, s.slots)
-        counts = (worker != victim) & (came >= 0)  # skip a delay that came back to its own rank
+        # Skip waits for links, and delays that came back to the rank that caused them.
+        counts = (worker != victim) & (came >= 0)
         lost = times.late[at, victim, t] * times.weight
         at, victim, worker, slot, lost = (v[counts] for v in (at, victim, worker, slot, lost))
         where = (group, worker, slot)
@@ -227,7 +259,10 @@ class WaitAttribution:
     def _peers(
         self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int
     ) -> np.ndarray:
-        """Return the peer of each wait; in a collective, the worker that waited least: the last."""
+        """Return the worker for which each wait waits.
+
+        In a collective, this is the worker that arrived last: the one that waited least.
+        """
         s = self.shape
         code, link = np.divmod(behind >> 1, len(LINKS))
         peer = code - 1
@@ -243,10 +278,11 @@ class WaitAttribution:
         return np.where(peer >= 0, peer % s.workers, slowest)
 
     def victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float]:
-        """Find the rank that waits longest for a rank's slot.
+        """Find the rank that waits longest because of a rank's slot.
 
         Returns:
-            The waiting rank, its slot (the number of slots: the end of the pass), ms per layer.
+            The waiting rank, the slot in which it waits, and ms per layer. At the end of the pass,
+            the slot is `RecordedShape.slots`.
         """
         codes, ms = self._join_victims(d)
         s = self.shape
@@ -272,25 +308,27 @@ def _origins(
     last: np.ndarray,
     first: np.ndarray,
 ) -> np.ndarray:
-    """Return the origins of waits in slot t. A victim waits for its peer.
+    """Return the origin of each wait in slot t: worker * slots + slot, or -1 for a link.
 
-    If a recent wait of the peer explains half of the lost time, take that wait's origin. Otherwise
-    take the largest of three explanations: the peer's waits, computation or links.
+    A worker, the victim, waits for another, its peer. If a recent wait of the peer explains half of
+    the lost time, the origin is that of the peer's wait. Otherwise, it is the largest of three
+    explanations: the peer waited, the peer computed for longer, or a link was slow.
 
     Args:
-        at, victim, peer: sample, waiting worker and worker waited for, of each wait.
-        origin, last: origins of all waits so far, and the slot in which each worker last waited.
-        first: the origin code of the peer's slot 0.
+        at, victim, peer: sample, waiting worker and peer of each wait.
+        origin: origins of the waits in earlier slots, [samples, workers, slots].
+        last: the slot in which each worker last waited, [samples, workers].
+        first: origin that stands for slot 0 of the peer.
     """
     busy, begin, exposed = times.busy, times.begin, times.exposed
     lost = times.late[at, victim, t]
-    # A peer that sends gradients computes its step first.
+    # A peer that sends gradients computes its step before it sends.
     after = (times.behind[at, victim, t] & 1).astype(bool)
     computing = np.where(after, busy[at, victim, min(t, busy.shape[2] - 1)], 0)
     end = times.starts[at, victim, t] + lost + computing
-    # Delays before the victim's last wait are mostly paid already.
+    # The victim's last wait mostly made up for delays before it.
     window = np.arange(t) >= np.maximum(last[at, victim] - 1, 0)[:, None]
-    did = times.middle[at, peer, :t] < end[:, None]  # what the peer computed before it sent
+    did = times.middle[at, peer, :t] < end[:, None]  # slots that the peer computed before it sent
     waited, excess = times.late[at, peer, :t], times.excess[at, peer, :t]
     # Peer minus victim: waits; computation and start of the pass; exposed communication.
     more_waits = waited.sum(1) - times.late[at, victim, :t].sum(1)

@@ -1,4 +1,4 @@
-"""Why workers wait, as sentences with numbers."""
+"""Say why workers wait, in sentences with numbers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import BUSY
 from mtrain_cli.records.wait_attribution import OWN, START, WaitAttribution, over
 
-# A straggler's time ratio to the others exceeds its work ratio by this factor; else more work is
-# the cause.
+# A rank is a straggler if (its time / time of the others) exceeds (its work / work of the others)
+# by this factor. Otherwise, the cause of its longer time is more work.
 SLOWER = 1.25
-MORE = 1.1  # work ratio to the others up to which ranks have "the same work"
-WORTH = 0.005  # a listed cause loses at least this share of the time of all passes
+MORE = 1.1  # up to this ratio of their work, ranks have "the same work"
+WORTH = 0.005  # a cause is listed if it costs at least this share of the time of all passes
 MOST_LINES = 5
 _DELAYS = {
     START: "starts its attention {} later than the others",
@@ -31,11 +31,12 @@ _DELAYS = {
 class WaitCause:
     """One cause of lost time.
 
-    text: a sentence for users
-    ms: lost per iteration, over all ranks
-    kind: work, slow, start, link, or the name of a phase
-    rank: the rank that causes it; None for a link
-    step: of the schedule; -1 before the first
+    text: sentence that explains the cause to a user.
+    ms: milliseconds that all ranks together lose per iteration.
+    kind: work, slow, start, link, or the name of a phase.
+    direction: pass in which the cause is costliest.
+    rank: rank that others wait for; None for a link.
+    step: step of the schedule in which the cause lies; -1 before the first step.
     """
 
     text: str
@@ -46,11 +47,11 @@ class WaitCause:
     step: int | None
 
 
-Place = tuple[float, int, int]  # ms lost, direction, slot
+Place = tuple[float, int, int]  # (lost ms, direction, slot) of a cause
 
 
 def causes_of(waits: WaitAttribution) -> list[WaitCause]:
-    """Return the causes, costliest first, at most `MOST_LINES`."""
+    """Return the costliest causes, at most `MOST_LINES`, the costliest first."""
     if not waits.iterations or not waits.passes:
         return []
     causes = [*_links(waits), *_ranks(waits)]
@@ -59,7 +60,7 @@ def causes_of(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _links(waits: WaitAttribution) -> list[WaitCause]:
-    """Return the links with exposed communication."""
+    """Return a cause for each direction and link class with exposed communication."""
     causes = []
     ranks = int(waits.shape.present.sum())
     for d, direction in enumerate(waits.shape.directions):
@@ -79,12 +80,12 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _ranks(waits: WaitAttribution) -> list[WaitCause]:
-    """Return the ranks that make others wait. Work is a cause per direction."""
+    """Return the causes that lie with a rank. More work is a separate cause in each direction."""
     shape = waits.shape
     merged: dict[tuple[int, str, int], list[Place]] = {}
     for d, charge in enumerate(waits.charges):
         lost = charge.lost.reshape(-1, shape.slots) / waits.iterations
-        lost[~shape.present.reshape(-1)] = 0  # ranks without rows: their work is unknown
+        lost[~shape.present.reshape(-1)] = 0  # The work of a rank without rows is unknown.
         for rank, slot in zip(*(axis.tolist() for axis in np.nonzero(lost)), strict=True):
             kind = _kind(waits, d, rank, slot)
             places = merged.setdefault((rank, kind, d if kind == "work" else -1), [])
@@ -97,12 +98,17 @@ def _ranks(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
-    """Classify: more work, slow for its work, or the phase that took longer than elsewhere."""
+    """Return why a rank's slot delays other ranks.
+
+    - work: the rank has more work
+    - slow: the rank is slow for its work
+    - otherwise the phase that took longer than on other ranks, or `START`
+    """
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
     own = charge.own[(slice(None), *at)]
     phase = OWN[int(own.argmax())]
     if phase == START:
-        # The pass before caused the late start if this rank's attention took that much longer.
+        # The rank starts late. If its attention took that much longer, the pass before is to blame.
         before = _longer(waits, d, rank) > 0.5 * own[-1] / charge.lost[at]
         if waits.ends_together or not before:
             return phase
@@ -115,7 +121,10 @@ def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 
 
 def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) -> WaitCause:
-    """Phrase one cause; places: the costliest first."""
+    """Return a cause, with its sentence.
+
+    places: where the rank loses time for others, the costliest first.
+    """
     ms, (_, d, slot) = sum(p[0] for p in places), places[0]
     slots, names = waits.shape.slots, waits.shape.directions
     victim, step, each = waits.victim(d, rank, slot)
@@ -128,7 +137,7 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
     else:
         at = (*divmod(rank, waits.shape.workers), slot)
         longer = float(waits.charges[d].own[(OWN.index(kind), *at)] / waits.charges[d].lost[at])
-        # The delay is a mean over samples with a wait; the wait is a mean over all samples.
+        # The delay is a mean over the samples with a wait. The wait is a mean over all samples.
         often = "at times " if longer > 2 * each else ""
         why = f"which {often}{_DELAYS[kind].format(_ms(longer))}"
     steps = len({(direction, s) for _, direction, s in places})
@@ -146,7 +155,10 @@ def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) ->
 
 
 def _more_work(waits: WaitAttribution, rank: int, places: list[Place], step: int) -> str:
-    """Say how much more work a rank has than the others; step: slot in which the victim waits."""
+    """Say how much more work a rank has than the others.
+
+    step: slot in which the other rank waits.
+    """
     ms, (most, d, slot) = sum(p[0] for p in places), places[0]
     charge, at = waits.charges[d], (*divmod(rank, waits.shape.workers), slot)
     own = charge.own[(slice(None), *at)] / charge.lost[at]
@@ -183,7 +195,7 @@ def _slow(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 
 
 def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
-    """Return ms per layer that a rank spends on attention in excess of the others' mean."""
+    """Return by how many ms per layer a rank's attention exceeds the mean of the other ranks."""
     group, worker = divmod(rank, waits.shape.workers)
     computed = waits.attention[d, group] / (waits.iterations * waits.layers)
     others = max(1, int((computed > 0).sum()) - 1)
@@ -191,7 +203,10 @@ def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
 
 
 def _against(waits: WaitAttribution, name: str, d: int, rank: int) -> float:
-    """Return a rank's total attention or pairs over the mean of the other ranks with any."""
+    """Return a rank's total / the mean of the other ranks that are not 0.
+
+    name: `attention` or `pairs`.
+    """
     group, worker = divmod(rank, waits.shape.workers)
     values = getattr(waits, name)[d, group]
     mine = float(values[worker])

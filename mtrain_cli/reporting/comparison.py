@@ -1,4 +1,4 @@
-"""Compare runs with the first run: numbers, their noise, and facts that explain differences."""
+"""Compare runs with the first run: ratios, their noise, and facts that explain differences."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ NOISE = (
     "Noise: twice the standard error of the difference, from the spread over iterations; "
     "smaller differences are not significant"
 )
-SAME = 5e-4  # a smaller difference shows as a ratio of 1.000
-SPARE_OF_COMPARISON = ("first",)  # a narrow terminal drops this column
+SAME = 5e-4  # ratios closer to 1 than this are equal
+SPARE_OF_COMPARISON = ("first",)  # columns that a narrow terminal drops
 
 
 @dataclass(frozen=True)
 class RatioComparison:
     """One quantity of a run, compared with the first run.
 
-    noise: twice the standard error of the ratio; a ratio within 1 ± noise is not significant
+    run: name of the run.
+    case: label of the case.
+    what: name of the quantity.
+    first: value in the first run.
+    other: value in this run.
+    noise: twice the standard error of the ratio. A ratio within 1 ± noise is not significant.
     """
 
     run: str
@@ -52,7 +57,7 @@ class RatioComparison:
 
     @property
     def difference(self) -> str:
-        """Return the change, or why it is not significant."""
+        """Return the change as text, or why it is not significant."""
         if self.verdict in ("more", "less"):
             return f"{self.ratio:.2f}x" if self.ratio >= 2 else f"{self.ratio - 1:+.1%}"
         return "unknown" if not np.isfinite(self.noise) else self.verdict
@@ -63,9 +68,9 @@ class RatioComparison:
 
 
 def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
-    """Compare the quantities that later runs share with the first run.
+    """Compare each quantity that a later run shares with the first run.
 
-    Compare cases with equal labels, or the only case of each run.
+    Cases with equal labels are compared. If both runs have only one case, these are compared.
     """
     first = sources[0]
     rows: list[RatioComparison] = []
@@ -108,7 +113,7 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
 
 
 def _training_figures(source: ReportSource) -> dict[str, Estimate]:
-    """Return a training run's quantities; the final loss is the mean of the last 10% of steps."""
+    """Return the quantities of a training run. All but the loss skip the first step."""
     metrics = source.metrics
     rest = metrics[1:] or metrics
     final = [m.loss for m in metrics[-max(1, len(metrics) // 10) :] if m.loss is not None]
@@ -122,7 +127,7 @@ def _training_figures(source: ReportSource) -> dict[str, Estimate]:
 
 
 def _rate(steps: Sequence[StepMetrics]) -> Estimate:
-    """Return total tokens over total time: a mean of rates would underweight slow steps."""
+    """Return total tokens / total time. A mean of rates would give slow steps too little weight."""
     rates = np.array([m.tokens_per_second_per_gpu for m in steps])
     seconds = np.array([m.seconds for m in steps])
     whole = seconds.sum()
@@ -132,9 +137,9 @@ def _rate(steps: Sequence[StepMetrics]) -> Estimate:
 
 
 def comparison_cells(rows: Sequence[RatioComparison]) -> list[list[str]]:
-    """Return run, case, what, both values, difference and noise.
+    """Return rows of cells: run, case, quantity, first value, this value, difference, noise.
 
-    Run and case are blank if they repeat the row above.
+    Run and case are blank if they are those of the row above.
     """
     cells, above = [], ("", "")
     for row in rows:
@@ -151,7 +156,7 @@ def comparison_cells(rows: Sequence[RatioComparison]) -> list[list[str]]:
 
 
 def compare_table(sources: Sequence[ReportSource]) -> Table | None:
-    """Compare every run with the first; None if they share no quantity."""
+    """Return a table that compares every run with the first; None if they share no quantity."""
     rows = comparison(sources)
     if not rows:
         return None
@@ -164,9 +169,9 @@ def compare_table(sources: Sequence[ReportSource]) -> Table | None:
 
 
 def incomparable(sources: Sequence[ReportSource]) -> list[str]:
-    """Return warnings about facts other than settings that differ between runs.
+    """Return a warning if the runs had different numbers of workers or different machines.
 
-    Missing facts are not compared.
+    A run whose number of workers or machine is unknown is left out.
     """
     warnings = []
     for fact, value_of in (("workers", _workers_of), ("machines", _machine_of)):
@@ -195,7 +200,7 @@ def _workers_of(source: ReportSource) -> str:
 
 
 def _machine_of(source: ReportSource) -> str:
-    """Return GPU model and host; for a prediction, its cluster."""
+    """Return the GPU model and the host; for a prediction, the cluster."""
     if isinstance(source.summary.get("cluster"), dict):
         return source.where
     gpus, host = source.facts.get("gpus") or [], source.facts.get("host")

@@ -1,4 +1,4 @@
-"""Figures of a report as plain plotly data. A figure has several views; the reader picks one."""
+"""The figures of a report, and those of attention, as plain plotly data."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from mtrain_cli.reporting.tables import fold
 from mtrain_cli.reporting.timeline import timeline_figure
 from mtrain_cli.reporting.training_figures import density_figure, held_out_figure, training_figure
 
-# Cells in all heat maps of a page. With the plotly library, the timelines and the training curves,
-# they keep the page under 1.5 MB.
+# Most cells in all heat maps of a page together. This limit and those of the other figures keep the
+# page, with the plotly library, under 1.5 MB.
 HEAT_NUMBERS = 60_000
-Cases = Sequence[tuple[str, ReportSource, CaseAnalysis]]
+Cases = Sequence[tuple[str, ReportSource, CaseAnalysis]]  # (label, run, case)
 
 
 def figures(sources: Sequence[ReportSource]) -> list[Figure]:
-    """Return the figures that have anything to show, in the order of the page."""
+    """Return the figures that have something to show, in the order of the page."""
     several = len(sources) > 1
     cases = [
         (f"{source.name}: {case.label}" if several else case.label, source, case)
@@ -64,7 +64,7 @@ def _passes(cases: Cases) -> Iterator[tuple[str, str, PassAnalysis]]:
 
 
 def breakdown_figure(cases: Cases) -> Figure:
-    """Draw the bins of all cases side by side, mean over ranks."""
+    """Draw a stacked bar per case with the time of each of `BINS`, mean over ranks."""
     views = []
     directions = dict.fromkeys(name for _, _, case in cases for name in case.directions)
     for direction in (None, *directions) if cases else ():
@@ -138,7 +138,12 @@ def heat_map_figure(cases: Cases) -> Figure:
 
 
 def _positions(size: int, cells: int) -> list[Any]:
-    """Return the positions that each cell of an axis covers."""
+    """Return a label for each cell of an axis: its position, or the range that it covers.
+
+    Args:
+        size: number of positions on the axis.
+        cells: number of cells that cover them.
+    """
     each = -(-size // cells)
     if each == 1:
         return list(range(size))
@@ -146,7 +151,7 @@ def _positions(size: int, cells: int) -> list[Any]:
 
 
 def rank_figure(cases: Cases) -> Figure:
-    """Draw the bins of every rank as a stacked bar."""
+    """Draw a stacked bar per rank with the time of each of `BINS`."""
     views = []
     for label, _, case in cases:
         ranks = case.present
@@ -169,7 +174,7 @@ def rank_figure(cases: Cases) -> Figure:
 
 
 def distribution_figure(cases: Cases) -> Figure:
-    """Draw attention time across workers and across steps (MTraining, figures 12 and 13)."""
+    """Draw how attention time varies across workers and steps (MTraining, figures 12 and 13)."""
     views, thinned = [], False
     for label, direction, analysis in _passes(cases):
         for scope, title, table in (
@@ -227,7 +232,12 @@ def layer_figure(cases: Cases) -> Figure:
 def _bin(
     name: str, ms: list[Any], places: Sequence[Any], horizontal: bool = False
 ) -> dict[str, Any]:
-    """Return the bars of one of `BINS`; ms: one value per place."""
+    """Return the bars of one of `BINS`.
+
+    Args:
+        ms: one value per place.
+        places: cases or ranks.
+    """
     kind, _, link = name.partition(" ")
     colour = plots.link_colour(link) if kind == EXPOSED else COLOURS[name]
     label = plots.exposed_label(link) if kind == EXPOSED else LATE_LABEL if name == LATE else name

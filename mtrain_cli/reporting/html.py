@@ -1,4 +1,4 @@
-"""`report.html`: the whole report in one file that needs no network."""
+"""Write `report.html`: the whole report in one file, which a browser shows without a network."""
 
 from __future__ import annotations
 
@@ -78,13 +78,14 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
         script=script,
     )
     draft = path.with_name(f".{path.name}.part")
-    draft.write_text(same_width(page), encoding="utf-8")  # the file may be printed to a terminal
+    # Replace control characters: a user may print the file to a terminal.
+    draft.write_text(same_width(page), encoding="utf-8")
     draft.replace(path)
     return path
 
 
 def _base64(packed: bytes) -> str:
-    """Encode as base64, which cannot end a script element."""
+    """Encode as base64: unlike other text, it cannot contain the end of a script element."""
     return base64.b64encode(packed).decode()
 
 
@@ -92,7 +93,7 @@ def _base64(packed: bytes) -> str:
 
 
 def _section(title: str, content: str, note: str = "") -> str:
-    """Return a section of the page; empty without content."""
+    """Return a section of the page, or nothing if there is no content."""
     return f"<section><h2>{escape(title)}</h2>{content}{_note(note)}</section>" if content else ""
 
 
@@ -116,10 +117,10 @@ def _table(
     words: Collection[int] = (0,),
     states: Sequence[str] = (),
 ) -> str:
-    """Return a table, empty without rows.
+    """Return a table, or nothing if there are no rows.
 
     Args:
-        words: indices of the text columns; the others hold numbers.
+        words: indices of the columns that hold text. The other columns hold numbers.
         states: CSS class of each row.
     """
     if not rows:
@@ -139,7 +140,7 @@ def _table(
     return f"{_TABLE}{table}{_TABLE_END}"
 
 
-_TABLE, _TABLE_END = '<div class="scroll"><table>', "</table></div>"  # scrolls sideways
+_TABLE, _TABLE_END = '<div class="scroll"><table>', "</table></div>"  # A wide table scrolls.
 
 
 # --- sections -----
@@ -187,7 +188,7 @@ def _restarts(source: ReportSource) -> str | None:
 
 
 def _settings(source: ReportSource) -> str:
-    """Return the main settings of a run, and a collapsed list of all settings."""
+    """Return the main settings of a run, and a list of all settings that a reader can unfold."""
     if not source.settings:
         return ""
     every = _list([(key, shown(key, value)) for key, value in source.settings.items()])
@@ -196,7 +197,7 @@ def _settings(source: ReportSource) -> str:
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
-    """Return how several runs differ: warnings first, then settings."""
+    """Return how several runs differ: first warnings about workers and machines, then settings."""
     if len(sources) < 2:
         return ""
     content = _remarks(incomparable(sources))
@@ -227,7 +228,7 @@ def _clocks(uncertainty: Any) -> str | None:
 
 
 def _command_line(command: list[Any]) -> str:
-    """Return the command as typed: `mtrain` instead of the file that Python ran."""
+    """Return the command as the user typed it: `mtrain` replaces the path of the program."""
     first, *rest = map(str, command) if command else [""]
     return shlex.join([Path(first).name.replace("__main__.py", "mtrain"), *rest]) if first else ""
 
@@ -259,9 +260,10 @@ def _summary(sources: Sequence[ReportSource]) -> str:
         *("step p50 / p95 / max, ms", "pass forward / backward, ms", "n"),
     )
     note = (
-        "Imbalance degree: max over mean, across the workers of a step or the steps of a worker; "
-        "1 is perfect; mean ± standard deviation over n samples. Computation ratio: share of time "
-        "in attention. Waits: per worker and iteration. Pass: one layer."
+        "Imbalance degree: max over mean, across the workers of a step or the steps of a worker. "
+        "1 is perfect. Values are mean ± standard deviation over n samples. Computation ratio: "
+        "share of the time that attention kernels take. Waits are per worker and iteration, "
+        "passes per layer."
     )
     return _section("Load balance", _table(heads, rows), note)
 
@@ -273,7 +275,7 @@ def _trained(sources: Sequence[ReportSource]) -> str:
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:
-    """Return the results of `mtrain profile step`: the parts, and facts that are not parts."""
+    """Return the results of `mtrain profile step`: a table of the parts, and other facts."""
     content = ""
     for source in sources:
         if source.step is None:
@@ -304,21 +306,22 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
         *("density", "density in mask", "slashes", "columns"),
     )
     note = (
-        "Means over layers and heads. Density: share of all causal pairs. Density in mask: share "
-        "of the pairs inside documents."
+        "Means over layers and heads. Density: computed share of all causal pairs. Density in "
+        "mask: computed share of the pairs inside documents."
     )
     return _section("Patterns", _table(heads, rows), note)
 
 
 def _steps(source: ReportSource) -> str:
-    """Return the predicted whole steps."""
+    """Return the table of predicted training steps."""
     if not source.steps:
         return ""
     heads, rows, states = cells(source.steps)
     words = [i for i, name in enumerate(heads) if name in WORDS]
     note = (
-        "One optimizer step; best and worst: all constants at their best or worst bound. Bold: the "
-        "fastest row that fits, among rows with equal settings and GPUs."
+        "Times are of one optimizer step. Best and worst: all constants of the prediction at their "
+        "best or worst bound. Bold: the fastest row that fits into memory, among rows with equal "
+        "settings and equally many GPUs."
     )
     return _section("Predicted steps", _table(heads, rows, words, states), note)
 
@@ -342,7 +345,7 @@ def _causes(sources: Sequence[ReportSource]) -> str:
 
 
 def _figure(figure: Figure) -> str:
-    """Return a figure's elements: a panel per view, or one panel with selectors."""
+    """Return the elements of a figure: one panel per view, or one panel with selectors."""
     if figure.together:
         panels = "".join(
             f'<div class="panel"><h3>{escape(", ".join(view.labels))}</h3>'

@@ -12,9 +12,9 @@ from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, GAP, INDE
 from mtrain_cli.records.record_sums import EXPOSED, LATE
 
 Trace = dict[str, Any]
-# One colour per run or exchange.
+# Colours of runs or exchanges.
 PALETTE = ("#2f6fb5", "#d97706", "#4d9f6f", "#c8352b", "#8c6bb1", "#7a5c3e", "#d26fa5", "#5b5b5b")
-# Where the time of attention goes.
+# Colours of the categories of attention's time.
 COLOURS = {
     ATTENTION: "#2f6fb5",
     COLUMNS: "#7fb2e5",
@@ -32,7 +32,12 @@ LATE_LABEL, EXPOSED_LABEL = "waiting for late peers", "exposed communication"
 
 @dataclass(frozen=True)
 class FigureView:
-    """What a figure shows for one choice: a label per selector, plotly traces and layout."""
+    """What a figure shows for one choice of its selectors.
+
+    labels: the chosen label of each selector.
+    data: plotly's traces.
+    layout: plotly's layout.
+    """
 
     labels: tuple[str, ...]
     data: list[Trace]
@@ -43,9 +48,10 @@ class FigureView:
 class Figure:
     """A figure of the page.
 
-    selectors: the name of each label of a view
-    note: what a reader must know, such as what was left out
-    together: whether to show all views side by side instead of selectors
+    name: name in the page's elements and data.
+    selectors: name of each selector, with which a reader chooses a view.
+    note: what a reader must know to read the figure, such as what it leaves out.
+    together: whether to show all views side by side, without selectors.
     """
 
     name: str
@@ -83,7 +89,7 @@ def downward(title: str, **more: Any) -> dict[str, Any]:
 
 
 def whole(count: int) -> dict[str, Any]:
-    """Return settings that put the ticks of an axis with ``count`` places at integers."""
+    """Return settings of an axis that put ticks at integers only; count: number of positions."""
     return {"dtick": 1} if count <= 20 else {"tickformat": "d"}
 
 
@@ -114,7 +120,10 @@ def line(name: str, x: Sequence[Any], y: Sequence[Any], colour: str, **more: Any
 
 
 def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **more: Any) -> Trace:
-    """Return a heat map; ``unit`` is its colour bar's title. Density and recall show in percent."""
+    """Return a heat map.
+
+    unit: title of the colour bar. For density and recall, its ticks are in percent.
+    """
     share = {"tickformat": ".0%"} if unit in ("density", "recall") else {}
     return {
         "type": "heatmap",
@@ -131,14 +140,14 @@ def heat(z: Any, x: Sequence[Any], y: Sequence[Any], unit: str, hover: str, **mo
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """Return all items, or ``most`` of them at even distances, first and last included."""
+    """Return at most ``most`` of the items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, max(most, 1)).astype(int))]
 
 
 def numbers(values: Any, digits: int = 5) -> Any:
-    """Round to few digits, to keep the page small; None, NaN and infinity become None."""
+    """Return the values, rounded to keep the page small. None, NaN and infinity become None."""
     array = np.asarray(values, float)
     if array.ndim > 1:
         return [numbers(row, digits) for row in array]

@@ -18,13 +18,13 @@ _COLOURS = (
     *("#2f6fb5", "#d97706", "#4d9f6f", "#8c6bb1", "#7fb2e5", "#f7c873"),
     *("#a6d19f", "#d26fa5", "#7a5c3e", "#e6b8a2", "#5b5b5b", "#b8b8b8"),
 )
-RANKS = 64  # bars per figure
-_CELLS = 60_000  # per heat map
-Named = Sequence[tuple[str, dict[str, Any]]]  # name of a run and its summary.json
+RANKS = 64  # most bars in a figure
+_CELLS = 60_000  # most cells in a heat map
+Named = Sequence[tuple[str, dict[str, Any]]]  # (name of a run, content of its summary.json)
 
 
 def step_figures(named: Named) -> list[Figure]:
-    """Draw the breakdown of recorded steps, and their slowest kernels or operators."""
+    """Draw the parts of recorded steps, and the slowest kernels or operators."""
     note = "Means over the recorded steps. The parts add up to the step."
     title = "Breakdown of one training step"
     operations = "kernels" if all(document["gpu"] for _, document in named) else "operators"
@@ -42,7 +42,7 @@ def step_figures(named: Named) -> list[Figure]:
 
 
 def _step_views(named: Named) -> list[FigureView]:
-    """Return a view with the means of all runs, and one per run with its ranks."""
+    """Return a view of each run's ranks. If there are several runs, start with a view of all."""
     parts = list(
         dict.fromkeys(
             part for _, document in named for rank in document["ranks"] for part in rank["parts"]
@@ -105,7 +105,7 @@ _MAPS = (
 
 
 def sparsity_figures(sources: Sequence[ReportSource]) -> list[Figure]:
-    """Draw recall and density by layer, and maps over layers and heads."""
+    """Draw recall and density by layer, and heat maps over layers and heads."""
     layers = [view for source in sources for view in _by_layer(source, len(sources) > 1)]
     heads = [view for source in sources for view in _by_head(source)]
     note = (
@@ -120,7 +120,7 @@ def sparsity_figures(sources: Sequence[ReportSource]) -> list[Figure]:
 
 
 def _by_layer(source: ReportSource, several: bool) -> list[FigureView]:
-    """Return a view per quantity, with a line per pattern and measured step."""
+    """Return a view per quantity, which has a line per pattern and measured step."""
     rows = source.sparsity
     shown = plots.evenly(sorted({(row["pattern"], row["step"]) for row in rows}), 12)
     layers = sorted({row["layer"] for row in rows})
@@ -147,7 +147,7 @@ def _by_layer(source: ReportSource, several: bool) -> list[FigureView]:
 
 
 def _by_head(source: ReportSource) -> list[FigureView]:
-    """Return maps over layers and heads, for the last and the first measured step."""
+    """Return heat maps over layers and heads, for the last and the first measured step."""
     views: list[FigureView] = []
     steps = sorted({row["step"] for row in source.sparsity})
     patterns = dict.fromkeys(row["pattern"] for row in source.sparsity)

@@ -1,4 +1,4 @@
-"""Find and open what can be reported: training runs, profiles, simulations, shipped profiles."""
+"""Find and open what a report can show: training runs, profiles, simulations, shipped profiles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from mtrain_cli import resource_dir
 from mtrain_cli.config.documents import read_json
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.config.suggest import did_you_mean
+from mtrain_cli.config.suggest import no_such
 from mtrain_cli.launch import restart
 from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir
@@ -36,27 +36,27 @@ from mtrain_cli.training.evaluation import Evaluation, read_evaluations
 
 RUNS, MEASUREMENTS, PROFILE = Path("runs"), Path("measurements"), "profile"
 RESOLVED, ENVIRONMENT = "resolved.yaml", "environment.json"
-SHOWN = 5  # names in a message
-LAYER = "layer"  # an older kind of shipped profile
-SHOWN_FIRST = "real-512k-4xh200"  # shipped profile to show if there is no run
+SHOWN = 5  # most names in a message
+LAYER = "layer"  # kind of the older shipped profiles
+SHOWN_FIRST = "real-512k-4xh200"  # the shipped profile that a report shows if there is no run
 
 
 @dataclass(frozen=True)
 class ReportSource:
     """One run, profile or simulation to report.
 
-    facts: content of environment.json
-    recorded: the profile or simulation
-    cases: the analysis of `recorded`
-    metrics: training steps
-    steps_wanted: planned number of training steps
-    shipped: a shipped profile of the older kind, which has tables only
-    evaluations: held-out losses
-    step: summary of `mtrain profile step`
-    sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`
-    settings: resolved configuration by dotted key
-    restarts: restarts of the run after failures
-    damage: why a damaged file is skipped; empty if no file is damaged
+    facts: content of environment.json.
+    recorded: the profile or simulation; None if there is none.
+    cases: analysis of `recorded`.
+    metrics: metrics of the training steps.
+    steps_wanted: planned number of training steps; None if unknown.
+    shipped: content of a shipped profile of the older kind, which has tables only.
+    evaluations: held-out losses.
+    step: summary of `mtrain profile step`.
+    sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
+    settings: resolved configuration by dotted key.
+    restarts: restarts of the run after failures.
+    damage: why a damaged file is skipped; empty if no file is damaged.
     """
 
     name: str
@@ -102,7 +102,7 @@ class ReportSource:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Return the steps predicted by a sweep or for single cases, as rows for `sweeps`."""
+        """Return the predicted training steps, of a sweep or of single cases, as rows."""
         predicted = self.summary.get("predicted")
         return self.swept or [
             entry["step"]
@@ -112,7 +112,7 @@ class ReportSource:
 
     @property
     def where(self) -> str:
-        """The measured hardware or the predicted cluster; empty if unknown."""
+        """Return the hardware that was measured, or the predicted cluster; empty if unknown."""
         cluster = self.summary.get("cluster")
         if isinstance(cluster, dict):
             return f"predicted for {cluster.get('name')}, {cluster.get('gpu')}"
@@ -121,7 +121,7 @@ class ReportSource:
 
     @property
     def complete(self) -> bool:
-        """Whether all planned samples and training steps are there."""
+        """Whether no planned sample, rank or training step is missing."""
         recorded = self.recorded is None or self.recorded.complete
         return recorded and not any(case.missing for case in self.cases) and not self._stopped
 
@@ -133,7 +133,7 @@ class ReportSource:
 
     @property
     def remarks(self) -> list[str]:
-        """Return what a reader must know first, for example that samples are missing."""
+        """Return what limits the report, for example that samples are missing."""
         remarks = []
         if self.recorded is not None and not self.recorded.complete:
             remarks.append(self._progress())
@@ -177,7 +177,7 @@ class ReportSource:
 
 
 def shortened(ranks: Sequence[int]) -> str:
-    """Format ranks as ranges: 1, 4-7, 9."""
+    """Format ranks as ranges, for example "1, 4-7, 9"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -209,28 +209,22 @@ def find(name: str) -> Path:
             return candidate
     if name == "latest" and (newest := known()):
         return newest[0]
-    names = [folder.name for folder in known()]
+    most = len(shipped()) + SHOWN
+    names = [*(path.stem for path in shipped()), *(folder.name for folder in known())]
     if "/" in name:
-        near = [str(entry) for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = did_you_mean(str(path), near)
-    else:
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        listed = (
-            f"; found here, newest first: {', '.join(names[:SHOWN])}{more}"
-            if names
-            else "; runs/ and measurements/ are empty"
-        )
-        hint = did_you_mean(name, names) or listed
-    raise ConfigError(f"{name}: no such folder, run or measurement{hint}")
+        names = sorted(map(str, path.parent.iterdir())) if path.parent.is_dir() else []
+    kind = "run, measurement or shipped profile"
+    why = no_such(kind, str(path), names, "the folder of one", most)
+    raise ConfigError(f"{name}: {why}")
 
 
 def default() -> list[Path]:
-    """Return the newest run or measurement of this folder, else a shipped profile."""
+    """Return the newest run or measurement in this folder. If there is none, a shipped profile."""
     return known()[:1] or [path for path in shipped() if path.stem == SHOWN_FIRST]
 
 
 def ships(path: Path) -> bool:
-    """Return whether a path ships with mtrain, so that nothing may be written there."""
+    """Return whether a path ships with mtrain. Nothing may be written to such a path."""
     return path.resolve().is_relative_to(resource_dir("profiles").resolve())
 
 
@@ -247,11 +241,14 @@ def shipped() -> list[Path]:
 
 
 def known() -> list[Path]:
-    """Return folders under runs/ and measurements/ with something to report, newest first."""
+    """Return the folders under runs/ and measurements/ that have something to report.
+
+    The newest folder comes first.
+    """
     dated = []
     for root in (RUNS, MEASUREMENTS):
         for folder in root.iterdir() if root.is_dir() else ():
-            # Skip a profile without a sample, or a run without a step.
+            # A profile without a sample, or a run without a step, has nothing to report.
             places = [place for place in (folder, folder / PROFILE) if _has_figures(place)]
             files = [folder / METRICS_FILE, *(place / SUMMARY for place in places)]
             times = [
@@ -320,13 +317,13 @@ def open_source(path: Path) -> ReportSource:
 
 
 def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
-    """Return the steps of a run, and the problem with their file (empty if there is none).
+    """Return the metrics of a run, and what is wrong with their file (empty if nothing is).
 
     Args:
         alone: whether the run has nothing else to show.
 
     Raises:
-        ConfigError: the file is damaged and ``alone`` is true.
+        ConfigError: the file is damaged, and the run has nothing else to show.
     """
     file = path / METRICS_FILE
     if not file.is_file():
@@ -443,7 +440,7 @@ def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
 
 
 def _steps_wanted(path: Path) -> int | None:
-    """Return train.steps of the run; None if its configuration cannot be read."""
+    """Return the run's train.steps; None if resolved.yaml cannot be read."""
     from mtrain_cli.config import resolved_file
 
     try:

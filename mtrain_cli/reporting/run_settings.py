@@ -1,4 +1,4 @@
-"""Settings of runs in a report: a card per run, and the differences between runs."""
+"""Settings of runs in a report: the main settings of a run, and the differences between runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mtrain_cli.config.earlier_versions import renamed
 from mtrain_cli.config.sizes import format_size
 
 RESOLVED = "resolved.yaml"
-# Keys that only name a run; they differ between any two runs.
+# Keys that only name a run. They differ between any two runs, so a report leaves them out.
 _NAMES = ("run.name", "run.dir")
 _CARD = (
     ("model", ("model.name", "model.num_layers", "model.hidden_size")),
@@ -30,9 +30,9 @@ _CARD = (
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return resolved.yaml by dotted key; empty if there is no readable file.
+    """Return the settings in resolved.yaml by dotted key; empty if there is no readable file.
 
-    Do not check the file against this version's schema, so that runs of other versions show.
+    The file is not checked against the schema, so that runs of other versions of mtrain show, too.
     """
     try:
         document = read_yaml(folder / RESOLVED)
@@ -42,7 +42,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 
 def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (heading, values) of the settings that describe a run at a glance."""
+    """Return (heading, values) of the main settings of a run."""
     rows = []
     for heading, names in _CARD:
         parts = [
@@ -56,7 +56,7 @@ def card(settings: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def differing(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Return (key, value of each run) where runs differ. A missing value is blank."""
+    """Return (key, value in each run) of every setting that differs. A missing value is blank."""
     names = dict.fromkeys(name for run in runs for name in run)
     rows = []
     for name in names:

@@ -1,4 +1,4 @@
-"""CSV files of a report, with unrounded numbers."""
+"""The CSV files of a report. Numbers have six digits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _TRAINING = (
 
 @dataclass(frozen=True)
 class Sheet:
-    """One CSV file. All rows have the same columns, in the same order."""
+    """One CSV file.
+
+    rows: rows by column name. All have the same columns in the same order.
+    """
 
     name: str
     rows: Sequence[Row]
@@ -47,7 +50,7 @@ def _cell(value: Any) -> Any:
 
 
 def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
-    """Return one sheet per kind of table that has rows."""
+    """Return the CSV files that have rows."""
     cases = [
         ({"run": source.name, "case": case.label}, case)
         for source in sources
@@ -80,7 +83,7 @@ def sheets(sources: Sequence[ReportSource]) -> list[Sheet]:
 
 
 def _summary(names: Row, case: CaseAnalysis) -> Iterator[Row]:
-    """Yield a row per direction; `both` is the mean of forward and backward."""
+    """Yield a row per direction, and one named `both` with the means of forward and backward."""
 
     def row(direction: str, analysis: CaseAnalysis | PassAnalysis, last: Row) -> Row:
         degrees = {"time": analysis.time, "work": analysis.work}
@@ -129,7 +132,7 @@ def _steps(names: Row, analysis: PassAnalysis) -> Iterator[Row]:
 
 
 def _time_by_rank(names: Row, case: CaseAnalysis) -> Iterator[Row]:
-    """Yield a row per direction and rank, in ms per iteration; the bins add up to pass_ms."""
+    """Yield ms per iteration, a row per direction and rank. The categories add up to pass_ms."""
     columns = [f"{name.replace(' ', '_')}_ms" for name in BINS]
     for d, direction in enumerate(case.directions):
         for rank in case.present:
@@ -139,14 +142,14 @@ def _time_by_rank(names: Row, case: CaseAnalysis) -> Iterator[Row]:
 
 
 def _layers(names: Row, analysis: PassAnalysis) -> Iterator[Row]:
-    """Yield a row per layer: ms of the slowest worker's pass, and means over workers."""
+    """Yield a row per layer: pass_ms of the slowest worker, and means over workers."""
     for layer in analysis.layers:
         means = {name: layer[name] for name in ("attention_ms", "late_ms", "exposed_ms")}
         yield {**names, "layer": int(layer["layer"]), "pass_ms": layer["ms"], **means}
 
 
 def _positions(source: ReportSource) -> Iterator[Row]:
-    """Yield a row per evaluation and bucket of held-out losses."""
+    """Yield a row per evaluation and range of context, with the held-out loss."""
     for e in source.evaluations:
         for bucket in e.buckets:
             names = {"run": source.name, "step": e.step, "attention": e.attention}

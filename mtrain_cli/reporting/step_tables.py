@@ -19,8 +19,8 @@ NAME = 44  # characters of a kernel's name
 _GPU = (
     "Each instant of the GPU counts once: for a compute kernel, else a copy, else NCCL. If kernels "
     "overlap, the first to start counts. links: exposed NCCL communication{}; idle: nothing runs. "
-    "attention, index, loss (with its products), weights (FSDP copies), optimizer: everything "
-    "launched there; other parts by kernel name"
+    "attention, index, loss (with its products), weights (FSDP copies), optimizer: everything that "
+    "this code launches; other parts: by kernel name"
 )
 _WAITS = (
     "; waits: exposed NCCL time spent waiting for stragglers, beyond the message's shortest time "
@@ -29,14 +29,14 @@ _WAITS = (
 _NO_WAITS = ", including waits for other ranks"
 _CPU = (
     "Each instant counts once: for the training thread's innermost operator, else for gloo. "
-    "links: exposed gloo communication, including waits for other ranks; host: the rest, Python "
-    "and waits. attention, index, loss (with its products), weights (FSDP copies), optimizer: "
-    "every operator called there; other parts by operator name"
+    "links: exposed gloo communication, including waits for other ranks; host: Python, and other "
+    "waits. attention, index, loss (with its products), weights (FSDP copies), optimizer: every "
+    "operator that this code calls; other parts: by operator name"
 )
 
 
 def show_step(console: Console, document: dict[str, Any]) -> None:
-    """Print summary.json of a recorded step."""
+    """Print the tables of a recorded step; document: content of summary.json."""
     ranks, gpu = document["ranks"], document["gpu"]
     say(console, _about(document), indent=2, style="bold")
     print_table(console, parts_table(ranks), spare=("min",))
@@ -57,7 +57,7 @@ def show_step(console: Console, document: dict[str, Any]) -> None:
 
 
 def damage_of_step(document: dict[str, Any]) -> str | None:
-    """Return why a summary cannot be shown, or None."""
+    """Return why a summary cannot be shown, or None if it can."""
     try:
         if not document["ranks"]:
             return "ranks is empty"
@@ -86,7 +86,7 @@ def _about(document: dict[str, Any]) -> str:
 
 
 def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
-    """Return a table in ms per step, with a row per nonzero part."""
+    """Return a table with ms per step of each part that is not 0."""
     several = len(ranks) > 1
     table = new_table(
         ("part", "ms", "share", *(("min", "max", "rank") if several else ())),
@@ -105,9 +105,9 @@ def parts_table(ranks: Sequence[dict[str, Any]]) -> Table:
 def parts_rows(
     ranks: Sequence[dict[str, Any]],
 ) -> list[tuple[str, float, float, float, float, int]]:
-    """Return (part, mean ms, share of the step, min, max, rank of the max) of each nonzero part.
+    """Return (part, mean ms, share of the step, min ms, max ms, rank with the max).
 
-    The last row is the whole step.
+    Parts that are 0 on all ranks are left out. The last row is the whole step.
     """
     whole = [rank["step_ms"] for rank in ranks]
     parts = {name: [rank["parts"][name] for rank in ranks] for name in ranks[0]["parts"]}
@@ -120,7 +120,10 @@ def parts_rows(
 
 
 def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
-    """Compare recorded steps: ms of every part, mean over ranks; for two steps also the ratio."""
+    """Return a table that compares recorded steps: ms of every part, mean over ranks.
+
+    For two steps, it also has their ratio.
+    """
     two = len(named) == 2
     headings = ("part", *(name for name, _ in named), *(("ratio",) if two else ()))
     table = new_table(headings, title="Side by side, ms")
@@ -134,7 +137,7 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     last = list(rows)[-1]
     rows["step"] = [statistics.fmean(rank["step_ms"] for rank in ranks) for ranks in every]
     rows["without recording"] = [max(rank["plain_ms"] for rank in ranks) for ranks in every]
-    in_links = f"in {LINKS}"  # where earlier versions counted waits
+    in_links = f"in {LINKS}"  # Earlier versions counted waits as part of the links.
     mixed = len({WAITS in ranks[0]["parts"] for ranks in every}) > 1
     for name, ms in rows.items():
         cells = [
@@ -149,9 +152,9 @@ def side_by_side(named: Sequence[tuple[str, dict[str, Any]]]) -> Table:
 
 
 def lines(document: dict[str, Any]) -> list[str]:
-    """Return a line for each fact that is not a part of the step."""
+    """Return lines about recording, speed, messages and the host."""
     ranks, gpu = document["ranks"], document["gpu"]
-    # Absent in files of earlier versions, where plain_ms is the step before the recorded ones.
+    # Files of earlier versions lack `plain`. Their plain_ms is the step before the recorded steps.
     before = document.get("plain")
 
     def mean(name: str) -> float:
@@ -179,8 +182,11 @@ def lines(document: dict[str, Any]) -> list[str]:
 
 
 def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> list[str]:
-    """Return a line about messages if there are any; hidden: overlapped ms."""
-    # Waits and unmatched messages are absent in files of earlier versions.
+    """Return a line about messages, if there are any.
+
+    hidden: ms of overlapped communication.
+    """
+    # Files of earlier versions lack waits and unmatched messages.
     waits = statistics.fmean(rank["parts"].get(WAITS, 0.0) for rank in ranks)
     exposed = statistics.fmean(rank["parts"][LINKS] for rank in ranks) + waits
     if not (exposed or hidden):
@@ -197,7 +203,7 @@ def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> 
 
 def _cost_of_recording(ranks: Sequence[dict[str, Any]], before: dict[str, Any] | None) -> str:
     plain, recorded = (max(rank[key] for rank in ranks) for key in ("plain_ms", "recorded_ms"))
-    # One step without recording has no spread. A faster recorded step shows no cost.
+    # The difference includes noise. If recorded steps are faster, the cost is smaller than that.
     cost = "no cost of recording beyond noise"
     if recorded > plain:
         cost = f"{recorded / plain - 1:+.1%}, recording and noise"
@@ -242,9 +248,9 @@ def _ms(value: float) -> str:
 
 
 def short_name(name: str, width: int = NAME) -> str:
-    """Shorten a kernel's name: drop return type, namespaces, arguments and templates.
+    """Return a kernel's name without return type, namespaces, arguments and template parameters.
 
-    Keep the function that an element-wise kernel applies. If the name is still too long, cut its
+    The function that an element-wise kernel applies stays. A name that is still too long loses its
     middle.
     """
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
@@ -262,7 +268,7 @@ def short_name(name: str, width: int = NAME) -> str:
 
 
 def _without(text: str, brackets: str) -> str:
-    """Drop text inside brackets of one kind, however deep."""
+    """Return the text without brackets and what they enclose; brackets: "<>" or "()"."""
     depth, kept = 0, []
     for character in text:
         if character == brackets[0]:

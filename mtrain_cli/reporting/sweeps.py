@@ -1,4 +1,4 @@
-"""Sweeps of `mtrain simulate`: table, CSV sheet and scaling figures."""
+"""Show a sweep of `mtrain simulate`: table, CSV file and scaling figures."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from mtrain_cli.reporting.terminal_width import new_table, number
 from mtrain_cli.training.run_plan import FITS
 
 Row = Mapping[str, Any]
-WORDS = ("layout", "exchange", "fits")  # columns of words
-SPARE = ("HFU", "best - worst", "data x context")  # a narrow terminal drops these first
+WORDS = ("layout", "exchange", "fits")  # columns that hold text
+SPARE = ("HFU", "best - worst", "data x context")  # columns that a narrow terminal drops
 LEGEND = (
     "s / step: one optimizer step; best and worst: all constants at their best or worst bound. "
     "HFU: share of peak FLOP/s that kernels execute. GiB: per GPU. bold: the fastest that fits. "
     f"all_gather in N: heads gathered in N parts. {FITS}."
 )
-_AXES = ("nodes", "workers")  # numbers of GPUs
+_AXES = ("nodes", "workers")  # swept settings that change the number of GPUs
 _DASHES = ("solid", "dot", "dashdot")
 
 
 def swept_settings(row: Row) -> dict[str, str]:
-    """Return the swept settings other than the number of GPUs."""
+    """Return the swept settings of a row, except those that change the number of GPUs."""
     return {name: value for name, value in row.get("point", {}).items() if name not in _AXES}
 
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
-    """Return headings, cells and the state of each row: best, fits or not.
+    """Return headings, cells and the state of each row.
 
-    best: the fastest row that fits, among rows with equal settings and GPUs.
+    The states are:
+    - best: the fastest row that fits into memory, among rows with equal settings and GPUs
+    - fits: another row that fits into memory
+    - not: does not fit, or is impossible
     """
     names = list(dict.fromkeys(name for row in rows for name in swept_settings(row)))
     groups = any(row.get("dp", 1) > 1 for row in rows)
@@ -75,7 +78,7 @@ def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]], list[str]]:
 
 
 def sweep_table(rows: Sequence[Row]) -> Table:
-    """Return a row per configuration. `why_not` says why some are impossible."""
+    """Return a table with a row per configuration. `why_not` explains the impossible ones."""
     heads, lines, states = cells(rows)
     table = new_table(heads, words=0)
     for column in table.columns:
@@ -88,7 +91,7 @@ def sweep_table(rows: Sequence[Row]) -> Table:
 
 
 def why_not(rows: Sequence[Row]) -> list[str]:
-    """Return the distinct reasons why configurations are impossible."""
+    """Return the reasons why configurations are impossible, without repeats."""
     return list(dict.fromkeys(row["cannot"] for row in rows if "cannot" in row))
 
 
@@ -97,7 +100,10 @@ def _group(row: Row) -> tuple:
 
 
 def sheet(runs: Sequence[tuple[str, Sequence[Row]]]) -> Sheet:
-    """Return sweep.csv; runs: name and rows of each run."""
+    """Return sweep.csv.
+
+    runs: (name, rows) of each run.
+    """
     swept = dict.fromkeys(name for _, rows in runs for row in rows for name in row.get("point", {}))
     table = []
     for run, row in ((run, row) for run, rows in runs for row in rows):
@@ -125,7 +131,8 @@ def sheet(runs: Sequence[tuple[str, Sequence[Row]]]) -> Sheet:
     return Sheet("sweep", table)
 
 
-# Title, value of a row at a bound, whether ideal scaling is linear in the number of GPUs.
+# (title, value of a row at one of the bounds low, value and high, whether it ideally grows linearly
+# with the number of GPUs)
 _QUANTITIES = (
     ("tokens/s, all GPUs", lambda row, at: _rate(row, at) * row["workers"], True),
     ("tokens/s/GPU", lambda row, at: _rate(row, at), False),
@@ -139,12 +146,12 @@ def _rate(row: Row, bound: str) -> float:
 
 
 def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
-    """Draw the throughput of sweeps over the number of GPUs, as in figure 6b of MTraining.
+    """Draw throughput, time and memory over the number of GPUs, as in figure 6b of MTraining.
 
-    The x axis is the number of GPUs if it was swept, else the sequence length.
+    If only the sequence length was swept, the x axis is the sequence length.
 
     Args:
-        sweeps: name and rows of each run.
+        sweeps: (name, rows) of each run.
     """
     views = []
     for name, rows in sweeps:
@@ -169,7 +176,13 @@ def scaling_figure(sweeps: Sequence[tuple[str, Sequence[Row]]]) -> Figure:
 def _view(
     labels: tuple[str, ...], rows: Sequence[Row], value: Any, *, gpus: bool, ideal: bool
 ) -> FigureView:
-    """Draw a line per layout and exchange, and the bounds of the fastest line as a band."""
+    """Draw a line per layout and exchange, and a band between the bounds of the fastest line.
+
+    Args:
+        value: function that returns the drawn value of a row at a bound.
+        gpus: whether the x axis is the number of GPUs.
+        ideal: whether to draw linear scaling.
+    """
     lines: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         lines.setdefault((row["layout"], row["exchange"].partition(" (")[0]), []).append(row)
@@ -183,7 +196,7 @@ def _view(
         dash = _DASHES[layouts.index(layout_name) % len(_DASHES)]
         name = escape(f"{layout_name}, {exchange}")
         traces = _line(name, sorted(line, key=lambda row: row[at]), at, value, colour, dash)
-        # Several bands would hide each other; the other lines show bounds on hover.
+        # Several bands would hide each other. The other lines show their bounds on hover.
         band = [trace for trace in traces if "fill" in trace and fastest in line]
         data = [*band, *data, *(trace for trace in traces if "fill" not in trace)]
     ticks = sorted({row[at] for row in rows})
@@ -206,7 +219,7 @@ def _view(
 def _line(
     name: str, line: Sequence[Row], at: str, value: Any, colour: str, dash: str
 ) -> list[Trace]:
-    """Return a line, crosses for rows that do not fit, and a band if the bounds differ."""
+    """Return a line, crosses on rows that do not fit, and a band if the bounds differ."""
     x = [row[at] for row in line]
     low, likely, high = (
         plots.numbers([value(row, bound) for row in line]) for bound in ("low", "value", "high")

@@ -1,4 +1,4 @@
-"""Tables of recordings in the terminal: load balance, time, heat maps, causes, sparsity."""
+"""Tables of profiles and simulations in the terminal, and the cells that the page also uses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.text import Text
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, Estimate
 from mtrain_cli.reporting.terminal_width import new_table
 
-_LEAST = 5e-4  # a smaller share shows as <0.1%
-CELLS = 32  # rows and columns of a heat map in the terminal
+_LEAST = 5e-4  # smaller shares show as <0.1%
+CELLS = 32  # most rows and columns of a heat map in the terminal
 SHADES = " ░▒▓█"
 _COLOURS = ("grey93", "light_yellow3", "gold3", "dark_orange3", "red3")
 _TERMS = "late: waiting for late peers; exposed: communication without overlap"
-SPARE_OF_SHIPPED = ("waits\nms", "density")  # columns that a narrow terminal drops first
+SPARE_OF_SHIPPED = ("waits\nms", "density")  # columns that a narrow terminal drops
 
 
 # --- cells that the terminal and the page share -----
@@ -42,7 +42,7 @@ def spread(value: Estimate) -> str:
 
 
 def degree_cells(case: CaseAnalysis) -> list[str]:
-    """Return worker imbalance by time and by work, then step imbalance by time and by work."""
+    """Return the imbalance of workers by time and by work, then that of steps by time and work."""
     by_time, by_work = case.time, case.work
     return [spread(d) for d in (by_time.worker, by_work.worker, by_time.step, by_work.step)]
 
@@ -78,7 +78,7 @@ def no_causes(case: CaseAnalysis) -> str:
 
 
 def recording_cost(summary: dict[str, Any]) -> str | None:
-    """Return the cost of recording; None if the profile's summary does not have it."""
+    """Return a sentence on the cost of recording; None if the summary does not have the cost."""
     overhead = summary.get("overhead")
     if not isinstance(overhead, int | float):
         return None
@@ -102,9 +102,9 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
 
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return a row per case: time on the first line, work on the second.
+    """Return a table of load balance, with a row per case. The headings name the lines of a cell.
 
-    names: the run of each case, if there are several runs.
+    names: name of each case's run, if there are several runs.
     """
     bare = " (bare)" if _bare_note(cases) else ""
     headings = (
@@ -146,7 +146,7 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return each bin's share of the time of all passes, mean over ranks."""
+    """Return a table: the share of each of `BINS` in the time of all passes, mean over ranks."""
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     headings = ("ms", *(name.replace(" ", "\n") for name in used))
     caption = f"shares of all passes of an iteration, mean over workers; {_TERMS}"
@@ -168,7 +168,7 @@ def _case_table(
     names: Sequence[str],
     headings: Sequence[str],
 ) -> Table:
-    """Return an empty table for cases, in which only the label of a case may wrap."""
+    """Return an empty table for cases, in which only the labels of the cases may wrap."""
     before = ("run", "case") if names else ("case",)
     table = new_table((*before, *headings), len(before), title=title, caption=caption)
     for column in table.columns:
@@ -179,7 +179,10 @@ def _case_table(
 
 
 def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> RenderableType:
-    """Return `summary_table` and `bins_table` as sentences that wrap, for narrow terminals."""
+    """Return the content of `summary_table` and `bins_table` as text that wraps.
+
+    It replaces the tables in narrow terminals.
+    """
     lines: list[RenderableType] = []
     for i, case in enumerate(cases):
         run = f"{names[i]}: " if names else ""
@@ -205,7 +208,7 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
 
 
 def _shares(case: CaseAnalysis) -> tuple[float, dict[str, float]]:
-    """Return ms of all passes per iteration, mean over ranks, and each bin's share."""
+    """Return ms of all passes per iteration, mean over ranks, and the share of each of `BINS`."""
     whole = float(case.passes_ms[:, case.present].sum(0).mean())
     return whole, {name: case.bin_ms(name) / whole if whole else 0.0 for name in BINS}
 
@@ -223,14 +226,14 @@ def _bare(case: CaseAnalysis, direction: str) -> str:
 
 
 def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
-    """Return the caption on `_bare`; empty if no case has it."""
+    """Return the part of the caption that explains `_bare`; empty if no case has the value."""
     there = any(_bare(case, direction) for case in cases for direction in case.passes)
     note = "; pass ms: mean of recorded iterations, in brackets bare: median without recording"
     return note if there else ""
 
 
 def causes_text(case: CaseAnalysis) -> RenderableType:
-    """Return why workers wait, the costliest cause first."""
+    """Return a numbered list of the causes of waits, the costliest first."""
     lines = [f"{i}. {cause.text}" for i, cause in enumerate(case.causes, 1)]
     return Group(*map(Text, lines or [no_causes(case)]))
 
@@ -238,9 +241,13 @@ def causes_text(case: CaseAnalysis) -> RenderableType:
 def heat_map(
     case: CaseAnalysis, direction: str, *, cells: int = CELLS, name: str = ""
 ) -> RenderableType:
-    """Return a map of attention ms: workers down, steps across.
+    """Return a heat map of attention ms, with a line per worker and a column per step.
 
-    The shades also show without colours. name: the run, if there are several.
+    The shades are characters, so a terminal without colours shows them, too.
+
+    Args:
+        cells: most lines and columns.
+        name: name of the run, if there are several runs.
     """
     whole = case.passes[direction].attention
     workers, steps = whole.shape
@@ -268,9 +275,10 @@ def heat_map(
 
 
 def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
-    """Shrink a table to at most cells x cells, each the maximum of a group of neighbours.
+    """Shrink a table to at most cells x cells. Each cell is the maximum of a group of neighbours.
 
-    Return the table and whether it shrank.
+    Returns:
+        The table, and whether it shrank.
     """
     whole = table.shape
     for axis in (0, 1):
@@ -280,7 +288,7 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
 
 
 def shipped_table(document: dict[str, Any]) -> Table:
-    """Return the cases of a shipped profile of the older kind."""
+    """Return a table of the cases of a shipped profile of the older kind."""
     headings = (
         *("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms"),
         *("worker\nimbalance", "step\nimbalance", "computed"),
@@ -303,15 +311,18 @@ def shipped_table(document: dict[str, Any]) -> Table:
 
 
 def sparsity_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    """Return means over heads; "of mask" has a column only if it differs from the density."""
+    """Return a table of means over heads, with a row per layer.
+
+    `density in mask` has a column only if it differs from the density.
+    """
     masked = any(abs(r["of_mask"] - r["density"]) >= 5e-5 for r in rows)
-    headings = ["layer", "recall", "worst", "density", "of mask", "slashes", "columns"]
+    headings = ["layer", "recall", "worst", "density", "density in mask", "slashes", "columns"]
     caption = (
         "means over heads; recall: over sampled queries that the pattern does not probe; "
-        "worst: recall of the worst query; density: share of all causal pairs"
-        f"{'; of mask: share of the pairs inside documents' if masked else ''}"
+        "worst: recall of the worst query; density: computed share of all causal pairs"
+        f"{'; density in mask: computed share of the pairs inside documents' if masked else ''}"
     )
-    kept = [i for i, name in enumerate(headings) if masked or name != "of mask"]
+    kept = [i for i, name in enumerate(headings) if masked or name != "density in mask"]
     table = new_table([headings[i] for i in kept], words=0, title=title, caption=caption)
     layers = sorted({r["layer"] for r in rows})
     groups = [(str(layer), [r for r in rows if r["layer"] == layer]) for layer in layers]

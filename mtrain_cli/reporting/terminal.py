@@ -1,4 +1,4 @@
-"""Reports in the terminal."""
+"""Print reports in the terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
 from mtrain_cli.reporting.terminal_width import limit, print_table, say
 
-PIPED = 100  # columns of a table that does not go to a terminal
-NARROW = 98  # columns that tables need at least
+# Widths in characters.
+PIPED = 100  # of tables that do not go to a terminal
+NARROW = 98  # below this, text replaces the tables of cases
 WIDEST = 400
-FIGURES = 3  # heat maps; report.html has all
+FIGURES = 3  # most heat maps; report.html has all
 
 
 def make_console() -> Console:
@@ -30,7 +31,7 @@ def make_console() -> Console:
 
 
 def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
-    """Print tables, some heat maps, and why workers wait."""
+    """Print the tables of all sources, some heat maps, and why workers wait."""
     whole, sources = sources, _numbered(console, sources)
     for given, source in zip(whole, sources, strict=True):
         number = "" if source.name == given.name else f"{source.name} "
@@ -52,7 +53,7 @@ def show_sources(console: Console, sources: Sequence[ReportSource]) -> None:
 
 
 def _show_source(console: Console, source: ReportSource) -> None:
-    """Print everything of a source except training steps and recordings of attention."""
+    """Print what a source has, except training steps and records of attention."""
     for remark in source.remarks:
         say(console, f"  {remark}", indent=2, style="yellow")
     if source.shipped is not None:
@@ -71,7 +72,7 @@ def _show_source(console: Console, source: ReportSource) -> None:
 
 
 def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
-    """Print the recordings of attention: load balance, heat maps, and why workers wait."""
+    """Print what records of attention show: load balance, heat maps, and why workers wait."""
     cases = [(source.name, case) for source in sources for case in source.cases]
     if not cases:
         return
@@ -113,9 +114,9 @@ def show_sparsity(console: Console, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _numbered(console: Console, sources: Sequence[ReportSource]) -> list[ReportSource]:
-    """Replace names that are too long for the tables by numbers.
+    """Return the sources, with numbers instead of names if the names are too long for tables.
 
-    A line above each source's tables shows number and name.
+    A line above each source's tables shows its number and its name.
     """
     width = limit(console)
     if (

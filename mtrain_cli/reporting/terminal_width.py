@@ -1,4 +1,7 @@
-"""Fit tables and text to the terminal. A pipe gets all columns and no wrapped lines."""
+"""Fit tables and text to the width of the terminal.
+
+A pipe or a file has no width: it gets all columns, and lines that do not wrap.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,17 @@ _WIDEST = 400  # characters
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Format with ``digits`` significant digits, never as 1.28e+03."""
+    """Format a number with ``digits`` significant digits, but never as 1.28e+03."""
     return f"{value:.{digits}g}" if abs(value) < 10**digits - 0.5 else f"{value:,.0f}"
 
 
 def new_table(
     headings: Sequence[str], words: int = 1, *, title: str | None = None, caption: str | None = None
 ) -> Table:
-    """Return an empty table without borders, whose first ``words`` columns hold text."""
+    """Return an empty table without borders.
+
+    words: number of columns with text. They come first; the other columns hold numbers.
+    """
     table = Table(
         title=title,
         title_justify="left",
@@ -42,7 +48,10 @@ def limit(console: Console) -> int | None:
 
 
 def say(console: Console, line: str, indent: int = 0, style: str | None = None) -> None:
-    """Print a sentence, wrapped between words; continuation lines are indented."""
+    """Print a sentence, wrapped between words.
+
+    indent: spaces before every line but the first.
+    """
     width = limit(console)
     if width is not None:
         line = textwrap.fill(
@@ -56,12 +65,12 @@ def say(console: Console, line: str, indent: int = 0, style: str | None = None) 
 
 
 def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> None:
-    """Print a table. Text may wrap; numbers never do.
+    """Print a table. Text may wrap, numbers never do.
 
-    If the table is still too wide, drop columns and print a line that names them.
+    A table that is still too wide loses columns, which a line below the table names.
 
     Args:
-        spare: headings of columns that may be dropped, in this order.
+        spare: headings of the columns that it may lose, in this order.
     """
     wide = Console(file=console.file, highlight=False, width=_WIDEST)
     width = limit(console)
@@ -75,7 +84,7 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
 def fitted(
     table: Table, width: int | None, spare: Sequence[str] = ()
 ) -> tuple[Table, int, list[str]]:
-    """Return the table as `print_table` shows it, its width and the dropped headings."""
+    """Return the table as `print_table` shows it, its width, and the headings that it lost."""
     whole = Console(width=_WIDEST).measure(table).maximum
     left_out: list[str] = []
     if width is None or whole <= width:
@@ -91,13 +100,13 @@ def fitted(
 
 
 def without(left_out: Sequence[str]) -> str:
-    """Return the line below a table with dropped columns."""
+    """Return the line below a table that lost columns."""
     names = ", ".join(" ".join(name.split()) for name in left_out)
     return f"columns dropped to fit: {names}; widen the terminal or use --json to see them"
 
 
 def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, int]:
-    """Return the table without some columns, with wrapped headings and words, and its width."""
+    """Return the table with wrapped headings and text, without some columns, and its width."""
     narrow = Table(
         title=table.title,
         title_justify=table.title_justify,
@@ -122,15 +131,15 @@ def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, i
     least = [
         w if c.justify == "right" else word for w, word, c in zip(widths, words, kept, strict=True)
     ]
-    between = len(kept) + 1  # a space before and after each column
-    # Shrink the widest column of words first.
+    between = len(kept) + 1  # one space between columns, and at both ends
+    # Shrink the widest column of text first.
     while sum(widths) + between > width and (
         wider := [i for i, w in enumerate(widths) if w > least[i]]
     ):
         widths[max(wider, key=lambda i: widths[i])] -= 1
     for column, heading, of_column in zip(kept, headings, widths, strict=True):
         narrow.add_column(heading, justify=column.justify, width=of_column)
-    # Take the cells, not their text, to keep colours.
+    # Copy the cells instead of their text: cells have colours.
     for row, cells in zip(
         table.rows, zip(*(column.cells for column in kept), strict=True), strict=True
     ):
@@ -139,7 +148,7 @@ def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, i
 
 
 def _broken(heading: str, cells: Sequence[str]) -> str:
-    """Break a heading to the width of its cells, as far as its words allow."""
+    """Return a heading with line breaks, as narrow as its column's cells or its longest word."""
     if "\n" in heading:
         return heading
     heading = heading.replace("s/GPU", "s\n/GPU")

@@ -1,4 +1,4 @@
-"""The timeline of one iteration: each rank's compute stream and incoming messages."""
+"""Draw the timeline of one iteration: the compute stream and incoming messages of each rank."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from mtrain_cli.reporting.plots import (
 )
 from mtrain_cli.reporting.report_source import ReportSource
 
-BARS = 12_000  # over all timelines of a page
-_RANKS, _LAYERS = 16, 6
+BARS = 12_000  # most bars in all timelines of a page together
+_RANKS, _LAYERS = 16, 6  # most ranks and layers of a case
 _COLUMNS = (
     *("case", "iteration", "micro", "layer", "direction", "step", "rank", "phase", "link"),
     *("start_us", "dur_us", "late_us", "peer"),
@@ -40,9 +40,9 @@ Rows = dict[str, np.ndarray]
 
 
 def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> Figure:
-    """Draw for each case the iteration with the median pass time."""
+    """Draw one iteration of each case, the one with the median pass time."""
     views: list[FigureView] = []
-    notes: dict[str, list[str]] = {}  # remark -> labels of its cases
+    notes: dict[str, list[str]] = {}  # remark -> labels of the cases to which it applies
     for label, source, case in cases:
         layers, ranks = plots.evenly(case.layers, _LAYERS), _ranks_shown(case)
         rows = _rows(source, case, layers)
@@ -70,7 +70,11 @@ def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> 
 
 
 def _note(notes: Mapping[str, Sequence[str]]) -> str:
-    """Return each remark after its cases; without cases if there is one remark."""
+    """Return the remarks as sentences.
+
+    notes: the labels of the cases to which each remark applies. The sentence names them if there
+        are several remarks.
+    """
     if len(notes) == 1:
         (remark,) = notes
         return f"{remark[0].upper()}{remark[1:]}."
@@ -80,7 +84,7 @@ def _note(notes: Mapping[str, Sequence[str]]) -> str:
 
 
 def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> Rows:
-    """Read the rows of some layers in the first forward pass of the typical iteration."""
+    """Read the rows of some layers in the first micro-batch of the typical iteration."""
     assert source.recorded is not None
     parts = []
     for batch in source.recorded.batches(_COLUMNS):
@@ -93,7 +97,7 @@ def _rows(source: ReportSource, case: CaseAnalysis, layers: Sequence[int]) -> Ro
 
 
 def _ranks_shown(case: CaseAnalysis) -> list[int]:
-    """Return the ranks that cause waits, and evenly spaced others."""
+    """Return the ranks to draw: those that cause waits, and evenly spaced others."""
     blamed = [c.rank for c in case.causes if c.rank is not None and c.rank in case.present][:4]
     rest = [rank for rank in case.present if rank not in blamed]
     return sorted({*blamed, *plots.evenly(rest, _RANKS - len(blamed))})
@@ -112,7 +116,11 @@ def _layout(ranks: Sequence[int]) -> dict:
 
 @dataclass(frozen=True)
 class _Bars:
-    """Rows as bars. y: vertical position; start, duration: ms."""
+    """Rows of records as bars.
+
+    y: vertical position of each bar.
+    start, duration: milliseconds.
+    """
 
     rows: Rows
     y: np.ndarray
@@ -121,7 +129,10 @@ class _Bars:
 
     @staticmethod
     def of(rows: Rows, ranks: Sequence[int], zero: float) -> _Bars:
-        """Return the rows as bars; zero: start of the timeline in microseconds."""
+        """Return the rows as bars.
+
+        zero: microseconds at which the timeline starts.
+        """
         y = np.searchsorted(ranks, rows["rank"]).astype(float)
         return _Bars(rows, y, (rows["start_us"] - zero) / 1e3, rows["dur_us"] / 1e3)
 
@@ -141,7 +152,10 @@ class _Bars:
 
 
 def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[Trace], int]:
-    """Return bars of the ``most`` longest phases of a pass, and the number of omitted phases."""
+    """Return bars of the longest phases of a pass, and how many phases are left out.
+
+    most: most phases to draw.
+    """
     passes = select(rows, rows["phase"] == KINDS.index(PASS))
     zero = float((passes if len(passes["rank"]) else rows)["start_us"].min())
     shown = [KINDS.index(kind) for kind in (*COMPUTING, RECEIVE) if kind != GAP]
@@ -151,7 +165,7 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[Trace], i
         kept = np.sort(kept[np.argsort(-rows["dur_us"][kept], kind="stable")[:most]])
     rows = {name: values[kept] for name, values in rows.items()}
     bars = _Bars.of(rows, ranks, zero)
-    # Gaps show as the part of the pass that no phase covers.
+    # A grey bar for the whole pass lies below the phases, so gaps between phases show grey.
     every = np.ones(len(passes["rank"]), bool)
     whole = _Bars.of(passes, ranks, zero).trace(every, GAP, plots.COLOURS[GAP])
     whole["hoverinfo"] = "skip"
@@ -173,7 +187,7 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[Trace], i
 
 
 def _waits(bars: _Bars, mine: np.ndarray) -> list[Trace]:
-    """Return the late part of each wait, then its exposed part by link."""
+    """Return bars of the late part of all waits, then of their exposed part, by link class."""
     rows = bars.rows
     late = np.clip(rows["late_us"] / 1e3, 0, bars.duration)
     exposed = replace(bars, start=bars.start + late, duration=bars.duration - late)

@@ -1,8 +1,12 @@
-"""Write records as traces: `trace.json` for Perfetto and chrome://tracing, a file per rank for HTA.
+"""Write records as traces.
 
-HTA is HolisticTraceAnalysis. Each rank is a process. Its first thread is the compute stream; the
-others are lanes of the links, one per concurrent message. An arrow connects a shard's send with its
-arrival. Every row is one slice, except gaps and compute phases or waits of zero length.
+`trace.json` is for Perfetto and chrome://tracing. One file per rank is for HolisticTraceAnalysis
+(HTA).
+
+In a trace, each rank is a process. Its first thread is the compute stream. The other threads are
+lanes of the links: messages at the same time are on different lanes. An arrow connects the sending
+of a shard with its arrival. Every row of the records is one slice, except gaps, and compute phases
+and waits without duration.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ import pandas
 from mtrain_cli.parallel.recording import COMPUTING, GAP, ITERATION, KINDS, PASS, RECEIVE, SEND
 from mtrain_cli.records.record_files import ROW, as_frame
 
-MOST_ROWS = 400_000  # a browser opens this many; a larger trace keeps only some layers
+MOST_ROWS = 400_000  # A browser can open this many. A larger trace has only some of the layers.
 FOLDER = "trace"
-_COMPUTE = 0
-_LANES = 100  # thread numbers per link and direction
+_COMPUTE = 0  # thread number of the compute stream
+_LANES = 100  # thread numbers for each link class and direction
 
 
 def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
-    """Write the trace, and next to it a folder with one trace per rank.
+    """Write the trace, and in a folder next to it one trace per rank.
 
     Args:
         rows: one iteration of every case, of dtype `ROW`.
@@ -58,7 +62,7 @@ def write_trace(rows: np.ndarray, summary: dict[str, Any], path: Path) -> int:
 
 
 def _drawn(rows: np.ndarray) -> np.ndarray:
-    """Drop gaps, and layers if there are too many rows."""
+    """Return the rows to draw: no gaps and, if there are too many rows, only some layers."""
     rows = rows[rows["phase"] != KINDS.index(GAP)]
     if len(rows) > MOST_ROWS:
         layers = np.unique(rows["layer"][rows["layer"] >= 0])
@@ -117,9 +121,10 @@ def _events(rows: pandas.DataFrame, summary: dict[str, Any]) -> Iterator[dict[st
 
 
 def _as_kernel(event: dict[str, Any]) -> dict[str, Any]:
-    """Turn a slice into a kernel on a stream, as HTA expects.
+    """Turn a slice into a kernel on a stream, which HTA expects.
 
-    HTA recognises communication by the names of NCCL's kernels.
+    HTA recognises communication by the names of NCCL's kernels. Events other than slices of
+    computation or messages stay as they are.
     """
     if event["ph"] != "X" or event["cat"] == "span" or event["name"].startswith("wait"):
         return event
@@ -165,11 +170,11 @@ def _arguments(row: Any, cases: Sequence[str]) -> dict[str, Any]:
 
 
 def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """Assign each interval a lane, so that intervals of one lane do not overlap."""
+    """Return a lane for each interval, so that the intervals of one lane do not overlap."""
     ends: list[float] = []
     lanes = np.zeros(len(start), np.int64)
     for at in np.argsort(start, kind="stable"):
-        # The margins cover rounding: times are written in nanoseconds.
+        # The margins allow for rounding: the trace has times in whole nanoseconds.
         lane = next((lane for lane, end in enumerate(ends) if end <= start[at] + 1e-3), len(ends))
         if lane == len(ends):
             ends.append(0.0)
@@ -179,7 +184,10 @@ def _lanes(start: np.ndarray, length: np.ndarray) -> np.ndarray:
 
 
 def _arrows(rows: pandas.DataFrame) -> Iterator[dict[str, Any]]:
-    """Yield arrows from sends to arrivals: the k-th send of a shard matches its k-th arrival."""
+    """Yield arrows from sends to arrivals.
+
+    Between two ranks, the k-th send of a shard belongs to its k-th arrival.
+    """
     key = ["case", "iteration", "micro", "layer", "direction", "payload", "shard"]
     hops = rows[rows.phase.isin([SEND, RECEIVE]) & (rows.peer >= 0)].sort_values("start_us")
     sent, received = hops[hops.phase == SEND].copy(), hops[hops.phase == RECEIVE].copy()
@@ -207,7 +215,7 @@ def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict
 def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:
     draft = path.with_name(f".{path.name}.part")
     with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as file:
-        # Only the events are compact: HTA's pattern for the rank has a space after the colon.
+        # Only the events have no spaces: HTA's pattern for the rank has a space after the colon.
         file.write(json.dumps(about)[:-1] + ', "traceEvents": ')
         json.dump(events, file, separators=(",", ":"))
         file.write("}")

@@ -1,4 +1,4 @@
-"""Figures of training: curves with marks at restarts, held-out losses, and density by layer."""
+"""Draw training: curves with marks at restarts, held-out losses, and density by layer."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, layout
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.training.evaluation import Evaluation
 
-POINTS, POINTS_OF_ALL = 1500, 6000  # per curve, and per quantity over all runs
-# From short to long context.
+POINTS, POINTS_OF_ALL = 1500, 6000  # most points per curve, and per quantity over all runs
+# Colours of ranges of context, from short to long.
 _BUCKETS = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d97706", "#c8352b")
 _SMOOTHED = ("loss", "grad_norm", "tokens_per_second_per_gpu", "seconds")
-# Title, field of a step, whether the axis starts at zero.
+# (title, field of `StepMetrics`, whether the axis starts at zero)
 _CURVES = (
     ("loss, nats", "loss", False),
     ("learning rate", "lr", True),
@@ -33,13 +33,13 @@ _CURVES = (
     ("density", "density", True),
     ("peak memory, GiB", "peak_memory_gib", True),
 )
-_LOG_FROM = 30.0  # max over min of the gradient norm beyond which the axis is logarithmic
+_LOG_FROM = 30.0  # If max / min of the gradient norm exceeds this, the axis is logarithmic.
 
 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
     """Return the exponential moving average over about ``window`` steps, with bias correction.
 
-    None stays None.
+    A missing value (None or not finite) gives None and does not change the average.
     """
     keep = 1 - 2 / (window + 1)
     mean, weight = 0.0, 0.0
@@ -54,12 +54,12 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def window_of(steps: int) -> int:
-    """Return the smoothing window: 1/30 of the steps, 5 to 100."""
+    """Return the smoothing window: 1/30 of the steps, but at least 5 and at most 100."""
     return min(100, max(5, steps // 30))
 
 
 def rate_restarts(metrics: Sequence[StepMetrics]) -> list[int]:
-    """Return the steps where the learning rate rises after a fall, not the first warm-up."""
+    """Return the steps where the learning rate starts to rise again after it fell."""
     restarts, fell, rising = [], False, False
     for before, now in itertools.pairwise(metrics):
         if before.lr is None or now.lr is None:
@@ -74,7 +74,7 @@ def rate_restarts(metrics: Sequence[StepMetrics]) -> list[int]:
 
 
 def training_figure(sources: Sequence[ReportSource]) -> Figure:
-    """Draw a view per quantity, with a curve per run."""
+    """Draw the quantities of `_CURVES`, each in a view with a curve per run."""
     points = min(POINTS, POINTS_OF_ALL // max(1, len(sources)))
     views = [view for curve in _CURVES if (view := _quantity(sources, *curve, points)) is not None]
     notes = []
@@ -92,7 +92,13 @@ def training_figure(sources: Sequence[ReportSource]) -> Figure:
 def _quantity(
     sources: Sequence[ReportSource], title: str, key: str, zero: bool, points: int
 ) -> FigureView | None:
-    """Return the curves of one quantity; None if no run has it."""
+    """Return the view of one quantity; None if no run has the quantity.
+
+    Args:
+        key: field of `StepMetrics`.
+        zero: whether the axis starts at zero.
+        points: most points per curve.
+    """
     data: list[Trace] = []
     shapes: list[Trace] = []
     every: list[float] = []
@@ -118,7 +124,12 @@ def _coloured(sources: Sequence[ReportSource]) -> list[tuple[ReportSource, str]]
 def _curve(
     source: ReportSource, values: list[Any], colour: str, *, most: int, smooth: bool
 ) -> list[Trace]:
-    """Return the curve of a run in at most ``most`` points; with ``smooth``, also its average."""
+    """Return the curve of a run.
+
+    Args:
+        most: most points.
+        smooth: whether to also draw the moving average, if there are at least 10 steps.
+    """
     count = len(values)
     at = plots.evenly(range(count), most)
 
@@ -145,7 +156,7 @@ def _curve(
 
 
 def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:
-    """Return vertical lines at restarts of the run and, in some views, of the learning rate."""
+    """Return vertical lines where the run restarts and, for some keys, the learning rate does."""
     rates = rate_restarts(source.metrics) if key in ("loss", "lr", "grad_norm") else []
     steps = [(step, "dot") for step in rates] + [(r.step, "dash") for r in source.restarts]
     common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below"}
@@ -156,15 +167,16 @@ def _marks(source: ReportSource, key: str, colour: str) -> list[Trace]:
 
 
 def _scale(values: Sequence[float]) -> dict[str, Any]:
-    """Return a log axis if the values span a wide range, else an axis from zero."""
+    """Return a logarithmic axis if the values span a wide range, else an axis from zero."""
     least, most = min((v for v in values if v > 0), default=1.0), max(values, default=1.0)
     return log_ticks(least, most) if most / least > _LOG_FROM else {"rangemode": "tozero"}
 
 
 def log_ticks(least: float, most: float) -> dict[str, Any]:
-    """Return a log axis with ticks such as 0.02 or 20k.
+    """Return a logarithmic axis with ticks such as 0.02 or 20k.
 
-    Ticks are at 1, 2 and 5 times powers of ten; over more than three decades, at the powers only.
+    Ticks are at 1, 2 and 5 times powers of ten. Over more than three decades, they are only at
+    powers of ten.
     """
     low, high = math.floor(math.log10(least)), math.ceil(math.log10(max(most, least * 1.01)))
     steps = (1, 2, 5) if high - low <= 3 else (1,)
@@ -181,7 +193,7 @@ def _tick(value: float) -> str:
 
 
 def held_out_figure(sources: Sequence[ReportSource]) -> Figure:
-    """Draw held-out loss by step, by context length at the last evaluation, and by both."""
+    """Draw held-out loss over steps, by context length at the last evaluation, and both."""
     evaluated = [(source, colour) for source, colour in _coloured(sources) if source.evaluations]
     several = len(evaluated) > 1
     views = []
@@ -228,7 +240,7 @@ def _by_context(name: str, evaluation: Evaluation, colour: str) -> Trace:
 
 
 def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
-    """Return a line per range of context, the longest in the warmest colour."""
+    """Return a line per range of context. The longest context has the warmest colour."""
     losses: dict[tuple[int, int], list[tuple[int, float | None]]] = {}
     for e in evaluations:
         for b in e.buckets:
@@ -246,7 +258,7 @@ def _over_steps(evaluations: Sequence[Evaluation]) -> list[Trace]:
 
 
 def density_figure(sources: Sequence[ReportSource]) -> Figure:
-    """Draw the density of every layer over training."""
+    """Draw a heat map of the density, by layer and step of training."""
     views = []
     for source in sources:
         kept = plots.evenly([m for m in source.metrics if m.density_by_layer], 300)

@@ -1,4 +1,4 @@
-"""Tables of training runs: steps, and held-out losses by context."""
+"""Tables of training runs: metrics of the steps, and held-out losses by context."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ TRAINING = (
     *("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "HFU", "density"),
     "peak GiB",
 )
-SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops these
+SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops them
 
 
 def training_row(source: ReportSource) -> list[str]:
-    """Return the cells in the order of `TRAINING`.
+    """Return a run's cells, in the order of `TRAINING`.
 
-    Medians skip the first step, which also compiles and fills caches.
+    Medians skip the first step, which also compiles kernels and fills caches.
     """
     steps = source.metrics
     rest = steps[1:] or steps
@@ -52,9 +52,9 @@ def training_row(source: ReportSource) -> list[str]:
 
 
 def training_table(sources: Sequence[ReportSource]) -> Table:
-    """Return a row per training run."""
-    several = len(sources) > 1  # the line above names a single run
-    # Break this heading here: a narrow terminal would break it anywhere.
+    """Return a table with a row per training run."""
+    several = len(sources) > 1  # For a single run, a line above the table has the name.
+    # Break this heading at a good place. A narrow terminal would break it anywhere.
     headings = [heading.replace("s/GPU", "s\n/GPU") for heading in TRAINING]
     note = "medians of all steps but the first"
     if several:
@@ -66,9 +66,9 @@ def training_table(sources: Sequence[ReportSource]) -> Table:
 
 
 def positions_table(sources: Sequence[ReportSource]) -> Table | None:
-    """Return held-out losses by context (number of earlier tokens).
+    """Return a table of held-out losses by context (number of earlier tokens).
 
-    For one run, show its first and last evaluation; for several runs, the last of each.
+    One run shows its first and its last evaluation. Several runs show their last evaluations.
     """
     evaluated = [source for source in sources if source.evaluations]
     if not evaluated:

@@ -20,11 +20,11 @@ from mtrain_cli.training.run_plan import RunPlan, size
 def banner(
     plan: RunPlan, run_dir: Path, data: str, *, resumed: int | None = None
 ) -> RenderableType:
-    """Describe a run that starts now.
+    """Return the banner: the version, then a table with one row per topic.
 
     Args:
-        data: one line on the corpus, from `PackedDataset.describe`.
-        resumed: step of the checkpoint that the run resumes from; None for a new run.
+        data: one line that describes the corpus, from `PackedDataset.describe`.
+        resumed: step of the checkpoint that the run resumes from. None for a new run.
     """
     config, environment = plan.config, plan.environment
     chosen: list[tuple[str, str]] = []
@@ -63,7 +63,7 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return command-line keys that only rings use if `topology.exchange=auto` chose no ring."""
+    """Return warnings about keys of rings that the user set, if `auto` chose another exchange."""
     try:
         overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""One micro-batch of a worker: its slots of every sequence, and the attention of all layers."""
+"""One micro-batch of a worker: the tokens that its layout assigns to it, and their attention."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class HostBatch:
     """A micro-batch in host memory, prepared while the device computes another step.
 
     samples: the whole sequences.
-    numbers: int64 [3, batch, tokens of this worker], tokens, positions and labels in layout order;
-        pinned if the device is a GPU.
+    numbers: int64 [3, batch, tokens of this worker]: tokens, positions and labels, in layout order.
+        In pinned memory if the device is a GPU.
     plan: what this worker's attention computes.
-    valid: as in `Batch`.
-    maker: the `BatchMaker` that made the batch.
+    valid: labels that count towards the loss, summed over the whole sequences.
+    maker: the `BatchMaker` that made this batch.
     """
 
     samples: Sequence[PackedSample]
@@ -78,7 +78,10 @@ class Batch:
 
 
 class BatchMaker:
-    """Shard samples into layout order when they are loaded; activations stay in that order."""
+    """Cut loaded samples into this worker's tokens, in layout order.
+
+    Activations keep the layout order through the whole model.
+    """
 
     def __init__(
         self,
@@ -93,9 +96,12 @@ class BatchMaker:
     ) -> None:
         """Prepare to make batches.
 
-        mask: masks a sequence.
-        keep, offload: which attention outputs to save and where; see `Plan.make` and
-            `ContextAttention`.
+        Args:
+            mask: makes the mask of a sequence from its documents.
+            pattern: estimates a dynamic index. None for dense attention.
+            keep: share of this worker's queries whose attention output is saved for backward; see
+                `Plan.make`.
+            offload: moves saved tensors to the host; see `ContextAttention`.
         """
         self.exchange = exchange
         self.kernel = kernel
@@ -104,7 +110,7 @@ class BatchMaker:
         self.pattern = pattern
         self.keep, self.offload = keep, offload
         self._positions = exchange.layout.positions(exchange.group.rank)
-        # By batch size: plan and attention of the causal mask.
+        # Plan and attention for causal masks, keyed by batch size.
         self._causal: dict[int, Plan] = {}
         self._causal_attention: dict[int, ContextAttention] = {}
 
@@ -126,7 +132,8 @@ class BatchMaker:
 
     def to_device(self, host: HostBatch) -> Batch:
         """Copy a batch to the device. The copies from pinned memory are asynchronous."""
-        # Another maker has another schedule or index. The maker changes after dense first steps.
+        # After `train.dense_steps`, the run changes to another maker, whose plans differ. Plan
+        # again what the previous maker has prepared.
         plan = host.plan if host.maker is self else self._plan(host.plan.masks)
         tokens, positions, labels = host.numbers.to(self.device, non_blocking=True)
         return Batch(tokens, positions, labels, self._attention(plan), host.valid)
@@ -142,10 +149,10 @@ class BatchMaker:
         return [self.mask(s.documents, layout.seq, layout.padded_seq) for s in samples]
 
     def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
-        """Plan a batch on the host.
+        """Return the plan of a batch.
 
-        Batches of one size share the plan of the causal mask, also if each document fills its
-        sequence.
+        If one document fills each sequence, all masks are causal. Causal batches of one size share
+        one plan.
         """
         seq = self.exchange.layout.seq
         causal = all(mask.length == seq and not mask.first.any() for mask in masks)

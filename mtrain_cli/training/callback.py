@@ -18,8 +18,8 @@ class FinishedStep:
     """One optimizer step, as callbacks see it.
 
     result: what the step computed, the same on all workers.
-    metrics: its line of metrics.jsonl.
-    last: this is the last step of `train.steps`.
+    metrics: the step's line of metrics.jsonl.
+    last: whether this step completes `train.steps`.
     """
 
     result: StepResult
@@ -28,13 +28,14 @@ class FinishedStep:
 
 
 class Callback:
-    """Follows a training run. Override the hooks you need.
+    """An object that follows a training run. Override the hooks you need.
 
-    Every worker calls every hook at the same point, in the order of the trainer's list, so hooks
-    may communicate.
+    All workers call the hooks at the same points of a step, and the callbacks in the order of
+    `Trainer.callbacks`. Hooks may therefore communicate.
 
-    needs_samples: `on_samples` reads whole sequences. They take gigabytes at long lengths, so the
-        trainer drops them unless a callback needs them. Set before the first step.
+    needs_samples: whether `on_samples` needs the whole sequences. At long lengths they take
+        gigabytes, so the trainer drops them unless a callback needs them. Set it before the first
+        step.
     """
 
     needs_samples = False
@@ -46,25 +47,25 @@ class Callback:
         """Run before a step reads its data."""
 
     def on_samples(self, samples: Sequence[Sequence[PackedSample]]) -> None:
-        """Receive the samples of a step by micro-batch, before training on them.
+        """Receive the samples of a step, one group per micro-batch, before training on them.
 
-        Must leave no gradients behind.
+        The hook may run the model, but must leave no gradients behind.
         """
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
-        """Return the attention that a micro-batch uses; by default the one given."""
+        """Return the attention that a micro-batch uses. By default, `attend` unchanged."""
         return attend
 
     def after_step(self, step: FinishedStep) -> None:
         """Run after the update of a step."""
 
     def on_checkpoint(self, step: int) -> None:
-        """Run when the checkpoint of a step starts to be written."""
+        """Run when a background thread starts to write the checkpoint of `step`."""
 
     def on_error(self, error: Exception) -> None:
         """Run when a step, a save or another callback fails, before training ends.
 
-        Must not communicate: other workers may be gone.
+        The hook must not communicate, since other workers may be gone.
         """
 
     def close(self) -> None:

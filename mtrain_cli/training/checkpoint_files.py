@@ -1,8 +1,11 @@
-"""Read DCP files without executing anything in them: matching checksums do not make them safe.
+"""Read the files of torch.distributed.checkpoint (DCP) without executing code in them.
 
-`.metadata` is a pickle; only the classes that DCP writes are created. Tensors and other values are
-read with `weights_only=True`. File names must stay inside the folder, and no entry may unpack to
-more bytes than the files hold.
+Checksums show that a file is unchanged, not that it is harmless. Therefore:
+
+- `.metadata` is a pickle. Loading it creates only classes that DCP writes.
+- Tensors and other values are read with `weights_only=True`.
+- File names in `.metadata` must stay inside the checkpoint's folder.
+- No entry may unpack to more bytes than the files hold.
 """
 
 from __future__ import annotations
@@ -37,21 +40,24 @@ METADATA = ".metadata"
 
 
 class ForeignFileError(ValueError):
-    """A checkpoint file holds data that DCP does not write; one line, file name first."""
+    """A checkpoint file holds data that DCP does not write.
+
+    The message is one line. It begins with the file's or the tensor's name.
+    """
 
 
 class CheckpointReader(dcp.FileSystemReader):
-    """Read one checkpoint folder.
+    """DCP's reader for one checkpoint folder, with the checks of this module.
 
-    `read_metadata` takes no arguments, so that DCP looks for no other metadata file.
+    `read_metadata` takes no arguments. This tells DCP that there is no metadata file per rank.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        """Read the metadata.
+        """Read and check `.metadata`.
 
         Raises:
-            ForeignFileError: it holds data that DCP does not write.
-            OSError: it cannot be read.
+            ForeignFileError: `.metadata` holds data that DCP does not write.
+            OSError: `.metadata` cannot be read.
         """
         super().__init__(folder)
         self._folder = Path(folder)
@@ -90,7 +96,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """DCP's planner, with `weights_only=True` for values that are not tensors, too."""
+    """DCP's planner, but it reads values other than tensors with `weights_only=True`, too."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
@@ -117,7 +123,7 @@ class CheckpointPlanner(DefaultLoadPlanner):
 
 
 class _FileSection(io.RawIOBase):
-    """A section of an open file, as a file. DCP's own class cannot seek from the end."""
+    """A section of an open file, readable as a file. DCP's own class cannot seek from the end."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -154,7 +160,8 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
     """Return `metadata` if every part has the type that DCP writes.
 
     Raises:
-        ValueError: a part does not; the message continues the file's name.
+        ValueError: a part has another type. The message is a verb phrase ("names the file ..."), to
+            which the caller adds the file's name as subject.
     """
     if not isinstance(metadata, Metadata) or not isinstance(
         metadata.__dict__.get("storage_data"), dict
@@ -182,7 +189,7 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
         located = all(MetadataIndex(name, c.offsets) in metadata.storage_data for c in entry.chunks)
         if not located or not _covers(entry):
             raise ValueError(f"does not locate all parts of {name}")
-    # DCP writes tensors uncompressed, so none is larger than the files.
+    # DCP writes tensors uncompressed, so the tensors cannot take more bytes than the files.
     claimed = sum(e.size.numel() * e.properties.dtype.itemsize for e in tensors.values())
     if claimed > (stored := sum(sizes.values())):
         raise ValueError(f"claims {claimed:,} bytes of tensors, but the files hold {stored:,}")

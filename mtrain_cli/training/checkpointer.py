@@ -1,8 +1,8 @@
-"""Checkpoints: all ranks write them in the background, one rename commits them, loading verifies.
+"""Checkpoints that all ranks write in the background and verify when they load.
 
 torch.distributed.checkpoint (DCP) writes and reads the tensors, so a checkpoint loads into any
-sharding. This module adds an atomic commit, checksums, a limit on the number of checkpoints, and
-training that goes on when the disk is full.
+sharding. This module adds a commit by one atomic rename, checksums, and a limit on the number of
+checkpoints. When the disk is full, a save fails with a warning and training goes on.
 
     checkpoints/step-50/            complete: DCP's files, .metadata, manifest.json
     checkpoints/step-60.tmp-1/      being written, or left by a crash: never read, removed on start
@@ -56,7 +56,7 @@ class CheckpointError(RunError):
 
 
 class NoCheckpointError(ConfigError, CheckpointError):
-    """There is no checkpoint, or none is intact; one line per damaged checkpoint."""
+    """There is no intact checkpoint. The message has one line per damaged checkpoint."""
 
 
 class Checkpointer:
@@ -76,11 +76,12 @@ class Checkpointer:
 
         Args:
             directory: created if missing; all ranks must see the same one.
-            keep: number of newest checkpoints to keep, at least 1; the disk must hold one more.
-            process_group: the ranks that save together; None for all ranks, or for this process
-                alone without torch.distributed. They use a gloo group of their own, so that a save
-                in progress never mixes with other collectives.
-            report: receives, on rank 0, the reason why a checkpoint is skipped; logs by default.
+            keep: number of newest checkpoints to keep, at least 1. The disk needs room for one
+                more.
+            process_group: the ranks that save together. None means all ranks, or only this process
+                if torch.distributed is not initialized. The checkpointer makes a new gloo group of
+                these ranks, so that a save in the background never mixes with other collectives.
+            report: called on rank 0 with the reason why a checkpoint is skipped. Default: logging.
 
         Raises:
             CheckpointError: the directory cannot be created or cleaned.
@@ -107,19 +108,22 @@ class Checkpointer:
             raise CheckpointError(reason) from failed
 
     def save(self, step: int, state: Mapping[str, Any], asynchronous: bool = True) -> None:
-        """Save `state` of `step`, replacing an earlier checkpoint of that step.
+        """Save `state` as the checkpoint of `step`, replacing an earlier checkpoint of that step.
 
-        Copies the tensors to the CPU before it returns, then writes in the background unless
-        `asynchronous` is false. Waits first for the previous save.
+        First wait for the previous save. Then copy the tensors to the CPU, and write them in the
+        background. With `asynchronous=False`, wait for the write, too.
 
         Args:
             step: number of completed optimizer steps.
-            state: any of `model` and `optimizer` (state dicts of DTensors or tensors), `trainer`
-                (JSON-serialisable, equal on all ranks) and `rng` (tensors of this rank).
+            state: a dict with any of these keys:
+                model, optimizer: state dicts of DTensors or tensors.
+                trainer: JSON-serialisable values, equal on all ranks.
+                rng: tensors of this rank.
 
         Raises:
-            CheckpointError: on all ranks, if the previous save failed (this one still runs) or if
-                this save is synchronous and failed. Committed checkpoints stay intact.
+            CheckpointError: on all ranks, if the previous save failed, or if this save is
+                synchronous and failed. This save runs even if the previous one failed. Committed
+                checkpoints stay intact.
         """
         earlier = self._finish()
         self._attempts += 1
@@ -141,7 +145,7 @@ class Checkpointer:
             raise CheckpointError("\n".join(str(error) for error in (earlier, own) if error))
 
     def wait(self) -> None:
-        """Wait for the save in progress; call this before the process group is destroyed.
+        """Wait for the save in progress. Call this before you destroy the process group.
 
         Raises:
             CheckpointError: on all ranks, if the save failed.
@@ -151,13 +155,13 @@ class Checkpointer:
             raise failure
 
     def latest(self) -> int | None:
-        """Return the newest committed step that this rank sees, verified or not."""
+        """Return the newest committed step that this rank sees, without verifying it."""
         return next(iter(committed_steps(self._directory)), None)
 
     def holds_only_weights(self) -> bool:
-        """Return whether the newest checkpoint holds only a model, as an import writes it.
+        """Return whether the newest checkpoint holds only a model (`mtrain checkpoint import`).
 
-        All ranks get the same answer.
+        All ranks return what rank 0 finds.
         """
 
         def found() -> bool:
@@ -167,13 +171,13 @@ class Checkpointer:
             try:
                 return not Manifest.read(self._directory / f"step-{step}").trainer
             except (OSError, ValueError):
-                return False  # damaged: loading reports why
+                return False  # the checkpoint is damaged; loading it reports why
 
         return self._on_all_ranks(found)[0]
 
     def describe_fallback(self) -> str:
-        """Say what a run can resume from after a failed save or step, as this rank sees it."""
-        # At the next start, `_clean_up` restores an older checkpoint that was set aside.
+        """Say whether this rank sees a checkpoint that a run can resume from after a failure."""
+        # At the next start, `_clean_up` restores a checkpoint that a save had set aside.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
             return "the previous checkpoint is intact"
         return "there is no earlier checkpoint"
@@ -181,11 +185,12 @@ class Checkpointer:
     def load(self, state: dict[str, Any]) -> int:
         """Load the newest intact checkpoint into `state` and return its step.
 
-        Fills tensors in place, in any sharding; replaces `trainer`; leaves `rng` unchanged if a
-        different number of ranks wrote the checkpoint. Ranks share the verification.
+        Fill the tensors of `state` in place, in any sharding, and replace `state["trainer"]`. Leave
+        `rng` unchanged if a different number of ranks wrote the checkpoint. Each rank verifies the
+        checksums of some files.
 
         Raises:
-            NoCheckpointError: on all ranks, with one line per unusable checkpoint.
+            NoCheckpointError: on all ranks. The message has one line per unusable checkpoint.
         """
         self.wait()
         found = self._on_all_ranks(lambda: committed_steps(self._directory))[0]
@@ -200,7 +205,7 @@ class Checkpointer:
         raise NoCheckpointError(*(lines or [f"{self._directory}: holds no checkpoint"]))
 
     def _load_step(self, step: int, state: dict[str, Any]) -> str | None:
-        """Load one checkpoint, or return why it cannot be used."""
+        """Load one checkpoint. Return None, or the reason why the checkpoint cannot be used."""
         folder = self._directory / f"step-{step}"
         try:
             parts = self._on_all_ranks(lambda: _verify(folder, self._rank, self._workers))
@@ -227,7 +232,7 @@ class Checkpointer:
         return None
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Select what DCP saves: no trainer numbers, and per-rank tensors under the rank's name."""
+        """Return what DCP saves: all but `trainer`, with `rng` under the name of this rank."""
         tensors = {key: value for key, value in state.items() if key not in ("trainer", "rng")}
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 
@@ -239,7 +244,10 @@ class Checkpointer:
         return failure
 
     def _commit(self, step: int, partial: Path, written: Any, trainer: dict[str, Any]) -> None:
-        """Wait for DCP, collect checksums, and let rank 0 rename the folder. Runs in a thread."""
+        """Wait for DCP, collect checksums, and let rank 0 rename the folder.
+
+        Runs in a background thread and records a failure for the main thread.
+        """
 
         def own_files() -> dict[str, dict[str, int]]:
             written.result()
@@ -253,8 +261,8 @@ class Checkpointer:
             files = {name: FileEntry(**e) for part in parts for name, e in part.items()}
             manifest = Manifest(step, self._workers, torch.__version__, files, trainer)
             self._on_rank_0(lambda: self._publish(manifest, partial))
-        except Exception as error:  # including a lost peer: the main thread must learn of it
-            # Machines may not share the disk, so every rank removes what it can.
+        except Exception as error:  # any failure, such as a lost peer, must reach the main thread
+            # Machines may not share the disk, so every rank removes the files that it sees.
             shutil.rmtree(partial, ignore_errors=True)
             reason = error if isinstance(error, _Failed) else self._reason(error)
             self._failure = CheckpointError(
@@ -263,7 +271,7 @@ class Checkpointer:
             )
 
     def _publish(self, manifest: Manifest, partial: Path) -> None:
-        """Write the manifest, give `partial` its final name, and remove superseded checkpoints."""
+        """Write the manifest, rename `partial` to `step-N`, and remove superseded checkpoints."""
         unseen = next((name for name in manifest.files if not (partial / name).is_file()), None)
         if unseen:
             raise OSError(
@@ -280,7 +288,8 @@ class Checkpointer:
         partial.rename(final)
         _fsync_folder(self._directory)
         _remove(replaced)
-        # Later steps predate a fallback to an earlier checkpoint: neither count nor remove them.
+        # A run that fell back to an earlier checkpoint leaves later ones. Neither count nor remove
+        # them.
         steps = [step for step in committed_steps(self._directory) if step <= manifest.step]
         for step in steps[self._keep :]:
             _remove(self._directory / f"step-{step}")
@@ -297,14 +306,14 @@ class Checkpointer:
             shutil.rmtree(partial)
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Run `action` on rank 0. Raise `_Failed` on all ranks if it fails."""
+        """Run `action` on rank 0. If it fails, raise `_Failed` on all ranks."""
         self._on_all_ranks(lambda: action() if self._rank == 0 else None)
 
     def _on_all_ranks(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` on every rank and return the results in rank order (JSON-serialisable).
+        """Run `action` on every rank. Return all results in rank order.
 
         Raises:
-            _Failed: on all ranks, if the action failed on any.
+            _Failed: on all ranks, if the action failed on any rank.
         """
         result: T | None = None
         failure = None
@@ -321,7 +330,10 @@ class Checkpointer:
         return [result for result, _ in answers]
 
     def _reason(self, error: BaseException) -> str:
-        """Describe `error` and its rank in one line; DCP gives every rank the errors of all."""
+        """Return one line that names the failed rank and its error.
+
+        DCP's `CheckpointException` holds the errors of all ranks. Name the lowest failed rank.
+        """
         rank = self._rank
         if isinstance(error, CheckpointException) and error.failures:
             rank, (error, _) = min(error.failures.items())
@@ -329,12 +341,12 @@ class Checkpointer:
 
 
 def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
-    """Return the committed checkpoints of a checkpoints folder or a run, newest first.
+    """Return the committed checkpoints of a run or of a checkpoints folder, newest first.
 
-    Any other folder is returned itself, unread.
+    If `path` is another folder, return that folder without reading it.
 
     Raises:
-        NoCheckpointError: a run or a checkpoints folder that holds no checkpoint.
+        NoCheckpointError: the run or the checkpoints folder holds no checkpoint.
     """
     folder = Path(path)
     if (folder / "checkpoints").is_dir():
@@ -348,16 +360,17 @@ def checkpoints_of(path: str | os.PathLike[str]) -> list[Path]:
 def load_model_state(
     path: str | os.PathLike[str], report: Callable[[str], None] | None = None
 ) -> tuple[int, dict[str, Tensor]]:
-    """Read the step and the whole model of a checkpoint in this process alone.
+    """Return the step and the whole model of a checkpoint, read by this process alone.
 
-    Returns CPU tensors by parameter name.
+    The model is a dict of CPU tensors by parameter name.
 
     Args:
-        path: a `step-N` folder, or a checkpoints folder or run for its newest intact checkpoint.
-        report: receives the reason why a checkpoint is skipped; logs by default.
+        path: a `step-N` folder, or a run or checkpoints folder. From a run or checkpoints folder,
+            read the newest intact checkpoint.
+        report: called with the reason why a checkpoint is skipped. Default: logging.
 
     Raises:
-        NoCheckpointError: there is no checkpoint, or none is intact.
+        NoCheckpointError: there is no intact checkpoint.
     """
     candidates = checkpoints_of(path)
     report = report or logging.getLogger(__name__).warning
@@ -378,23 +391,23 @@ def load_model_state(
 def write_model_state(
     directory: str | os.PathLike[str], step: int, model: Mapping[str, Tensor]
 ) -> Path:
-    """Write a checkpoint that holds only a model, without other processes; return its folder.
+    """Write a checkpoint that holds only a model, from this process alone. Return its folder.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     Checkpointer(directory, keep=2**31).save(step, {"model": dict(model)}, asynchronous=False)
     return Path(directory) / f"step-{step}"
 
 
 class _Failed(Exception):
-    """An action of `Checkpointer._on_all_ranks` failed on some rank; all ranks raise this."""
+    """An action of `Checkpointer._on_all_ranks` failed on some rank. All ranks raise this."""
 
 
 class _CheckpointWriter(dcp.FileSystemWriter):
     """DCP's writer, except that a full disk raises OSError.
 
-    torch.save would report an unexpected file position.
+    Without this class, the error is torch.save's: it names an unexpected file position.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -412,13 +425,14 @@ class _CheckpointWriter(dcp.FileSystemWriter):
 def _read(
     folder: Path, tensors: dict[str, Any], reader: CheckpointReader | None = None
 ) -> str | None:
-    """Fill this rank's part of `tensors`; return a stored model tensor they lack, or None.
+    """Fill this rank's part of `tensors` from a checkpoint.
 
-    Every rank reads its part by itself: in DCP's collective load, ranks exchange pickles.
+    Return the name of a model tensor that the checkpoint holds but `tensors` lacks, or None. Every
+    rank reads on its own, because in DCP's collective load the ranks exchange pickles.
 
     Raises:
         ForeignFileError: a file holds data that DCP does not write.
-        Exception: as raised by DCP, for example for a tensor of a different size.
+        Exception: any error of DCP, for example for a tensor of a different size.
     """
     reader, planner = reader or CheckpointReader(folder), CheckpointPlanner()
     _silence_single_process_warning()
@@ -433,7 +447,7 @@ def _read(
 
 
 def _read_model(folder: Path) -> dict[str, Tensor]:
-    """Read the model of a checkpoint into the memory of this process, by parameter name.
+    """Return the model of a checkpoint as CPU tensors by parameter name.
 
     Raises:
         ForeignFileError: a file holds data that DCP does not write.
@@ -467,14 +481,14 @@ def _one_line(error: BaseException) -> str:
 
 
 def _silence_single_process_warning() -> None:
-    """Silence DCP's warning, also from its own thread, that it runs without a process group."""
+    """Silence DCP's warning that no process group exists. Its threads warn, too."""
     warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder so that a crash never leaves a damaged checkpoint under its name."""
+    """Rename a checkpoint, then remove it, so that a crash never leaves half of it as `step-N`."""
     leftover = folder.with_name(f"{folder.name}.tmp-removed")
-    # A folder that cannot be removed costs space, not the checkpoint that was just committed.
+    # Failing to remove an old folder wastes space, but must not fail the new checkpoint.
     with contextlib.suppress(OSError):
         if folder.exists():
             folder.rename(leftover)

@@ -1,10 +1,11 @@
-"""Time the same compute on every worker, free of communication, to find stragglers.
+"""Time a part of the step in which no worker waits for another, to find stragglers.
 
-Whole steps cannot show a straggler: workers wait for one another many times in a step, so every
-worker takes as long as the slowest one. This timer covers the part of some layers after attention
-(output projection, norm, MLP) in the first forward pass of a step. Every worker computes equally
-many tokens there and does not communicate. On a GPU the timer records two events per layer and
-reads them a step later, so it never synchronises.
+The time of whole steps cannot show a straggler: workers wait for one another many times in a step,
+so every worker takes as long as the slowest one. This timer covers the part of a layer after
+attention (output projection, norm, MLP). In that part, every worker computes the same number of
+tokens and does not communicate. The timer measures some layers, in the first forward pass of a
+step. On a GPU it records two events per layer and reads them one step later, so it never
+synchronises.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ class ComputeTimer:
     """The compute timer of one worker."""
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
-        """layers: already sharded, so that this hook runs after the hooks that communicate."""
+        """Add a forward hook to each timed layer.
+
+        layers: all decoder layers, already sharded. The timer's hooks then run after FSDP's, which
+            communicate.
+        """
         self._cuda = device.type == "cuda"
         count = min(LAYERS, len(layers))
         self._chosen = sorted({len(layers) * n // count for n in range(count)})
@@ -34,7 +39,7 @@ class ComputeTimer:
             layers[index].register_forward_hook(self._layer_hook(index))
 
     def start_step(self) -> float:
-        """Start a step and return the seconds measured in the previous one, 0 if there is none.
+        """Start a step. Return the seconds measured in the previous step; 0 if not measured.
 
         The device must have finished the previous step.
         """
@@ -47,7 +52,7 @@ class ComputeTimer:
         )
 
     def wrap_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return `attend`, extended to mark when the attention of each timed layer ends."""
+        """Return a function that calls `attend` and marks the end of a timed layer's attention."""
 
         def timed(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
             out = attend(q, k, v, layer)

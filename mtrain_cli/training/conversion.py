@@ -40,7 +40,7 @@ from mtrain_cli.training.checkpointer import (
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"
-TOKENIZER = "tokenizer"  # folder of an imported run that holds the source's tokenizer files
+TOKENIZER = "tokenizer"  # in an imported run, the folder with the source's tokenizer files
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Exported:
 
     config: configuration of the run.
     step: step of the exported checkpoint.
-    tokenizer: a line for the user on the exported tokenizer.
+    tokenizer: a line for the user: which tokenizer was exported, or why none was.
     """
 
     config: Config
@@ -58,15 +58,14 @@ class Exported:
 
 
 def import_folder(source: Path, run: Path) -> Config:
-    """Create `run` with a checkpoint `step-0` of the float32 weights of a Hugging Face folder.
+    """Create a run from a Hugging Face folder. Its checkpoint `step-0` holds the float32 weights.
 
-    Needs memory for the whole model. Returns the configuration written to the run: the folder's
-    model and defaults.
+    Return the configuration written to the run: the model of `source`, and defaults. The whole
+    model must fit the memory of this process. After an error, nothing is left in `run`.
 
     Raises:
         ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
         CheckpointError: the weights cannot be written, for example on a full disk.
-            Both leave nothing behind.
     """
     folder = HuggingFaceFolder(source)
     base = compose.compose()
@@ -96,18 +95,22 @@ def export_checkpoint(
     tokenizer: Path | None = None,
     report: Callable[[str], None] | None = None,
 ) -> Exported:
-    """Write the model of a run or a `step-N` folder as a Hugging Face folder.
+    """Write the model of a run or of one checkpoint as a Hugging Face folder.
 
-    A run exports its newest intact checkpoint. Needs memory for the whole model in float32.
+    The whole model must fit the memory of this process in float32.
 
     Args:
-        source: a path, or the name of a run under runs/.
-        tokenizer: folder to copy the tokenizer from; default: the tokenizer that the run knows.
-        report: receives the reason why a checkpoint is skipped.
+        source: path of a run or of a `step-N` folder, or the name of a run under runs/. From a run,
+            export the newest intact checkpoint.
+        target: a new folder.
+        dtype: dtype of the exported weights.
+        tokenizer: folder to copy the tokenizer from. Default: the tokenizer that the run was
+            trained with.
+        report: called with the reason why a checkpoint is skipped.
 
     Raises:
-        ConfigError: no such run, no intact checkpoint, a checkpoint of another model, or a `target`
-            that cannot be written.
+        ConfigError: there is no such run or no intact checkpoint, the checkpoint is of another
+            model, or `target` cannot be written.
         RunError: the disk of `target` is full or fails.
     """
     require_new_folder(target)
@@ -117,7 +120,7 @@ def export_checkpoint(
     files, remark = (
         tokenizer_of_run(config, run) if tokenizer is None else (of_folder(tokenizer), "")
     )
-    # Refuse shapes that the family does not support before reading weights.
+    # Before reading weights, refuse shapes that the model family does not support.
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
     try:
         step, weights = load_model_state(source, report)
@@ -139,9 +142,9 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """Return the tokenizer that a run was trained with, or None and why it is unknown.
+    """Return the tokenizer that a run was trained with and "", or None and why it is unknown.
 
-    Data that name no tokenizer are assumed to use the token ids of `train.init_from`.
+    If the data do not name a tokenizer, assume the tokenizer of `train.init_from`.
     """
     if (run / TOKENIZER).is_dir():
         return of_folder(run / TOKENIZER), ""
@@ -162,7 +165,10 @@ def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, 
 
 
 def _chosen_tokenizer(choice: str) -> TokenizerFiles:
-    """Return the tokenizer of text, with the files next to its tokenizer.json (chat template)."""
+    """Return the tokenizer that `data.tokenizer` names.
+
+    Include the files next to its tokenizer.json, such as a chat template.
+    """
     if choice == "bytes":
         return _bytes()
     path, eos = Path(choice), _eos_id(choice)
@@ -170,7 +176,11 @@ def _chosen_tokenizer(choice: str) -> TokenizerFiles:
 
 
 def _eos_id(choice: str) -> int | None:
-    """Return the end-of-document id, or None, also if the tokenizers package is not installed."""
+    """Return the end-of-document id of a tokenizer.
+
+    Return None if it has none, or if the tokenizer cannot be opened (for example because the
+    tokenizers package is not installed).
+    """
     try:
         return open_tokenizer(choice).eos
     except ConfigError:
@@ -178,10 +188,13 @@ def _eos_id(choice: str) -> int | None:
 
 
 def _tokenizer_of_stores(config: Config, folder: Path | None) -> TokenizerFiles | None:
-    """Return the tokenizer of stores that `mtrain data prepare` wrote; None if unclear.
+    """Return the tokenizer of the token stores that `mtrain data prepare` wrote.
 
-    It is unclear if stores differ or a store names none. If the folder of `train.init_from` has the
-    same tokenizer.json, use that folder, since it holds more files.
+    Return None if the stores' tokenizers differ or a folder is not such a store.
+
+    Args:
+        folder: folder of `train.init_from`. If its tokenizer.json is the same as the stores', take
+            the tokenizer from this folder, since it holds more files.
     """
     data = config.data
     names = parse_mix(data.mix) if data.mix is not None else {"": 1.0}
@@ -210,7 +223,7 @@ def _content(file: Path) -> bytes | None:
 
 
 def _was_trained(run: Path) -> bool:
-    """Return False for an import, whose only checkpoint holds only weights."""
+    """Return False for an import that was not trained: its one checkpoint holds only weights."""
     checkpoints = run / "checkpoints"
     steps = committed_steps(checkpoints)
     try:
@@ -231,10 +244,10 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def find_source(source: Path) -> Path:
-    """Resolve the source of `export_checkpoint` to a folder, without verifying its checkpoints.
+    """Return the folder that `source` of `export_checkpoint` names, without verifying checkpoints.
 
     Raises:
-        ConfigError: no such run, or a run without a checkpoint.
+        ConfigError: there is no such run, or the run has no checkpoint.
     """
     if not source.exists() and (run_dir.RUNS / source).is_dir():
         source = run_dir.RUNS / source
@@ -247,7 +260,7 @@ def find_source(source: Path) -> Path:
 
 
 def _run_of(source: Path) -> Path:
-    """Return the run that contains `source`: a run, its checkpoints folder or one checkpoint."""
+    """Return the run that `source` is or lies in: a run, its checkpoints folder or a checkpoint."""
     resolved = source.resolve()
     for folder in (resolved, resolved.parent, resolved.parent.parent):
         if (folder / RESOLVED).is_file():

@@ -45,12 +45,12 @@ USUAL_MFU = 0.4  # of a well-tuned dense run; used only for the step time shown 
 
 
 def dry_run(config: Config) -> RenderableType:
-    """Render the plan of a run, at least 80 columns wide."""
+    """Plan a run and render the plan, for terminals of at least 80 columns."""
     return render(make_plan(config))
 
 
 def render(plan: RunPlan) -> RenderableType:
-    """Render a plan: its table, the memory of a worker by part, and whether it fits."""
+    """Render a plan as a table of facts, the memory of a worker by part, and whether it fits."""
     config, model = plan.config, plan.config.model
     heads = f"{model.num_heads}/{model.num_kv_heads} heads of {model.head_dim}"
     attention = 1 - 6 * plan.parameters.matmul / plan.flops.model
@@ -95,7 +95,7 @@ def render(plan: RunPlan) -> RenderableType:
 
 
 def search_rows(plan: RunPlan) -> list[RenderableType]:
-    """Show what `train.memory=auto` chose, and what it rejected and why."""
+    """Return lines on what `train.memory=auto` chose, and what it rejected and why."""
     if plan.search is None or plan.search.chosen is None:
         return []
     rejected = f"Rejected, fastest setting of each kind: {describe_rejected(plan)}."
@@ -103,7 +103,7 @@ def search_rows(plan: RunPlan) -> list[RenderableType]:
 
 
 def describe_choice(plan: RunPlan) -> str:
-    """Describe the setting that `train.memory=auto` chose, in one line."""
+    """Return one line on the setting that `train.memory=auto` chose."""
     assert plan.search is not None
     assert plan.search.chosen is not None
     chosen = plan.search.chosen
@@ -113,13 +113,13 @@ def describe_choice(plan: RunPlan) -> str:
 
 
 def describe_rejected(plan: RunPlan) -> str:
-    """List the settings that `train.memory=auto` rejected, with reasons."""
+    """Return one line with the settings that `train.memory=auto` rejected, and why."""
     assert plan.search is not None
     return "; ".join(f"{setting}: {reason}" for setting, reason in plan.search.rejected())
 
 
 def verdict(plan: RunPlan) -> list[RenderableType]:
-    """Say what to change if a plan does not fit, and how long a sequence may be."""
+    """Return lines on what to change if a plan does not fit, and on the longest sequence."""
     if plan.environment.device == "cpu":
         lines = [] if fits(plan) else [f"Does not fit this machine: {advice(plan)}"]
         return [Text(line, style="red") for line in lines]
@@ -130,7 +130,7 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
 
 
 def fits(plan: RunPlan) -> bool:
-    """Return whether the plan fits the memory of its machine, or of the GPUs it assumes."""
+    """Return whether the plan fits the memory of its machine, or of the GPUs that it assumes."""
     if plan.environment.device == "cpu":
         return bool(plan.fits)
     return plan.has_room_for(plan.memory) if plan.search is None else plan.search.chosen is not None
@@ -155,13 +155,13 @@ def _gpu_verdict(plan: RunPlan) -> list[RenderableType]:
 
 
 def _longest(plan: RunPlan) -> str:
-    """Format the longest length that fits. The search tries only a few per power of two."""
+    """Format the longest sequence that fits. Longer ones may fit: the search tries only some."""
     seq = longest_seq(plan)
     return "none" if seq is None else f"at least {format_size(seq)}"
 
 
 def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
-    """Show the kernel, and the kernel of the first steps if they are dense."""
+    """Return a row for the kernel, and another one for the dense first steps of a sparse run."""
     rows = [("kernel", f"{plan.kernel}: {plan.kernel_reason}")]
     if plan.dense_kernel is not None:
         name, reason = plan.dense_kernel
@@ -171,7 +171,7 @@ def kernel_rows(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def two_columns(rows: list[tuple[str, str]]) -> Table:
-    """Lay out rows as two columns: a dim label and its text."""
+    """Lay out (label, text) rows as two columns, with dim labels."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -181,7 +181,7 @@ def two_columns(rows: list[tuple[str, str]]) -> Table:
 
 
 def memory_table(plan: RunPlan) -> RenderableType:
-    """Show the peak memory of a worker by part, and whether it fits."""
+    """Render the peak memory of a worker by part, the other moments, and whether the peak fits."""
     memory, peak = plan.memory, plan.memory.peak
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
@@ -254,13 +254,14 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
 
 
 def describe_fit(plan: RunPlan) -> Text:
-    """Say whether the peak fits, and into which memory."""
+    """Return a short text that says whether the peak fits, and into which memory."""
     word, style = ("fits", "green") if plan.fits else ("does not fit", "red")
     if plan.environment.device == "cpu":
         workers = plan.environment.local_workers
         share = plan.host_bytes / host_memory()
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
-        # Say "saving" where the total includes a checkpoint; the text must fit 80 columns.
+        # "saving" marks a total that includes the copy for a checkpoint. The line must fit 80
+        # columns.
         saving = bool(plan.memory.host_peak)
         who = "saving, it takes " if saving else ""
         if workers > 1:
@@ -279,7 +280,7 @@ def describe_fit(plan: RunPlan) -> Text:
 
 
 def advice(plan: RunPlan) -> str:
-    """Say what CPU workers need and what would help, for a plan that does not fit this machine."""
+    """Return what CPU workers need and what would fit, if a plan does not fit this machine."""
     workers = plan.dims.workers
     helps = [
         f"train.activation_checkpoint={kind}"
@@ -300,7 +301,7 @@ def advice(plan: RunPlan) -> str:
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:
-    """Return the most workers that fit this machine, halving the planned number."""
+    """Halve the planned number of workers until they fit this machine. Return None if none fit."""
     workers = plan.dims.workers // 2
     while workers:
         topology = dataclasses.replace(plan.config.topology, workers=workers)
@@ -312,7 +313,7 @@ def _fewer_workers(plan: RunPlan) -> int | None:
 
 
 def _longest_seq(plan: RunPlan) -> int | None:
-    """Return the longest sequence that fits this machine, halving the planned length, or None."""
+    """Halve the planned sequence until it fits this machine. Return None if none fits."""
     seq = plan.config.seq // 2
     while seq >= SHORTEST_SEQ:
         if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:
@@ -336,7 +337,7 @@ def describe_rope(plan: RunPlan) -> str:
 
 
 def weights_rows(config: Config) -> list[tuple[str, str]]:
-    """Show where the weights come from, and how the run differs from their folder."""
+    """Return rows on `train.init_from` and on what differs from that folder. Empty without it."""
     if config.train.init_from is None:
         return []
     notes = [("", line) for line in initial_weights.remarks(config)]
@@ -352,7 +353,7 @@ def describe_step(plan: RunPlan) -> str:
 
 
 def describe_time(plan: RunPlan) -> str:
-    """Describe the FLOP of a step and its time at a usual MFU on the planned or assumed GPU."""
+    """Describe the FLOP of a step, and on GPUs its duration at a usual MFU."""
     text = f"{flop(plan.flops.model * plan.tokens_per_step)} model"
     peak = peak_flops(plan.gpu_name)
     if plan.environment.device == "cpu" or peak is None:
@@ -393,7 +394,7 @@ def describe_layout(plan: RunPlan) -> str:
 
 
 def _layout_reason(plan: RunPlan) -> str:
-    """Say why the layout was chosen (`Config.layout`)."""
+    """Return why `Config.layout` chose the layout."""
     config = plan.config
     if config.topology.layout != "auto":
         return "as configured"
@@ -448,7 +449,7 @@ def describe_traffic(plan: RunPlan) -> str:
 
 
 def count(number: int) -> str:
-    """Format a count: 3.09 B, 494 M or 874 K."""
+    """Format a count, for example as 3.09 B, 494 M or 874 K."""
     for unit, scale in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
@@ -456,7 +457,7 @@ def count(number: int) -> str:
 
 
 def flop(number: float) -> str:
-    """Format FLOP: 1.34 TFLOP."""
+    """Format FLOP, for example as 1.34 TFLOP."""
     for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
@@ -464,6 +465,6 @@ def flop(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 41 s, 9.2 min or 2.5 h."""
+    """Format seconds, for example as 41 s, 9.2 min or 2.5 h."""
     unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
     return f"{seconds / scale:,.3g} {unit}"

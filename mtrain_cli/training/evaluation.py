@@ -1,7 +1,7 @@
-"""Held-out loss by context length: shows whether the model uses long context.
+"""Held-out loss by context length, which shows whether the model uses long context.
 
-The context of a token is counted in the whole sequence and sums are float64 over all workers, so
-layout and exchange do not change the result.
+Layout and exchange do not change the result: a token's context is counted in the whole sequence,
+and losses are summed in float64 over all workers.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
     from mtrain_cli.training.trainer import Trainer
 
 EVALUATIONS_FILE = "evaluations.jsonl"
-FIRST_EDGE = 128  # tokens; each later bucket reaches twice as far as the one before
+FIRST_EDGE = 128  # tokens; the end of each later bucket is twice the end of the previous one
 
 
 @dataclass(frozen=True)
 class ContextBucket:
-    """Tokens that see `begin` to `end` - 1 earlier tokens.
+    """The tokens that see `begin` to `end` - 1 earlier tokens.
 
-    tokens: their number.
-    loss: their mean loss in nats; None without tokens.
+    tokens: number of tokens in the bucket.
+    loss: mean loss of these tokens in nats. None if the bucket is empty.
     """
 
     begin: int
@@ -50,9 +50,12 @@ class ContextBucket:
 class Evaluation:
     """Held-out loss of the model after `step` optimizer steps.
 
-    loss: mean over all tokens, in nats.
+    loss: mean over all tokens with a label, in nats.
+    tokens: number of these tokens.
+    sequences: number of held-out sequences.
     seconds: wall-clock time of the evaluation.
-    attention: the attention pattern that was computed.
+    attention: "dense" or the sparse pattern that was computed.
+    buckets: loss by context length, shortest first.
     """
 
     step: int
@@ -82,9 +85,9 @@ def bucket_edges(seq: int) -> np.ndarray:
 
 
 def evaluate(trainer: Trainer) -> Evaluation:
-    """Evaluate between steps, with the attention of the next step. All workers call this."""
+    """Return the held-out loss, with the attention of the next step. All workers call this."""
     started = time.perf_counter()
-    # Imported late: it takes a second, and reports import this module to read evaluations.
+    # Imported here because the import takes a second, and reports need only this module's readers.
     from mtrain_cli.parallel.fsdp import reshard
 
     e, held_out = trainer.environment, trainer.held_out
@@ -95,8 +98,8 @@ def evaluate(trainer: Trainer) -> Evaluation:
     replica = e.dims.coordinate("dp", e.rank)
     with torch.no_grad():
         for first in range(0, len(held_out), e.dims.dp):
-            # Workers gather parameters together, so a worker without a sequence of its own
-            # computes another one's and does not count it.
+            # Workers gather parameters together. A worker that has no sequence left must compute,
+            # too: it computes the sequence of another worker, and does not count the loss.
             own = first + replica < len(held_out)
             host = make.on_host([held_out[first + replica if own else first]])
             batch = make.to_device(host)
@@ -107,7 +110,7 @@ def evaluate(trainer: Trainer) -> Evaluation:
                 places = _bucket_of_tokens(host, bounds).to(trainer.device)
                 sums[0].index_add_(0, places, losses.flatten().double())
                 sums[1].index_add_(0, places, torch.ones_like(places, dtype=torch.float64))
-    reshard(trainer.decoder)  # no backward pass follows to reshard it
+    reshard(trainer.decoder)  # otherwise the backward pass reshards, but none follows here
     totals = sums.cpu()
     dist.all_reduce(totals, group=trainer.host_group)
     losses, counts = totals.numpy()[:, :-1]
@@ -127,7 +130,10 @@ def evaluate(trainer: Trainer) -> Evaluation:
 
 
 def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
-    """Return the bucket of every token of this worker, int64 [batch * tokens]."""
+    """Return the bucket number of each token of this worker, int64 [batch * tokens].
+
+    A token without a label gets the last number, which no bucket has.
+    """
     positions, labels = host.numbers[1].numpy(), host.numbers[2].numpy()
     masks = host.plan.masks
     begins = np.stack([mask.first[row] for mask, row in zip(masks, positions, strict=True)])
@@ -138,7 +144,7 @@ def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 class EvaluationWriter:
     """Append to `evaluations.jsonl` of a run, after removing rows later than `start_step`.
 
-    kept: the rows that were already in the file and stay.
+    kept: rows that the file held before and still holds.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -151,7 +157,7 @@ class EvaluationWriter:
             os.replace(draft, self.path)
 
     def write(self, evaluation: Evaluation) -> str | None:
-        """Append a row. Returns a warning if it cannot be written; training goes on."""
+        """Append a row. Return None, or a warning if the row cannot be written."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(evaluation)) + "\n")
@@ -164,7 +170,7 @@ class EvaluationWriter:
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
-    """Read the evaluations in a run's folder, in file order; empty without a file.
+    """Return the evaluations in a run's folder, in the order of the file. Empty without a file.
 
     Raises:
         ConfigError: a line is not an evaluation.
@@ -179,7 +185,7 @@ def read_evaluations(path: Path) -> list[Evaluation]:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """Parse the whole lines; skip a line that a crash cut short."""
+    """Return the rows of a file. Skip other lines, such as one that a crash cut short."""
     rows = []
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -194,7 +200,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def losses_by_bucket(
     evaluations: Sequence[Evaluation],
 ) -> list[tuple[int, int, list[float | None]]]:
-    """Return (begin, end, loss of each evaluation) for every bucket that any evaluation has."""
+    """Return (begin, end, loss in each evaluation) for each bucket that is not always empty."""
     spans = sorted(
         {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}
     )

@@ -1,7 +1,7 @@
 """Parameters and FLOP of a decoder, computed from its shape, and the peak FLOP/s of GPUs.
 
-One multiply-add counts as two FLOP. Both conventions leave out element-wise work (norms, rotary
-embedding, softmax, SwiGLU gate), as is usual.
+One multiply-add counts as two FLOP. As is usual, element-wise work (norms, rotary embedding,
+softmax, SwiGLU gate) does not count.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from math import prod
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.program import Recompute
 
 Shape = tuple[int, ...]
 
 
 def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return the parameter shapes of a layer; matrices are [out, in], and FSDP shards dim 0."""
+    """Return the parameter shapes of a layer. Matrices are [out, in]; FSDP shards dimension 0."""
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     shapes: dict[str, Shape] = {
         "attention norm": (model.hidden_size,),
@@ -40,7 +41,7 @@ def layer_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 def root_shapes(model: ModelConfig) -> dict[str, Shape]:
-    """Return the parameter shapes outside the layers; a tied LM head is listed once."""
+    """Return the parameter shapes outside the layers. A tied LM head counts as the embedding."""
     shapes: dict[str, Shape] = {
         "embedding": (model.vocab_size, model.hidden_size),
         "norm": (model.hidden_size,),
@@ -54,10 +55,10 @@ def root_shapes(model: ModelConfig) -> dict[str, Shape]:
 class ParameterCount:
     """Number of elements in a decoder's parameters.
 
-    total: all parameters, a tied embedding once.
+    total: all parameters. A tied embedding counts once.
     embedding: the embedding table.
-    matmul: parameters that every token is multiplied with: all matrices of the layers and the LM
-        head (tied or not), without the embedding look-up, norms and biases.
+    matmul: parameters in the matrix products of every token: the matrices of the layers, and the LM
+        head, tied or not. Excludes the embedding look-up, norms and biases.
     layer: all parameters of one decoder layer.
     layer_matmul: the matrices of one decoder layer.
     """
@@ -90,9 +91,10 @@ def causal_pairs(seq: int) -> int:
 
 
 def attention_kept(train: TrainConfig) -> float:
-    """Return the share of a worker's queries whose attention output is saved for recomputation.
+    """Return the share of a worker's queries whose attention output checkpointing saves.
 
-    0 for `none`, which recomputes nothing.
+    Backward recomputes the other queries' attention. The share is 0 for
+    `train.activation_checkpoint=none`, which recomputes nothing.
     """
     return {
         "none": 0.0,
@@ -102,22 +104,32 @@ def attention_kept(train: TrainConfig) -> float:
     }[train.activation_checkpoint]
 
 
-def recomputes_attention(train: TrainConfig) -> bool:
-    """Return whether the backward pass recomputes attention, and so repeats its communication."""
-    return train.activation_checkpoint != "none" and attention_kept(train) < 1
+def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Recompute:
+    """Return which part of a layer's forward exchange the backward pass runs again.
+
+    sharing: number of ranks that share heads.
+    """
+    if train.activation_checkpoint == "none":
+        return Recompute.NOTHING
+    return Recompute.of(_early_queries(train, layout, sharing), sharing)
+
+
+def _early_queries(train: TrainConfig, layout: Layout, sharing: int = 1) -> int:
+    """Return how many first queries of a worker, or of ranks that share heads, are recomputed."""
+    unit = layout.unit if layout.unit > 1 else None
+    return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
 
 def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
-    """Return the share of a causal sequence's query-key pairs whose attention is recomputed.
+    """Return the share of query-key pairs that backward recomputes, for a causal mask.
 
-    They are the pairs of each worker's early tokens. The first half of a sequence has a quarter of
-    its pairs; with packed documents up to half, which depends on the data.
+    Backward recomputes the pairs of each worker's first tokens. The first half of the tokens has a
+    quarter of the causal pairs. With packed documents, it has up to half of the pairs, depending on
+    the data.
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
-    early = early_queries(
-        layout.tokens_per_worker, attention_kept(train), layout.unit if layout.unit > 1 else None
-    )
+    early = _early_queries(train, layout)
     if early == layout.tokens_per_worker:
         return 1.0
     return _pairs_of_first(early, layout) / causal_pairs(layout.padded_seq)
@@ -125,7 +137,7 @@ def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
 
 @lru_cache(maxsize=64)
 def _pairs_of_first(early: int, layout: Layout) -> int:
-    """Count the causal pairs of every worker's first `early` tokens; cached for the search."""
+    """Count the causal pairs of each worker's first `early` tokens, summed over workers."""
     return sum(int((layout.positions(rank)[:early] + 1).sum()) for rank in range(layout.workers))
 
 
@@ -133,16 +145,18 @@ def _pairs_of_first(early: int, layout: Layout) -> int:
 class FlopsPerToken:
     """FLOP of one token's forward and backward pass, averaged over its sequence.
 
-    model: FLOP that the model needs, the basis of MFU (PaLM convention, Chowdhery et al. 2022,
-        appendix B, except that attention counts only pairs that the mask allows: causal and inside
-        documents). 6 per matmul parameter (2 forward, 4 backward) plus, per layer, head and pair,
-        12 * head_dim: two products (q k^T and p v) forward, four backward. Excludes recomputation
-        and padding, so it never exceeds `executed`.
-    executed: FLOP that the kernels are asked to compute, the basis of HFU. Padding counts in the
-        matrices. Attention counts the pairs that mask and sparsity allow, 4 * head_dim FLOP forward
-        and 10 backward (a flash backward recomputes q k^T: five products). Includes recomputed
-        products (eager mode; a compiler may drop some). Partial tiles at the mask's edge are not
-        rounded up.
+    model: FLOP that the model needs, the basis of MFU. The convention is PaLM's (Chowdhery et al.
+        2022, appendix B), except that attention counts only pairs that the mask allows. The sum of
+        - 6 per matmul parameter: 2 forward, 4 backward
+        - 12 * head_dim per layer, head and pair: two products forward (q k^T and p v), four
+          backward.
+        Excludes recomputation and padding, so `model` never exceeds `executed`.
+    executed: FLOP that the kernels are asked to compute, the basis of HFU. The sum of
+        - the same FLOP per matmul parameter, including padded tokens
+        - 14 * head_dim per layer, head and pair that mask and sparsity allow: 4 forward and 10
+          backward, since a flash backward recomputes q k^T
+        - the matrix products that backward recomputes. A compiler may drop some of them.
+        Tiles that the mask allows only in part are not rounded up.
     """
 
     model: float
@@ -161,16 +175,20 @@ def flops_per_token(
     recomputed_logits: bool = False,
     keep_mlp: bool | int = False,
 ) -> FlopsPerToken:
-    """Compute the training FLOP per token of sequences of `seq` tokens (see `FlopsPerToken`).
+    """Return the training FLOP per token of sequences of `seq` tokens (see `FlopsPerToken`).
 
     Args:
-        recomputed: projections and MLP run twice, as with any activation checkpointing.
-        pairs: allowed query-key pairs per sequence and head, a mean if it varies; default causal.
-        padded_seq: tokens that pass through the matrices, including padding; default `seq`.
-        pairs_again: share of the pairs recomputed (`recomputed_pair_share`).
-        tiled: the MLP runs in tiles, which recompute it even without activation checkpointing.
-        recomputed_logits: the LM head runs twice, too.
-        keep_mlp: layers, or True for all, that recompute nothing of the MLP.
+        recomputed: whether backward recomputes projections and MLP, as with any activation
+            checkpointing.
+        pairs: mean number of allowed query-key pairs per sequence and head. Default: all causal
+            pairs.
+        padded_seq: tokens that pass through the matrices, including padding. Default: `seq`.
+        pairs_again: share of the pairs that backward recomputes (`recomputed_pair_share`).
+        tiled: whether the MLP runs in tiles. Tiles are recomputed even without activation
+            checkpointing.
+        recomputed_logits: whether backward recomputes the LM head.
+        keep_mlp: number of layers that keep their MLP products and do not recompute them. True
+            means all.
     """
     count = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
@@ -189,7 +207,12 @@ def flops_per_token(
 def training_flops(
     config: Config, layout: Layout, *, dtype_bytes: int, pairs: float | None = None
 ) -> FlopsPerToken:
-    """Compute `flops_per_token` of a run. pairs: per sequence and head; default causal."""
+    """Return the training FLOP per token of a run.
+
+    Args:
+        pairs: mean number of allowed query-key pairs per sequence and head. Default: all causal
+            pairs.
+    """
     model, train = config.model, config.train
     tokens = layout.tokens_per_worker * train.micro_batch
     rows = tile_rows(
@@ -211,11 +234,11 @@ def training_flops(
 def recomputed_matmul(
     model: ModelConfig, *, recomputed: bool, tiled: bool = False, keep_mlp: bool | int = False
 ) -> int:
-    """Count the matmul parameters of the layers whose forward product runs again in backward.
+    """Count the matmul parameters of the layers whose product backward recomputes.
 
-    A recomputed layer repeats every matrix except the MLP's last one, since backward needs only its
-    input. A layer that is not recomputed but tiled also skips q, k and v. A layer that keeps its
-    MLP products repeats only q, k and v.
+    Activation checkpointing recomputes q, k, v, o, gate and up, but not down: backward needs only
+    the input of down. Tiles without checkpointing recompute o, gate and up. A layer that keeps its
+    MLP products (`keep_mlp`) does not recompute o, gate and up.
     """
     shapes, layers = layer_shapes(model), model.num_layers
     attention = sum(prod(shapes[name]) for name in ("q", "k", "v")) if recomputed else 0
@@ -223,8 +246,8 @@ def recomputed_matmul(
     return attention * layers + mlp * (layers - layers_with_products(keep_mlp, layers))
 
 
-# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets; half the figure if
-# a sheet prints the sparse one. The first matching pattern counts, so longer names come first.
+# Dense bf16 tensor-core FLOP/s with fp32 accumulation, from NVIDIA's datasheets. If a sheet prints
+# the sparse figure, this is half of it. The first match counts, so longer names come first.
 _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     (r"GB[23]00", 2500e12),  # GB200 NVL72 sheet: 5 PFLOPS sparse a GPU; GB300 NVL72 the same
     (r"B[23]00", 2250e12),  # HGX B200 and B300 sheets: 36 PFLOPS sparse for eight GPUs
@@ -248,7 +271,7 @@ _PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return a GPU's dense bf16 FLOP/s by its CUDA name; None if unknown (MFU is then null)."""
+    """Return a GPU's dense bf16 FLOP/s by its CUDA name. None if unknown; MFU is then null."""
     return next(
         (peak for pattern, peak in _PEAK_FLOPS if re.search(rf"\b{pattern}\b", device_name)), None
     )

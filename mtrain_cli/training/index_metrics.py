@@ -16,9 +16,9 @@ from mtrain_cli.training.flops import causal_pairs
 class IndexMetrics:
     """Means over the heads and sequences of a step.
 
-    density_by_layer: computed pairs / causal pairs without document mask.
-    slashes, columns: chosen per head, mean over layers.
-    seconds: time that the first worker spent estimating indices.
+    density_by_layer: computed pairs / pairs of a causal mask without documents.
+    slashes, columns: numbers that the index has per head, mean over layers.
+    seconds: seconds that this worker spent estimating indices.
     """
 
     density_by_layer: tuple[float, ...]
@@ -32,7 +32,7 @@ class IndexMetrics:
 
 
 def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
-    """Count and return every index estimate of a step's micro-batches."""
+    """Return every index estimate of a step's micro-batches, after counting its pairs."""
     indices = [attend.index for attend in batches if attend.index is not None]
     for index in indices:
         index.count()
@@ -40,13 +40,19 @@ def index_records(batches: Iterable[ContextAttention]) -> list[IndexRecord]:
 
 
 def local_index_sums(records: list[IndexRecord], layers: int, device: torch.device) -> torch.Tensor:
-    """Sum this worker's counts; adding these vectors over workers gives the total of the step.
+    """Return this worker's part of the step's index counts. The sum over workers is the total.
 
-    Returns float64 [layers + 3] on the device: computed pairs of each layer, slashes and columns
-    over all layers (each a sum over sequences of means over heads), and the number of sequences.
+    The part is a float64 vector [layers + 3] on the device:
+    - computed pairs of each layer
+    - slashes, summed over the layers
+    - columns, summed over the layers
+    - the number of sequences
+
+    Pairs, slashes and columns are means over heads, summed over sequences.
 
     Args:
-        records: index records of one pattern.
+        records: index records of one pattern, not empty.
+        layers: number of layers of the model.
     """
     heads, workers = records[0].counts.pairs.shape[1], records[0].workers
     by_batch_size: dict[int, list[IndexRecord]] = {}
@@ -67,7 +73,12 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
 
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:
-    """Compute the metrics. total: `local_index_sums`, added over the workers."""
+    """Return the metrics of a step.
+
+    Args:
+        total: `local_index_sums`, summed over the workers.
+        records: index records of this worker.
+    """
     *pairs, slashes, columns, sequences = total
     return IndexMetrics(
         density_by_layer=tuple(p / sequences / causal_pairs(seq) for p in pairs),

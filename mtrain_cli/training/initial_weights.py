@@ -1,4 +1,4 @@
-"""How a run differs from the Hugging Face folder it starts from, for the banner and the dry run."""
+"""Remarks on how a run differs from the Hugging Face folder of its initial weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from mtrain_cli.model.rope import rope_factor
 
 
 def remarks(config: Config) -> list[str]:
-    """Compare `config` with the folder of `train.init_from`; no lines if the folder is gone."""
+    """Return lines on how `config` differs from the folder of `train.init_from`.
+
+    Return no lines without such a folder, or if it cannot be read.
+    """
     folder = folder_of(config.train.init_from)
     if folder is None:
         return []
@@ -31,7 +34,7 @@ def remarks(config: Config) -> list[str]:
 
 
 def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
-    """Return one line with both values of each rotary setting that differs from the folder's."""
+    """Return at most one line: each rotary setting that differs from the folder's, both values."""
     ours = config.model.rope
     pairs = [
         ("theta", show(ours.theta), show(theirs.theta)),
@@ -82,7 +85,7 @@ def _beyond_reach(config: Config, reach: int) -> list[str]:
 
 
 def _tokenizer(config: Config, folder: Path) -> list[str]:
-    """Say that the folder's tokenizer encodes the text, or warn that bytes encode it."""
+    """Return a line that says whether the folder's tokenizer or bytes encode the text."""
     if config.data.kind not in ("text", "stdlib"):
         return []
     if config.data.tokenizer == str(folder / "tokenizer.json"):

@@ -1,4 +1,4 @@
-"""The training loop of every worker: steps, metrics, checkpoints and evaluations."""
+"""The training loop of every worker: steps, callbacks and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mtrain_cli.training.trainer import NonFiniteError, Trainer
 from mtrain_cli.training.watch import StragglerWatches
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]
-"""Makes a callback of a run: (trainer, run folder, `TrainingProgress.message`) -> callback."""
+"""Function that makes a callback from (trainer, run folder, `TrainingProgress.message`)."""
 
 
 def train(
@@ -37,10 +37,13 @@ def train(
     resume: bool,
     more_callbacks: Sequence[MakeCallback] = (),
 ) -> bool:
-    """Train to `config.train.steps`, from the newest checkpoint of `run_dir` if `resume`.
+    """Train to `config.train.steps`. Return whether training stopped early, on request.
 
-    Every worker calls this, inside a process group. Returns whether training stopped early, on
-    request.
+    Every worker calls this, inside a process group.
+
+    Args:
+        resume: start from the newest checkpoint of `run_dir`.
+        more_callbacks: make callbacks in addition to those of this module.
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
@@ -106,7 +109,7 @@ def _announce(
     resume: bool,
     reports: Sequence[str],
 ) -> None:
-    """Show the banner, what loading a checkpoint reported, and where training resumes."""
+    """Show the banner, the reports of loading a checkpoint, and the step where training resumes."""
     environment = trainer.environment
     if not environment.restarts:
         step = trainer.step if resume else None
@@ -144,7 +147,7 @@ def _reporter(trainer: Trainer, run_dir: RunDir) -> StateReporter:
 
 
 def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
-    """Return labelled commands that continue from the newest checkpoint; empty without one."""
+    """Return (label, command) pairs that use the newest checkpoint. Empty without a checkpoint."""
     step = run_dir.last_step()
     if step is None:
         return []
@@ -156,7 +159,7 @@ def _next_commands(run_dir: RunDir, config: Config) -> list[tuple[str, str]]:
 def _loop(
     trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, stop_flag: StopFlag
 ) -> str:
-    """Run steps until the end or a stop request; return how it ended, for the user."""
+    """Run steps until the last one or a stop request. Return a line on how training ended."""
     config, callbacks = trainer.config, trainer.callbacks
     saved = trainer.step if checkpointer.latest() == trainer.step else -1
     stop = False
@@ -196,7 +199,7 @@ def _loop(
 
 
 def _report_error(callbacks: Sequence[Callback], error: Exception) -> None:
-    """Call every `on_error`. A callback that fails there must not hide the error."""
+    """Call `on_error` of every callback. If a callback fails, add a note to `error` and go on."""
     for callback in callbacks:
         try:
             callback.on_error(error)
@@ -207,10 +210,12 @@ def _report_error(callbacks: Sequence[Callback], error: Exception) -> None:
 def _let_save_finish(
     trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress, error: Exception
 ) -> None:
-    """Wait for the save in progress if all workers fail together; else some may be gone.
+    """Wait for the save in progress if `error` stops all workers together.
+
+    After other errors some workers may be gone, and the save would never finish.
 
     Raises:
-        NonFiniteError: instead of `error`, with the checkpoint to fall back to and a remedy.
+        NonFiniteError: replaces a `NonFiniteError`; adds which checkpoint is left and a remedy.
     """
     if isinstance(error, NonFiniteError):
         _wait(checkpointer, progress)
@@ -222,7 +227,7 @@ def _let_save_finish(
 
 
 class MetricsLog(Callback):
-    """Write every step to metrics.jsonl on the first worker, and show it with its warnings."""
+    """Show every step and its warnings. On the first worker, write it to metrics.jsonl, too."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._progress, self._writer = progress, None
@@ -247,7 +252,7 @@ class MetricsLog(Callback):
 
 
 class Evaluations(Callback):
-    """Measure the held-out loss at the start and end of training and every `train.eval_every`."""
+    """Measure the held-out loss at the start and end of training and every `eval_every` steps."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._trainer, self._progress = trainer, progress
@@ -269,7 +274,7 @@ class Evaluations(Callback):
             self._evaluate(at_end=step.last)
 
     def _evaluate(self, *, at_end: bool) -> None:
-        """Evaluate if due. at_end: training starts or ends here."""
+        """Evaluate if due. at_end: whether training starts or ends at this step."""
         trainer, every = self._trainer, self._trainer.config.train.eval_every
         due = at_end or (every and trainer.step % every == 0)
         if not trainer.held_out or trainer.step == self._done or not due:
@@ -283,10 +288,7 @@ class Evaluations(Callback):
 
 
 def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgress) -> int:
-    """Start a checkpoint of the current step and return that step.
-
-    If the previous save failed, warn and go on.
-    """
+    """Start to save the current step. Return the step. If the previous save failed, warn."""
     try:
         checkpointer.save(trainer.step, trainer.state())
     except CheckpointError as error:
@@ -298,6 +300,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
 
 
 def _wait(checkpointer: Checkpointer, progress: TrainingProgress) -> bool:
+    """Wait for the save in progress. Return whether it failed, after a warning."""
     try:
         checkpointer.wait()
     except CheckpointError as error:

@@ -18,10 +18,11 @@ GIVEN_WEIGHTS_LR = 2e-5
 
 
 def peak_learning_rate(config: Config) -> float:
-    """Return optim.lr, or for `auto` a rate that suits the model.
+    """Return `optim.lr`, or for `auto` a learning rate that suits the model.
 
-    From random weights 2e-3 at width 128, falling as 1 / width, as hidden matrices need under Adam
-    (Tensor Programs V, table 3). For given weights 2e-5, as in MTraining's released scripts.
+    Random weights: 2e-3 at width 128, falling as 1 / width, as Adam needs for hidden matrices
+        (Tensor Programs V, table 3).
+    Weights of `train.init_from`: 2e-5, as in MTraining's released scripts.
     """
     if isinstance(config.optim.lr, float):
         return config.optim.lr
@@ -31,9 +32,9 @@ def peak_learning_rate(config: Config) -> float:
 class ShardedAdamW(torch.optim.AdamW):
     """Fused AdamW that steps plain tensors: this worker's shard of each parameter.
 
-    PyTorch's AdamW computes the sharding of an operation for every `DTensor` of five lists: 20 ms
-    of host time per step of Qwen2.5-3B, while four H200s idled. PyTorch still creates, saves and
-    loads the states, as DTensors.
+    Given DTensors, PyTorch's AdamW computes the sharding of five lists of them in every step. For
+    Qwen2.5-3B this took 20 ms of host time per step, while four H200s idled. PyTorch still creates,
+    saves and loads the states as DTensors.
     """
 
     @torch.no_grad()
@@ -72,7 +73,7 @@ def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
-    """Create the optimizer, with matrices and vectors in groups of their own."""
+    """Create the optimizer with two parameter groups: matrices and vectors."""
     matrices = [p for p in decoder.parameters() if p.ndim >= 2]
     vectors = [p for p in decoder.parameters() if p.ndim < 2]
     optimizer = ShardedAdamW(
@@ -83,7 +84,7 @@ def make_optimizer(decoder: nn.Module, optim: OptimConfig) -> ShardedAdamW:
 
 
 def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) -> None:
-    """Set all but the learning rate. Only matrices decay, so norms and biases keep their scale."""
+    """Set weight decay, betas and eps. Only matrices decay; norms and biases keep their scale."""
     for group in optimizer.param_groups:
         decays = group["params"][0].ndim >= 2
         group.update(
@@ -92,10 +93,10 @@ def set_hyperparameters(optimizer: torch.optim.Optimizer, optim: OptimConfig) ->
 
 
 class DeviceOptimizer:
-    """Weights, gradients and AdamW states on the device; see `OffloadedOptimizer` for the host.
+    """Weights, gradients and AdamW states on the device. `OffloadedOptimizer` has the same methods.
 
     masters: the decoder that the optimizer steps and that checkpoints hold.
-    last_micro_batch: whether the current backward pass ends a step.
+    last_micro_batch: whether the current backward pass is the last one of its step.
     """
 
     def __init__(self, decoder: Decoder, optim: OptimConfig) -> None:
@@ -121,7 +122,7 @@ class DeviceOptimizer:
         self.optimizer.step()
 
     def send(self) -> None:
-        """Bring changed masters to the device; they are there."""
+        """Copy changed masters to the device. Does nothing, since they are on the device."""
 
 
 WSD_DECAY = 0.2  # share of the steps after warm-up that decay if optim.decay_steps=auto
@@ -129,17 +130,16 @@ WSD_DECAY = 0.2  # share of the steps after warm-up that decay if optim.decay_st
 
 @dataclass(frozen=True, kw_only=True)
 class LearningRateSchedule:
-    """Learning rate as a function of the step: linear warm-up, then as `kind` says.
+    """Learning rate as a function of the step: linear warm-up, then a decay.
 
-    See `optim.schedule` and related keys.
-
-    kind: cosine, linear, wsd or constant.
+    kind: `optim.schedule`, one of cosine, linear, wsd (warmup-stable-decay) and constant.
     peak: learning rate after warm-up.
-    ratio: final rate / peak.
+    ratio: learning rate after the decay / peak.
     warmup: steps of warm-up.
-    begin: first step of the schedule, from 0.
-    steps: number of steps it spans; afterwards the rate stays constant.
-    decay: steps over which the rate falls, for wsd the last ones; 0 for constant.
+    begin: first step of the schedule, counted from 0.
+    steps: number of steps of the schedule. After it, the rate stays constant.
+    decay: steps over which the rate falls. For wsd, they are the last ones of the schedule. 0 for
+        constant.
     """
 
     kind: str
@@ -170,7 +170,7 @@ class LearningRateSchedule:
         )
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of step `step`, from 0."""
+        """Return the learning rate of `step`, counted from 0."""
         at = max(0, step - self.begin)
         if at < self.warmup:
             return self.peak * (at + 1) / self.warmup
@@ -187,11 +187,11 @@ class LearningRateSchedule:
 
     @property
     def _falls_from(self) -> int:
-        """The schedule's last step, from 0, at the peak."""
+        """The last step at the peak rate, counted from 0 at `begin`."""
         return max(self.warmup, self.steps - 1 - self.decay) if self.kind == "wsd" else self.warmup
 
     def describe(self, steps: int) -> str:
-        """Describe the schedule, counting steps from 1. steps: number of steps of the run."""
+        """Describe the schedule of a run of `steps` steps, counting steps from 1."""
         warm = (
             f"warm up over {self.warmup} steps to a peak of {self.peak:.2e}"
             if self.warmup
@@ -213,12 +213,15 @@ class LearningRateSchedule:
 
 @torch.no_grad()  # otherwise autograd records every shard
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """Return this worker's shards of the gradients."""
+    """Return this worker's shards of the gradients as plain tensors."""
     return _local(p.grad for p in parameters if p.grad is not None)
 
 
 def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares, a float32 scalar; its sum over workers is the squared norm."""
+    """Return the sum of squares of this worker's shards, a float32 scalar on `device`.
+
+    The sum over workers is the squared norm of the whole gradient.
+    """
     filled = [g for g in gradients if g.numel()]
     if not filled:
         return torch.zeros((), device=device)

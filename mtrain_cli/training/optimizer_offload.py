@@ -1,14 +1,15 @@
 """Float32 weights and AdamW states in host memory, stepped by the CPU.
 
-The device keeps shards in the compute dtype. Of the 16 bytes that training needs per sharded
-weight, 6 stay on the device: 2 of bfloat16 weights and 4 of gradients, which arrive one by one in
-backward. A step sends 4 bytes down and 2 up. With `optim.offload_gradients`, gradients move to the
-host as they are reduced, and 2 bytes stay if a step has one micro-batch.
+The device keeps weight shards in the compute dtype, and gradients. Per weight, that is 2 bytes of
+bfloat16 and 4 bytes of float32 gradient, instead of 16 bytes with the optimizer on the device. Each
+step sends 4 bytes per weight down and 2 bytes up. With `optim.offload_gradients`, gradients move to
+the host as they are reduced. If a step has one micro-batch, the device then keeps only 2 bytes per
+weight.
 
-PyTorch's CPUOffloadPolicy keeps nothing on the device. It reads the float32 weights from the host
-for every gather (twice per micro-batch), sends down the gradients of each micro-batch, and waits
-for every gradient that it accumulates. Per weight it moves 12 bytes per micro-batch: 768 per step
-of 64 micro-batches, compared with 6 here.
+PyTorch's CPUOffloadPolicy keeps nothing on the device. For every gather (twice per micro-batch) it
+reads the float32 weights from the host. It sends down the gradients of each micro-batch, and waits
+for every gradient that it accumulates. That is 12 bytes per weight and micro-batch: 768 bytes in a
+step of 64 micro-batches, compared with 6 here.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from mtrain_cli.training.optimizer import make_optimizer, squared_norm
 
 @dataclass(frozen=True)
 class _ParameterUnit:
-    """The shards of a layer, or of the parameters outside the layers.
+    """A unit of FSDP: this worker's shards of one layer, or of the parameters outside the layers.
 
-    device, host: local shards on the device, and their float32 masters on the host.
-    masters: the parameters that own the host shards.
-    offsets: start of each shard in the unit's packed gradients.
-    packed: elements of the packed gradients.
+    device: shards on the device, in the compute dtype.
+    host: the same shards on the host, in float32.
+    masters: the parameters whose shards are `host`.
+    offsets: offset of each shard in the unit's packed gradients, in elements.
+    packed: number of elements of the packed gradients.
     """
 
     device: list[Tensor]
@@ -45,7 +47,7 @@ class _ParameterUnit:
     packed: int
 
     def of(self, packed: Tensor) -> list[Tensor]:
-        """Return the gradients in a packed tensor as views, in the shape of the shards."""
+        """Return one view of `packed` per shard, in the shape of the shard."""
         return [
             packed[at : at + h.numel()].view(h.shape)
             for at, h in zip(self.offsets, self.host, strict=True)
@@ -53,10 +55,11 @@ class _ParameterUnit:
 
 
 class OffloadedOptimizer:
-    """The float32 masters of a sharded decoder, and their optimizer.
+    """Float32 weights of a sharded decoder on the host (the masters), and their optimizer.
 
-    masters: a decoder with the same parameter names on the host. Initialise or load it, then call
+    masters: a decoder on the host, with the same parameter names. Initialise or load it, then call
         `send`.
+    last_micro_batch: whether the current backward pass is the last one of its step.
     """
 
     def __init__(self, decoder: nn.Module, masters: Decoder, optim: OptimConfig) -> None:
@@ -70,7 +73,6 @@ class OffloadedOptimizer:
             for mine, theirs in zip(unit_parameters(decoder), unit_parameters(masters), strict=True)
         ]
         self._reduced: list[Tensor | None] = [None] * len(self._units)
-        # Whether the current backward pass ends a step, which completes the gradients.
         self.last_micro_batch = True
         self._squares: list[Tensor] = []  # squared gradient norm of each offloaded unit
         self._offload_events: list[torch.cuda.Event | None] = [None] * len(self._units)
@@ -79,8 +81,8 @@ class OffloadedOptimizer:
         dtype = parameters[0].dtype
         most = max(unit.packed for unit in self._units)
         memory = PinnedMemory(self.device)
-        # Offloaded gradients of each master, or buffers for two units: one is copied while the
-        # other one is stepped.
+        # Host memory for gradients: of all units with optim.offload_gradients, otherwise of two
+        # units. One unit is copied while the other one is stepped.
         self._gradients: list[list[Tensor]] | None = None
         self._down: list[Tensor] = []
         if optim.offload_gradients:
@@ -93,12 +95,17 @@ class OffloadedOptimizer:
         on_reduced_gradients(decoder, self._add)
 
     def _add(self, number: int, packed: Tensor) -> None:
-        """Accumulate a unit's reduced gradients over micro-batches, in float32."""
-        # FSDP2 frees them after this hook and would overwrite them without waiting for the stream
-        # that reads them here.
+        """Accumulate a unit's reduced gradients over micro-batches, in float32.
+
+        Args:
+            number: number of the unit.
+            packed: the unit's reduced gradients of one micro-batch.
+        """
+        # FSDP2 frees `packed` after this hook. Without this line, new data could overwrite it
+        # before the current stream has read it.
         self._link.record_use(packed)
         held = self._reduced[number]
-        # `float` returns the same tensor if it is float32 already.
+        # `float` makes no copy of a float32 tensor.
         held = packed.float() if held is None else held.add_(packed)
         self._reduced[number] = held
         if self._gradients is not None and self.last_micro_batch:
@@ -107,8 +114,8 @@ class OffloadedOptimizer:
     def _offload_gradients(self, number: int, packed: Tensor) -> None:
         """Send a unit's gradients to the host, after the work queued on the current stream.
 
-        At most two units are in transit: the host waits for an earlier unit first. Otherwise it
-        could queue many layers ahead, and their gradients would pile up on the device.
+        First wait until at most one earlier unit is in transit. Without this limit, the host could
+        queue many layers ahead, and their gradients would pile up on the device.
         """
         assert self._gradients is not None
         if len(self._offloaded_units) >= 2:
@@ -125,7 +132,7 @@ class OffloadedOptimizer:
         self._reduced[number] = None
 
     def gradients(self) -> list[Tensor]:
-        """Return this worker's gradients on the device, float32, including padding, which is 0."""
+        """Return the packed float32 gradients of each unit on the device. Padding is 0."""
         return [packed for packed in self._reduced if packed is not None]
 
     def squared_norm(self) -> Tensor:
@@ -140,10 +147,10 @@ class OffloadedOptimizer:
         self._offloaded_units.clear()
 
     def step(self, scale: float = 1.0) -> None:
-        """Run AdamW on the host, unit by unit, with `scale` times the gradients.
+        """Run AdamW on the host with `scale` times the gradients, unit by unit.
 
-        While one unit is stepped, the next one's gradients arrive and the previous one's weights
-        return.
+        While the CPU steps one unit, the gradients of the next unit go down, and the weights of the
+        previous unit go up.
         """
         link, units = self._link, self._units
         if self._gradients is None and scale != 1.0:
@@ -153,7 +160,7 @@ class OffloadedOptimizer:
         sent: list[torch.cuda.Event | None] = []
         for number, unit in enumerate(units):
             if number + 1 < len(units):
-                # This buffer's previous unit has been stepped.
+                # The unit that used this buffer before has been stepped.
                 fetched.append(self._fetch_gradients(number + 1))
             _wait(fetched[number])
             if self._gradients is None:
@@ -175,14 +182,17 @@ class OffloadedOptimizer:
         self.drop_gradients()
 
     def send(self) -> None:
-        """Send all masters to the device, after they were filled."""
+        """Copy all masters to the device. Call this after they have been filled."""
         self._link.begin()
         for number in range(len(self._units)):
             _wait(self._send(number))
         self._link.end()
 
     def _fetch_gradients(self, number: int) -> torch.cuda.Event | None:
-        """Return the event after which a unit's gradients are on the host; copy them if needed."""
+        """Start to copy a unit's gradients to the host, unless backward has done so.
+
+        Return the event that completes when the gradients are on the host; None on a CPU.
+        """
         if self._gradients is not None:
             return self._offload_events[number]
         packed = self._reduced[number]
@@ -203,7 +213,7 @@ class OffloadedOptimizer:
 
 
 class _HostLink:
-    """Independent streams to and from a device; on a CPU, each copy completes immediately."""
+    """Two independent streams, to and from a GPU. On a CPU, copies complete immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -212,12 +222,12 @@ class _HostLink:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Let the following transfers see the work queued on the device so far."""
+        """Let transfers that start from now on wait for the work queued on the device so far."""
         for stream in self._streams or ():
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Let work queued from now on see the transfers, without blocking the host."""
+        """Let work queued from now on wait for the transfers, without blocking the host."""
         for stream in self._streams or ():
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
@@ -230,7 +240,7 @@ class _HostLink:
         return nullcontext() if self._streams is None else torch.cuda.stream(self._streams[1])
 
     def event(self) -> torch.cuda.Event | None:
-        """Record an event after all transfers so far on the current stream."""
+        """Return an event that completes after the current stream's transfers; None on a CPU."""
         if self._streams is None:
             return None
         event = torch.cuda.Event()
@@ -238,12 +248,12 @@ class _HostLink:
         return event
 
     def record_use(self, tensor: Tensor) -> None:
-        """Keep another stream's tensor until the current stream has read it."""
+        """Keep the memory of another stream's tensor until the current stream has read it."""
         if self._streams is not None:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def keep_until_copied(self, tensor: Tensor) -> None:
-        """Keep a tensor that is about to be freed until its copy to the host is done."""
+        """Keep the memory of a tensor that is about to be freed until its copy down is done."""
         if self._streams is not None:
             tensor.record_stream(self._streams[0])
         self.record_use(tensor)
@@ -255,7 +265,7 @@ def _wait(event: torch.cuda.Event | None) -> None:
 
 
 def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
-    """Give the masters float32 host tensors, sharded like the decoder's parameters."""
+    """Give `masters` float32 parameters on the host, sharded like the decoder's parameters."""
     sharded = dict(decoder.named_parameters())
     first = next(iter(sharded.values()))
     assert isinstance(first, DTensor)
@@ -270,7 +280,7 @@ def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
 
 
 def _shard_of(like: DTensor, local: Tensor, mesh: DeviceMesh) -> DTensor:
-    """Return a DTensor of the shape and placement of another one, from this worker's shard."""
+    """Return a DTensor with this worker's shard `local`, and shape and placement of `like`."""
     return DTensor.from_local(
         local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

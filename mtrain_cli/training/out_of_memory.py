@@ -1,9 +1,13 @@
-"""Explain an out-of-memory error: which tensors fill the memory, in the error and oom-rank-N.json.
+"""Explain an out-of-memory error: list the tensors that fill the memory.
 
-Parameters, gradients, optimizer states and gathered weights are listed by name. Other tensors are
-described by their shape in the sizes of the run (tokens, hidden, ...) and by a variable on the
-stack that holds them. Python cannot see tensors that only autograd holds; on a GPU the allocator
-knows their sizes, which are matched with those of a layer's activations.
+The error shows the largest groups of tensors, and oom-rank-N.json all of them. Tensors are named in
+one of three ways:
+
+- Parameters, gradients, optimizer states and gathered weights have the parameter's name.
+- Other tensors have the name of a variable on the stack, or else their shape in sizes of the run
+  ("tokens x hidden").
+- Python cannot see tensors that only autograd holds. On a GPU, the allocator reports their bytes;
+  if a layer's activation has the same size, it names them.
 """
 
 from __future__ import annotations
@@ -41,8 +45,9 @@ SHOWN = 10  # groups of tensors listed in the error
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't allocate|not enough) memory", re.IGNORECASE
 )
-_OTHER_PROCESSES = 0.05  # of a GPU: report memory of other processes from this share on
-_GAPS = 0.1  # of a GPU: report unused memory held by the allocator from this share on
+# Shares of a GPU's memory above which the error reports:
+_OTHER_PROCESSES = 0.05  # memory outside the allocator
+_GAPS = 0.1  # unused memory that the allocator holds
 PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
     "parameters",
     "gradients",
@@ -53,15 +58,17 @@ ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
 
 
 class MemoryFullError(RunError):
-    """A worker ran out of memory; the message lists what fills it and what would help."""
+    """A worker ran out of memory. The message lists the largest tensors and suggests changes."""
 
 
 @dataclass(frozen=True)
 class HeldTensors:
     """A group of tensors of one kind, shape and dtype.
 
+    kind: one of `PARAMETERS`, `GRADIENTS` and the other kinds above.
     name: name of the first tensor.
-    shape: None for memory that only the allocator knows.
+    shape: shape of each tensor. None for memory that only the allocator knows.
+    count: number of tensors.
     bytes: total bytes of the group.
     """
 
@@ -83,9 +90,9 @@ class HeldTensors:
 class RunContext:
     """The state of a run, for an out-of-memory message.
 
-    trainer: None while it is being created.
-    names: parameter names by `id`: while a layer computes, the model holds gathered parameters
-        instead.
+    trainer: None until the trainer has been created.
+    names: names of the sharded parameters by `id`. The decoder alone cannot tell the names: while a
+        layer computes, it holds gathered parameters instead.
     """
 
     config: Config
@@ -103,7 +110,9 @@ class RunContext:
 def explain_out_of_memory(
     config: Config, environment: Environment, run: RunDir
 ) -> Iterator[RunContext]:
-    """Explain out-of-memory errors raised in this context; yields where to put the trainer.
+    """Explain out-of-memory errors that are raised in this context.
+
+    Yield a `RunContext`. Call its `begin` when the trainer exists.
 
     Raises:
         MemoryFullError: replaces any error that reports a failed allocation.
@@ -213,7 +222,7 @@ def _parts(context: RunContext) -> dict[str, Any] | None:
 
 
 def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[str]:
-    """Suggest changes, for the largest kind of tensors first."""
+    """Return changes that would help, for the largest kind of tensors first."""
     config = context.config
     by_kind: dict[str, int] = defaultdict(int)
     for group in found:
@@ -228,7 +237,7 @@ def _advice(context: RunContext, found: list[HeldTensors], cuda: bool) -> list[s
 
 
 def _change(kind: str, config: Config) -> str:
-    """Suggest a change that shrinks tensors of this kind; empty if there is none."""
+    """Return a setting that shrinks tensors of this kind; "" if there is none."""
     if kind in (GRADIENTS, GATHERED) and config.train.shard != "full":
         return "train.shard=full"
     if kind in (PARAMETERS, OPTIMIZER) and not config.optim.offload:
@@ -254,7 +263,10 @@ def _change(kind: str, config: Config) -> str:
 
 
 def failure_location(error: BaseException) -> str:
-    """Locate the failure in the step, from the stack or else from the worker's progress record."""
+    """Return where in the step an error was raised, such as the layer and the direction.
+
+    Read this from the stack, or if it does not show the layer, from the worker's progress record.
+    """
     backward, layer, part = False, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
@@ -262,7 +274,7 @@ def failure_location(error: BaseException) -> str:
         module = next(
             (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
         )
-        # In backward only the context of `feed_forward` knows the layer.
+        # In backward, only `ctx` of `feed_forward` knows the layer.
         layer = (
             module.index
             if module is not None
@@ -309,7 +321,7 @@ _PARTS = (
 
 
 def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]:
-    """Group all tensors on the run's device by kind, shape and dtype, largest group first."""
+    """Return all tensors on the run's device, grouped by kind, shape and dtype, largest first."""
     named = _named(context.trainer, context.names) if context.trainer is not None else {}
     variables = dict(_variables(error))
     groups: dict[tuple[str, tuple[int, ...] | None, str], list[tuple[str, int]]] = defaultdict(list)
@@ -342,7 +354,11 @@ def held_tensors(context: RunContext, error: BaseException) -> list[HeldTensors]
 
 
 def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]]:
-    """Map storage addresses to (kind, name) of parameters, gradients, optimizer states, gathers."""
+    """Return (kind, name) by storage address, for all tensors that belong to a parameter.
+
+    Args:
+        names: parameter names by `id`.
+    """
     found: dict[int, tuple[str, str]] = {}
 
     def add(tensor: Any, kind: str, name: str) -> None:
@@ -374,7 +390,7 @@ def _named(trainer: Trainer, names: dict[int, str]) -> dict[int, tuple[str, str]
 
 
 def _fsdp_parameters(module: Any) -> list[Any]:
-    """Return FSDP2's private list of a module's parameters; empty if this version lacks it."""
+    """Return FSDP2's private list of a module's parameters. Empty if PyTorch lacks such a list."""
     with contextlib.suppress(AttributeError):
         group = module._get_fsdp_state()._fsdp_param_group
         return list(group.fsdp_params) if group is not None else []
@@ -382,7 +398,7 @@ def _fsdp_parameters(module: Any) -> list[Any]:
 
 
 def _tensors(device: str) -> Iterator[Tensor]:
-    """Iterate over the tensors with storage that Python's garbage collector knows."""
+    """Yield the tensors with storage on `device` that Python's garbage collector knows."""
     garbage_collection.unfreeze_garbage()
     for candidate in gc.get_objects():
         if issubclass(type(candidate), Tensor) and not isinstance(candidate, DTensor):
@@ -393,7 +409,7 @@ def _tensors(device: str) -> Iterator[Tensor]:
 
 
 def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
-    """Iterate over (address, name) of tensors in stack variables, outermost frame first."""
+    """Yield (storage address, name) of tensors in stack variables, outermost frame first."""
     frames: list[FrameType] = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = sys._getframe()
     for frame in frames:
@@ -423,7 +439,7 @@ def _members(value: Any) -> Iterable[Tensor]:
 
 
 class _ShapeNames:
-    """Describe shapes by the sizes of the run."""
+    """Names for tensors, from the sizes of the run."""
 
     def __init__(self, context: RunContext) -> None:
         model, train = context.config.model, context.config.train
@@ -470,7 +486,7 @@ class _ShapeNames:
         return " x ".join(names) if set(tensor.shape) & set(self._sizes) else "not named"
 
     def guess(self, number: int) -> tuple[str, str]:
-        """Guess kind and name of memory that only the allocator knows, from its bytes."""
+        """Guess the kind and name of a block of `number` bytes that only the allocator knows."""
         name = self._activations.get(number)
         return (
             (ACTIVATIONS, f"kept for backward, {name}")
@@ -480,7 +496,7 @@ class _ShapeNames:
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:
-    """Iterate over the bytes of allocated blocks that hold no tensor known to Python."""
+    """Yield the bytes of each allocated block whose address is not in `seen`."""
     for segment in torch.cuda.memory_snapshot():
         if segment.get("device") != torch.cuda.current_device():
             continue

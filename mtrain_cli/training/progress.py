@@ -22,22 +22,26 @@ from mtrain_cli.console import Console
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.records.metrics import StepMetrics
 
-WARM_UP_STEPS = 2  # compilation, first communicators and allocator growth: excluded from rates
-PACE_STEPS = 20
+# First steps that rates exclude: compilation, first communicators and growth of the allocator.
+WARM_UP_STEPS = 2
+PACE_STEPS = 20  # latest steps that the estimate of the time left averages
 LOG_WIDTH = 100
-SHOWN_WAIT = 0.05  # report waits for data from this share of a step on
-LONG_S = 600.0  # seconds left from which a line mentions `mtrain status`
+SHOWN_WAIT = 0.05  # share of a step from which a wait for data is shown
+LONG_S = 600.0  # if more seconds are left, a line mentions `mtrain status`
 _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 class TrainingProgress:
-    """Show steps as they finish. Every worker creates one; it acts only with `enabled` (rank 0).
+    """Show the steps of a run as they finish, in a terminal, in a log and to `mtrain status`.
 
-    In a terminal, a two-line display stays at the bottom and messages scroll above it; elsewhere a
-    line is printed every `log_every` steps. The same lines go to `log`, without control sequences.
+    In a terminal, a two-line display stays at the bottom and messages scroll above it. Elsewhere, a
+    line is printed every `log_every` steps. These lines also go to `log`, without control
+    sequences.
 
-    reporter: receives the same facts for `mtrain status`.
-    console, clock (seconds): replaceable for tests.
+    enabled: true on rank 0. Other workers create this object, too, but it does nothing there.
+    reporter: receives each step for `mtrain status`.
+    console: replaceable for tests.
+    clock: returns seconds. Replaceable for tests.
     """
 
     def __init__(
@@ -177,9 +181,10 @@ class TrainingProgress:
         """Show how the run ended, after removing the live display.
 
         Args:
-            headline: how it ended, for example "trained to step 100".
-            files: where its files are.
-            commands: (label, command) to continue with; commands never wrap, so they can be copied.
+            headline: how the run ended, for example "trained to step 100".
+            files: paths of the run's files.
+            commands: (label, command) pairs to continue with. Commands never wrap, so that users
+                can copy them.
         """
         if not self.enabled:
             return
@@ -198,7 +203,7 @@ class TrainingProgress:
         self.show(text)
 
     def _summary_rows(self, last: StepMetrics) -> list[tuple[str, str]]:
-        """Describe loss, throughput, waits for data and memory after at least one step."""
+        """Return rows on loss, throughput, waits for data and memory. last: the latest step."""
         loss = "n/a: no step had a label"
         if self.losses:
             begin = f"{self.losses[0]:.4f} at step {self._first_step}"
@@ -239,13 +244,16 @@ class TrainingProgress:
         return "  ".join(parts)
 
     def seconds_left(self) -> float | None:
-        """Estimate the seconds left from the latest steps, including pauses; None in warm-up."""
+        """Estimate the seconds left from the latest steps and the pauses between them.
+
+        Return None during the first `WARM_UP_STEPS`.
+        """
         if self.last is None or not self._durations:
             return None
         return statistics.fmean(self._durations) * (self.total_steps - self.last.step)
 
     def sparkline(self, width: int) -> str:
-        """Draw the losses as at most `width` bars; empty for fewer than two losses."""
+        """Draw the losses as at most `width` bars. Empty for fewer than two losses."""
         return "" if self._console.options.ascii_only else sparkline(self.losses, width)
 
     def display(self, width: int) -> RenderableType:
@@ -279,7 +287,7 @@ class TrainingProgress:
 
     def _write_log(self, line: str) -> None:
         if self._log is not None:
-            # On a full disk, lines stay in the buffer. Losing them must not end the training.
+            # A full disk must not end the training. Lines then stay in the file's buffer.
             with contextlib.suppress(OSError):
                 self._log.write(line + "\n")
                 self._log.flush()
@@ -290,7 +298,7 @@ class TrainingProgress:
 
 
 class _LiveDisplay:
-    """Render the current state of the progress at each refresh."""
+    """A renderable for rich.Live that shows the current state at each refresh."""
 
     def __init__(self, progress: TrainingProgress) -> None:
         self._progress = progress
@@ -302,7 +310,7 @@ class _LiveDisplay:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draw `values` as at most `width` bars, each the mean of its share of the values."""
+    """Draw `values` as at most `width` bars. A bar is the mean of several consecutive values."""
     count = min(width, len(values))
     if count < 2:
         return ""
@@ -315,7 +323,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Format 65 seconds as 1:05, hours as 2:03:04, days as 3d 04:05, and None as dashes."""
+    """Format seconds as 1:05 (m:ss), 2:03:04 (h:mm:ss) or 3d 04:05 (hh:mm), and None as "-:--"."""
     if seconds is None:
         return "-:--"
     minutes, second = divmod(round(max(0.0, seconds)), 60)
@@ -336,14 +344,14 @@ def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
 
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:
-    """Return MFU, or HFU for a step without MFU (dynamic index), as (name, share of the peak)."""
+    """Return ("MFU", share of the peak), or HFU for a step with a dynamic index."""
     if metrics.mfu_model is None:
         return "HFU", metrics.mfu_executed
     return "MFU", metrics.mfu_model
 
 
 def _gpu_or_index_parts(metrics: StepMetrics) -> list[str]:
-    """Return utilization and memory on GPUs, and the density of a sparse step."""
+    """Return utilization and memory if a GPU measured them, and the density of a sparse step."""
     name, share = _utilization(metrics)
     parts = [] if share is None else [f"{name} {share:.1%}"]
     if metrics.peak_memory_gib is not None:
@@ -352,6 +360,6 @@ def _gpu_or_index_parts(metrics: StepMetrics) -> list[str]:
 
 
 def _data_parts(metrics: StepMetrics) -> list[str]:
-    """Return the part of a line about a notable wait for data."""
+    """Return the share of the step spent waiting for data, if it is notable."""
     share = (metrics.data_seconds or 0.0) / metrics.seconds if metrics.seconds else 0.0
     return [f"data {share:.0%}"] if share >= SHOWN_WAIT else []

@@ -1,4 +1,4 @@
-"""Resolve a run on its machine: kernel, exchange, layout and arithmetic, each with its reason."""
+"""Resolve the `auto` settings of a run on its machine: kernel, exchange, layout, dtype, compile."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """What each `auto` setting resolved to.
+    """The choices for all `auto` settings of a run.
 
-    pattern: None for dense attention.
-    dense_kernel: kernel of the dense first steps of a sparse run, with its reason; else None.
+    kernel_reason: why `kernel` was chosen.
+    compile: whether to compile the layers.
+    pattern: how a dynamic index is estimated. None for dense attention.
+    dense_kernel: kernel for the dense first steps of a sparse run, and why it was chosen. None if
+        the run has no such steps.
     """
 
     layout: Layout
@@ -37,7 +40,7 @@ class ResolvedRun:
 
 
 def compute_dtype(config: Config, device: str) -> torch.dtype:
-    """Return the compute dtype; `auto` is bfloat16 on a GPU and float32 on a CPU."""
+    """Return the compute dtype. `auto` means bfloat16 on a GPU and float32 on a CPU."""
     name = config.train.dtype
     if name == "auto":
         name = "bfloat16" if device == "cuda" else "float32"
@@ -45,12 +48,12 @@ def compute_dtype(config: Config, device: str) -> torch.dtype:
 
 
 def compiles(config: Config, device: str) -> bool:
-    """Return whether to compile; `auto` compiles on a GPU."""
+    """Return whether to compile the layers. `auto` compiles only on a GPU."""
     return device == "cuda" if config.train.compile == "auto" else bool(config.train.compile)
 
 
 def run_layout(config: Config, cp: int) -> Layout:
-    """Return the layout of a context group; with a dynamic index, workers hold whole blocks."""
+    """Return the layout of a context group. With a dynamic index, workers hold whole blocks."""
     return make_layout(
         config.layout, cp, config.seq, config.topology.block_size, unit=config.sparsity.block or 1
     )
@@ -64,7 +67,11 @@ def exchange_needs(
     kernel: Kernel,
     device_memory: int | None,
 ) -> ExchangeNeeds:
-    """Collect the facts that the choice of an exchange depends on."""
+    """Return the facts on which the choice of an exchange depends.
+
+    Args:
+        device_memory: bytes of a GPU. None on a CPU.
+    """
     model, sparsity = config.model, config.sparsity
     pattern = make_pattern(sparsity, config.seed)
     return ExchangeNeeds(
@@ -97,7 +104,11 @@ def given_host_memory(config: Config) -> int | None:
 def kernel_request(
     config: Config, device: str, dtype: torch.dtype, capability: tuple[int, int] | None
 ) -> KernelRequest:
-    """Return what a run needs from a kernel for dense attention. capability: the GPU's."""
+    """Return what a run needs from a kernel for dense attention.
+
+    Args:
+        capability: CUDA compute capability. None on a CPU.
+    """
     model = config.model
     return KernelRequest(
         device=device,
@@ -123,13 +134,10 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         memory = given_memory(config) or properties.total_memory
         capability = (properties.major, properties.minor)
-    request = kernel_request(config, environment.device, dtype, capability)
     pattern = make_pattern(config.sparsity, config.seed)
-    dense_kernel = None
-    if pattern is not None:
-        dense_kernel = choose_dense_kernel(config, request)
-        request = replace(request, index=pattern.request())
-    kernel, kernel_reason = choose(config.train.kernel, request)
+    (kernel, kernel_reason), dense_kernel = choose_kernels(
+        config, kernel_request(config, environment.device, dtype, capability), pattern
+    )
     exchange = choose_exchange(
         config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory)
     )
@@ -145,11 +153,36 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     )
 
 
-def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
-    """Choose the kernel of the dense first steps of a sparse run, with its reason.
+def require_cpu_kernel(config: Config) -> None:
+    """Raise ConfigError if `train.kernel` cannot compute the run on a CPU."""
+    request = kernel_request(config, "cpu", compute_dtype(config, "cpu"), None)
+    choose_kernels(config, request, make_pattern(config.sparsity, config.seed))
 
-    Returns None if the run has no such steps. If `train.kernel` only computes with an index, `auto`
-    chooses. request: for dense attention.
+
+def choose_kernels(
+    config: Config, request: KernelRequest, pattern: Pattern | None
+) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
+    """Choose the kernel of a run and, if a sparse run starts dense, of these steps, with reasons.
+
+    request: for dense attention.
+
+    Raises:
+        ConfigError: the configured kernel does not support the run.
+    """
+    if pattern is None:
+        return choose(config.train.kernel, request), None
+    dense_kernel = choose_dense_kernel(config, request)
+    return choose(config.train.kernel, replace(request, index=pattern.request())), dense_kernel
+
+
+def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel, str] | None:
+    """Return the kernel for the dense first steps of a sparse run, and why it was chosen.
+
+    Return None if the run has no such steps. If `train.kernel` needs an index, choose as for
+    `train.kernel=auto`.
+
+    Args:
+        request: what the run needs for dense attention.
 
     Raises:
         ConfigError: no kernel supports these steps.
@@ -165,13 +198,13 @@ def choose_dense_kernel(config: Config, request: KernelRequest) -> tuple[Kernel,
 
 
 def dense_kernel_asked(config: Config) -> str:
-    """Return `train.kernel` as it applies to dense steps."""
+    """Return `train.kernel`, or "auto" if that kernel needs an index and so cannot be dense."""
     return "auto" if config.train.kernel == "triton" else config.train.kernel
 
 
 @contextmanager
 def dense_steps_named(config: Config) -> Iterator[None]:
-    """Report an unsupported kernel as an error of `sparsity.dense_steps`."""
+    """Turn a ConfigError about a kernel into an error of `sparsity.dense_steps`."""
     try:
         yield
     except ConfigError as error:

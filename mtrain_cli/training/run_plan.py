@@ -1,4 +1,4 @@
-"""The plan of a run, derived from its configuration, for this machine or for absent GPUs."""
+"""The plan of a run: what its configuration resolves to, on this machine or on absent GPUs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.program import Recompute, ShardSizes
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
     parameters,
-    recomputes_attention,
+    recomputed_attention,
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
@@ -61,12 +61,11 @@ if TYPE_CHECKING:
 # Plans for absent GPUs assume this GPU.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
 ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
-USABLE_HOST = 0.9  # of host memory; the rest is for processes, files and data
-CERTAIN = 1.05  # refuse a run only above this share of a GPU: estimates err by up to 5 %
+USABLE_HOST = 0.9  # share of host memory that plans use; the rest is for processes, files and data
+USABLE = 0.95  # share of a GPU's memory that plans use; the allocator always leaves gaps
+# A run that needs more than this share of a GPU is refused. Estimates err by up to 5 %.
+CERTAIN = 1.05
 SHORTEST_SEQ = 1024  # shortest sequence to propose
-USABLE = 0.95  # of a GPU's memory: the allocator always leaves gaps
-
-
 FITS = (
     f'To "fit" means to use at most {USABLE:.0%} of a GPU\'s memory and {USABLE_HOST:.0%} of the '
     "host's; gaps and other processes take the rest"
@@ -79,9 +78,11 @@ KEPT = f"train.keep_mlp leaves {1 - ROOMY:.0%} of a GPU free"
 class ReceivedBytes:
     """Bytes that reach one worker.
 
-    forward, backward: KV and its gradients, per layer and micro-batch.
+    forward: KV, per layer and micro-batch.
+    backward: KV and its gradients, per layer and micro-batch.
     weights: weights and their gradients, per optimizer step.
-    host: gradients and weights between device and host, per step with an offloaded optimizer.
+    host: gradients and weights between device and host, per optimizer step. 0 unless the optimizer
+        is offloaded.
     """
 
     forward: int
@@ -94,15 +95,20 @@ class ReceivedBytes:
 class RunPlan:
     """All facts that `--dry-run` and the start-up banner show.
 
-    kernel, kernel_reason: name of the kernel and why it was chosen.
-    gpu: name of the GPUs; None on a CPU or if they are assumed.
-    capacity: memory of one GPU in bytes, if known.
-    dense_kernel: name and reason of the kernel for the dense first steps of a sparse run.
+    kernel: name of the kernel.
+    kernel_reason: why `kernel` was chosen.
+    dtype: name of the compute dtype.
+    gpu: name of the GPUs. None on a CPU or if the GPUs are assumed.
+    capacity: memory of one GPU in bytes. None if unknown.
+    memory: estimated memory of one worker.
+    dense_kernel: name of the kernel for the dense first steps of a sparse run, and why it was
+        chosen. None without such steps.
     machine: which machine the plan is for, and why.
-    elsewhere: the plan is for absent GPUs.
+    elsewhere: whether the plan is for absent GPUs.
     host_share: bytes of host memory that each worker may use.
-    search: what `train.memory=auto` found.
-    requested: the configuration before `train.memory=auto` changed it.
+    search: result of `train.memory=auto`. None for `train.memory=manual`.
+    requested: the configuration before `train.memory=auto` changed it. None for
+        `train.memory=manual`.
     """
 
     config: Config
@@ -153,14 +159,17 @@ class RunPlan:
     def flops(self) -> FlopsPerToken:
         return training_flops(self.config, self.layout, dtype_bytes=self.dtype_bytes)
 
+    @property
+    def recompute(self) -> Recompute:
+        """The part of a layer's forward exchange that the backward pass runs again."""
+        return recomputed_attention(self.config.train, self.layout, self.exchange.heads)
+
     @cached_property
     def received(self) -> ReceivedBytes:
-        """The traffic of one worker, from the schedule of its exchange.
+        """The bytes that reach one worker, from the schedule of its exchange and `StateMemory`.
 
-        Excludes columns that a ring gathers once. Recomputing attention, in part or in full,
-        repeats the forward exchange. Weights are gathered in the compute dtype and gradients
-        reduced in train.reduce_dtype, (W - 1) / W of them, as often as train.shard says (see
-        `parallel.fsdp`).
+        `backward` includes what recomputation sends again (`recompute`). The columns that a ring
+        gathers once are not counted.
         """
         model, train, layout = self.config.model, self.config.train, self.layout
         sizes = ShardSizes(
@@ -172,13 +181,12 @@ class RunPlan:
         )
         schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
-        forward, backward = (
-            int(lower(schedule, 0, backward=b, traits=traits).sent(sizes)) for b in (False, True)
-        )
+        forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+        again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
         return ReceivedBytes(
-            forward=forward,
-            backward=backward + (forward if recomputes_attention(train) else 0),
+            forward=int(forward.sent(sizes)),
+            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
             weights=states.sent(),
             host=states.over_host_link(),
         )
@@ -189,12 +197,12 @@ class RunPlan:
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of a GPU; assumed if unknown."""
+        """Bytes of one GPU's memory. If unknown, those of the assumed GPU."""
         return self.capacity or ASSUMED_GPU_BYTES
 
     @property
     def available_memory(self) -> str:
-        """Describe the available memory, for messages."""
+        """A description of the available memory, for messages."""
         if self.environment.device == "cpu":
             workers = self.environment.local_workers
             return f"{size(host_memory())}, shared by {workers} CPU workers of this machine"
@@ -209,17 +217,24 @@ class RunPlan:
         return f"{size(self.gpu_bytes)} ({gpu}, {USABLE:.0%} of it usable) and {host}"
 
     def device_bytes(self, memory: MemoryEstimate) -> int:
-        """Bytes of a worker on its device, which on a CPU is the host."""
+        """Return the bytes of a worker on its device. On a CPU, they include its host memory."""
         return memory.total + (memory.host_peak if self.environment.device == "cpu" else 0)
 
     def has_room_for(self, memory: MemoryEstimate, usable: float = USABLE) -> bool:
-        """Return whether a worker's device and host hold this much memory."""
+        """Return whether `memory` fits a worker's device and host.
+
+        Args:
+            usable: share of a GPU's memory to use.
+        """
         if self.environment.device == "cpu":
             return self.device_bytes(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
     def replan(self, config: Config) -> RunPlan:
-        """Plan another configuration here, with the same workers unless `config` sets them."""
+        """Plan another configuration for the same device and number of workers.
+
+        A number in `config.topology.workers` overrides the number of workers.
+        """
         workers, device = config.topology.workers, self.environment.device
         workers = workers if isinstance(workers, int) else self.dims.workers
         topology = dataclasses.replace(config.topology, device=device, workers=workers)
@@ -233,18 +248,20 @@ class RunPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the memory of a GPU, or of a CPU machine, suffices; None for an unknown GPU."""
+        """Whether the run fits its GPUs, or on a CPU its machine. None if the GPU is unknown."""
         if self.environment.device == "cpu":
             return self.host_bytes <= host_memory()
         return None if self.capacity is None else self.has_room_for(self.memory)
 
 
 def make_plan(config: Config) -> RunPlan:
-    """Plan a run, on this machine or on absent GPUs.
+    """Plan a run on this machine or on absent GPUs.
 
-    If this machine has GPUs, plan for GPUs like them. Otherwise `topology.device=auto` plans for
-    the CPU of this machine, or, if the CPU cannot run the configuration and `topology.workers` is a
-    number, for that many GPUs. `topology.device` = cpu or cuda decides explicitly.
+    `topology.device` decides where:
+    - cpu: on the CPU of this machine.
+    - cuda: on GPUs like those of this machine, or if it has none, on absent GPUs.
+    - auto: as for cuda if this machine has GPUs. Otherwise as for cpu. Only if the CPU cannot run
+      the configuration and `topology.workers` is a number, on that many absent GPUs.
 
     Raises:
         ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
@@ -254,14 +271,14 @@ def make_plan(config: Config) -> RunPlan:
 
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
-    """Apply `train.memory=auto`: the chosen setting, or the one closest to fitting."""
+    """Apply `train.memory=auto`: the fastest setting that fits, or the one closest to fitting."""
     result = search(plan)
     setting = result.chosen or nearest_to_fitting(plan, result.settings)
     return dataclasses.replace(with_setting(plan, setting), search=result, requested=plan.config)
 
 
 def with_setting(plan: RunPlan, setting: MemorySetting) -> RunPlan:
-    """Replace the memory setting of a plan."""
+    """Return the plan with another memory setting."""
     return dataclasses.replace(plan, config=setting.config, memory=setting.memory)
 
 
@@ -276,9 +293,9 @@ def _manual_plan(config: Config) -> RunPlan:
 
 
 def _plan_here(config: Config) -> RunPlan:
-    """Plan for this machine, or for more GPUs like its own."""
+    """Plan for this machine, or for a larger number of GPUs like its own."""
     environment = resolve_environment(config, planning=True)
-    # Plan for the first GPU here, whichever worker this process would be.
+    # Plan for this machine's first GPU, whatever rank this process has.
     first = dataclasses.replace(environment, rank=0, local_rank=0)
     plan = plan_resolved(config, environment, resolve_run(config, first))
     return dataclasses.replace(plan, machine=_machine_here(plan))
@@ -296,7 +313,7 @@ def _machine_here(plan: RunPlan) -> str:
 
 
 def _refusal_here(config: Config) -> str | None:
-    """Say why this machine's CPU cannot run this configuration; None if it can."""
+    """Return why this machine's CPU cannot run a configuration, or None if it can."""
     try:
         plan = _plan_here(config)
     except ConfigError as error:
@@ -309,12 +326,12 @@ def _refusal_here(config: Config) -> str | None:
 
 
 def needed_here(plan: RunPlan) -> str:
-    """Compare the memory of CPU workers with this machine's, in whole GiB."""
+    """Describe the memory that CPU workers need and the memory that this machine has."""
     return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
 
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """Plan a resolved run on this machine."""
+    """Plan a run on this machine from its `auto` choices."""
     kernel = choices.kernel.name, choices.kernel_reason
     plan = _complete(config, environment, choices.layout, choices.exchange, kernel, choices.dtype)
     if environment.device == "cuda":
@@ -335,8 +352,11 @@ def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun
 def workers_sharing_host(environment: Environment, gpus: int) -> int:
     """Count the workers that share this machine's memory.
 
-    gpus: GPUs that this process sees. SLURM may show each task only one, and a dry run may plan for
-    more workers than there are GPUs.
+    A dry run may plan for more workers than this machine has GPUs, so count at most `gpus`. Under
+    SLURM, do not apply this limit, since SLURM may show each task only one GPU.
+
+    Args:
+        gpus: number of GPUs that this process sees.
     """
     if environment.launcher == "slurm":
         return environment.local_workers
@@ -344,7 +364,7 @@ def workers_sharing_host(environment: Environment, gpus: int) -> int:
 
 
 def _plan_elsewhere(config: Config, why: str) -> RunPlan:
-    """Plan for absent GPUs, and state the assumptions about them."""
+    """Plan for absent GPUs. why: the reason, for `RunPlan.machine`."""
     plan = _plan_gpus(config, None, (9, 0), given_memory(config), ASSUMED_HOST_BYTES, None)
     dense_kernel = None
     if config.sparsity.dense_steps:
@@ -364,16 +384,16 @@ def plan_for(
     host: int = ASSUMED_HOST_BYTES,
     kernel: str | None = None,
 ) -> RunPlan:
-    """Plan a run on described GPUs; `config.topology` says how many, and how many per node.
+    """Plan a run on GPUs that the arguments describe. `config.topology` gives their number.
 
-    Its memory equals that of `make_plan` with the same configuration, kernel and exchange.
+    The memory estimate equals that of `make_plan` for the same configuration, kernel and exchange.
 
     Args:
         gpu: name of the GPU.
         capability: CUDA compute capability.
         capacity: bytes of GPU memory.
         host: bytes of host memory per GPU.
-        kernel: replaces `train.kernel`.
+        kernel: name of a kernel to use instead of `train.kernel`.
 
     Raises:
         ConfigError: sizes are inconsistent, or no kernel supports the run.
@@ -390,7 +410,12 @@ def _plan_gpus(
     host: int,
     kernel: str | None,
 ) -> RunPlan:
-    """Plan as `plan_for` does. gpu, capacity: None = `ASSUMED_GPU` and its memory."""
+    """Plan as `plan_for` does, without `train.memory=auto`.
+
+    Args:
+        gpu: None for `ASSUMED_GPU`.
+        capacity: None for the memory of `ASSUMED_GPU`.
+    """
     topology = dataclasses.replace(config.topology, device="cuda")
     config = dataclasses.replace(config, topology=topology)
     environment = resolve_environment(config, planning=True)
@@ -419,7 +444,7 @@ def _kernel_elsewhere(
     capability: tuple[int, int] = (9, 0),
     gpu: str = ASSUMED_GPU,
 ) -> tuple[str, str]:
-    """Choose a kernel for absent GPUs (by default Hopper) with every package installed."""
+    """Return the kernel for absent GPUs, if all packages are installed, and why it was chosen."""
     request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
     possible = [
         name for name, reason in survey(request) if reason is None or "not installed" in reason
@@ -446,7 +471,7 @@ def _complete(
     kernel: tuple[str, str],
     dtype: torch.dtype,
 ) -> RunPlan:
-    """Complete a plan for an unknown GPU with the memory estimate."""
+    """Return a plan with its memory estimate, but without the name and memory of the GPU."""
     memory = estimate_memory(
         config,
         workers=environment.dims.workers,
@@ -471,10 +496,10 @@ def _complete(
 
 
 def require_fit(plan: RunPlan) -> None:
-    """Refuse a run at its start if its memory certainly does not suffice.
+    """Refuse a run at its start if it certainly does not fit the memory.
 
     Raises:
-        ConfigError: one line that says what would fit.
+        ConfigError: the run does not fit. The message is one line that says what would fit.
     """
     if plan.search is not None and plan.search.chosen is None:
         raise ConfigError(refusal(plan, plan.search))

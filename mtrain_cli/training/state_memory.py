@@ -1,8 +1,14 @@
 """Bytes of weights, gradients and optimizer states, by sharding, reduce dtype and offload.
 
-Symbols: P_l weights of a layer, P_r weights outside the layers, L layers, P = L P_l + P_r,
-W workers, e bytes of the compute dtype, r bytes of the dtype that gradients are reduced in,
-n micro-batches per step and worker.
+Symbols:
+    P_l     weights of a layer
+    P_r     weights outside the layers
+    L       layers
+    P       all weights, L P_l + P_r
+    W       workers
+    e       bytes of the compute dtype
+    r       bytes of the dtype in which gradients are reduced
+    n       micro-batches per step and worker
 """
 
 from __future__ import annotations
@@ -17,12 +23,17 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
-    """Count the elements of one worker's shards; FSDP2 shards dimension 0 and pads."""
+    """Count the elements of one worker's shards. FSDP2 shards dimension 0, rounded up."""
     return sum(-(-shape[0] // workers) * prod(shape[1:]) for shape in shapes)
 
 
 class StateMemory:
-    """Memory of weights, gradients and states: shards and weights in elements, others in bytes."""
+    """Memory of one worker's weights, gradients and optimizer states.
+
+    Attributes are counts, in elements: `layer_shard`, `root_shard` and `shard` of this worker's
+    shards, `layer_weights` and `root_weights` of unsharded weights. Properties and methods return
+    bytes.
+    """
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
         model, train = config.model, config.train
@@ -41,20 +52,25 @@ class StateMemory:
 
     @property
     def parameters(self) -> int:
-        """Permanent shards: 4 P / W, or e P / W if the float32 weights are on the host."""
+        """Weight shards on the device: 4 P / W, or e P / W with an offloaded optimizer."""
         return (self.e if self.offload else 4) * self.shard
 
     @property
     def optimizer(self) -> int:
+        """Both AdamW states on the device, in float32: 8 P / W, or 0 if offloaded."""
         return 0 if self.offload else 8 * self.shard
 
     @property
     def host(self) -> int:
-        """Host memory of a worker with an offloaded optimizer.
+        """Host memory of an offloaded optimizer; 0 without one.
 
-        Float32 weights and both states; pinned: rounded weights of two units, and gradients of two
-        units, or of all with optim.offload_gradients. Excludes unused ends of arenas
-        (`PinnedMemory`, at most 0.5 GiB).
+        It holds, for this worker's shards (a unit is a layer or the weights outside the layers):
+        - weights and both AdamW states in float32
+        - in pinned memory, the weights of two units in the compute dtype
+        - in pinned memory, the float32 gradients of two units, or of all units with
+          optim.offload_gradients
+
+        The unused ends of `PinnedMemory` arenas, at most 0.5 GiB, are not counted.
         """
         if not self.offload:
             return 0
@@ -67,17 +83,19 @@ class StateMemory:
 
     @property
     def saving(self) -> int:
-        """Host memory of a worker while a checkpoint is written: a copy of weights and states.
+        """Host memory of the copy of weights and states while a checkpoint is written.
 
-        0 if the configuration asks for no checkpoint; a run that is asked to stop still saves one.
+        0 if the configuration asks for no checkpoint, although a run that is asked to stop saves
+        one even then.
         """
         return 12 * self.shard if self.saves else 0
 
     def gradients(self, reduced: int) -> int:
         """Return the bytes of gradients after backward has reduced `reduced` layers.
 
-        With several micro-batches, every layer holds gradients at the peak, unsharded with
-        train.shard=optimizer. With one, offloaded gradients are freed before the next layer's peak.
+        With several micro-batches, all layers hold gradients at the peak. The gradients are
+        unsharded with train.shard=optimizer. With one micro-batch, offloaded gradients are freed
+        before the next layer's peak.
         """
         if self.accumulates and self.shard_kind == "optimizer":
             return 4 * (self.layers * self.layer_weights + self.root_weights)
@@ -87,15 +105,16 @@ class StateMemory:
 
     @property
     def at_the_optimizer(self) -> int:
-        """Gradients on the device when the optimizer steps."""
+        """Bytes of gradients on the device when the optimizer steps."""
         return 0 if self.gradients_leave else 4 * self.shard
 
     def weights(self, left: int, at_once: int) -> int:
         """Return the bytes of the layers' unsharded weights in the compute dtype.
 
         Args:
-            left: layers whose backward pass is not over; in forward, layers that have begun.
-            at_once: layers that train.shard=full holds: the current one, and a gathered next one.
+            left: layers that have begun forward and not finished backward.
+            at_once: layers whose weights train.shard=full holds: the current layer and, if its
+                weights are gathered ahead, the next one.
         """
         if self.shard_kind == "full":
             return self.e * self.layer_weights * min(left, at_once)
@@ -108,12 +127,15 @@ class StateMemory:
         return self.r * shard * self.workers
 
     def sent(self) -> int:
-        """Bytes of weights and gradients that reach one worker per optimizer step."""
+        """Return the bytes of weights and gradients that reach one worker per optimizer step."""
         n, layers = self.micro_batches, self.layers * self.layer_shard
         gathered = {"full": n * (2 * layers + self.root_shard)}.get(self.shard_kind, self.shard)
         reduced = self.shard * (1 if self.shard_kind == "optimizer" else n)
         return (self.workers - 1) * (self.e * gathered + self.r * reduced)
 
     def over_host_link(self) -> int:
-        """Bytes between device and host per optimizer step: float32 gradients down, weights up."""
+        """Return the bytes between device and host per optimizer step of an offloaded optimizer.
+
+        Float32 gradients go down, and weights in the compute dtype go up.
+        """
         return (4 + self.e) * self.shard if self.offload else 0

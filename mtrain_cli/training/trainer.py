@@ -67,19 +67,19 @@ from mtrain_cli.training.watch import SpikeWatch
 
 
 class NonFiniteError(RunError):
-    """The loss or a gradient is not finite. Nothing of that step is kept."""
+    """The loss or a gradient is not finite. The step did not change the weights."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The numbers that a rank shares at the end of a step, in one all-gather of float64.
+    """What a rank tells all others at the end of a step, in one all-gather of float64 numbers.
 
     loss: this rank's part of the mean loss, in nats.
     squared_norm: squared norm of this rank's gradient shards, before clipping.
     stop: 1 if this rank received a stop request, else 0.
-    compute_seconds: seconds that `compute_time` measured; 0 if not measured.
+    compute_seconds: seconds that `ComputeTimer` measured in the previous step. 0 if not measured.
     data_seconds: seconds that this rank waited for data.
-    index_sums: `index_metrics.local_index_sums` of a sparse step; else empty.
+    index_sums: `index_metrics.local_index_sums` of a sparse step. Empty in a dense step.
     """
 
     loss: float
@@ -91,7 +91,7 @@ class StepReport:
 
     @staticmethod
     def of(row: Sequence[float]) -> StepReport:
-        """Read one rank's row. Its numbers have the order of the fields."""
+        """Make a report from a rank's numbers, which come in the order of the fields."""
         loss, norm, stop, compute_seconds, data_seconds, *index_sums = row
         return StepReport(loss, norm, stop, compute_seconds, data_seconds, tuple(index_sums))
 
@@ -100,12 +100,15 @@ class StepReport:
 class StepResult:
     """One optimizer step, equal on all workers.
 
-    loss: mean over valid tokens, in nats; None without any.
-    pairs: computed query-key pairs, mean over heads and layers, sum over all sequences.
-    stop: whether any worker requested a stop.
+    loss: mean over the tokens with a label, in nats. None if no token has a label.
+    grad_norm: norm of the whole gradient, before clipping.
+    lr: learning rate of the step.
+    tokens: tokens of all sequences of the step.
+    pairs: computed query-key pairs: mean over heads and layers, sum over all sequences.
+    stop: whether any worker received a stop request.
     reports: one per rank.
-    index: metrics of the dynamic index; None for a dense step.
-    skipped: whether the update was skipped.
+    index: metrics of the dynamic index. None for a dense step.
+    skipped: whether the optimizer update was skipped.
     warnings: lines for the user.
     """
 
@@ -122,14 +125,14 @@ class StepResult:
 
     @property
     def data_seconds(self) -> float:
-        """Time that the longest-waiting worker waited for data."""
+        """Seconds for which the slowest loader made its worker wait for data."""
         return max((report.data_seconds for report in self.reports), default=0.0)
 
 
 def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
-    """Refuse CPU workers that need more memory than the machine has, before they stall it.
+    """Refuse CPU workers that need more memory than the machine has.
 
-    A GPU that is too small raises its own error at once.
+    They would slow the whole machine down, whereas a full GPU raises an error at once.
     """
     if environment.device != "cpu" or config.train.memory == "auto":
         return
@@ -144,14 +147,14 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
 
 
 def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
-    """Plan a run, including `train.memory=auto`, with one result on all ranks. All ranks call this.
+    """Plan a run, including `train.memory=auto`. All ranks call this and get the same plan.
 
     Raises:
-        ConfigError: the run cannot fit the GPUs; one line that says what would fit.
+        ConfigError: the run cannot fit the GPUs. The message is one line that says what would fit.
     """
     plan = plan_resolved(config, environment, choices)
     if environment.device == "cuda" and environment.dims.workers > 1:
-        # GPUs of one job may differ by some MiB. Use the smallest, so that ranks agree.
+        # GPUs of one job may differ by some MiB. Plan for the smallest, so that ranks agree.
         everyone: list[list[int]] = share((plan.gpu_bytes, plan.host_share))
         plan = replace(
             plan,
@@ -165,9 +168,9 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
 
 
 class Trainer:
-    """One worker of a training run: its shards of model and optimizer, its data, its step.
+    """One worker of a training run: its model and optimizer shards, its data, and its steps.
 
-    callbacks: hooks of this run, in call order.
+    callbacks: what follows this run, in call order.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -178,7 +181,7 @@ class Trainer:
             self.device = torch.device("cuda", torch.cuda.current_device())
         torch.manual_seed(config.seed)
         if config.train.deterministic:
-            # cuBLAS is repeatable only with a workspace per stream, requested by this variable
+            # cuBLAS is deterministic only with a workspace per stream. It reads this variable
             # before its first matrix product.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -212,10 +215,11 @@ class Trainer:
         self.callbacks: list[Callback] = []
         self.recorder: Recorder | None = None
         self._batches: Any = None
-        self.lacks_data = False  # some worker could not read this step's data; all workers stop
+        self.lacks_data = False  # whether a worker could not read its data, so that all stop
         self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
-        self._frozen_after: set[bool] = set()  # step kinds already seen: with an index, without
+        # Kinds of steps after which garbage was frozen: True for sparse, False for dense.
+        self._frozen_after: set[bool] = set()
         self._peak_flops: float | None = None
         if self.device.type == "cuda":
             self._peak_flops = peak_flops(torch.cuda.get_device_name(self.device))
@@ -258,10 +262,10 @@ class Trainer:
         self.held_out: list[Sample] = self.dataset.held_out
 
     def _check_same_data(self) -> list[str]:
-        """Return host and device of each rank, after checking that all read the same corpus.
+        """Check that all ranks read the same corpus. Return host and device of each rank.
 
-        Machines with different files, or for data=stdlib another Python, would silently train on
-        different tokens.
+        Corpora differ if machines have different files or, for data=stdlib, different versions of
+        Python. Without this check, the ranks would train on different tokens unnoticed.
         """
         answers = share((self.dataset.fingerprint, describe_place(self.device)), self.host_group)
         expected = answers[0][0]
@@ -274,7 +278,10 @@ class Trainer:
         return [place for _, place in answers]
 
     def _make_decoder(self) -> tuple[Decoder, DeviceOptimizer | OffloadedOptimizer]:
-        """Build on the meta device, shard, then fill. No worker ever holds the whole model."""
+        """Build the decoder on the meta device, shard it, then fill the shards.
+
+        No worker ever holds the whole model. Return the decoder and its optimizer.
+        """
         config = self.config
         mesh = make_parameter_mesh(self.environment.dims, self.environment.device)
         decoder = parallelize(
@@ -306,10 +313,14 @@ class Trainer:
     def train_step(self, stop: bool) -> StepResult:
         """Run one optimizer step over `train.global_batch` sequences.
 
+        Args:
+            stop: whether this worker received a stop request, to tell all workers.
+
         Raises:
-            NonFiniteError: the loss or a gradient of any worker is not finite; nothing changed.
-            ConfigError, RunError: this worker cannot read its data; raised before the step.
-            PeerLostError: another worker cannot read its data; raised before the step.
+            NonFiniteError: the loss or a gradient of any worker is not finite. The weights did not
+                change.
+            ConfigError, RunError: this worker cannot read its data. Raised before the step.
+            PeerLostError: another worker cannot read its data. Raised before the step.
         """
         progress_record.begin_step(self.step + 1)
         compute_seconds = self._compute_timer.start_step()
@@ -356,7 +367,7 @@ class Trainer:
         )
 
     def _next_batches(self) -> tuple[list[Batch], float]:
-        """Return the micro-batches of this step, and the seconds that this worker waited."""
+        """Return this step's micro-batches, and the seconds that this worker waited for data."""
         if self._batches is None:
             self._batches = iter(self.loader)
         on_host, seconds = self._next_on_host()
@@ -383,7 +394,9 @@ class Trainer:
     ) -> list[StepReport]:
         """Return the report of every rank.
 
-        finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
+        Args:
+            finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
+            records: index estimates of this step. Empty for a dense step.
         """
         timing = torch.tensor(
             [float(stop), compute_seconds, data_seconds], dtype=torch.float64, device=self.device
@@ -409,22 +422,26 @@ class Trainer:
     def _index_metrics(
         self, reports: Sequence[StepReport], records: list[IndexRecord]
     ) -> IndexMetrics | None:
-        """Combine the index sums of all ranks; None for a dense step."""
+        """Combine the index sums of all ranks. Return None for a dense step."""
         if not records:
             return None
         sums = [sum(column) for column in zip(*(r.index_sums for r in reports), strict=True)]
         return index_metrics(sums, records, self.config.seq)
 
     def _freeze_garbage(self, *, sparse: bool) -> None:
-        """Freeze the lasting objects of the first dense and sparse step, mostly compiled code."""
+        """Freeze garbage collection after the first dense step and after the first sparse step.
+
+        Each creates objects that last, mostly compiled code.
+        """
         if sparse not in self._frozen_after:
             self._frozen_after.add(sparse)
             garbage_collection.freeze_garbage()
 
     def _skips_update(self, loss: float | None, grad_norm: float) -> tuple[bool, str]:
-        """Return whether to skip the update, and a warning.
+        """Return whether to skip the update, and a warning or "".
 
-        In a step without labels, AdamW would decay the weights and move them by its moments.
+        A step without labels must skip: AdamW would decay the weights, and move them by its
+        moments, without any gradient.
         """
         if loss is None:
             return True, f"step {self.step + 1}: no token has a label; the update is skipped"
@@ -433,7 +450,7 @@ class Trainer:
         return skipped, line + "; its update is skipped" * skipped if line else ""
 
     def _next_on_host(self) -> tuple[Sequence[HostBatch], float]:
-        """Return the data of this step, and the seconds that this worker waited for them."""
+        """Return the data of this step in host memory, and the seconds that this worker waited."""
         wait_started = time.perf_counter()
         on_host: Sequence[HostBatch] = ()
         error = None
@@ -463,30 +480,30 @@ class Trainer:
     def _on_host(self, samples: list[Sample]) -> HostBatch:
         """Prepare a micro-batch on the loader's thread.
 
-        Drops whole sequences, which may take gigabytes, unless a callback needs them.
+        Drop the whole sequences, which may take gigabytes, unless a callback needs them.
         """
         host = self.next_batch_maker().on_host(samples)
         keep = any(callback.needs_samples for callback in self.callbacks)
         return host if keep else replace(host, samples=())
 
     def next_batch_maker(self) -> BatchMaker:
-        """Return the batch maker of the next step; the first steps of a sparse run may be dense."""
+        """Return the batch maker of the next step. The first `sparsity.dense_steps` are dense."""
         dense = self.step < self.config.sparsity.dense_steps
         return self.dense_batch_maker if dense and self.dense_batch_maker else self.batch_maker
 
     def close(self) -> None:
-        """Stop the loader's background thread."""
+        """Stop the loader's background thread, and unfreeze garbage collection."""
         self.loader.close()
         garbage_collection.unfreeze_garbage()
 
     def forward_backward(
         self, batches: Sequence[Batch], attends: Sequence[Attend], valid: int
     ) -> torch.Tensor:
-        """Accumulate the gradients of a step and return this worker's part of the loss.
+        """Accumulate the gradients of a step. Return this worker's part of the mean loss.
 
         Args:
-            attends: the attention of each batch.
-            valid: labels that count, summed over all workers.
+            attends: the attention of each micro-batch.
+            valid: labels that count towards the loss, summed over all workers.
         """
         loss = torch.zeros((), device=self.device)
         with nullcontext() if self.recorder is None else self.recorder.iteration():
@@ -496,8 +513,8 @@ class Trainer:
                 last = number == len(batches) - 1
                 begin_micro_batch(self.decoder, self.config.train.shard, last=last)
                 self.states.last_micro_batch = last
-                # Local sums over the step's global number of valid tokens: summed over workers,
-                # this equals one worker's mean.
+                # Divide the local sum by the global number of valid labels. The sum over workers is
+                # then the mean that one worker would compute.
                 part = self.decoder(
                     batch.tokens, batch.positions, batch.labels, attend, 1.0 / max(1, valid)
                 )
@@ -508,7 +525,7 @@ class Trainer:
         return loss
 
     def totals(self, batches: Sequence[Batch]) -> tuple[int, int]:
-        """Return labels that count and allowed query-key pairs per head, over all workers."""
+        """Return (labels that count, allowed query-key pairs per head), summed over all workers."""
         valid, pairs = sum(b.valid for b in batches), sum(b.pairs for b in batches)
         if self.environment.dims.dp == 1:
             return valid, pairs
@@ -519,12 +536,12 @@ class Trainer:
         return valid, pairs
 
     def record(self, recorder: Recorder | None) -> None:
-        """Record later steps with `recorder`; stop recording with None."""
+        """Record the following steps with `recorder`. None stops recording."""
         self.recorder = recorder
         self.exchange.set_recorder(recorder)
 
     def _check_finite(self, reports: Sequence[StepReport]) -> None:
-        """Raise NonFiniteError, which names the ranks, unless every loss and gradient is finite."""
+        """Raise NonFiniteError if a loss or gradient is not finite. The error names the ranks."""
         for name, field in (("loss", "loss"), ("gradient", "squared_norm")):
             ranks = [str(n) for n, r in enumerate(reports) if not math.isfinite(getattr(r, field))]
             if ranks:
@@ -535,7 +552,7 @@ class Trainer:
                 )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
-        """Build the line of metrics.jsonl for a finished step."""
+        """Return the line of metrics.jsonl for a finished step that took `seconds`."""
         config, index, peak = self.config, result.index, self._peak_flops
         pairs = result.pairs / config.train.global_batch
         flops = training_flops(
@@ -568,12 +585,12 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return everything that a checkpoint holds; parameters and optimizer states as shards."""
+        """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""
         fresh = not self.optimizer.state
         model, optimizer = get_state_dict(self.states.masters, self.optimizer)
         if fresh:
-            # PyTorch creates the states by a step without gradients, which would count in the
-            # bias correction of the first real step.
+            # PyTorch creates the states by a step without gradients. That step must not count in
+            # the bias correction of the first real step.
             for state in self.optimizer.state.values():
                 state["step"].zero_()
         trainer = {
@@ -585,9 +602,9 @@ class Trainer:
         return {"model": model, "optimizer": optimizer, "trainer": trainer}
 
     def resume(self, checkpointer: Checkpointer) -> None:
-        """Resume from the newest intact checkpoint, on any number of workers.
+        """Resume from the newest intact checkpoint, whatever number of workers wrote it.
 
-        Starts at step 0 if that checkpoint is an import, which holds only weights.
+        If the checkpoint is an import, which holds only weights, start at step 0.
         """
         if checkpointer.holds_only_weights():
             weights = {"model": self.state()["model"]}
@@ -604,7 +621,7 @@ class Trainer:
             optim_state_dict=state["optimizer"],
         )
         self.states.send()
-        # The optimizer's state restores hyperparameters, but the resume may configure others.
+        # The loaded state sets the hyperparameters of the checkpoint; `config` may differ.
         set_hyperparameters(self.optimizer, self.config.optim)
         saved = state["trainer"]
         self.step, self.tokens = int(saved["step"]), int(saved["tokens"])

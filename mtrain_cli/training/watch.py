@@ -1,6 +1,6 @@
-"""Warn about anomalies in a running training: spikes of loss or gradient norm, and stragglers.
+"""Warn about spikes of the loss or the gradient norm, and about stragglers.
 
-Both compare with recent values by medians, which a few outliers do not move.
+Both watches compare a value with the median of recent values, which a few outliers do not move.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ WINDOW = 64  # number of latest steps to compare with
 MIN_STEPS = 16  # number of steps before the first comparison
 # For a normal distribution, 1.4826 x the median absolute deviation is the standard deviation.
 _NORMAL = 1.4826
-# Smallest standard deviation: a share of the loss; an absolute value of the log gradient norm.
-_MIN_LOSS_SIGMA, _MIN_NORM_SIGMA = 0.01, 0.05
+_MIN_LOSS_SIGMA = 0.01  # smallest standard deviation of the loss, as a share of its median
+_MIN_NORM_SIGMA = 0.05  # smallest standard deviation of the logarithm of the gradient norm
 
-STRAGGLER_STEPS = 20
-STRAGGLER_WARM_UP = 3  # compilation and first communicators
+STRAGGLER_STEPS = 20  # number of latest steps to compare
+STRAGGLER_WARM_UP = 3  # first steps to ignore: compilation and first communicators
 
 
-class _Band:
+class _Window:
     """The latest values of one quantity."""
 
     def __init__(self) -> None:
         self.values: deque[float] = deque(maxlen=WINDOW)
 
     def sigmas(self, value: float, minimum: float) -> float:
-        """Return the distance of `value` above the median, in robust standard deviations.
+        """Return how many robust standard deviations `value` lies above the median.
 
-        A deviation is at least `minimum`. Return 0 while there are too few values.
+        Return 0 before `MIN_STEPS` values.
+
+        Args:
+            minimum: smallest standard deviation to divide by.
         """
         if len(self.values) < MIN_STEPS:
             return 0.0
@@ -44,23 +47,24 @@ class _Band:
 
 
 class SpikeWatch:
-    """Detect spikes of loss and gradient norm, equally on all workers.
+    """Detect spikes of the loss and of the gradient norm, with the same result on all workers.
 
-    A value is a spike if it exceeds the median of the last 64 steps, including spikes, by more than
-    `sigma` robust standard deviations. A lasting change becomes normal after half of these
-    steps. A robust standard deviation is 1.4826 x the median absolute deviation, at least 1 % of
-    the median loss, and at least 0.05 for the logarithm of the gradient norm. The first 16 steps
-    are never spikes.
+    A step is a spike if its loss, or the logarithm of its gradient norm, exceeds the median of the
+    last 64 steps by more than `sigma` robust standard deviations. The first 16 steps are never
+    spikes. Spikes count towards the median, so a lasting change is normal after 32 steps.
+
+    A robust standard deviation is 1.4826 x the median absolute deviation. It is at least 1 % of
+    the median loss, and at least 0.05 for the logarithm of the gradient norm.
     """
 
     def __init__(self, sigma: float) -> None:
-        """sigma: threshold; 0 disables the watch."""
+        """sigma: threshold in robust standard deviations. 0 disables the watch."""
         self._sigma = sigma
-        self._loss, self._norm = _Band(), _Band()
+        self._loss, self._norm = _Window(), _Window()
         self._since: int | None = None  # first step of the current spike
 
     def check(self, step: int, loss: float, grad_norm: float) -> tuple[bool, str]:
-        """Return whether this step is a spike, and a line if a spike starts or ends here."""
+        """Return whether this step is a spike, and a line if a spike starts or ends, else ""."""
         log_norm = math.log(grad_norm) if grad_norm > 0 else -math.inf
         before = len(self._loss.values)
         outliers = self._outliers(loss, grad_norm, log_norm) if self._sigma else []
@@ -79,7 +83,7 @@ class SpikeWatch:
         return bool(outliers), line
 
     def _outliers(self, loss: float, grad_norm: float, log_norm: float) -> list[str]:
-        """Describe each value that exceeds its threshold."""
+        """Return a description of each of the two values that exceeds its threshold."""
         outliers = []
         middle = statistics.median(self._loss.values) if self._loss.values else 0.0
         sigmas = self._loss.sigmas(loss, _MIN_LOSS_SIGMA * abs(middle))
@@ -110,15 +114,16 @@ def _format_sigmas(sigmas: float) -> str:
 class StragglerWatch:
     """Detect workers that have become slower than the others at the same work.
 
-    A rank is slow if it takes more than 1 + `share` times the median of the other ranks in more
-    than half of the last 20 steps. The watch reports it once, and once more after it recovers.
+    A rank is a straggler if, in more than half of the last 20 steps, it takes more than 1 + `share`
+    times as long as the median of the other ranks. The watch reports a straggler once, and reports
+    once more when the rank has caught up.
     """
 
     def __init__(self, share: float, places: Sequence[str], work: str) -> None:
         """Args:
-        share: threshold; 0 disables the watch.
+        share: threshold. 0 disables the watch.
         places: host and device of each rank.
-        work: the timed work, for messages.
+        work: what is timed, for messages.
         """
         self._share, self._places, self._work = share, places, work
         self._ratios: list[deque[float]] = [deque(maxlen=STRAGGLER_STEPS) for _ in places]
@@ -126,11 +131,12 @@ class StragglerWatch:
         self._seen = 0
 
     def check(self, seconds: Sequence[float], base: float | None = None) -> list[str]:
-        """Return a line for each rank that has become slow or recovered.
+        """Return a line for each rank that has become a straggler or has caught up.
 
         Args:
-            seconds: seconds of each rank; 0 if not measured.
-            base: seconds to divide differences by; None = the median of the other ranks.
+            seconds: seconds that each rank took. 0 if not measured.
+            base: seconds that a difference from the other ranks is divided by. None divides by the
+                median of the other ranks.
         """
         self._seen += 1
         unmeasured = base is None and not all(seconds)
@@ -148,7 +154,8 @@ class StragglerWatch:
                 self._slow.add(rank)
                 lasting = f"in most of the last {STRAGGLER_STEPS} steps"
                 lines.append(f"{name} is a straggler: {self._describe(ratio, base)}, {lasting}")
-            # Recover only halfway down, so that a rank at the limit is not reported repeatedly.
+            # A straggler catches up only below half the threshold, so that a rank near the
+            # threshold is not reported repeatedly.
             elif rank in self._slow and ratio < 1 + self._share / 2:
                 self._slow.remove(rank)
                 lines.append(f"{name} has caught up with the others")
@@ -161,17 +168,18 @@ class StragglerWatch:
 
 
 class StragglerWatches(Callback):
-    """Warn of workers whose device or data loading has become slow; runs on the first worker.
+    """Warn of workers whose device or data loading has become slow. Runs on the first worker.
 
-    Devices are compared by their own computation, which waits for no other worker. Data waits are
-    compared with the duration of the previous step.
+    Devices are compared by the seconds of `ComputeTimer`, in which no worker waits for another. The
+    seconds that workers wait for data are compared with the duration of the previous step.
     """
 
     def __init__(
         self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
     ) -> None:
         """Args:
-        share: `run.straggler`; ``auto`` is 0.1 on GPUs and 0.5 on CPU processes, which share cores.
+        share: `run.straggler`. ``auto`` is 0.1 on GPUs, and 0.5 on CPU processes, which share
+            cores.
         places: host and device of each rank.
         warn: shows a line to the user.
         """

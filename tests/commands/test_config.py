@@ -93,10 +93,10 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("modle/tiny", "no group is called modle (did you mean model?); groups: data, model, "),
-        ("model/tinny", "qwen3_8b, qwen3b, qwen7b, tiny (did you mean tiny?)"),
-        ("seq", "no group is called seq"),
-        ("", "no group is called"),
+        ("modle/tiny", "no such group (did you mean model?); allowed: data, model, "),
+        ("model/tinny", "no such model (did you mean tiny?); allowed: auto, llama14b, "),
+        ("seq", "seq: no such group"),
+        ("", "no such group"),
     ],
 )
 def test_an_unknown_option_is_one_line(name, message):

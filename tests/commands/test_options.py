@@ -66,7 +66,7 @@ def test_a_field_that_is_left_out_is_no_option_and_keeps_its_default():
 def test_names_are_split_without_repeats_and_checked():
     assert parse_names("--layout", "a, b,a,", ["a", "b"]) == ["a", "b"]
     assert parse_names("--seq", "") == []
-    with pytest.raises(ConfigError, match=r"--layout c: unknown.*; allowed: a, b"):
+    with pytest.raises(ConfigError, match=r"--layout c: no such layout; allowed: a, b"):
         parse_names("--layout", "a,c", ["a", "b"])
     with pytest.raises(ConfigError, match="--layout ',': names nothing"):
         parse_names("--layout", ",")

@@ -37,9 +37,9 @@ def _nothing_is_measured(*_):
         ),
         (
             ["sparsity", "--pattern", "mobb"],
-            "--pattern mobb: unknown (did you mean moba?); allowed: ",
+            "--pattern mobb: no such pattern (did you mean moba?); allowed: ",
         ),
-        (["sparsity", "--pattern", "dense"], "--pattern dense: unknown; allowed: "),
+        (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern; allowed: "),
         (["sparsity", "--pattern", ","], "names nothing"),
         (
             ["sparsity", "sparsity.chunk=512"],
@@ -58,7 +58,7 @@ def _nothing_is_measured(*_):
             "--heads 16/3: expected QUERY/KV heads, where KV divides QUERY",
         ),
         (["kernels", "--block", "100"], "--block 100: must be 16, 32, 64 or 128"),
-        (["kernels", "--kernel", "flash5"], "--kernel flash5: unknown"),
+        (["kernels", "--kernel", "flash5"], "--kernel flash5: no such kernel"),
         (["kernels", "--seq", "0"], "--seq 0: each must be at least 2 tokens"),
         (["kernels", "--seq", "-5"], "--seq -5: each must be at least 2 tokens"),
         (

@@ -298,12 +298,12 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     [
         (
             ["--layout", "zigzig"],
-            "--layout zigzig: expected one of auto, contiguous, zigzag, striped (did you mean "
-            "zigzag?)",
+            "--layout zigzig: no such layout (did you mean zigzag?); allowed: auto, contiguous, "
+            "zigzag, striped",
         ),
         (
             ["--pattern", "vertical"],
-            "--pattern vertical: unknown (did you mean vertical_slash?); allowed: dense, "
+            "--pattern vertical: no such pattern (did you mean vertical_slash?); allowed: dense, "
             "vertical_slash",
         ),
         (

@@ -194,9 +194,12 @@ def test_a_folder_that_is_not_a_run_is_refused_in_one_line(folder):
     Path("other").mkdir()
     Path("other/notes.txt").write_text("x")
     Path("file.txt").write_text("x")
-    assert refused("befroe").endswith("no such folder, run or measurement (did you mean before?)")
-    assert refused("nothing-like-it").endswith("; found here, newest first: before")
-    assert refused("./measurements/befor").endswith(" (did you mean measurements/before?)")
+    kind = "no such run, measurement or shipped profile"
+    assert f"{kind} (did you mean before?); allowed: fixed-512k-4xh200, " in refused("befroe")
+    assert refused("nothing-like-it").endswith("-4xh200, before, or the folder of one")
+    assert refused("./measurements/befor").endswith(
+        " (did you mean measurements/before?); allowed: measurements/before, or the folder of one"
+    )
     assert (
         refused("empty")
         == "mtrain: empty: empty folder; give the folder of a run, a profile or a simulation"

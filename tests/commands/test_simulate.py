@@ -125,13 +125,14 @@ def run(*words: str, columns: int = 80):
         ),
         (
             ["--layout", "zigzig"],
-            "--layout zigzig: unknown (did you mean zigzag?); allowed: contiguous, zigzag, striped",
+            "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag, "
+            "striped",
         ),
-        (["--exchange", "rong"], "--exchange rong: unknown (did you mean ring?)"),
+        (["--exchange", "rong"], "--exchange rong: no such exchange (did you mean ring?)"),
         (
             ["--kernel", "flsh4"],
-            "--kernel flsh4: unknown (did you mean flash4?); allowed: auto, reference, sdpa, "
-            "triton, flash4",
+            "--kernel flsh4: no such kernel (did you mean flash4?); allowed: auto, reference, "
+            "sdpa, triton, flash4",
         ),
         (["--cluster", "h200"], "--cluster h200: no such cluster"),
         (["--nodes", "0"], "--nodes=0: must be at least 1"),
@@ -158,8 +159,8 @@ def run(*words: str, columns: int = 80):
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster (did you mean a100_4x8?)"),
         (
             ["--index", "nothing"],
-            "--index nothing: is neither a file nor a folder with index.npz; also allowed: dense, "
-            "local,",
+            "--index nothing: no such index; allowed: dense, local, clustered, uniform, drifting, "
+            "fixed, fixed-512k-4xh200, ",
         ),
         (["--density", "0"], "--density 0: must be above 0 and at most 1"),
         (
@@ -174,7 +175,10 @@ def run(*words: str, columns: int = 80):
         (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
         (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
         (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),
-        (["--calibration", "no.json"], "--calibration no.json: no such file"),
+        (
+            ["--calibration", "no.json"],
+            "--calibration no.json: no such calibration; allowed: kernels-h200, ",
+        ),
         (
             ["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"],
             "--workers 32: 1024 tokens in blocks of",

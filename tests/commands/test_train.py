@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.resolved_file import load, save
-from mtrain_cli.launch import local
+from mtrain_cli.launch import environment, local
 from mtrain_cli.launch.failures import Failure
 
 
@@ -140,7 +140,7 @@ def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
     files = [Path("runs/first/resolved.yaml"), Path("runs/first/overrides.txt")]
     before = [file.read_bytes() for file in files]
 
-    mistake = Failure(0, 2, "config", "train.kernel=triton: needs a GPU", "", 0.0)
+    mistake = Failure(0, 2, "config", "data.path=x: is too short", "", 0.0)
     monkeypatch.setattr(
         local,
         "launch",
@@ -148,9 +148,20 @@ def test_a_resume_refused_by_the_workers_changes_nothing(monkeypatch):
             types.SimpleNamespace(failures=[mistake]), run_dir
         ),
     )
-    result = run("--resume", "first", "train.steps=400", "train.kernel=triton")
-    assert (result.exit_code, result.stderr) == (2, "mtrain: train.kernel=triton: needs a GPU\n")
+    result = run("--resume", "first", "train.steps=400")
+    assert (result.exit_code, result.stderr) == (2, "mtrain: data.path=x: is too short\n")
     assert [file.read_bytes() for file in files] == before
+
+
+@pytest.mark.parametrize("command", [["train"], ["profile", "step"], ["profile", "imbalance"]])
+def test_a_kernel_that_needs_a_gpu_is_refused_before_workers_start(launched, command, monkeypatch):
+    monkeypatch.setattr(environment, "_visible_gpus", lambda: 0)
+    result = CliRunner().invoke(app, [*command, "train.kernel=flash4"])
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert "train.kernel=flash4: needs a CUDA GPU; usable here: sdpa, reference" in result.stderr
+    assert not launched
+    assert not Path("runs").exists()
+    assert not Path("measurements").exists()
 
 
 def test_resume_of_an_unknown_run_names_the_nearest(launched):
@@ -159,7 +170,7 @@ def test_resume_of_an_unknown_run_names_the_nearest(launched):
     assert "did you mean first?" in run("--resume", "frist").stderr
     result = run("--resume", "zzz")
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert "runs here, newest first: first\n" in result.stderr
+    assert "zzz: no such run; allowed: first, or a folder with a resolved.yaml" in result.stderr
     assert len(launched) == 1
 
 
@@ -168,7 +179,7 @@ def test_resume_of_an_unknown_run_counts_the_unlisted_runs(launched):
         run("seq=256", "topology.device=cpu", f"run.name=r{number}")
         os.utime(f"runs/r{number}/resolved.yaml", (number, number))
     assert run("--resume", "zzz").stderr.endswith(
-        "; runs here, newest first: r6, r5, r4, r3, r2 and 2 more\n"
+        "allowed: r6, r5, r4, r3, r2 and 2 more, or a folder with a resolved.yaml\n"
     )
     assert len(launched) == 7
 

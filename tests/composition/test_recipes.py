@@ -243,7 +243,7 @@ def test_each_required_value_is_one_line(tmp_path: Path) -> None:
 
 def test_an_unknown_recipe_lists_all_recipes() -> None:
     (line,) = complaints(["recipe=mtraining"])
-    assert line.startswith("recipe=mtraining: no such recipe; options: ")
+    assert line.startswith("recipe=mtraining: no such recipe (did you mean ")
     assert all(name in line for name in RECIPES)
 
 

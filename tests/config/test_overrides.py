@@ -32,13 +32,12 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         # groups
         (
             "model=qwen4b",
-            "no such model; options: auto, llama14b, llama1b, llama3b, llama7b, llama8b, "
-            "mistral7b, qwen0.5b, qwen1.5b,",
+            "no such model (did you mean qwen14b?); allowed: auto, llama14b, llama1b, llama3b, "
+            "llama7b, llama8b, mistral7b, qwen0.5b, qwen1.5b,",
         ),
-        ("model=qwen4b", " (did you mean qwen14b?)"),
-        ("model=~/x", "no such model; options: "),
-        ("model=", "no such model; options: "),
-        ("model=null", "no such model; options: "),
+        ("model=~/x", "no such model; allowed: "),
+        ("model=", "no such model; allowed: "),
+        ("model=null", "no such model; allowed: "),
         ("model=tiny,qwen3b", "one value per run"),
         ("model=glob(*)", "one value per run"),
         ("optim={lr:1}", "to set one value, write optim.lr=..."),
@@ -59,8 +58,8 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("train.steps=nan", "expected a whole number"),
         ("train.steps=inf", "expected a whole number"),
         ("seq=inf", "expected a number of tokens"),
-        ("train.compile=yes", "expected true or false"),
-        ("train.compile=1", "expected true or false"),
+        ("train.compile=yes", "expected true, false or auto"),
+        ("train.compile=1", "expected true, false or auto"),
         ("topology.workers=four", "expected a whole number or auto"),
         ("model.rope.factor=twice", "expected a number or auto"),
         (

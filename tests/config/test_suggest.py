@@ -1,7 +1,7 @@
 import pytest
 
 from mtrain_cli.config.keys import all_keys
-from mtrain_cli.config.suggest import did_you_mean, nearest
+from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,14 @@ def test_nothing_is_suggested_when_no_name_is_close():
 
 def test_every_key_is_nearest_to_itself():
     assert [name for name in all_keys() if nearest(name, all_keys()) != name] == []
+
+
+def test_an_unknown_name_is_answered_with_the_names_that_exist():
+    names = ["tiny", "qwen3b", "llama8b"]
+    assert no_such("model", "tinny", names) == (
+        "no such model (did you mean tiny?); allowed: tiny, qwen3b, llama8b"
+    )
+    assert no_such("model", "x", names, "a file", most=2) == (
+        "no such model; allowed: tiny, qwen3b and 1 more, or a file"
+    )
+    assert no_such("run", "x", [], "a folder") == "no such run; allowed: a folder"

@@ -23,7 +23,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["data.text_key=body"],
-            "data.text_key=body: has no effect, data.kind=stdlib reads no text",
+            "data.text_key=body: has no effect, data.kind=stdlib; only data.kind=text",
         ),
         (
             ["optim.warmup_steps=9", "train.steps=5"],
@@ -35,7 +35,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["data.token_dtype=uint32"],
-            "data.token_dtype=uint32: has no effect, data.kind=stdlib reads no .bin",
+            "data.token_dtype=uint32: has no effect, data.kind=stdlib; only data.kind=tokens",
         ),
         (
             ["topology.block_size=64", "topology.layout=zigzag"],
@@ -99,3 +99,11 @@ def test_a_key_or_group_given_twice_is_reported():
     ]
     assert len(repeated_keys(["model=tiny", "model=qwen3b"])) == 1
     assert repeated_keys(["model=tiny", "model.num_layers=3"]) == []
+
+
+def test_a_setting_that_the_exchange_refuses_is_not_also_called_unused():
+    words = ["topology.circulates=queries", "topology.exchange=all_gather"]
+    assert unused_keys(words, compose(words)) == []
+    words = ["topology.circulates=kv", "topology.exchange=all_gather"]
+    [line] = unused_keys(words, compose(words))
+    assert line.startswith("topology.circulates=kv: has no effect, topology.exchange=all_gather")

@@ -86,7 +86,7 @@ def test_every_mistake_is_one_line(make_config: Callable[..., Any], tmp_path: Pa
     (tmp_path / "text.npy").write_text("not an array")
     assert "not a readable .npy file" in line("text.npy")
     (tmp_path / "odd.bin").write_bytes(b"\0" * 403)
-    assert "has 403 bytes, which is not a multiple of uint16" in line("odd.bin")
+    assert "has 403 bytes, which is not a whole number of uint16 tokens" in line("odd.bin")
     (tmp_path / "empty.bin").write_bytes(b"")
     assert "holds no tokens" in line("empty.bin")
     assert "no such file" in line("none.bin")

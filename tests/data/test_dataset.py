@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.open_dataset import open_dataset
@@ -33,7 +34,9 @@ def _store(lengths: list[int]) -> TokenStore:
         writer.append(np.array([257 if length > 1 else number % 256]))
         writer.end_document()
     writer.flush()
-    return writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    return writer.memory_store(
+        tokens.getbuffer(), offsets.getbuffer(), Corpus("a test", "", "", ())
+    )
 
 
 _LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=25)
@@ -227,11 +230,11 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
     content[:] = 999
     content.tofile(tmp_path / "s" / "tokens.bin")
     with pytest.raises(
-        ConfigError, match=r"token 999 is outside the vocabulary of 264\. The store is corrupt"
+        ConfigError, match=r"token 999 is outside the store's vocabulary of 264 ids\. The store is"
     ):
         open_dataset(config)[0]
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin has 0 bytes but meta.json implies 360" in _line(config)
+    assert "tokens.bin has 0 bytes, but meta.json implies 360" in _line(config)
     assert _line(make_config(kind="tokens", path=None)).startswith(
         "data.path=null: data=tokens needs a folder"
     )

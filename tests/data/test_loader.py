@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.dataset import PackedDataset, Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.sampler import Sampler
@@ -25,7 +26,9 @@ def _dataset(sequences: int = 13, seq: int = 6) -> PackedDataset:
         writer.end_document()
     writer.flush()
     return PackedDataset(
-        writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test"), seq, shuffle=False
+        writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), Corpus("", "", "", ())),
+        seq,
+        shuffle=False,
     )
 
 

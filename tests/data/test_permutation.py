@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtrain_cli.data.permutation import Permutation, mix64, shuffled_order
 
 
+@settings(deadline=None)
 @given(size=st.integers(1, 700), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
 def test_permutation_is_a_bijection_of_its_range(size: int, seed: int, epoch: int) -> None:
     permutation = Permutation(size, seed, epoch)

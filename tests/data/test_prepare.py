@@ -298,7 +298,8 @@ def test_a_full_disk_keeps_finished_work(
 
     monkeypatch.setattr(prepare.StoreWriter, "append", full)
     with pytest.raises(
-        RunError, match=r"cannot be written \(No space left on device\)\. What is done stays"
+        RunError,
+        match=r"cannot be written \(No space left on device\)\. Run the same command again",
     ):
         _prepare(source, tmp_path / "out")
     monkeypatch.setattr(prepare.StoreWriter, "append", real)

@@ -12,12 +12,14 @@ import pytest
 
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.data.arrays import open_array
+from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.mds import MdsFolder
 from mtrain_cli.data.store import StoreWriter, TokenStore
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch.failures import READ_FAILURES, RunError, failure_from
 from mtrain_cli.launch.restart import is_machine_failure
 
+CORPUS = Corpus("a test", "", "", ())
 DOCUMENTS = [b"hello", b"", b"the second", b"x"]
 
 
@@ -32,7 +34,7 @@ def _write(folder: Path, documents: list[bytes] = DOCUMENTS) -> Path:
             for part in (document[:2], document[2:]):
                 writer.append(np.frombuffer(part, np.uint8))
             writer.end_document()
-        writer.finish(folder, "a test", {"corpus": "c"})
+        writer.finish(folder, CORPUS, {"corpus": "c"})
     return folder
 
 
@@ -60,7 +62,7 @@ def test_a_store_in_memory_equals_one_on_disk(tmp_path: Path) -> None:
         writer.append(np.frombuffer(document, np.uint8))
         writer.end_document()
     writer.flush()
-    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "a test")
+    in_memory = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
     assert in_memory.meta.sha256 == on_disk.meta.sha256
     assert np.array_equal(in_memory.tokens, on_disk.tokens)
     assert np.array_equal(in_memory.offsets, on_disk.offsets)
@@ -74,7 +76,7 @@ def test_large_vocabularies_are_stored_in_32_bits(bpe_file: Path) -> None:
     writer.append(np.array([3, 69_999]))
     writer.end_document()
     writer.flush()
-    store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "")
+    store = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
     assert store.meta.dtype == "uint32"
     assert store.tokens.tolist() == [3, 69_999, 0]
 
@@ -89,7 +91,7 @@ def test_the_fingerprint_depends_on_boundaries_not_only_on_tokens(tmp_path: Path
         writer.append(np.array(part))
         writer.end_document()
     writer.flush()
-    other = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), "")
+    other = writer.memory_store(tokens.getbuffer(), offsets.getbuffer(), CORPUS)
     assert np.array_equal(one.tokens, other.tokens)
     assert one.meta.sha256 != other.meta.sha256
 
@@ -117,8 +119,8 @@ def _unsorted(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_cut("tokens.bin"), "tokens.bin has 36 bytes but meta.json implies 38"),
-        (_cut("documents.bin"), "documents.bin has 30 bytes but meta.json implies 32"),
+        (_cut("tokens.bin"), "tokens.bin has 36 bytes, but meta.json implies 38"),
+        (_cut("documents.bin"), "documents.bin has 30 bytes, but meta.json implies 32"),
         (_remove("tokens.bin"), "tokens.bin is missing"),
         (
             _remove("meta.json"),

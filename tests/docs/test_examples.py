@@ -107,7 +107,7 @@ def test_a_first_run_leaves_a_report(folder):
 def test_simulating_a_cluster_leaves_a_sweep(folder):
     text = run(folder, "simulate_a_cluster.sh", "a100_4x8")
     assert "a100_4x8" in text
-    assert (folder / "scaling/sweep.csv").is_file()
+    assert (folder / "measurements/scaling/sweep.csv").is_file()
 
 
 @pytest.mark.slow

@@ -114,4 +114,4 @@ def test_errors_escape_control_characters(tmp_path):
     result = command.mtrain(tmp_path, "report", "no\x1b]0;title\x07[/red]thing")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr
-    assert "no\\x1b]0;title\\x07[/red]thing: no such folder" in result.stderr
+    assert "no\\x1b]0;title\\x07[/red]thing: no such run" in result.stderr

@@ -108,7 +108,9 @@ def test_shipped_profiles_are_found_by_name():
     assert (source.name, source.kind) == ("layer-4xh200", "recorded profile")
     assert source.shipped is not None
     assert source.shipped["cases"]
-    with pytest.raises(ConfigError, match="kernels-h200: no such folder"):
+    with pytest.raises(
+        ConfigError, match="kernels-h200: no such run, measurement or shipped profile"
+    ):
         find("kernels-h200")  # a calibration, not a profile
     # Shipped profiles are read-only.
     assert ships(find("predicted-4xh200"))

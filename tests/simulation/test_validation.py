@@ -228,7 +228,7 @@ def edited(recorded: Path, to: Path, **values) -> Path:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda _, to: to, "RUN bad: no such folder"),
+        (lambda _, to: to, "RUN bad: no such profile; allowed: fixed-512k-4xh200, "),
         (
             lambda _, to: to.mkdir() or to,
             "RUN bad: no profile (summary.json is missing)",
@@ -277,7 +277,11 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
             ["--prediction", recorded],
             "--prediction: is an option of `mtrain simulate validate`",
         ),
-        (["validate", recorded, "nothing"], "RUN nothing: no such folder"),
+        (["validate", recorded, "nothing"], "RUN nothing: no such profile; allowed: "),
+        (
+            ["validate", recorded, "--prediction", "nothing"],
+            "--prediction nothing: no such prediction; allowed: predicted-4xh200/predictions, or",
+        ),
         (["validate", recorded, "--cluster", "small.yaml"], "has 2 GPUs, but"),
     ):
         import yaml
