@@ -69,13 +69,12 @@ def test_a_mask_is_plain_only_without_documents_and_padding(padded):
     assert not MaskTables.make([documents, whole], 16).plain
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_geometry_finds_slots_and_diagonals_of_any_two_shards(seed):
-    rng = np.random.default_rng(seed)
-    block, padded = 4, 45
-    blocks = -(-padded // block)
+@pytest.mark.parametrize("counts", [(12, 12), (12, 5), (5, 12), (4, 7), (1, 1)])
+def test_geometry_finds_slots_and_diagonals_of_any_two_shards(counts):
+    rng = np.random.default_rng(sum(counts))
+    block, padded, blocks = 4, 45, 12
     tables = MaskTables.make([SequenceMask.causal(padded, padded)], block)
-    query, key = (np.sort(rng.permutation(blocks)[: rng.integers(1, blocks)]) for _ in range(2))
+    query, key = (np.sort(rng.permutation(blocks)[:count]) for count in counts)
     shards = [
         np.concatenate([np.arange(b * block, min(padded, (b + 1) * block)) for b in numbers])
         for numbers in (query, key)
