@@ -1,13 +1,28 @@
 """Schedules: the steps of an exchange for every rank of a context group, as plain data.
 
-A schedule needs no process group. `lowering.lower` turns it into a `Program`, which the executor
-runs and the simulator prices. Tests play it through without a device. A step is one kernel call
-with the transfers around it:
+Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
+node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
+it. Each rank runs the parts of a step in this order:
 
     post -> wait -> compute -> collect -> send
 
-Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
-node by node: rank = node * per_node + local.
+`lowering.lower` turns the steps of one rank into its operations (a `Program`). `Executor` runs the
+operations, and the simulator prices them. For example, rank 0 of 3 in step 1 of a ring's forward
+pass receives the last shard while it computes the one before. The step is
+
+    ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
+                 receives=(1,), to=1, source=2, after=0, ...),))
+
+In step 0, transfer 0 began to bring shard 2 from rank 2. `lowering._ring_forward` emits:
+
+    operation  reads       writes   what the executor does
+    Begin      -           -        tags the spans and messages that follow with step 1
+    Post       kv 2        kv 1     starts to send shard 2 to rank 1, and shard 1 from rank 2
+    Wait       -           -        waits for transfer 0, which brings shard 2
+    Compute    q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
+    Merge      part 1      total    merges them into out and lse so far; frees kv 0 and part 1
+
+Transfer 1 forwards what transfer 0 brings, so it starts behind transfer 0. Step 2 waits for it.
 """
 
 from __future__ import annotations
