@@ -219,8 +219,8 @@ class Executor:
     def _make_message(self, op: Arrange) -> Sequence[Any]:
         q, dout, out, lse, *delta = self._read(op)
         rows = q, dout, out, lse, delta[0] if delta else None
-        self._message = QueryMessage(rows, needs_out=self.kernel.needs_out)
-        return (self._message.packed,)
+        self._message, packed = QueryMessage.pack(rows, needs_out=self.kernel.needs_out)
+        return (packed,)
 
     def _zero(self, op: Arrange) -> Sequence[Any]:
         (kept,) = self._read(op)

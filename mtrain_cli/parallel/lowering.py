@@ -20,6 +20,7 @@ from mtrain_cli.parallel.program import (
     KEYS,
     MADE,
     NOTHING,
+    OWN_KEYS,
     ROWS,
     STATS,
     WHOLE_SEQUENCE,
@@ -334,8 +335,9 @@ class _Builder:
         )
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Wait for the given transfers that are in flight."""
-        for number in [n for n in numbers if n in self._in_flight]:
+        """Wait for these transfers, which must be in flight."""
+        for number in numbers:
+            assert number in self._in_flight, f"transfer {number} is not in flight"
             del self._in_flight[number]
             self.emit(Wait, (), (), number=number)
 
@@ -538,7 +540,7 @@ class _Builder:
         if name.endswith(" by rank"):
             return NOTHING  # a view
         if word == "own":
-            return sizes[number]
+            return low(OWN_KEYS) / 2 if number in ("k", "v", "dk", "dv") else sizes[number]
         if word in ("heads", "traded", "tokens"):
             (post,) = (p for p in self._transfers.values() if name in (*p.reads, *p.writes))
             return post.payload

@@ -16,17 +16,23 @@ from enum import Enum
 from fractions import Fraction
 from functools import cached_property
 
-from mtrain_cli.parallel.schedule import SUM, Transfer
+from mtrain_cli.parallel.schedule import Transfer
 
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
 Shards = tuple[int, ...]
 Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes of a number) of a buffer
 WHOLE_SEQUENCE: Shards = (-1,)  # stands for all key shards, in sequence order
 
-# What a buffer holds. ROWS: as many numbers as a rank's queries have. KEYS: as its keys and values
-# have. STATS: one number per query and head, such as lse. COLUMNS: keys and values of single
-# columns; WIDE_COLUMNS: the same, padded to whole tiles, as they travel.
-ROWS, KEYS, STATS, COLUMNS, WIDE_COLUMNS = "rows", "keys", "stats", "columns", "wide_columns"
+# Units of a size, in numbers:
+#   ROWS: a rank's queries.
+#   KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
+#       more ranks than the model has key-value heads.
+#   OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
+#   STATS: one number per query and head, such as lse.
+#   COLUMNS: keys and values of single columns.
+#   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
+ROWS, KEYS, OWN_KEYS, STATS = "rows", "keys", "own_keys", "stats"
+COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
 # How wide the numbers are: as in the compute dtype, as in a sum, or as a kernel returns dk and dv.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
@@ -66,8 +72,9 @@ class ShardSizes:
         Each of these ranks has a part of the heads for the tokens of all these ranks. Key-value
         heads are repeated if there are fewer than ranks.
         """
-        if unit == KEYS:
-            return 2 * self.tokens * max(self.kv_heads, sharing) * self.head_dim
+        if unit in (KEYS, OWN_KEYS):
+            kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
+            return 2 * self.tokens * kv_heads * self.head_dim
         if unit == ROWS:
             return self.tokens * self.heads * self.head_dim
         if unit == STATS:
@@ -181,7 +188,7 @@ class Post(Operation):
     A hop or a collective writes the buffer that arrives. An all-reduce changes its buffer in place.
     A gather of a part of the heads also writes the copy that leaves.
 
-    payload: bytes that it carries.
+    payload: bytes of one shard, or of the whole tensor if the tensor is not per shard.
     piece: the part of this rank's heads that it sends.
     """
 
@@ -191,18 +198,8 @@ class Post(Operation):
 
     @property
     def sends(self) -> Size:
-        """Bytes that this rank sends. It receives the same number.
-
-        For a collective, this is the lower bound: a gather sends the rank's shard to every peer, a
-        reduce-scatter sends one partial sum to every peer, an all-to-all sends (n - 1) / n of its
-        payload, an all-reduce sends 2 (n - 1) / n times its payload.
-        """
-        t, peers = self.transfer, len(self.transfer.peers)
-        if t.kind == SUM:
-            return self.payload * Fraction(2 * (peers - 1), peers)
-        if t.kind == "all_to_all":
-            return self.payload * Fraction(peers - 1, peers)
-        return self.payload * (len(t.receives) if t.kind == "all_gather" else len(t.sends))
+        """Bytes that this rank sends. It receives as many bytes."""
+        return self.payload * (self.transfer.shards * self.transfer.share)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -63,6 +64,26 @@ class Transfer:
     peers: tuple[int, ...] = ()
     after: int | None = None
     part: tuple[int, int] = (0, 1)
+
+    @property
+    def shards(self) -> int:
+        """Number of shards in the tensor that a rank posts; 1 if the tensor is not per shard."""
+        if self.kind in (SUM, "all_to_all"):
+            return 1
+        return len(self.sends) + (len(self.receives) if self.kind == "reduce_scatter" else 0)
+
+    @property
+    def share(self) -> Fraction:
+        """Bytes that a rank sends per byte of the tensor that it posts. It receives as many bytes.
+
+        For a collective of n ranks this is the lower bound: a gather sends the tensor to n - 1
+        peers; a reduce-scatter and an all-to-all send one n-th of it to each peer; an all-reduce
+        does both with n-ths of it.
+        """
+        if self.kind == "p2p":
+            return Fraction(1)
+        n = len(self.peers)
+        return {"all_gather": n, SUM: 2}.get(self.kind, 1) * Fraction(n - 1, n)
 
 
 @dataclass(frozen=True)

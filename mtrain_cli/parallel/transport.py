@@ -24,7 +24,7 @@ from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
-from mtrain_cli.parallel.schedule import Transfer
+from mtrain_cli.parallel.schedule import SUM, Transfer
 
 
 class ExchangeError(RuntimeError):
@@ -139,7 +139,7 @@ class Transport:
         assert transfer.source is not None
         group = self.group.channel(transfer.channel, transfer.payload)
         with self._posting(transfer):
-            self._record_post(transfer, leaving.nbytes, arriving.nbytes)
+            self._record_post(transfer, leaving)
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
@@ -151,8 +151,7 @@ class Transport:
     def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
         """Start an all-gather of a contiguous tensor. Returns [peers, ...], valid after `wait`."""
         with self._posting(transfer):
-            others = own.nbytes * (len(transfer.peers) - 1)
-            self._record_post(transfer, others, others)
+            self._record_post(transfer, own)
             gathered, work = start_all_gather(
                 own, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
             )
@@ -163,8 +162,7 @@ class Transport:
     def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Start a reduce-scatter of [peers, ...]. Returns this rank's sum, valid after `wait`."""
         with self._posting(transfer):
-            others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
-            self._record_post(transfer, others, others)
+            self._record_post(transfer, shards)
             own, work = start_reduce_scatter(
                 shards, self.group.channel(transfer.channel, transfer.payload)
             )
@@ -175,9 +173,8 @@ class Transport:
     def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """Send part i of [peers, ...] to peer i. Returns the parts received, ready to use."""
         arrived = torch.empty_like(parts)
-        others = parts.nbytes // len(parts) * (len(parts) - 1)
         with self._posting(transfer):
-            message = self._record_post(transfer, others, others)
+            message = self._record_post(transfer, parts)
             with self.span(WAIT, message), self._while_receiving(transfer.number):
                 dist.all_to_all_single(
                     arrived, parts, group=self.group.channel(transfer.channel, transfer.payload)
@@ -192,7 +189,7 @@ class Transport:
         It is outside the schedule and has a communicator of its own. Only one may be in flight.
         """
         with self._posting(transfer):
-            self._record_post(transfer, tensor.nbytes, tensor.nbytes)
+            self._record_post(transfer, tensor)
             work = dist.all_reduce(tensor, group=self.group.same_heads.whole, async_op=True)
             assert work is not None
             self._works[transfer.number] = [work]
@@ -219,8 +216,10 @@ class Transport:
         assert not self._works, "every transfer has been waited for"
         progress_record.note(f"after {self.pass_name}")
 
-    def _record_post(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
-        """Record that a transfer is posted now. sent, received: bytes."""
+    def _record_post(self, transfer: Transfer, posted: torch.Tensor) -> MessageTag:
+        """Record that a transfer is posted now."""
+        # A profile counts the tensor of an all-reduce once.
+        moved = posted.nbytes if transfer.kind == SUM else int(posted.nbytes * transfer.share)
         ranks = self.group.ranks
         shard = leaving = -1
         if transfer.kind == "p2p":
@@ -237,8 +236,8 @@ class Transport:
             leaving,
             to,
             source,
-            sent,
-            received,
+            moved,
+            moved,
             transfer.number,
             peers,
         )
