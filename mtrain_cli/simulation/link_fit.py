@@ -22,7 +22,6 @@ INNER, OUTER = "inner", "outer"
 # - GATHER, SCATTER, ALL_TO_ALL: collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
 GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
-ONE_BY_ONE = (HOP,)
 COLLECTIVES = (GATHER, SCATTER)  # the constants of all collectives are fitted to these two
 _ROUNDS = 50
 _NEGLIGIBLE = 0.01  # relative residuals below this are noise and get the same weight

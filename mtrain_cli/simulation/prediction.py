@@ -92,6 +92,11 @@ class BoundedTime:
         least, most = (value if bound is None else bound for bound in (low, high))
         return BoundedTime(min(least, value), value, max(most, value))
 
+    def map(self, function: Callable[[float], float], *, falling: bool = False) -> BoundedTime:
+        """Apply a monotonic function. falling: whether larger inputs give smaller results."""
+        low, value, high = map(function, (self.low, self.value, self.high))
+        return BoundedTime(high, value, low) if falling else BoundedTime(low, value, high)
+
 
 @dataclass(frozen=True)
 class PredictedPass:

@@ -20,6 +20,7 @@ from mtrain_cli import __version__
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.predicted_step import training_days, training_dollars
 from mtrain_cli.simulation.prediction import BoundedTime
 from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, predict_training
 from mtrain_cli.simulation.sweep_axes import COLUMNS, DENSITY, NODES, OWN, WORKERS
@@ -186,17 +187,10 @@ def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) ->
     """
     if tokens is None:
         return row
-    rates, workers = row["tokens_per_second_per_gpu"], row["workers"]
-    days = {
-        name: tokens / (rates[rate] * workers) / 86400
-        for name, rate in (("low", "high"), ("value", "value"), ("high", "low"))
-    }
-    dollars = (
-        None
-        if price is None
-        else {name: value * 24 * workers * price for name, value in days.items()}
-    )
-    more = {"tokens": tokens, "days": days, "dollars_per_gpu_hour": price, "dollars": dollars}
+    workers = row["workers"]
+    days = training_days(BoundedTime(**row["tokens_per_second_per_gpu"]), workers, tokens)
+    dollars = None if price is None else vars(training_dollars(days, workers, price))
+    more = {"tokens": tokens, "days": vars(days), "dollars_per_gpu_hour": price, "dollars": dollars}
     return {**row, **more}
 
 

@@ -13,9 +13,8 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.recommend import (
     DOES_NOT_FIT,
-    RECOMPUTATIONS,
     _distinct,
-    _plans,
+    _Space,
     contexts,
     label,
     memory_settings,
@@ -188,7 +187,7 @@ def test_if_nothing_fits_the_changes_that_help_are_listed():
 def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))
-    plans = list(_plans(cluster, one, 8, 8, "striped", "ring", RECOMPUTATIONS))
+    plans = list(_Space(cluster, one, 8, ["striped"], ["ring"]).plans(8, "striped", "ring"))
     assert [plan.fits for plan in plans] == [False, False, False, True]
     # Of 560 GiB for eight GPUs, the training would find the same.
     config = plans[-1].config
@@ -221,7 +220,9 @@ def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     # Settings of the user stay.
     assert all(
         p.config.train.activation_checkpoint == "full"
-        for p in _plans(cluster, one, 8, 8, "striped", "ring", ("full",))
+        for p in _Space(cluster, one, 8, ["striped"], ["ring"], ("full",)).plans(
+            8, "striped", "ring"
+        )
     )
 
 
