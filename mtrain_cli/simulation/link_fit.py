@@ -224,7 +224,7 @@ def cluster_document(
         note = f"all rings between nodes at once took {slower:.2f}x as long as one"
         links[OUTER]["shared_by"] = _exactly(count, note)
     elif OUTER in links:
-        note = "one GPU a node took part"
+        note = "only one GPU per node took part"
         links[OUTER]["shared_by"] = {"value": 1, "source": "measured", "note": note}
     low, likely, high = machine.launch_us
     copy, added = machine.copy_gbps, machine.added_gbps

@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,6 @@ class Sweep:
     scenario_of: Callable[[tuple[str, ...], float | None, int | None], Scenario]
     workers: int | None
     about: str
-    _scenarios: dict[tuple, Scenario] = field(default_factory=dict)
 
     def rows(
         self, journal: Path | None, report_count: Callable[[int], None]
@@ -101,12 +101,13 @@ class Sweep:
             ConfigError: settings are wrong for every point.
         """
         done, waiting = _read(journal), ""
+        scenario_of = lru_cache(1)(self.scenario_of)  # adjacent points share scenarios
         for number, point in enumerate(self.points):
             report_count(number)
             identity = [__version__, _ROW_VERSION, self.about, dataclasses.asdict(point)]
             key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
             if key not in done:
-                row = done[key] = self._row(point)
+                row = done[key] = self._row(point, scenario_of(*point.inputs))
                 waiting += json.dumps({"key": key, **row}) + "\n"
                 # If every point is impossible, write no file.
                 if journal is not None and "cannot" not in row:
@@ -117,9 +118,8 @@ class Sweep:
             yield done[key]
         report_count(len(self.points))
 
-    def _row(self, point: SweepPoint) -> dict[str, Any]:
+    def _row(self, point: SweepPoint, scenario: Scenario) -> dict[str, Any]:
         cluster = self.cluster_of(point.own(NODES, int, None))
-        scenario = self._scenario(point)
         count = point.own(WORKERS, int, self.workers or cluster.gpus)
         identity: dict[str, Any] = {
             "point": point.values,
@@ -132,12 +132,6 @@ class Sweep:
         except (InvalidSetup, ConfigError) as error:
             return {**identity, "cannot": str(error).splitlines()[0]}
         return {**identity, **row_of(outcome), "remarks": list(outcome.remarks)}
-
-    def _scenario(self, point: SweepPoint) -> Scenario:
-        if point.inputs not in self._scenarios:
-            self._scenarios.clear()
-            self._scenarios[point.inputs] = self.scenario_of(*point.inputs)
-        return self._scenarios[point.inputs]
 
 
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
