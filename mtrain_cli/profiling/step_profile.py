@@ -30,7 +30,8 @@ from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
-from mtrain_cli.training.trainer import StepResult, Trainer
+from mtrain_cli.training.step_result import StepResult
+from mtrain_cli.training.trainer import Trainer
 
 TARGET = "mtrain_cli.profiling.step_profile:run"
 SHOWN = 10  # kernels or operators in the table

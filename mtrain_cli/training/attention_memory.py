@@ -92,7 +92,9 @@ class AttentionMemory:
             zigzag and self.index is None,
             self.index,
         )
-        copied = 0  # by PyTorch's kernel: out, dout and lse of a part, or a placeholder for out
+        # PyTorch's kernel copies out, dout and lse of one part of the heads. If queries circulate,
+        # it allocates a placeholder for out.
+        copied = 0
         if self.kernel == "sdpa":
             copied = (2 * e * rows + 4 * sizes.tokens * sizes.heads) // n if n > 1 else 0
             copied += e * rows if exchange.queries_travel and circulates else 0

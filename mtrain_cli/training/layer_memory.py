@@ -62,7 +62,7 @@ class LayerMemory:
         if not self.recomputes and not self.tiled:
             keeping = 0  # autograd keeps the products, and more
         self.first_with_products = model.num_layers - keeping
-        # Of a worker's queries, the early ones recompute attention.
+        # Backward recomputes attention for the first `early` of a worker's queries.
         self.queries = layout.tokens_per_worker * attention.exchange.heads
         self.early = (
             early_queries(self.queries, attention_kept(train), config.sparsity.block)

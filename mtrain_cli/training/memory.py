@@ -29,7 +29,7 @@ from mtrain_cli.training.layer_memory import BackwardBytes, LayerMemory
 from mtrain_cli.training.state_memory import StateMemory
 
 MIB, GIB = 2**20, 2**30
-# Rough, outside the allocator: drivers and NCCL versions differ by some hundred MiB.
+# Rough bytes outside the allocator. Driver and NCCL versions differ by some hundred MiB.
 CONTEXT_BYTES = 600 * MIB  # CUDA context, kernels, cuBLAS
 COMMUNICATOR_BYTES = 400 * MIB  # channels and buffers of one NCCL communicator
 
@@ -192,7 +192,8 @@ class _StepMemory:
         self.attention = AttentionMemory(config, layout, exchange, kernel, e)
         self.layer = LayerMemory(config, layout, self.attention, self.states.layer_weights, e)
         self.layers_on_host = layers_on_host(train.offload_activations, model.num_layers)
-        # Layers whose weights are whole: the current one and, if it is gathered ahead, the next.
+        # Layers with unsharded weights under train.shard=full: the current one and, if several
+        # workers gather it ahead, the next one.
         self.whole_layers = 2 if workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
@@ -274,7 +275,7 @@ class _StepMemory:
         layers, vocabulary = self.model.num_layers, self.model.vocab_size
         chunk_rows = self.train.loss_chunk_mib * MIB // (4 * vocabulary)
         rows = max(1, min(self.layer.tokens, chunk_rows))
-        # In float32 the gradient of the logits overwrites them.
+        # In float32, the gradient of the logits overwrites the logits.
         gradient_bytes = 0 if self.e == 4 else self.e
         chunk = (4 + gradient_bytes) * rows * vocabulary
         return self.moment(
@@ -283,7 +284,8 @@ class _StepMemory:
             working_weights=self.e * self.states.root_weights
             + self.states.weights(layers, self.whole_layers - 1),
             layers=layers,
-            # The last layer's output (kept by the final norm), the normed output, its gradient.
+            # Three hidden states: the last layer's output, which the final norm keeps, the normed
+            # output, and its gradient.
             loss=3 * self.layer.hidden
             + 4 * self._lm_head
             + max(chunk, gradient_bytes * self._lm_head),
@@ -293,7 +295,8 @@ class _StepMemory:
         """Return the memory while the gradients of embedding and LM head are reduced."""
         states = self.states
         scatter, weights = states.scatter(states.root_shard), self.e * states.root_weights
-        # Embedding and LM head each have a gradient (summed if tied), then copied to float32.
+        # Embedding and LM head each have a gradient. If tied, the gradients are summed. The result
+        # is then copied to float32.
         working = weights + max(2 * self.e * self._lm_head, scatter)
         return self.moment(
             "reduction of the embedding",
@@ -312,7 +315,7 @@ class _StepMemory:
         return self.layer.kept * self.on_device(layers) + self.layer.products * with_products
 
     def on_device(self, layers: int) -> int:
-        """Count which of the first `layers` layers have activations on the device."""
+        """Count the layers, of the first `layers`, that have activations on the device."""
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:

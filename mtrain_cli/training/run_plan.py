@@ -71,7 +71,7 @@ FITS = (
     "host's; gaps and other processes take the rest"
 )
 # How `train.memory=auto` chooses train.keep_mlp.
-KEPT = f"train.keep_mlp leaves {1 - ROOMY:.0%} of a GPU free"
+KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class RunPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes of a worker in an optimizer step."""
+        """Micro-batches of a worker in an optimizer step."""
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
@@ -229,6 +229,18 @@ class RunPlan:
         if self.environment.device == "cpu":
             return self.device_bytes(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
+
+    def estimate(self, config: Config) -> MemoryEstimate:
+        """Estimate the memory of a worker if `config` changes only memory settings of this plan."""
+        return estimate_memory(
+            config,
+            workers=self.dims.workers,
+            layout=self.layout,
+            exchange=self.exchange,
+            kernel=self.kernel,
+            dtype_bytes=self.dtype_bytes,
+            cuda=self.environment.device == "cuda",
+        )
 
     def replan(self, config: Config) -> RunPlan:
         """Plan another configuration for the same device and number of workers.
@@ -327,7 +339,7 @@ def _refusal_here(config: Config) -> str | None:
 
 def needed_here(plan: RunPlan) -> str:
     """Describe the memory that CPU workers need and the memory that this machine has."""
-    return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
+    return f"about {plan.host_bytes / GIB:,.0f} GiB, but this machine {describe_host_memory()}"
 
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
@@ -459,7 +471,7 @@ def _kernel_elsewhere(
         return kernel.name, reason
     others = f", else {possible[1]}" if possible[1] != "reference" else ""
     on = "Hopper" if gpu == ASSUMED_GPU else gpu
-    reason = f"assumed without a GPU: auto takes it on {on} with all packages installed{others}"
+    reason = f"assumed without a GPU: on {on} with all packages, auto takes this kernel{others}"
     return possible[0], reason
 
 

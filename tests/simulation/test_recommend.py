@@ -314,7 +314,7 @@ def test_mlp_products_are_kept_if_memory_allows():
     best = found.best
     assert best.plan.config.train.keep_mlp == number
     assert f"selective recomputation, train.keep_mlp={number}" in label(best.plan)
-    assert "train.keep_mlp leaves 10% of a GPU free" in reasons(best, found.ranked[1])
+    assert "train.keep_mlp was chosen to leave 10% of a GPU free" in reasons(best, found.ranked[1])
     # As if it had been typed: plan, step, and that one layer more would leave less room.
     typed = [compose([*one.words, f"train.keep_mlp={n}"]) for n in (number, number + 1)]
     same, more = (
