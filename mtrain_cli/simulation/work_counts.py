@@ -496,7 +496,7 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 
 
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    """Make diagonals, or return the last ones if they are equal. Large, so only one is cached.
+    """Return diagonals from a cache, or make them. It holds only the last, because they are large.
 
     Counters of one layout under several exchanges have equal diagonals.
     """
