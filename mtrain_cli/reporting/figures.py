@@ -21,6 +21,7 @@ from mtrain_cli.reporting.plots import (
     layout,
 )
 from mtrain_cli.reporting.profile_figures import sparsity_figures, step_figures
+from mtrain_cli.reporting.program_figure import program_figure
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.sweeps import scaling_figure
 from mtrain_cli.reporting.tables import fold
@@ -53,6 +54,7 @@ def figures(sources: Sequence[ReportSource]) -> list[Figure]:
         rank_figure(cases),
         distribution_figure(cases),
         layer_figure(cases),
+        program_figure([*cases, *((s.name, s, None) for s in sources if not s.cases)]),
     ]
     return [figure for figure in drawn if figure.views]
 
