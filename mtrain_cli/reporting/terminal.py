@@ -142,10 +142,6 @@ def _about(source: ReportSource) -> str:
 def _samples(source: ReportSource) -> str:
     most = max(source.cases, key=lambda case: case.samples)
     layers = len(most.layers)
-    times, many = most.samples // max(1, layers), layers > 1
-    recorded = (
-        f"{times} iteration{'s' * (times != 1)} of {layers} layers"
-        if many
-        else f"{most.samples} sample{'s' * (most.samples != 1)}"
-    )
-    return f"{recorded}{' of each case' * (len(source.cases) > 1)}"
+    times = most.samples // max(1, layers)
+    what, rest = ("iteration", f" of {layers} layers") if layers > 1 else ("sample", "")
+    return f"{times} {what}{'s' * (times != 1)}{rest}{' of each case' * (len(source.cases) > 1)}"
