@@ -7,6 +7,7 @@ none can be out of date.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -21,12 +22,12 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
 from mtrain_cli.config.groups import open_groups, summary
-from mtrain_cli.config.pattern_settings import PATTERNS
+from mtrain_cli.config.pattern_settings import PATTERNS, pattern_keys
 from mtrain_cli.config.schema import Config
 
 
 def configuration() -> str:
-    """Every group with its options, and every key with its meaning, allowed words and default."""
+    """Every group with its options, and every key with its default, meaning and allowed values."""
     lines = [
         "# Configuration reference",
         "",
@@ -34,8 +35,9 @@ def configuration() -> str:
         "`mtrain train model=qwen3b seq=512k optim.lr=1e-4`. The last value of a key wins.",
         "`mtrain config show train` prints one group in a terminal.",
         "",
-        "Sizes take suffixes: `4k` is 4,096 and `1m` is 1,048,576 tokens.",
-        "This page is generated from the schema of the version that these documents describe.",
+        "Keys that count tokens take suffixes: `4k` is 4,096 and `1m` is 1,048,576 tokens.",
+        "Every number has an upper limit; a limit of a billion or more is not shown.",
+        "This page is generated from the version of mtrain that these documents describe.",
         "",
         "## Top level",
         "",
@@ -56,16 +58,29 @@ def configuration() -> str:
 
 
 def _keys(chosen: Callable[[str], bool]) -> Iterator[str]:
-    defaults = keys.values(compose())
     for name, key in keys.all_keys().items():
         if not chosen(name):
             continue
-        value = defaults[name]
-        default = "" if value is None else f", default `{keys.show(value)}`"
         allowed = key.allowed
-        yield f"`{name}`{default}"
+        yield f"`{name}`, default {_default(name)}"
         yield f":   {_plain(key.help)}" + (f"<br>Allowed: {_plain(allowed)}" if allowed else "")
         yield ""
+
+
+def _default(name: str) -> str:
+    """The default of a key. If patterns differ in it, the default of each pattern that has it."""
+    if not name.startswith("sparsity.") or name == "sparsity.pattern":
+        return f"`{keys.show(keys.values(compose())[name])}`"
+    options = [pattern for pattern in PATTERNS if name.partition(".")[2] in pattern_keys(pattern)]
+    shown = {option: keys.show(_pattern_defaults(option)[name]) for option in options}
+    if len(set(shown.values())) == 1:
+        return f"`{shown[options[0]]}`"
+    return ", ".join(f"`{value}` ({option})" for option, value in shown.items())
+
+
+@functools.cache
+def _pattern_defaults(pattern: str) -> dict[str, Any]:
+    return keys.values(compose([f"sparsity={pattern}", "data.document_mask=false"]))
 
 
 def _options(group: str) -> Iterator[str]:

@@ -26,5 +26,5 @@ class Console(rich.console.Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            # rich turns styles into escape codes after this, so only foreign codes are replaced.
+            # rich adds its own escape codes later, so this replaces only codes in the text.
             yield segment if segment.control else segment._replace(text=same_width(segment.text))

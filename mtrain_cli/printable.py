@@ -1,4 +1,4 @@
-"""Escape control characters in names of runs, files and domains before they reach a terminal."""
+"""Escape control characters in names, such as those of files, before they reach a terminal."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _module(name: str, device: int) -> Any:
 
 
 def check() -> None:
-    """Compile the smallest file for the current device. Raises CuPy's error if that fails."""
+    """Compile the smallest file for the current device. Raise CuPy's error if that fails."""
     _module("merge", torch.cuda.current_device()).compile()
 
 
@@ -32,7 +32,7 @@ def launch(
 ) -> None:
     """Queue one kernel on torch's current stream.
 
-    Tensors are passed by address, integers as 32 bits (`np.int64`: 64 bits).
+    arguments: tensors are passed by address, `np.int64` as 64 bits, other integers as 32 bits.
     """
     tensor = next(a for a in arguments if isinstance(a, torch.Tensor))
     device = tensor.device.index

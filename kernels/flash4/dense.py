@@ -1,12 +1,12 @@
 """Call FlashAttention-4 on plain tensors.
 
-`forward` and `backward` compute one rectangle with FlashAttention-4's causal mask; `spans_forward`
-and `spans_backward` compute row spans through block lists and an element mask.
+- `forward` and `backward` compute one rectangle, full or with FlashAttention-4's causal mask.
+- `spans_forward` and `spans_backward` compute listed blocks, with a mask for single elements.
 
 Shapes: q, out, dout [batch, queries, heads, head_dim]; k, v [batch, keys, kv_heads, head_dim]; lse
-float32 [batch, heads, queries], natural logarithm.
+and delta float32 [batch, heads, queries]. lse is a natural logarithm.
 
-This file holds every call to FlashAttention-4, because they use its private interface. Checked with
+All calls to FlashAttention-4 are in this file, because they use its private interface. Checked with
 flash-attn-4 4.0.0b36 on sm_90.
 """
 
@@ -24,12 +24,13 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
 Spans = tuple[torch.Tensor, torch.Tensor]
 
-# CuTe DSL warns about FlashAttention-4's own classes when it compiles; users cannot act on it.
+# When CuTe DSL compiles FlashAttention-4, it warns about that package's own classes. Users cannot
+# act on these warnings.
 warnings.filterwarnings("ignore", category=UserWarning, module=r"cutlass\..*")
 warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"flash_attn\..*")
 
 
-# FlashAttention-4 fixes the signature of mask functions.
+# Mask functions: whether the query sees the key. FlashAttention-4 prescribes their signature.
 @cute.jit
 def _in_span(batch, head, query, key, seqlen, aux):  # noqa: ARG001
     low = utils.scalar_to_ssa(aux[0][batch[0], query[0]], cutlass.Int32)
@@ -45,7 +46,10 @@ def _in_causal_diagonal(batch, head, query, key, seqlen, aux):  # noqa: ARG001
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to one rectangle. causal: align the mask so that the last row sees the last key."""
+    """Return out and lse of one rectangle.
+
+    causal: the last query sees all keys, and each query before it one key fewer.
+    """
     out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
     return out, lse
 
@@ -61,7 +65,11 @@ def backward(
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv of one rectangle. lse, and out or delta, cover all keys of each row."""
+    """Return dq, dk and dv of one rectangle.
+
+    out, lse, delta: over all keys that each query sees, also those outside the rectangle. Either
+        out or delta may be None.
+    """
     out, minus_delta = _out_and_dlse(q, out, delta)
     dq, dk, dv = _flash_attn_bwd(
         q, k, v, out, dout, lse, softmax_scale=scale, causal=causal, dlse=minus_delta
@@ -77,12 +85,12 @@ def spans_forward(
     lists: dict[str, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to the listed blocks, each query only to the keys of its span.
+    """Return out and lse over the listed blocks, in which each query sees only its span of keys.
 
     Args:
-        spans: (low, high), int32 [batch, queries]: query i sees keys low[i] <= j < high[i]. None:
-            every partial block lies on the diagonal of a causal mask, which needs no lookup.
-        lists: block lists per query block, from `attention.flash4` or `attention.block_lists`.
+        spans: (low, high), int32 [batch, queries]: query i sees keys low[i] <= j < high[i]. None if
+            the mask is causal only: every partial block then lies on the diagonal.
+        lists: key blocks of each query block, from `attention.flash4` or `attention.block_lists`.
     """
     blocks = _block_sparse(lists)
     out, lse, *_ = _flash_attn_fwd(
@@ -109,9 +117,11 @@ def spans_backward(
     lists: dict[str, torch.Tensor],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dq, dk, dv of `spans_forward`. lse, and out or delta, cover all keys of each row.
+    """Return dq, dk and dv of `spans_forward`.
 
-    lists: query blocks per key block.
+    out, lse, delta: over all keys that each query sees, also those in other blocks. Either out or
+        delta may be None.
+    lists: query blocks of each key block.
     """
     out, minus_delta = _out_and_dlse(q, out, delta)
     blocks = _block_sparse(lists)
@@ -143,11 +153,11 @@ def _block_sparse(lists: dict[str, torch.Tensor]) -> BlockSparseTensorsTorch:
 def _out_and_dlse(
     q: torch.Tensor, out: torch.Tensor | None, delta: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return out and dlse for FlashAttention-4's preprocess, delta = rowsum(out * dout) - dlse.
+    """Return the arguments out and dlse, from which FlashAttention-4 computes delta.
 
-    Without out, a zero out and dlse = -delta give the right delta. The zero out takes one row of
-    memory, with strides of 0. If both are given, use out: a call with dlse took 2 to 6 % longer
-    (8,192 tokens, 32 heads, H200).
+    It computes delta = rowsum(out * dout) - dlse. If out is None, an out of zeros and dlse = -delta
+    give the same delta. The zeros take the memory of one row, with strides of 0. If both out and
+    delta are given, use out: a call with dlse took 2 to 6 % longer (8,192 tokens, 32 heads, H200).
     """
     if out is not None:
         return out.to(q.dtype), None
@@ -162,9 +172,9 @@ def _mask_arguments(spans: Spans | None) -> dict[str, Any]:
 
 
 def _padded(low: torch.Tensor, high: torch.Tensor) -> list[torch.Tensor]:
-    """Pad the spans to whole tiles with rows that see nothing.
+    """Pad the spans to a multiple of 128 queries. The added queries see no key.
 
-    FlashAttention-4 evaluates the element mask beyond the last query, too.
+    FlashAttention-4 also calls the mask function for queries of the last tile that do not exist.
     """
     pad = -low.shape[1] % 128
     if pad:

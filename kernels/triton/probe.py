@@ -1,9 +1,11 @@
 """Sum the attention that each key gets from a few probed queries, without storing the scores.
 
-The first pass over a shard's keys computes every probed query's log-sum-exp per tile of keys. The
-second pass takes the log-sum-exp over all tiles of all shards and adds probabilities per key. A
-shard may hold any blocks of the sequence. A tile lies within a block and one program writes each
-result, so both passes are bitwise repeatable, whichever worker holds a block.
+1. `tile_lse` computes every probed query's log-sum-exp over each tile of a shard's keys.
+2. The caller merges these over the tiles of all shards.
+3. `probed_columns` adds up the probabilities of each key.
+
+A shard may hold any blocks of the sequence. A tile lies within a block, and a single program writes
+each result, so results are bitwise repeatable and do not depend on which worker holds a block.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _ROWS = 64
 
 @triton.jit
 def _tile_of_keys(KEY_BLOCKS, tile, BLOCK: tl.constexpr, KEYS: tl.constexpr):
-    """Return the slots and positions of the keys of a tile."""
+    """Return the slots and the positions of the keys in a tile."""
     tile_offsets = tl.arange(0, KEYS)
     slot = tile * KEYS
     number = tl.load(KEY_BLOCKS + slot // BLOCK)
@@ -29,9 +31,9 @@ def _scores(
     Q, K, FIRST, ROW_POSITIONS, h, kv, slot, key, start, rows, keys, scale, stride_kn, stride_kh,
     HEADS, D: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Return scores of rows [start, start + ROWS) against a tile of keys, [ROWS, keys].
+    """Return the scores of queries [start, start + ROWS) and a tile of keys, [ROWS, keys].
 
-    A score is -inf if the row does not see the key, or if it is +inf or NaN.
+    The score is -inf if the query does not see the key, or if the product is +inf or NaN.
     """
     d = tl.arange(0, D)
     row = start + tl.arange(0, ROWS)
@@ -140,7 +142,7 @@ def tile_lse(
     tile: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return the log-sum-exp of the probed queries over each tile of keys.
+    """Return each probed query's log-sum-exp over each tile of keys.
 
     Args:
         q: [rows, heads, head_dim], the probed queries.
@@ -186,19 +188,19 @@ def probed_columns(
 ) -> torch.Tensor:
     """Return the attention that each key gets from each group of probed queries.
 
-    The number of all probed queries divides the sums.
+    Sums are divided by the number of all probed queries.
 
     Args:
         lse: float32 [heads, rows], contiguous, over the keys of all shards; +inf for a query that
-            sees nothing.
+            sees no key.
         row_groups: int32 [rows], group of each probed query.
         groups: numbers of the groups to compute.
-        width: columns to return, at least the number of keys.
+        width: number of columns to return, at least the number of keys.
 
     The other arguments are those of `tile_lse`.
 
     Returns:
-        float32 [groups, heads, width], 0 beyond the keys.
+        float32 [groups, heads, width]; 0 in columns beyond the keys.
     """
     rows, heads = q.shape[:2]
     tiles = len(key_blocks) * block // tile

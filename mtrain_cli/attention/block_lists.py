@@ -1,6 +1,6 @@
-"""Turn an index into block lists per row, the form that FlashAttention-4 reads.
+"""Turn an index into block lists, the form that FlashAttention-4 reads.
 
-Lists are built for one kernel call and dropped after it.
+Lists are built for one kernel call and freed after it.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ _WARPS = 4
 
 
 def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
-    """List the blocks that index and mask leave, per query block or, transposed, per key block.
+    """List the blocks that both index and mask allow, without single columns.
 
-    Single columns are not included.
+    A row of the lists is a query block and lists its key blocks. If ``transposed``, a row is a key
+    block and lists its query blocks.
 
     Returns:
-        Under ``partial`` and ``full``, ascending local block numbers, int32 [batch, heads, rows,
-        width]; under the same names with ``_count``, their number, int32 [batch, heads, rows]. In a
-        full block every query sees every key. Entries beyond the count are undefined. `list_widths`
-        gives the widths.
+        ``partial``: ascending local block numbers, int32 [batch, heads, rows, width]. Entries
+            beyond the count are undefined. `list_widths` gives the width.
+        ``full``: the same for the blocks in which every query sees every key.
+        ``partial_count`` and ``full_count``: number of entries, int32 [batch, heads, rows].
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -36,7 +37,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
         chosen, slots, held, bitmap, most = index.bits, index.slots, len(index.rows), True, 0
     else:
         assert isinstance(index, VerticalSlash)
-        # Diagonals have no rows: the kernel ignores slots, so pass any tensor.
+        # For diagonals the kernel does not read ``slots``, so pass any tensor.
         chosen, slots, held, bitmap = index.slashes, geometry.query_slot, 1, False
         most = index.max_slashes
     widths = list_widths(candidates, most, tables.plain)
@@ -58,11 +59,9 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
     full = touched & (k < q[:, None]) & (k * index.block >= first_max)
     active = index.chosen(q, k) & touched[:, None]
     result: dict[str, torch.Tensor] = {}
-    for name, blocks, width in zip(
-        ("partial", "full"), (active & ~full[:, None], active & full[:, None]), widths, strict=True
-    ):
-        blocks = blocks.transpose(-1, -2) if transposed else blocks
-        indices, counts_below = set_indices(blocks)
+    listed = {"partial": active & ~full[:, None], "full": active & full[:, None]}
+    for (name, blocks), width in zip(listed.items(), widths, strict=True):
+        indices, counts_below = set_indices(blocks.transpose(-1, -2) if transposed else blocks)
         assert int(counts_below[..., -1].max()) <= width, (
             "the index has more diagonals than its `max_slashes` allows"
         )
@@ -73,24 +72,25 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
 
 
 def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, int]:
-    """Return the widths of a row's partial and full lists.
+    """Return how many entries a row needs for its partial and for its full blocks.
 
-    A diagonal gives each row one block. A purely causal mask cuts only the block on the diagonal.
+    A diagonal gives each row one block. A purely causal mask makes only the block on the main
+    diagonal partial.
 
     Args:
-        candidates: number of blocks on the other side.
-        max_diagonals: upper bound on the diagonals per head; 0 for a bitmap, or if only the device
-            knows. Lists then have room for every block: up to 8 bytes per pair of blocks and head.
-            That is 16 GiB at 1M tokens with 32 heads on one worker.
+        candidates: number of blocks that a row can list.
+        max_diagonals: upper bound on the diagonals per head. 0 for a bitmap, or if only the device
+            knows a bound. Rows then have room for every block: up to 8 bytes per pair of blocks and
+            head, which is 16 GiB at 1M tokens with 32 heads on one worker.
         plain: the mask is causal only, without documents or padding.
     """
-    # A width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
+    # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(candidates, max_diagonals or candidates))
     return 2 if plain else full, full
 
 
 def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices of the set flags, and prefix counts.
+    """Return the indices of the set flags, and how many flags are set below each index.
 
     Args:
         flags: bool [..., n].
@@ -101,10 +101,10 @@ def set_indices(flags: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     n = flags.shape[-1]
     counts_below = torch.nn.functional.pad(flags.cumsum(-1, dtype=torch.int32), (1, 0))
-    # A set flag goes to its rank among the set ones; the others go to slot n, which is dropped.
+    # Write the index of a set flag to its place among the set flags, and all other indices to place
+    # n, which is cut off.
     targets = torch.where(flags, counts_below[..., :-1], n).long()
     indices = torch.zeros(*flags.shape[:-1], n + 1, dtype=torch.int32, device=flags.device)
-    indices.scatter_(
-        -1, targets, torch.arange(n, dtype=torch.int32, device=flags.device).expand(flags.shape)
-    )
+    numbers = torch.arange(n, dtype=torch.int32, device=flags.device)
+    indices.scatter_(-1, targets, numbers.expand(flags.shape))
     return indices[..., :n].contiguous(), counts_below

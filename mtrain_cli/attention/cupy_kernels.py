@@ -10,9 +10,9 @@ import torch
 
 @cache
 def cupy_unsupported_reason() -> str | None:
-    """Return why the kernels cannot run on the current GPU, or None if they can.
+    """Return why the CUDA kernels cannot run on the current GPU, or None if they can.
 
-    The first call compiles the smallest kernel.
+    The first call tries to compile the smallest kernel.
     """
     if importlib.util.find_spec("cupy") is None:
         return "CuPy is not installed"
@@ -28,7 +28,7 @@ def cupy_unsupported_reason() -> str | None:
 
 
 def cuda_kernels_usable(tensor: torch.Tensor) -> bool:
-    """Return whether the kernels can process the tensor: it is on a GPU and CuPy works."""
+    """Return whether the CUDA kernels can process the tensor: it is on a GPU, and CuPy works."""
     return tensor.is_cuda and cupy_unsupported_reason() is None
 
 

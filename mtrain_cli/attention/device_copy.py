@@ -1,4 +1,4 @@
-"""Copy small tables from the host to the device without a wait."""
+"""Copy small tables from the host to the device without making the host wait."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import torch
 from numpy.typing import NDArray
 
 Nested = TypeVar("Nested")
-_ALIGNMENT = 256  # bytes; kernels load up to 16 at once, and PyTorch aligns its own tensors more
+# Tensors in a buffer start at multiples of this, in bytes. Kernels load up to 16 bytes at a time.
+_ALIGNMENT = 256
 
 
 def to_device(values: NDArray[Any] | torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Return a copy on the device; on a CPU the result shares memory with ``values``.
 
-    A copy from pageable memory would make the host wait for the GPU. Pinned memory stays allocated
-    until PyTorch's copy has finished.
+    The copy to a GPU goes through pinned memory, because a copy from pageable memory would make the
+    host wait. PyTorch keeps the pinned memory until the copy has finished.
     """
     tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
     if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
@@ -26,17 +27,21 @@ def to_device(values: NDArray[Any] | torch.Tensor, device: torch.device | str) -
 
 
 def map_tensors(value: Nested, change: Callable[[torch.Tensor], torch.Tensor]) -> Nested:
-    """Return a copy of nested dataclasses, dicts and tuples with every tensor changed.
+    """Return a copy of nested dataclasses, dicts and tuples with ``change`` applied to each tensor.
 
-    A tensor that several parts share stays shared. Dicts are copied, so that caches are not shared.
+    If several parts share a tensor, the copies share its changed version. Every dict is copied, so
+    the copy has caches of its own.
     """
     return _mapped(value, change, {})
 
 
 def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dict[int, Any]) -> Any:
-    """Do `map_tensors`; ``done`` holds the mapped parts by id.
+    """Return one part of a value for `map_tensors`.
 
-    A recursive nested function would keep the tensors alive until a garbage collection.
+    This is not a function inside `map_tensors`: a recursive inner function would keep the tensors
+    alive until a garbage collection.
+
+    done: parts that have been copied, by the id of the original.
     """
     if id(part) in done:
         return done[id(part)]
@@ -58,10 +63,13 @@ def _mapped(part: Any, change: Callable[[torch.Tensor], torch.Tensor], done: dic
 
 
 def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
-    """Copy all tensors into one buffer on the host, so that one copy moves them (`unpacked`).
+    """Copy all tensors into one buffer on the host, which `unpacked` moves with one copy.
 
-    Returns a copy of ``value`` whose tensors lie in the buffer, and the buffer, uint8. pin: use
-    pinned memory.
+    Args:
+        pin: allocate the buffer in pinned memory.
+
+    Returns:
+        A copy of ``value`` whose tensors are views of the buffer, and the buffer, uint8.
     """
     size = 0
 
@@ -84,7 +92,10 @@ def packed(value: Nested, *, pin: bool) -> tuple[Nested, torch.Tensor]:
 
 
 def unpacked(value: Nested, buffer: torch.Tensor, device: torch.device | str) -> Nested:
-    """Return what `packed` made, with its tensors on the device. Copy the buffer once."""
+    """Copy the buffer of `packed` to the device, and return ``value`` with its tensors there.
+
+    value, buffer: what `packed` returned.
+    """
     moved = buffer.to(device, non_blocking=True)
 
     def place(tensor: torch.Tensor) -> torch.Tensor:

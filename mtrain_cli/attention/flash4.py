@@ -1,8 +1,9 @@
 """FlashAttention-4 (CuTe DSL) on Hopper and later.
 
-Dense attention uses native causal calls if the mask is a few rectangles, else block lists. Under a
-dynamic index, FlashAttention-4 computes the blocks. The Triton kernels then compute the single
-columns, continuing the same softmax, so no merge is needed.
+- Dense attention, mask of a few rectangles: one call per rectangle, full or causal.
+- Dense attention, any other mask: one call with block lists.
+- Dynamic index: FlashAttention-4 computes the blocks. The Triton kernels then add the single
+  columns to the same softmax, so no merge is needed.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from mtrain_cli.attention.packed_columns import add_column_gradients, pack_colum
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.attention.triton_kernel import TritonColumns, ensure_delta, make_tile_plan
 
-# With more rectangles per sequence, one call with block lists beats a call per rectangle.
+# With more rectangles per sequence, one call with block lists is faster.
 _MAX_RECTANGLES = 4
 _BLOCK = 128
 Lists = dict[str, torch.Tensor]
 
 
 class Flash4Kernel(TritonColumns):
-    """The fastest kernel on Hopper.
+    """FlashAttention-4, the fastest kernel on Hopper.
 
-    Dense causal attention at 128K on an H200 reaches 674 TFLOP/s forward and 607 TFLOP/s backward
-    (profiles/notes.md).
+    Dense causal attention over 128K tokens on an H200 reaches 674 TFLOP/s forward and 607 TFLOP/s
+    backward (profiles/notes.md).
     """
 
     name = "flash4"
@@ -59,21 +60,17 @@ class Flash4Kernel(TritonColumns):
             return "computes whole blocks, not sparsity.gate=query"
         if request.index is not None and importlib.util.find_spec("triton") is None:
             return f"needs triton for the columns of an index ({install_command('cuda')})"
-        if (
-            importlib.util.find_spec("flash_attn") is None
-            or importlib.util.find_spec("flash_attn.cute") is None
-        ):
+        # Looking for a module imports its package, so look for the package first.
+        if not all(map(importlib.util.find_spec, ("flash_attn", "flash_attn.cute"))):
             return f"flash-attn-4 is not installed ({install_command('hopper')})"
-        load_error = _load_error()
-        if load_error is None:
-            return None
-        return f"flash-attn-4 is installed, but does not load: {load_error}"
+        if error := _load_error():
+            return f"flash-attn-4 is installed, but does not load: {error}"
+        return None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dense = _load_dense()
-
         if tiles.index is not None:
             return _sparse_forward(q, k, v, tiles, scale)
         if not _is_few_rectangles(tiles):
@@ -84,17 +81,13 @@ class Flash4Kernel(TritonColumns):
             keys = slice(s.k_start, s.k_stop)
             return dense.forward(q, k[:, keys], v[:, keys], s.causal, scale)
         out = torch.zeros_like(q)
-        lse = torch.full(
-            (q.shape[0], q.shape[2], q.shape[1]),
-            float("-inf"),
-            dtype=torch.float32,
-            device=q.device,
-        )
+        batch, queries, heads, _ = q.shape
+        lse = q.new_full((batch, heads, queries), float("-inf"), dtype=torch.float32)
         for s in tiles.slices[0]:
             rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
-            part, part_lse = dense.forward(q[:, rows], k[:, keys], v[:, keys], s.causal, scale)
-            out[:, rows] = part
-            lse[:, :, rows] = part_lse
+            out[:, rows], lse[:, :, rows] = dense.forward(
+                q[:, rows], k[:, keys], v[:, keys], s.causal, scale
+            )
         return out, lse
 
     def backward(
@@ -110,7 +103,6 @@ class Flash4Kernel(TritonColumns):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dense = _load_dense()
-
         if tiles.index is not None:
             return _sparse_backward(dout, q, k, v, out, lse, delta, tiles, scale)
         if not _is_few_rectangles(tiles):
@@ -124,43 +116,37 @@ class Flash4Kernel(TritonColumns):
         dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
         for s in tiles.slices[0]:
             rows, keys = slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop)
-            own = dout[:, rows], q[:, rows], k[:, keys], v[:, keys]
-            own_out = None if out is None else out[:, rows]
-            own_delta = None if delta is None else delta[:, :, rows]
-            part_q, part_k, part_v = dense.backward(
-                *own, own_out, lse[:, :, rows], own_delta, s.causal, scale
-            )
-            dq[:, rows] = part_q
-            dk[:, keys] += part_k
-            dv[:, keys] += part_v
+            part_out = None if out is None else out[:, rows]
+            part_delta = None if delta is None else delta[:, :, rows]
+            inputs = dout[:, rows], q[:, rows], k[:, keys], v[:, keys], part_out, lse[:, :, rows]
+            dq[:, rows], part_dk, part_dv = dense.backward(*inputs, part_delta, s.causal, scale)
+            dk[:, keys] += part_dk
+            dv[:, keys] += part_dv
         return dq, dk, dv
 
 
 def _load_dense() -> ModuleType:
-    """Import FlashAttention-4's calls; the first import sets up its kernel cache."""
-    with (
-        nullcontext()
-        if "mtrain_cli.kernels.flash4.dense" in sys.modules
-        else persistent_kernel_cache()
-    ):
+    """Return the module that calls FlashAttention-4.
+
+    FlashAttention-4 decides at its first import whether and where it caches compiled kernels.
+    """
+    loaded = "mtrain_cli.kernels.flash4.dense" in sys.modules
+    with nullcontext() if loaded else persistent_kernel_cache():
         from mtrain_cli.kernels.flash4 import dense
     return dense
 
 
 @cache
 def _load_error() -> str | None:
-    """Return why the installed FlashAttention-4 does not load, or None.
+    """Return why the installed FlashAttention-4 does not load, or None if it loads.
 
     A common cause is a CUDA library that is missing or does not match PyTorch's.
     """
     try:
         _load_dense()
     except Exception as error:  # mismatched libraries raise all kinds of errors
-        return (
-            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[
-                :200
-            ]
-        )
+        first_line = (str(error) or "no message").splitlines()[0]
+        return f"{type(error).__name__}: {first_line}"[:200]
     return None
 
 
@@ -212,6 +198,7 @@ def _sparse_backward(
 
 
 def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return each row's span, or None if the mask is causal only and a kernel needs no spans."""
     assert tiles.geometry is not None
     return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
 
@@ -222,11 +209,8 @@ def _is_few_rectangles(tiles: Tiles) -> bool:
 
 def _is_one_rectangle(tiles: Tiles) -> bool:
     """Return whether one rectangle covers every query row."""
-    return (
-        len(tiles.slices[0]) == 1
-        and tiles.slices[0][0].q_start == 0
-        and tiles.slices[0][0].q_stop == tiles.low.shape[1]
-    )
+    slices = tiles.slices[0]
+    return len(slices) == 1 and slices[0].q_stop - slices[0].q_start == tiles.low.shape[1]
 
 
 def _mask_block_lists(tiles: Tiles) -> tuple[Lists, Lists]:
@@ -238,16 +222,19 @@ def _mask_block_lists(tiles: Tiles) -> tuple[Lists, Lists]:
 def block_lists(
     low: torch.Tensor, high: torch.Tensor, num_keys: int, block: int
 ) -> tuple[Lists, Lists]:
-    """List the blocks that spans touch, in FlashAttention-4's form.
+    """List the pairs of blocks that hold an allowed query-key pair, in FlashAttention-4's form.
+
+    In a full pair of blocks every query sees every key; all others are partial.
 
     Args:
-        low, high: int [batch, queries], the keys low <= j < high that each query sees.
+        low, high: int [batch, queries]; each query sees the keys low <= j < high.
+        block: tokens per block, on both sides. The last query block may be short.
 
     Returns:
-        The lists per query block and those per key block. ``partial`` and ``full``: ascending block
-        indices, int32 [batch, 1, blocks, width]. ``partial_count`` and ``full_count``: their
-        number, int32 [batch, 1, blocks]. In a full block every query sees every key. Rows beyond
-        the last query do not count. Entries beyond the count are undefined.
+        Two dicts: the key blocks of each query block, and the query blocks of each key block.
+        ``partial`` and ``full``: ascending block numbers, int32 [batch, 1, blocks, width]. Entries
+            beyond the count are undefined.
+        ``partial_count`` and ``full_count``: number of entries, int32 [batch, 1, blocks].
     """
     batch, queries = low.shape
 
@@ -256,8 +243,8 @@ def block_lists(
             batch, -1, block
         )
 
-    # Rows beyond the end must not constrain full blocks. A row without keys has low == high, so no
-    # block is full for it.
+    # Rows beyond the last query must not make a full block partial. A query that sees no key has
+    # low == high, so none of its blocks is full.
     beyond = num_keys + block
     rows_low, rows_high = by_block(low, -1), by_block(high, beyond)
     sees_keys = by_block(low < high, False)
@@ -266,7 +253,7 @@ def block_lists(
     full_low = rows_low.amax(-1, keepdim=True)
     full_high = rows_high.amin(-1, keepdim=True).clamp(max=num_keys)
     start = torch.arange(0, num_keys, block, device=low.device)
-    # The last key block may be short: FlashAttention-4 itself masks what lies beyond the keys.
+    # The last key block may be short: FlashAttention-4 itself masks positions beyond the keys.
     stop = (start + block).clamp(max=num_keys)
     touched = (start < highest) & (stop > lowest)
     full = touched & (start >= full_low) & (stop <= full_high)
@@ -274,7 +261,7 @@ def block_lists(
     for name, blocks in (("partial", touched & ~full), ("full", full)):
         for of_side, flags in zip(lists, (blocks, blocks.transpose(1, 2)), strict=True):
             indices, counts_below = set_indices(flags)
-            # A list width of 1 breaks the stride check of FlashAttention-4 4.0.0b36.
+            # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
             indices = torch.nn.functional.pad(indices, (0, max(0, 2 - indices.shape[-1])))
             of_side[name] = indices[:, None]
             of_side[f"{name}_count"] = counts_below[:, None, :, -1].contiguous()

@@ -1,9 +1,14 @@
 """Dynamic indices: which key blocks and single key columns a pattern chose, per query head.
 
-An index is made per layer and step, in global positions, for any layout. `VerticalSlash` holds
-block diagonals (slashes) and single columns. It takes kilobytes at any length, and its transpose
-only changes signs. `BlockBitmap` holds one bit per pair of blocks. In both, a query-key pair counts
-once, even if several slashes and columns contain it. The mask always applies on top.
+An index is made per layer and step. It uses global positions, so it is independent of the layout.
+
+- `VerticalSlash`: block diagonals (slashes) and single columns. It takes kilobytes at any sequence
+  length, and serves query blocks and key blocks alike. A query-key pair that several slashes and
+  columns contain is computed once.
+- `BlockBitmap`: one bit per pair of blocks.
+- `GatedBitmap`: a bitmap in which each query also has its own choice of large chunks.
+
+A pair is computed if both the index and the mask allow it.
 """
 
 from __future__ import annotations
@@ -12,10 +17,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
+from mtrain_cli.attention.device_copy import map_tensors
 from mtrain_cli.attention.mask_tables import MaskTables
 
 _BITS_PER_PASS = 1 << 24
@@ -23,11 +29,11 @@ _BITS_PER_PASS = 1 << 24
 
 @dataclass(frozen=True)
 class Index(ABC):
-    """The choice of one pattern for one layer.
+    """The query-key pairs that a pattern chose for one layer.
 
     block: tokens per block.
     blocks: blocks of the padded sequence; the last may be short.
-    by_head: names of the tensors [batch, heads, ...].
+    by_head: names of the fields that are tensors [batch, heads, ...].
     """
 
     block: int
@@ -42,9 +48,9 @@ class Index(ABC):
 
     @abstractmethod
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """Return which pairs of blocks are chosen as a whole, bool [batch, heads, queries, keys].
+        """Return which pairs of blocks are chosen, bool [batch, heads, query blocks, key blocks].
 
-        Arguments are global block numbers.
+        Single columns do not count. The arguments are global block numbers.
         """
 
     def part(self, i: int, n: int) -> Self:
@@ -55,9 +61,9 @@ class Index(ABC):
         return replace(self, **{name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
-        """Return the allowed pairs by definition, unmasked, bool [batch, heads, queries, keys].
+        """Return which query-key pairs the index allows, bool [batch, heads, queries, keys].
 
-        Arguments are global positions.
+        The mask is not applied. The arguments are global positions.
         """
         seen = self.chosen(query_positions // self.block, key_positions // self.block)
         if isinstance(self, VerticalSlash):
@@ -70,10 +76,9 @@ class Index(ABC):
 
     @abstractmethod
     def counts(self, tables: MaskTables) -> IndexCounts:
-        """Return the exact work under the masks.
+        """Count the work that index and masks leave, without waiting for the device.
 
-        Computes no attention and never waits for the device. A bitmap counts only the query blocks
-        that it holds, and ``tables`` must be made for these.
+        A bitmap counts only its own query blocks, for which ``tables`` must have been made.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -83,18 +88,17 @@ class Index(ABC):
 
     def to(self, device: torch.device | str) -> Index:
         """Return the index with its tensors on a device."""
-        moved: dict[str, Any] = {name: t.to(device) for name, t in self.tensors().items()}
-        return replace(self, **moved)
+        return map_tensors(self, lambda tensor: tensor.to(device))
 
 
 @dataclass(frozen=True)
 class IndexCounts:
     """The work of one index per sequence and head, int64 [batch, heads].
 
-    pairs: query-key pairs that index and mask allow, the useful work.
-    blocks: chosen (query block, key block) tiles that contain at least one allowed query-key pair.
+    pairs: query-key pairs that index and mask allow.
+    blocks: chosen (query block, key block) pairs that contain an allowed query-key pair.
     columns: single columns.
-    column_pairs: the pairs that only columns contribute, included in pairs.
+    column_pairs: the part of ``pairs`` that no chosen block contains.
     slashes: block diagonals; 0 for a bitmap.
     """
 
@@ -105,9 +109,9 @@ class IndexCounts:
     slashes: torch.Tensor
 
     def flop(self, head_dim: int) -> tuple[int, int]:
-        """Return forward and backward FLOP of the useful work.
+        """Return forward and backward FLOP of the allowed pairs.
 
-        A pair takes 2 products of 2 * head_dim FLOP forward and 5 backward.
+        A pair takes 2 products forward and 5 backward, of 2 * head_dim FLOP each.
         """
         pairs = int(self.pairs.sum())
         return 4 * head_dim * pairs, 10 * head_dim * pairs
@@ -115,19 +119,18 @@ class IndexCounts:
     def parts(self, n: int) -> list[IndexCounts]:
         """Return the counts of n equal parts of the heads, as views."""
         split = [getattr(self, f.name).unflatten(1, (n, -1)).unbind(1) for f in fields(self)]
-        return [IndexCounts(*columns_of_part) for columns_of_part in zip(*split, strict=True)]
+        return [IndexCounts(*counts) for counts in zip(*split, strict=True)]
 
 
 @dataclass(frozen=True)
 class VerticalSlash(Index):
     """Block diagonals and single columns.
 
-    slashes: bool [batch, heads, blocks]; for every set diagonal d, query block i attends to key
+    slashes: bool [batch, heads, blocks], whether diagonal d is chosen: query block i attends to key
         block i - d.
     columns: int32 [batch, heads, width], ascending positions of keys that every later query attends
         to. Unused places hold ``blocks * block``.
-    max_slashes: upper bound on the diagonals per head that the host knows without asking the
-        device; 0 if unknown.
+    max_slashes: upper bound on the diagonals per head. 0 if only the device knows a bound.
     """
 
     slashes: torch.Tensor
@@ -153,7 +156,7 @@ class VerticalSlash(Index):
         )
 
     def without_columns(self) -> VerticalSlash:
-        """Return the block diagonals alone."""
+        """Return the index with the same block diagonals and no columns."""
         return replace(self, columns=self.columns[..., :0])
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
@@ -165,49 +168,38 @@ class VerticalSlash(Index):
         real = self.columns < tables.lengths[:, None, None]
         columns = self.columns.long().masked_fill(~real, 0)
         last = tables.last[:, None].expand(-1, self.heads[1], -1).gather(-1, columns).long()
-        alone = (
-            (last - columns + 1 - self._covered_queries(columns, last))
-            .masked_fill(~real, 0)
-            .sum(-1)
-        )
-        pairs = (slashes * tables.per_diagonal[:, None]).sum(-1) + alone
-        return IndexCounts(
-            pairs, (slashes * tables.touched[:, None]).sum(-1), real.sum(-1), alone, slashes.sum(-1)
-        )
+        queries = last - columns + 1 - self._covered_queries(columns, last)
+        column_pairs = queries.masked_fill(~real, 0).sum(-1)
+        pairs = (slashes * tables.per_diagonal[:, None]).sum(-1) + column_pairs
+        blocks = (slashes * tables.touched[:, None]).sum(-1)
+        return IndexCounts(pairs, blocks, real.sum(-1), column_pairs, slashes.sum(-1))
 
     def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Count the queries that also see a column through a diagonal; shaped like columns.
+        """Return how many queries see each column through a chosen diagonal, too; like columns.
 
-        These are positions key <= q <= last whose block has the key's block on a chosen diagonal.
+        last: the last query that sees each column. All queries from the column's own position to
+            ``last`` see it.
         """
         slashes = self.slashes.long()
         counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
         own, end = columns // self.block, last // self.block
         distance = end - own
-        # Blocks strictly between the key's block and the last one count in full, the key's block
-        # from the key on, and the last block up to its row.
-        between = (
-            torch.where(
-                distance > 0,
-                counts_below.gather(-1, distance.clamp(min=1)) - counts_below[..., 1:2],
-                0,
-            )
-            * self.block
-        )
+        # Add up the rows of the key's own block from the key on, all rows of the blocks between,
+        # and the rows of the last block up to the last query.
+        between = counts_below.gather(-1, distance.clamp(min=1)) - counts_below[..., 1:2]
         first_rows = torch.where(distance > 0, (own + 1) * self.block - columns, last - columns + 1)
-        last_rows = torch.where(
-            distance > 0, slashes.gather(-1, distance) * (last - end * self.block + 1), 0
-        )
-        return slashes[..., :1] * first_rows + between + last_rows
+        last_rows = slashes.gather(-1, distance) * (last - end * self.block + 1)
+        later_rows = torch.where(distance > 0, between * self.block + last_rows, 0)
+        return slashes[..., :1] * first_rows + later_rows
 
 
 @dataclass(frozen=True)
 class BlockBitmap(Index):
     """One bit per pair of blocks.
 
-    bits: bool [batch, heads, held, blocks], query block by key block, never set above the diagonal.
-    rows: int32 [held], the query blocks that are held, ascending. A context-parallel worker holds
-        those of its own queries.
+    bits: bool [batch, heads, rows, blocks], query block by key block, False above the diagonal.
+    rows: int32 [rows], numbers of the query blocks in ``bits``, ascending. A context-parallel
+        worker has only the blocks of its own queries.
     """
 
     bits: torch.Tensor
@@ -216,35 +208,31 @@ class BlockBitmap(Index):
 
     @staticmethod
     def whole(block: int, bits: torch.Tensor) -> BlockBitmap:
-        """Return a bitmap that holds all query blocks. bits: [batch, heads, blocks, blocks]."""
+        """Return the bitmap of all query blocks. bits: [batch, heads, blocks, blocks]."""
         blocks = bits.shape[-1]
         assert bits.shape[-2] == blocks
-        return BlockBitmap(
-            block, blocks, bits, torch.arange(blocks, dtype=torch.int32, device=bits.device)
-        )
+        rows = torch.arange(blocks, dtype=torch.int32, device=bits.device)
+        return BlockBitmap(block, blocks, bits, rows)
 
     @cached_property
     def slots(self) -> torch.Tensor:
-        """int32 [blocks], row of bits that holds each query block, -1 if none does."""
+        """int32 [blocks], the row of ``bits`` of each query block, -1 if it has none."""
         slots = torch.full((self.blocks,), -1, dtype=torch.int32, device=self.rows.device)
-        return slots.index_copy_(
-            0,
-            self.rows.long(),
-            torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device),
-        )
+        numbers = torch.arange(len(self.rows), dtype=torch.int32, device=self.rows.device)
+        return slots.index_copy_(0, self.rows.long(), numbers)
 
     def chosen(self, query_blocks: torch.Tensor, key_blocks: torch.Tensor) -> torch.Tensor:
-        """Return the chosen pairs of blocks; none for query blocks that are not held."""
+        """Return the chosen pairs of blocks: none for a query block that is not in ``rows``."""
         slots = self.slots[query_blocks].long()
         return self.bits[:, :, slots.clamp(min=0)][..., key_blocks] & (slots >= 0)[:, None]
 
     def counts(self, tables: MaskTables) -> IndexCounts:
         assert tables.per_block.shape[1:] == self.bits.shape[2:], (
-            "MaskTables.make(..., bitmap=True) takes the query blocks that the bitmap holds"
+            "give MaskTables.make(..., bitmap=True) the query blocks of the bitmap"
         )
         zero = torch.zeros(self.heads, dtype=torch.int64, device=self.bits.device)
         pairs, blocks = zero.clone(), zero.clone()
-        # Sums convert the bits to 32- or 64-bit copies, so sum a few rows at a time.
+        # A sum converts the bits to 32- or 64-bit numbers, so sum a few rows at a time.
         at_once = max(1, _BITS_PER_PASS // max(1, self.bits[:, :, :1].numel()))
         exact = torch.int32 if self.blocks * self.block**2 < 2**31 else torch.int64
         for bits, mask_pairs in zip(
@@ -257,13 +245,13 @@ class BlockBitmap(Index):
 
 @dataclass(frozen=True)
 class GatedBitmap(BlockBitmap):
-    """A bitmap in which each query sees its own chunks of keys.
+    """A bitmap in which each query chooses its own chunks of keys.
 
-    A key block's bit is set if any query of the query block sees the key block's chunk. A kernel
-    skips all other key blocks.
+    The bit of a pair of blocks is set if any query of the query block chose the chunk of the key
+    block. Kernels skip all other pairs.
 
-    gates: int32 [batch, heads, held * block, words]. Bit c % 32 of word c // 32: the query sees
-        chunk c. Padding has no bit set.
+    gates: int32 [batch, heads, rows * block, words], the choice of each query: bit c % 32 of word
+        c // 32 is set if the query chose chunk c. Padding has no bit set.
     chunk: keys per chunk, a multiple of block.
     """
 
@@ -271,11 +259,11 @@ class GatedBitmap(BlockBitmap):
     chunk: int
     by_head: ClassVar = ("bits", "gates")
 
-    def gated(self, held: slice) -> torch.Tensor:
-        """Return the gates of some held rows, bool [batch, heads, rows, chunks]."""
+    def gated(self, queries: slice) -> torch.Tensor:
+        """Return the choice of some queries of ``gates``, bool [batch, heads, queries, chunks]."""
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
-        return (self.gates[:, :, held, bit // 32] >> (bit % 32)) & 1 != 0
+        return (self.gates[:, :, queries, bit // 32] >> (bit % 32)) & 1 != 0
 
     def allowed(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
         slots = self.slots[query_positions // self.block].long().clamp(min=0)
@@ -286,7 +274,7 @@ class GatedBitmap(BlockBitmap):
         )
 
     def counts(self, tables: MaskTables) -> IndexCounts:
-        """Count for each query the keys of its chunks that the mask allows."""
+        """Count the work, with the pairs that both the mask and each query's own choice allow."""
         block_counts = super().counts(tables)
         within = torch.arange(self.block, device=self.rows.device)
         positions = (self.rows.long()[:, None] * self.block + within).flatten()
@@ -296,8 +284,7 @@ class GatedBitmap(BlockBitmap):
         for begin in range(0, len(positions), at_once):
             rows = slice(begin, begin + at_once)
             end = (positions[rows, None] + 1).clamp(max=starts + self.chunk)
-            keys = (end - tables.first[:, positions[rows], None].clamp(min=starts)).clamp_(
-                min=0
-            )  # [batch, rows, chunks]
+            first = tables.first[:, positions[rows], None].clamp(min=starts)
+            keys = (end - first).clamp_(min=0)  # [batch, queries, chunks]
             pairs += (self.gated(rows) * keys[:, None]).sum((-1, -2))
         return replace(block_counts, pairs=pairs)

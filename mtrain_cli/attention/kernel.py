@@ -1,8 +1,11 @@
 """The contract of a local attention implementation.
 
-Shapes: q, out, dout ``[batch, queries, heads, head_dim]``; k, v ``[batch, keys, kv_heads,
-    head_dim]``, never repeated; lse and delta ``[batch, heads, queries]``, float32 (float64 for
-    float64 inputs), natural logarithm. A row without keys has out 0 and lse -inf.
+q, out, dout: [batch, queries, heads, head_dim].
+k, v: [batch, keys, kv_heads, head_dim]. Query heads that share a KV head read the same memory.
+lse, delta: [batch, heads, queries], float32 (float64 for float64 inputs). lse is a natural
+    logarithm.
+
+A query that sees no key has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -22,9 +25,8 @@ class IndexRequest:
     """The kind of dynamic index that a run's pattern makes.
 
     block: tokens per block.
-    bitmap: the index is a `BlockBitmap`, else a `VerticalSlash`.
-    chunk: keys per chunk if each query of a bitmap chooses its own chunks (`index.GatedBitmap`); 0
-        for whole blocks.
+    bitmap: True if the index is a `BlockBitmap`, False if it is a `VerticalSlash`.
+    chunk: keys per chunk, if each query chooses its own chunks (`index.GatedBitmap`); otherwise 0.
     """
 
     block: int
@@ -55,9 +57,10 @@ class KernelRequest:
 class Kernel(Protocol):
     """A local attention implementation.
 
-    needs_out: backward cannot use a given delta, so out must travel with the queries instead.
-    skips: the kernel does not compute pairs that a dynamic index leaves out. Otherwise it computes
-        and masks these pairs, no faster than dense attention.
+    needs_out: backward needs out and computes delta from it. If False, delta alone is enough, so
+        exchanges that send queries to other workers send delta instead of out.
+    skips: whether the kernel skips pairs that a dynamic index leaves out. If False, it computes and
+        masks these pairs, no faster than dense attention.
     """
 
     name: str
@@ -65,13 +68,13 @@ class Kernel(Protocol):
     skips: bool
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
-        """Return in a few words why this kernel cannot serve the request, or None if it can."""
+        """Return why this kernel cannot serve the request, in a few words; None if it can."""
         ...
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse over the given keys."""
+        """Return out and lse over the keys ``k``."""
         ...
 
     def backward(
@@ -86,14 +89,12 @@ class Kernel(Protocol):
         tiles: Tiles,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return dq, dk and dv over the given keys.
+        """Return dq, dk and dv over the keys ``k``.
 
         Args:
-            out, lse, delta: whole rows' values, over the keys of all workers; delta = rowsum(out *
-                dout).
-
-        Either out or delta may be None: out if the queries came from another worker, delta if the
-        kernel must compute it.
+            out: output over the keys of all workers. May be None if delta is given.
+            lse: log-sum-exp over the keys of all workers.
+            delta: rowsum(out * dout). If None, the kernel computes it from out.
         """
         ...
 
@@ -105,11 +106,12 @@ class Kernel(Protocol):
         scale: float,
         partial: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return out and lse, in the accumulation dtype, over columns that were gathered once.
+        """Return out and lse over the columns of an index, in the accumulation dtype.
 
         Args:
-            packed: keys and values of the columns, [2, batch, heads, width, head_dim].
-            partial: out and lse over other keys, to continue from.
+            packed: keys and values of the columns, gathered from all workers, [2, batch, heads,
+                width, head_dim].
+            partial: out and lse over other keys. If given, the result covers these keys, too.
         """
         ...
 
@@ -125,13 +127,13 @@ class Kernel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return dq and the gradient of packed, in the accumulation dtype.
 
-        lse and delta cover whole rows.
+        lse, delta: over the keys of all workers.
         """
         ...
 
 
 class DefinitionColumns:
-    """Attention over gathered columns by its definition, for kernels not built for speed."""
+    """Attention over gathered columns by its definition, for kernels that need not be fast."""
 
     skips = False
 

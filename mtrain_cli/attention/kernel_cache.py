@@ -33,9 +33,9 @@ def persistent_kernel_cache() -> Iterator[None]:
     Later runs on this machine then skip compilation: Qwen2.5-3B reaches its first step after 8 s
     instead of 21 s (profiles/notes.md).
 
-    Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if the folder
-    cannot be used (see `cache_folder`). FlashAttention-4 reads its variables at import, so restore
-    them afterwards: child processes decide for themselves.
+    Do nothing if the user has set ``FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED``, or if no folder is
+    usable (see `cache_folder`). FlashAttention-4 reads its environment variables at import. Restore
+    them afterwards, so that child processes decide for themselves.
     """
     if ENABLED in os.environ:
         yield
@@ -55,10 +55,13 @@ def persistent_kernel_cache() -> Iterator[None]:
 
 
 def cache_folder() -> Path | None:
-    """Return the cache folder, or None if other users could write to it: its files are run as code.
+    """Return the folder for compiled kernels, or None if other users could write to it.
 
-    FlashAttention-4's cache keys cover its own sources. The folder's name covers the rest: mtrain's
-    mask functions, the compiler's libraries and the GPU. Old folders are not removed.
+    Cached files are run as code, so only this user may write them.
+
+    FlashAttention-4 compiles again if its own sources change. The folder's name is a hash of all
+    else that a compiled kernel depends on: mtrain's mask functions, the compiler's libraries and
+    the GPU. Old folders are not removed.
     """
     base = own_folder()
     if base is None:
@@ -94,8 +97,8 @@ def _version(package: str) -> str:
 def _usable(path: Path) -> bool:
     """Return whether files can be created and locked in the folder.
 
-    FlashAttention-4 locks a file for every kernel. The lock on the folder is held as long as this
-    process lives, so that systemd-tmpfiles does not clean the folder.
+    FlashAttention-4 locks one file per kernel. If the folder is usable, this process locks the
+    folder until it exits, so that systemd-tmpfiles does not clean it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ To add a kernel, write one class and one entry here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from mtrain_cli.attention.cupy_kernels import cupy_unsupported_reason
@@ -15,7 +16,8 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.config.schema import ConfigError
 
-# In order of preference: `auto` takes the first that serves the run, but never the reference.
+# In order of preference: `auto` takes the first kernel that can serve the run, but never the
+# reference.
 _KERNELS: dict[str, Callable[[], Kernel]] = {
     "flash4": Flash4Kernel,
     "triton": TritonKernel,
@@ -25,12 +27,15 @@ _KERNELS: dict[str, Callable[[], Kernel]] = {
 
 
 def make_kernel(name: str) -> Kernel:
-    """Return the kernel of that name, whether or not it can run here."""
+    """Return the kernel called ``name``, whether or not it can run here."""
     return _KERNELS[name]()
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
-    """Return every kernel's name and why it cannot serve the request (None if it can)."""
+    """Return every kernel's name, and the reason why it cannot serve the request, None if it can.
+
+    The kernels come in order of preference.
+    """
     return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
 
 
@@ -44,45 +49,36 @@ def choose(name: str, request: KernelRequest) -> tuple[Kernel, str]:
         ConfigError: the kernel does not exist or cannot serve the request. The message lists the
             kernels that can.
     """
-    reasons = survey(request)
-    usable = [n for n, reason in reasons if reason is None]
+    reasons = dict(survey(request))
+    usable = [n for n, reason in reasons.items() if reason is None]
     if name == "auto":
         fastest = usable[0]
+        faster = itertools.takewhile(lambda item: item[0] != fastest, reasons.items())
+        skipped = "; ".join(f"{n}: {reason}" for n, reason in faster)
         if fastest == "reference":
-            why_not = "; ".join(f"{n}: {r}" for n, r in reasons if r)
             raise ConfigError(
-                f"train.kernel=auto: no fast kernel serves this run ({why_not}); "
+                f"train.kernel=auto: no fast kernel serves this run ({skipped}); "
                 "set train.kernel=reference to compute it slowly and exactly"
             )
-        skipped = [
-            f"{n}: {reason}"
-            for n, reason in reasons[: [n for n, _ in reasons].index(fastest)]
-            if reason
-        ]
-        return _with_reason(
-            fastest,
-            "the fastest that serves this run" + (f" ({'; '.join(skipped)})" if skipped else ""),
-            request,
-        )
+        why = "the fastest that serves this run" + (f" ({skipped})" if skipped else "")
+        return _with_reason(fastest, why, request)
     if name not in _KERNELS:
         raise ConfigError(
             f"train.kernel={name}: no such kernel; allowed: auto, {', '.join(_KERNELS)}"
         )
-    reason = dict(reasons)[name]
-    if reason is not None:
+    if (reason := reasons[name]) is not None:
         raise ConfigError(f"train.kernel={name}: {reason}; usable here: {', '.join(usable)}")
     return _with_reason(name, "as configured", request)
 
 
 def _with_reason(name: str, reason: str, request: KernelRequest) -> tuple[Kernel, str]:
-    """Return the kernel, and the reason with a note on how it computes a dynamic index."""
+    """Return the kernel, and the reason followed by how the kernel computes a dynamic index."""
     kernel = make_kernel(name)
     if request.index is None:
         return kernel, reason
     if not kernel.skips:
         return kernel, f"{reason}; computes every pair and masks what the index leaves out"
     missing = cupy_unsupported_reason() if request.device == "cuda" else None
-    return (
-        kernel,
-        f"{reason}; PyTorch packs columns and lists blocks, since {missing}" if missing else reason,
-    )
+    if missing:
+        reason += f"; PyTorch packs columns and lists blocks, since {missing}"
+    return kernel, reason

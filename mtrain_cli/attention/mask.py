@@ -47,7 +47,10 @@ class SequenceMask:
         return int((np.arange(self.length) - self.first[: self.length] + 1).sum())
 
     def last(self) -> IntArray:
-        """Return int64 [padded], the last query that sees each key; for padding the last token."""
+        """Return the last query that sees each key, int64 [padded].
+
+        For a key in the padding, return the position of the last token.
+        """
         opened = np.bincount(self.first[: self.length], minlength=self.padded)
         return np.cumsum(opened) - 1
 
@@ -60,7 +63,10 @@ class SequenceMask:
     def from_documents(documents: NDArray[np.integer], padded: int) -> SequenceMask:
         """Causal attention within each document.
 
-        documents: id of each token, non-decreasing. Raises ValueError if the ids decrease.
+        documents: id of each token, non-decreasing.
+
+        Raises:
+            ValueError: the ids decrease.
         """
         ids = np.asarray(documents)
         steps = np.diff(ids)
@@ -71,11 +77,11 @@ class SequenceMask:
         return SequenceMask(np.repeat(starts, lengths), len(ids))
 
     def intersect(self, other: SequenceMask) -> SequenceMask:
-        """Return the pairs that both masks of one sequence allow."""
+        """Return the mask that allows a pair if both this mask and ``other`` allow it."""
         return SequenceMask(np.maximum(self.first, other.first), min(self.length, other.length))
 
     def repadded(self, padded: int) -> SequenceMask:
-        """Return the mask of the same sequence padded to another number of positions."""
+        """Return this mask with the sequence padded to ``padded`` positions instead."""
         first = np.zeros(padded, np.int64)
         first[: self.length] = self.first[: self.length]
         return SequenceMask(first, self.length)
@@ -83,7 +89,7 @@ class SequenceMask:
     def spans(self, query_positions: IntArray, key_positions: IntArray) -> KeySpans:
         """Return the mask between a shard of queries and a shard of keys.
 
-        query_positions [q], key_positions [k]: global positions, ascending.
+        query_positions, key_positions: int64 [queries] and [keys], global positions, ascending.
         """
         is_token = query_positions < self.length
         low = np.where(is_token, self.first[query_positions], 0)
@@ -93,10 +99,11 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class KeySpans:
-    """The keys ``low[i] <= j < high[i]`` that each query row i sees; none if ``low == high``.
+    """The key slots ``low[i] <= j < high[i]`` that query i of a shard sees.
 
-    low, high: int64 [queries]; neither decreases among rows that see a key.
-    num_keys: number of keys.
+    low, high: int64 [queries]. Equal if the query sees no key. Among queries that see a key,
+        neither decreases.
+    num_keys: number of key slots.
     """
 
     low: IntArray
@@ -105,27 +112,27 @@ class KeySpans:
 
     @cached_property
     def pairs(self) -> int:
-        """Number of query-key pairs that are computed."""
+        """Number of allowed query-key pairs."""
         return int((self.high - self.low).sum())
 
     def restrict(self, keys: IntArray) -> KeySpans:
-        """Return the rows' spans over a subset of the keys: ``keys`` are their slots, ascending."""
+        """Return the spans over a subset of the keys.
+
+        keys: slots of the keys in the subset, ascending. The result counts slots in the subset.
+        """
         low, high = (np.searchsorted(keys, bound) for bound in (self.low, self.high))
         return KeySpans(low, high, len(keys))
 
     @cached_property
     def slices(self) -> tuple[KeySlice, ...]:
-        """The mask as the fewest rectangles, each full or causal, ascending.
-
-        In a causal rectangle the last row sees the last key.
-        """
+        """The mask as the fewest rectangles, each full or causal, in ascending order of queries."""
         low, high = self.low, self.high
         seen = high > low
-        # Neighbouring rows with equal low belong to one rectangle if high stays (full, kind 0) or
-        # grows by one (causal, kind 1).
+        # Rows i and i + 1 with equal low belong to one rectangle if high stays (full, kind 0) or
+        # grows by one (causal, kind 1). Otherwise a rectangle ends at row i (kind -1).
         step = np.diff(high)
         joined = (np.diff(low) == 0) & seen[1:] & seen[:-1] & ((step == 0) | (step == 1))
-        kind = np.append(np.where(joined, step, -1), -1)  # of row i and row i + 1
+        kind = np.append(np.where(joined, step, -1), -1)
         begins = np.append(0, np.flatnonzero(np.diff(kind)) + 1)
         stops = np.append(begins[1:], len(kind)).tolist()
         bounds: list[tuple[int, int, bool]] = []
@@ -148,7 +155,8 @@ class KeySpans:
 class KeySlice:
     """A rectangle: query rows ``q_start:q_stop`` against key slots ``k_start:k_stop``.
 
-    causal: row i sees only the keys below ``k_stop - (q_stop - 1 - i)``.
+    causal: row i sees only the keys below ``k_stop - (q_stop - 1 - i)``: the last row sees all, and
+        each row before it one key fewer.
     """
 
     q_start: int
@@ -162,7 +170,8 @@ class KeySlice:
 class MaskRule:
     """How a run masks its sequences. The fields are keys of `DataConfig`.
 
-    To add a mask, add its key to both classes and intersect it in `__call__`.
+    To add a mask, add its key to `DataConfig` and to this class, and intersect the mask in
+    `__call__`.
     """
 
     document_mask: bool

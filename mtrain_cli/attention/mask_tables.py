@@ -1,7 +1,7 @@
-"""The masks of a batch by position and by block, as kernels, indices and counts read them.
+"""Tables of a batch's masks, by position and by block. Kernels, indices and work counts read them.
 
-`MaskTables` covers whole sequences; `BlockGeometry` adds where the blocks of a query shard and of a
-key shard lie. Both are made on the host, by `Plan` on the loader's thread.
+`MaskTables` covers whole sequences. `BlockGeometry` adds which blocks a query shard and a key shard
+hold. `Plan` builds both on the host, on the thread that loads data.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch
 
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 
-# `first` of a query that sees nothing: above every position, but `first` + block fits in int32.
+# The value of `first` for a query that sees nothing: above every position, yet small enough that
+# `first` + block fits in int32.
 NOTHING = 1 << 30
 
 
 @dataclass(frozen=True)
 class BlockPairs:
-    """The allowed pairs in each pair of blocks of one sequence.
+    """The number of allowed query-key pairs in each pair of blocks of one sequence.
 
-    Along a row of blocks the number of pairs changes only at document starts and at the diagonal.
+    From one key block of a query block to the next, this number changes only at document starts and
+    at the diagonal. Only the changes are stored.
 
     rows, blocks: number of query blocks and of key blocks.
-    places: int64 [changes], ascending flat indices into [rows, blocks + 1].
-    changes: int64 [changes], number of pairs there minus that one block before.
+    places: int64 [changes], ascending flat indices into a table [rows, blocks + 1].
+    changes: int64 [changes], number of pairs at each place minus the number one key block before.
     """
 
     rows: int
@@ -39,7 +41,10 @@ class BlockPairs:
     def make(
         mask: SequenceMask, block: int, blocks: int, rows: IntArray | None = None
     ) -> BlockPairs:
-        """Find the changes. rows: the query blocks, ascending; None for all."""
+        """Count the pairs that a mask allows.
+
+        rows: numbers of the query blocks to count, ascending; None for all.
+        """
         rows = np.arange(blocks) if rows is None else rows
         first, q = mask.first[: mask.length], np.arange(mask.length)
         own = q // block
@@ -53,8 +58,8 @@ class BlockPairs:
         own, first, begin = own[starts], first[starts], q[starts]
         row_start, first_block = slot[own] * (blocks + 1), first // block
         before = first_block < own
-        # Pairs in the block of the first key, in a block between, and in the query's own block,
-        # where each query sees one key more than the query before.
+        # Pairs of a run in the block of its first key, in each block between, and in the run's own
+        # block, where each query sees one key more than the query before it.
         in_first = np.where(before, count * ((first_block + 1) * block - first), 0)
         between = np.where(before, count * block, 0)
         last = count * (begin - np.maximum(own * block, first)) + count * (count + 1) // 2
@@ -66,13 +71,14 @@ class BlockPairs:
         return BlockPairs(len(rows), blocks, places, summed)
 
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
-        """Return each block diagonal's allowed pairs, and its number of non-empty pairs of blocks.
+        """Return each block diagonal's number of allowed pairs, and of blocks that hold any.
 
-        int64 [blocks] each. The rows must be all query blocks.
+        Both are int64 [blocks]. ``rows`` must have been all query blocks.
         """
         row, column = np.divmod(self.places, self.blocks + 1)
         away = row - column
-        # A change counts for every diagonal at most that far away; -1 is past the main diagonal.
+        # A change on diagonal d lasts until the main diagonal, so it adds to diagonals 0 to d. A
+        # change past the main diagonal (d = -1) adds to none.
         changes = np.zeros(self.blocks + 1, np.int64)
         np.add.at(changes, away, self.changes)
         farthest = np.bincount(away[np.diff(row, prepend=-1) > 0], minlength=self.blocks)
@@ -80,7 +86,7 @@ class BlockPairs:
         return pairs.copy(), touched.copy()
 
     def table(self) -> IntArray:
-        """Return the pairs, int64 [rows, blocks]."""
+        """Return the number of pairs in each pair of blocks, int64 [rows, blocks]."""
         table = np.zeros((self.rows, self.blocks + 1), np.int64)
         table.flat[self.places] = self.changes
         return table.cumsum(1)[:, :-1]
@@ -93,18 +99,19 @@ class MaskTables:
     block: tokens per block.
     blocks: blocks in the whole sequence; the last may be short.
     padded: positions of the padded sequence.
-    plain: every mask is causal only, without documents or padding, so only blocks on the diagonal
-        are partial.
+    plain: every mask is causal only, without documents or padding. Only blocks on the diagonal are
+        then partial.
     lengths: int64 [batch], tokens without padding.
     first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
         for padding.
     last: [batch, blocks * block], last query that sees the key at each position.
     first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A position
         that sees nothing makes first_max `NOTHING`, so that no key block is full for its block.
-    per_diagonal: int64 [batch, blocks], allowed pairs in each block diagonal.
-    touched: int64 [batch, blocks], pairs of blocks in each diagonal that hold an allowed pair.
-    rows: number of query blocks that a bitmap holds; 0 if the index is no bitmap.
-    changes: int64 [2, changes], places and changes of the batch's `BlockPairs` for these rows.
+    per_diagonal: int64 [batch, blocks], number of allowed pairs in each block diagonal.
+    touched: int64 [batch, blocks], number of blocks in each diagonal that hold an allowed pair.
+    rows: number of query blocks in this worker's bitmap; 0 if the index is no bitmap.
+    changes: int64 [2, changes], places and changes of `BlockPairs` for these query blocks, of all
+        sequences of the batch.
     """
 
     block: int
@@ -133,8 +140,8 @@ class MaskTables:
 
         Args:
             masks: one per sequence of the batch.
-            bitmap: also make `per_block`, which counting a bitmap needs.
-            rows: the query blocks that the bitmap holds, ascending; None for all.
+            bitmap: also store what `per_block` needs to count the pairs of a bitmap.
+            rows: numbers of the query blocks in the bitmap, ascending; None for all.
         """
         padded = masks[0].padded
         blocks = -(-padded // block)
@@ -176,9 +183,10 @@ class MaskTables:
 
     @cached_property
     def per_block(self) -> torch.Tensor:
-        """[batch, rows, blocks]: allowed pairs in each pair of blocks, for a bitmap's query blocks.
+        """Number of allowed pairs in each pair of blocks, [batch, rows, blocks].
 
-        int16, or int32 for blocks of more than 181 tokens. Computed on the tables' device.
+        Covers the query blocks of this worker's bitmap. int16, or int32 for blocks of more than 181
+        tokens. Computed on the tables' device.
         """
         dtype = torch.int16 if self.block**2 <= torch.iinfo(torch.int16).max else torch.int32
         shape = len(self.lengths), self.rows, self.blocks + 1
@@ -187,7 +195,7 @@ class MaskTables:
         return table.cumsum(-1, dtype=dtype)[..., :-1]
 
     def between(self, query_positions: IntArray, key_positions: IntArray) -> BlockGeometry:
-        """Return the geometry of a pair of shards, on the host.
+        """Return the geometry of a query shard and a key shard, on the host.
 
         query_positions, key_positions: global positions, ascending.
 
@@ -222,7 +230,7 @@ def _joined_changes(pairs: Sequence[BlockPairs]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class BlockGeometry:
-    """The masks of a batch, and where the blocks of a query shard and a key shard lie.
+    """The masks of a batch, and the blocks that a query shard and a key shard hold.
 
     Tensors are int32 on the device of the tables unless noted.
 
@@ -230,8 +238,8 @@ class BlockGeometry:
     query_slot, key_slot: [blocks], local number of each global block, -1 if absent.
     query_count: [blocks + 1], number of local query blocks below each global block.
     diagonals: bool [blocks], block diagonals (query block - key block) that occur between the
-        shards. With striped layouts these are one residue class modulo the number of workers.
-    holes: some block of the sequence is absent among the queries or keys.
+        shards. With striped layouts they are congruent modulo the number of workers.
+    holes: whether some block of the sequence is absent from the query shard or the key shard.
     """
 
     tables: MaskTables
@@ -253,7 +261,7 @@ class BlockGeometry:
 
     @property
     def all_keys(self) -> bool:
-        """Whether no key block is absent, so that a key's slot is its position."""
+        """Whether the key shard holds every block, so that a key's slot is its position."""
         return self.key_blocks.numel() == self.blocks
 
     @cached_property
@@ -271,7 +279,7 @@ def whole_blocks(positions: IntArray, block: int, padded: int) -> IntArray:
     positions: global positions, ascending.
 
     Raises:
-        ValueError: they are not whole blocks of a sequence of ``padded`` positions.
+        ValueError: the positions are not whole blocks of a sequence of ``padded`` positions.
     """
     starts = positions[::block]
     whole = (starts[:, None] + np.arange(block)).reshape(-1)

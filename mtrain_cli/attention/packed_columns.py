@@ -1,7 +1,7 @@
-"""Gather single key columns for the kernels, and add their gradients back.
+"""Gather single key columns for the kernels, and add their gradients to dk and dv.
 
-On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add heads in
-the same order.
+On a GPU with CuPy, `kernels/cuda/columns.cu` does the work, otherwise PyTorch. Both add the query
+heads that share a KV head in the same order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _WARPS = 8
 def pack_columns(
     k: torch.Tensor, v: torch.Tensor, tiles: Tiles
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Gather the keys and values of each query head's columns, [batch, heads, width, head_dim].
+    """Return the keys and values of each query head's columns, or None if the index has none.
 
-    k, v: [batch, keys, kv_heads, head_dim]. Return None if the index has no columns. Empty places
-        hold 0 and must be masked.
+    Both are [batch, heads, width, head_dim]. Empty places hold 0; the kernel must mask them.
+
+    k, v: [batch, keys, kv_heads, head_dim].
     """
     if not isinstance(tiles.index, VerticalSlash) or not tiles.index.columns.shape[-1]:
         return None
@@ -35,46 +36,31 @@ def pack_columns(
 def pack_rows(
     k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather packed keys and values as in `pack_columns`.
+    """Return keys and values as `pack_columns` does, for given key slots.
 
-    slots: int32 [batch, heads, width], key slot of each column, -1 = none.
+    slots: int32 [batch, heads, width], key slot of each column; -1 for an empty place.
     """
     batch, heads, width = slots.shape
     group, dim = heads // k.shape[2], k.shape[3]
     if cuda_kernels_usable(k):
         from mtrain_cli.kernels.cuda.nvrtc import launch
 
-        packed = tuple(
-            torch.empty(batch, heads, width, dim, dtype=k.dtype, device=k.device) for _ in range(2)
-        )
+        packed = tuple(k.new_empty(batch, heads, width, dim) for _ in range(2))
         unit = 16 // k.element_size()
         assert not any(s % unit for t in (k, v) for s in (*t.stride()[:3], dim)), (
             "rows must start at multiples of 16 bytes"
         )
         strides = (np.int64(s // unit) for t in (k, v) for s in t.stride()[:3])
-        grid = (-(-width // _WARPS), batch * heads)
         launch(
-            "columns",
-            "pack_columns",
-            grid,
-            32 * _WARPS,
-            k,
-            v,
-            slots,
-            *packed,
-            *strides,
-            heads,
-            group,
-            width,
-            dim // unit,
-        )
+            "columns", "pack_columns", (-(-width // _WARPS), batch * heads), 32 * _WARPS,
+            k, v, slots, *packed, *strides, heads, group, width, dim // unit,
+        )  # fmt: skip
         return packed[0], packed[1]
     empty, clamped = (slots < 0)[..., None], slots.clamp(min=0)
     rows = torch.arange(batch, device=k.device)[:, None, None]
     kv_heads = (torch.arange(heads, device=k.device) // group)[None, :, None]
-    return k[rows, clamped, kv_heads].masked_fill_(empty, 0.0), v[
-        rows, clamped, kv_heads
-    ].masked_fill_(empty, 0.0)
+    packed_k, packed_v = (t[rows, clamped, kv_heads].masked_fill_(empty, 0.0) for t in (k, v))
+    return packed_k, packed_v
 
 
 def add_column_gradients(
@@ -99,9 +85,9 @@ def add_rows(
     columns_dv: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Do `add_column_gradients` for given key slots.
+    """Add gradients as `add_column_gradients` does, for given key slots.
 
-    slots: int32 [batch, heads, width], key slot of each column, empty places (-1) last.
+    slots: int32 [batch, heads, width], key slot of each column. Empty places (-1) come last.
     """
     batch, keys, kv_heads, dim = dk.shape
     heads, width = slots.shape[1:]
@@ -122,7 +108,8 @@ def add_rows(
         return
     real, clamped = slots >= 0, slots.clamp(min=0).long().unflatten(1, (kv_heads, group))
     for target, source in ((dk, columns_dk), (dv, columns_dv)):
-        # One head never has a column twice, so a scatter per head is exact. Empty places add 0.
+        # A head has no column twice, so one scatter per head adds each number once, in a fixed
+        # order. Empty places add 0.
         source = source.sum(0).masked_fill(~real[..., None], 0.0).unflatten(1, (kv_heads, group))
         total = target.to(accumulation_dtype(target.dtype))
         for g in range(group):
@@ -134,11 +121,11 @@ def add_rows(
 def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions and key slots of the index's columns among the local keys.
 
-    Both are int32 [batch, heads, width]. Positions ascend; empty places have position ``blocks *
+    Both are int32 [batch, heads, width]. Positions ascend. Empty places have position ``blocks *
     block`` and slot -1. width is a multiple of `COLUMN_TILE`.
 
-    The result is cached with the tiles if they hold all keys, which happens once per layer. In a
-    ring, each step would cache a table of the same size, mostly empty.
+    If the tiles hold all keys, the result is cached with them. The tiles of a ring's steps cache
+    nothing: every step would keep a table of this size, mostly empty.
     """
     index, geometry = tiles.index, tiles.geometry
     assert index is not None
@@ -158,22 +145,18 @@ def local_columns(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
 def whole_columns(index: Index) -> torch.Tensor:
     """Return `VerticalSlash.columns`, padded to a multiple of `COLUMN_TILE`."""
     assert isinstance(index, VerticalSlash)
-    missing = -index.columns.shape[-1] % COLUMN_TILE
-    columns = (
-        torch.nn.functional.pad(index.columns, (0, missing), value=index.blocks * index.block)
-        if missing
-        else index.columns
-    )
+    columns = index.columns
+    if missing := -columns.shape[-1] % COLUMN_TILE:
+        columns = torch.nn.functional.pad(columns, (0, missing), value=index.blocks * index.block)
     return columns.contiguous()
 
 
 def key_slots(columns: torch.Tensor, geometry: BlockGeometry) -> torch.Tensor:
-    """Return the local key slot of each position, int32; -1 if no local key has it.
+    """Return the local key slot of each position, int32; -1 if the key is not local.
 
-    columns: int32 positions, ``blocks * block`` for empty places.
+    columns: int32 positions; ``blocks * block`` for empty places, which get -1.
     """
+    block = geometry.block
     if geometry.all_keys:
-        return columns.masked_fill(columns == geometry.blocks * geometry.block, -1)
-    return (geometry.key_starts[columns // geometry.block] + columns % geometry.block).clamp_(
-        min=-1
-    )
+        return columns.masked_fill(columns == geometry.blocks * block, -1)
+    return (geometry.key_starts[columns // block] + columns % block).clamp_(min=-1)

@@ -1,4 +1,4 @@
-"""Arithmetic on partial attention results, which several kernels and exchanges share."""
+"""Merge partial attention results, and compute delta. Kernels and exchanges share these."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def merge(
     """Merge the attention over more keys into out and lse, in place.
 
     With w = sigmoid(part_lse - lse): out += w (part_out - out) and lse -= logsigmoid(lse -
-    part_lse). Unlike exp(part_lse - lse), w is bounded. Rows without keys on both sides (lse -inf)
-    do not change.
+    part_lse). Unlike exp(part_lse - lse), w cannot overflow. A row does not change if it sees none
+    of the new keys (part_lse -inf).
 
     Args:
         out, part_out: [batch, queries, heads, head_dim]; out float32 or float64.
@@ -34,7 +34,7 @@ def merge(
     weight = torch.sigmoid(difference).masked_fill_(no_new_keys, 0.0)
     out.lerp_(part_out.to(out.dtype), weight.transpose(1, 2).unsqueeze(-1).to(out.dtype))
     merged_lse = lse - torch.nn.functional.logsigmoid(-difference)
-    # For lse = -inf the line above gives inf - inf: take the new part's lse.
+    # If lse is -inf, the line above gives inf - inf: take the new part's lse instead.
     merged_lse = torch.where(torch.isneginf(lse), part_lse, merged_lse)
     lse.copy_(torch.where(no_new_keys, lse, merged_lse))
 
@@ -44,7 +44,7 @@ def _fused_merge(
 ) -> bool:
     """Merge with mtrain's CUDA kernel, which reads and writes each number once.
 
-    Return False if that kernel cannot process these tensors.
+    Return False, without merging, if the kernel cannot process these tensors.
     """
     if not (out.dtype == lse.dtype == part_lse.dtype == torch.float32 and cuda_kernels_usable(out)):
         return False
@@ -59,23 +59,15 @@ def _fused_merge(
 
     batch, queries, heads, dim = out.shape
     rows = batch * queries * heads
-    kernel = f"merge_{str(part_out.dtype).removeprefix('torch.')}"
     launch(
-        "merge",
-        kernel,
-        (-(-rows // 8), 1),
-        256,
-        *tensors,
-        np.int64(rows),
-        np.int64(queries),
-        heads,
-        dim,
-    )
+        "merge", f"merge_{str(part_out.dtype).removeprefix('torch.')}", (-(-rows // 8), 1), 256,
+        *tensors, np.int64(rows), np.int64(queries), heads, dim,
+    )  # fmt: skip
     return True
 
 
 def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
-    """Return rowsum(out * dout), [batch, heads, queries] in the accumulation dtype."""
+    """Return delta = rowsum(out * dout), [batch, heads, queries], in the accumulation dtype."""
     if (
         out.is_cuda
         and out.dtype != torch.float64

@@ -1,16 +1,20 @@
-"""The oracle: attention by its definition in float64, with the boolean mask materialised."""
+"""The oracle: attention by its definition in float64, with the mask of all pairs materialised."""
 
 from __future__ import annotations
 
 import torch
 
+from mtrain_cli.attention import definition
 from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
 
 class ReferenceKernel(DefinitionColumns):
-    """Slow and exact; O(queries x keys) memory. Tests compare every other kernel with it."""
+    """The oracle, with which tests compare every other kernel.
+
+    It is slow and needs O(queries x keys) memory.
+    """
 
     name = "reference"
     needs_out = False
@@ -21,11 +25,8 @@ class ReferenceKernel(DefinitionColumns):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scores, _, v_BHKD = _scores(q, k, v, tiles, scale)
-        lse = scores.logsumexp(-1)
-        probabilities = torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
-        out = (probabilities @ v_BHKD).transpose(1, 2)
-        return out.to(q.dtype), lse.to(accumulation_dtype(q.dtype))
+        out, lse = definition.forward(*_per_query_head(q, k, v), tiles.seen(), scale)
+        return out.transpose(1, 2).to(q.dtype), lse.to(accumulation_dtype(q.dtype))
 
     def backward(
         self,
@@ -40,28 +41,21 @@ class ReferenceKernel(DefinitionColumns):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         group = q.shape[2] // k.shape[2]
-        scores, k_BHKD, v_BHKD = _scores(q, k, v, tiles, scale)
         if delta is None:
             assert out is not None
             delta = (out.double() * dout.double()).sum(-1).transpose(1, 2)
-        p = torch.exp(scores - lse.double().masked_fill(torch.isneginf(lse), 0.0).unsqueeze(-1))
-        do = dout.double().transpose(1, 2)
-        ds = p * (do @ v_BHKD.transpose(-1, -2) - delta.double().unsqueeze(-1)) * scale
-        dq = (ds @ k_BHKD).transpose(1, 2)
-        dk = ds.transpose(-1, -2) @ q.double().transpose(1, 2)
-        dv = p.transpose(-1, -2) @ do
+        dout = dout.double().transpose(1, 2)
+        dq, dk, dv = definition.backward(
+            dout, *_per_query_head(q, k, v), lse.double(), delta.double(), tiles.seen(), scale
+        )
         dk, dv = (t.unflatten(1, (-1, group)).sum(2).transpose(1, 2) for t in (dk, dv))
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        return dq.transpose(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _scores(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
+def _per_query_head(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return masked scores [batch, heads, queries, keys], and k, v [batch, heads, keys, head_dim].
-
-    All are float64.
-    """
+    """Return q, k and v in float64, [batch, heads, tokens, head_dim], KV for each query head."""
     group = q.shape[2] // k.shape[2]
-    k_BHKD, v_BHKD = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
-    scores = q.double().transpose(1, 2) @ k_BHKD.transpose(-1, -2) * scale
-    return scores.masked_fill(~tiles.seen(), float("-inf")), k_BHKD, v_BHKD
+    k, v = (t.double().repeat_interleave(group, 2).transpose(1, 2) for t in (k, v))
+    return q.double().transpose(1, 2), k, v

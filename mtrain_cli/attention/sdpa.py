@@ -6,24 +6,27 @@ exact, but no faster than dense attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from mtrain_cli.attention.kernel import DefinitionColumns, KernelRequest
-from mtrain_cli.attention.mask import KeySlice
 from mtrain_cli.attention.partials import accumulation_dtype
 from mtrain_cli.attention.tiles import Tiles
 
-# Bytes of the largest additive mask of one CPU call, and the most bytes of a batch's masks that are
-# cached for the other layers.
-_MASK_BYTES = 16 << 20
-_CACHED_MASK_BYTES = 256 << 20
+_MASK_BYTES = 16 << 20  # maximum size of the additive mask of one CPU call
+_CACHED_MASK_BYTES = 256 << 20  # maximum size of a sequence's masks that other layers reuse
 _ROWS_PER_CALL = 512
+
+# Query rows, key slots and mask of one kernel call. On the CPU the mask is an additive tensor, or
+# False for none. On CUDA it says whether the call is causal.
+Call = tuple[slice, slice, torch.Tensor | bool]
 
 
 class SdpaKernel(DefinitionColumns):
-    """Exact in float32 and bfloat16, and float64 on the CPU.
+    """PyTorch's attention: float32, bfloat16 and float64 on the CPU, bfloat16 on CUDA.
 
-    On CUDA a fragmented mask (striped layout, many documents) takes one call per rectangle.
+    On CUDA, each rectangle of the mask takes one call: many for striped layouts or many documents.
     """
 
     name = "sdpa"
@@ -51,21 +54,16 @@ class SdpaKernel(DefinitionColumns):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tiles: Tiles, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, queries, heads, _ = q.shape
-        out = torch.zeros_like(q)
-        lse = torch.full(
-            (batch, heads, queries),
-            float("-inf"),
-            dtype=accumulation_dtype(q.dtype),
-            device=q.device,
-        )
-        piece_forward = _cuda_forward if q.is_cuda else _cpu_forward
+        high = accumulation_dtype(q.dtype)
+        out, lse = torch.zeros_like(q), q.new_full((batch, heads, queries), -torch.inf, dtype=high)
+        forward = _cuda_forward if q.is_cuda else _cpu_forward
         for b in range(batch):
-            for rows, keys, mask in _pieces(tiles, b, q):
-                part, part_lse = piece_forward(q[b, rows], k[b, keys], v[b, keys], mask, scale)
-                out[b, rows] = part
-                lse[b, :, rows] = part_lse
+            for rows, keys, mask in _calls(tiles, b, q):
+                out[b, rows], lse[b, :, rows] = forward(
+                    q[b, rows], k[b, keys], v[b, keys], mask, scale
+                )
         if not q.is_cuda and tiles.index is None:
-            # The CPU kernel returns lse 0 for a row without keys.
+            # For a row that sees no key, the CPU kernel returns lse 0.
             lse.masked_fill_((tiles.low >= tiles.high)[:, None], float("-inf"))
         return out, lse
 
@@ -85,40 +83,34 @@ class SdpaKernel(DefinitionColumns):
         dq = torch.zeros_like(q)
         dk, dv = (torch.zeros(k.shape, dtype=high, device=k.device) for _ in range(2))
         if not q.is_cuda:
-            # In 16 bits the CPU kernel rounds key gradients after every query tile; float32 is no
-            # slower.
+            # Given 16-bit inputs, the CPU kernel rounds dk and dv after every tile of queries.
+            # float32 is as fast.
             dout, q, k, v = (t.to(high) for t in (dout, q, k, v))
             out = None if out is None else out.to(high)
         if out is None:
             assert delta is not None
             out = _surrogate_out(dout, delta)
-        # A masked score gives exp(-inf - lse), which is NaN for a row without any keys (lse -inf).
+        # For a row that sees no key (lse -inf), exp(-inf - lse) of a masked score would be NaN.
         lse = lse.masked_fill(torch.isneginf(lse), 0.0)
-        piece_backward = _cuda_backward if q.is_cuda else _cpu_backward
+        backward = _cuda_backward if q.is_cuda else _cpu_backward
         for b in range(q.shape[0]):
-            for rows, keys, mask in _pieces(tiles, b, q):
-                part_q, part_k, part_v = piece_backward(
-                    dout[b, rows],
-                    q[b, rows],
-                    k[b, keys],
-                    v[b, keys],
-                    out[b, rows],
-                    lse[b, :, rows],
-                    mask,
-                    scale,
+            for rows, keys, mask in _calls(tiles, b, q):
+                of_rows = out[b, rows], lse[b, :, rows]
+                dq[b, rows], part_dk, part_dv = backward(
+                    dout[b, rows], q[b, rows], k[b, keys], v[b, keys], *of_rows, mask, scale
                 )
-                dq[b, rows] = part_q
-                dk[b, keys] += part_k
-                dv[b, keys] += part_v
+                dk[b, keys] += part_dk
+                dv[b, keys] += part_dv
         return dq, dk, dv
 
 
 def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return an out with rowsum(out * dout) = delta, for kernels that read out only for delta.
 
-    The element with the largest |dout| of a row carries delta / dout. In 16 bits, two more elements
-    carry the rounding error, so that the sum matches delta to float32 precision. The first quotient
-    cannot overflow: |delta| is at most head_dim * max |out| * max |dout|.
+    In each row, the element with the largest |dout| gets the value delta / dout, and the others 0.
+    In 16 bits, two more elements make up for the rounding error, so that the sum matches delta to
+    float32 precision. The first quotient cannot overflow: |delta| is at most head_dim * max |out| *
+    max |dout|.
     """
     high = accumulation_dtype(dout.dtype)
     out, size = torch.zeros_like(dout), dout.abs()
@@ -128,7 +120,7 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
         factor = dout.gather(-1, at).to(high)
         part = torch.where(factor == 0, 0, remainder / factor).to(dout.dtype)
         if term:
-            # A later element of dout may be so small that the quotient overflows.
+            # This element of dout may be so small that the quotient overflows.
             part = torch.where(part.isfinite(), part, 0)
         out.scatter_(-1, at, part)
         size.scatter_(-1, at, -1)
@@ -136,40 +128,29 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _pieces(
-    tiles: Tiles, b: int, q: torch.Tensor
-) -> list[tuple[slice, slice, torch.Tensor | bool]]:
-    """Return the calls that compute sequence b: query rows, key slots, and a mask.
-
-    On the CPU the mask is an additive tensor or False; on CUDA it says whether the piece is causal.
-    """
+def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
+    """Return the calls that compute sequence b."""
+    dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
-        return list(_cpu_index_pieces(tiles, b, accumulation_dtype(q.dtype)))
-    key = f"sdpa:{b}:{accumulation_dtype(q.dtype)}"
-    if key not in tiles.cache:
-        pieces = (
-            _cuda_pieces(tiles.slices[b])
-            if q.is_cuda
-            else _cpu_pieces(tiles, b, accumulation_dtype(q.dtype))
-        )
-        tiles.cache[key] = list(pieces)
-        total = sum(
-            m.numel() * m.element_size()
-            for _, _, m in tiles.cache[key]
-            if isinstance(m, torch.Tensor)
-        )
-        if total > _CACHED_MASK_BYTES:
-            return tiles.cache.pop(key)
-    return tiles.cache[key]
+        return list(_cpu_index_calls(tiles, b, dtype))
+    if q.is_cuda:
+        slices = tiles.slices[b]
+        return [(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.causal) for s in slices]
+    key = f"sdpa:{b}:{dtype}"
+    if key in tiles.cache:
+        return tiles.cache[key]
+    calls = list(_cpu_calls(tiles, b, dtype))
+    masks = [mask for _, _, mask in calls if isinstance(mask, torch.Tensor)]
+    if sum(mask.nbytes for mask in masks) <= _CACHED_MASK_BYTES:
+        tiles.cache[key] = calls
+    return calls
 
 
-def _cuda_pieces(slices: tuple[KeySlice, ...]):
-    for s in slices:
-        yield slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), s.causal
+def _cpu_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield one call per group of rows, so that each mask is small.
 
-
-def _cpu_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
-    """Yield groups of rows with small masks; no mask if every row of a group sees all its keys."""
+    A call has no mask if all rows of its group see the same keys.
+    """
     low, high = tiles.low[b], tiles.high[b]
     num_rows = len(low)
     rows_with_keys = (low < high).nonzero().flatten()
@@ -192,8 +173,8 @@ def _cpu_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
         start = stop
 
 
-def _cpu_index_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
-    """Yield groups of rows with the mask of every head, [heads, rows, keys]."""
+def _cpu_index_calls(tiles: Tiles, b: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Yield one call per group of rows, with masks of all heads, [heads, rows, keys]."""
     assert tiles.index is not None
     positions, key_positions = tiles.positions()
     rows = max(16, _MASK_BYTES // (4 * tiles.num_keys * tiles.index.heads[1]))
@@ -203,21 +184,17 @@ def _cpu_index_pieces(tiles: Tiles, b: int, dtype: torch.dtype):
         last = int(tiles.high[b, start:stop].max())
         if not last:
             continue
-        visible = (slots[:last] >= tiles.low[b, start:stop, None]) & (
-            slots[:last] < tiles.high[b, start:stop, None]
-        )
+        low, high = tiles.low[b, start:stop, None], tiles.high[b, start:stop, None]
+        visible = (slots[:last] >= low) & (slots[:last] < high)
         visible = visible & tiles.index.allowed(positions[start:stop], key_positions[:last])[b]
-        yield (
-            slice(start, stop),
-            slice(0, last),
-            torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf")),
-        )
+        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+        yield slice(start, stop), slice(0, last), mask
 
 
 def _bias(mask: torch.Tensor | bool, kv_heads: int) -> torch.Tensor | None:
-    """Return a piece's mask in the kernel's shape for grouped heads.
+    """Return a call's mask in the shape that the CPU kernel wants for grouped heads.
 
-    mask: [rows, keys] for all heads, or [heads, rows, keys].
+    mask: [rows, keys] for all heads, or [heads, rows, keys], or False for none.
     """
     if not isinstance(mask, torch.Tensor):
         return None
@@ -239,15 +216,9 @@ def _shared(k: torch.Tensor, group: int) -> torch.Tensor:
 
 def _cpu_forward(q, k, v, mask, scale):
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    bias = _bias(mask, kv_heads)
+    inputs = _grouped(q, kv_heads), _shared(k, group), _shared(v, group)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        _grouped(q, kv_heads),
-        _shared(k, group),
-        _shared(v, group),
-        0.0,
-        False,
-        attn_mask=bias,
-        scale=scale,
+        *inputs, 0.0, False, attn_mask=_bias(mask, kv_heads), scale=scale
     )
     lse = lse.flatten(0, 1)
     if isinstance(mask, torch.Tensor) and mask.ndim == 3:
@@ -257,60 +228,28 @@ def _cpu_forward(q, k, v, mask, scale):
 
 def _cpu_backward(dout, q, k, v, out, lse, mask, scale):
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    bias = _bias(mask, kv_heads)
+    inputs = _grouped(q, kv_heads), _shared(k, group), _shared(v, group), _grouped(out, kv_heads)
+    lse = lse.unflatten(0, (kv_heads, group))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        _grouped(dout, kv_heads),
-        _grouped(q, kv_heads),
-        _shared(k, group),
-        _shared(v, group),
-        _grouped(out, kv_heads),
-        lse.unflatten(0, (kv_heads, group)),
-        0.0,
-        False,
-        attn_mask=bias,
+        _grouped(dout, kv_heads), *inputs, lse, 0.0, False, attn_mask=_bias(mask, kv_heads),
         scale=scale,
-    )
-    return (
-        dq.permute(2, 0, 1, 3).flatten(1, 2),
-        dk.sum(1).transpose(0, 1),
-        dv.sum(1).transpose(0, 1),
-    )
+    )  # fmt: skip
+    dk, dv = (t.sum(1).transpose(0, 1) for t in (dk, dv))
+    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv
 
 
 def _cuda_forward(q, k, v, causal, scale):
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q[None],
-        k[None],
-        v[None],
-        None,
-        None,
-        q.shape[0],
-        k.shape[0],
-        0.0,
-        causal,
-        False,
-        scale=scale,
+        q[None], k[None], v[None], None, None, len(q), len(k), 0.0, causal, False, scale=scale
     )
     return out[0], lse[0]
 
 
 def _cuda_backward(dout, q, k, v, out, lse, causal, scale):
+    dout, out, lse = (t[None].contiguous() for t in (dout, out.to(q.dtype), lse))
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dout[None].contiguous(),
-        q[None],
-        k[None],
-        v[None],
-        out[None].to(q.dtype).contiguous(),
-        lse[None].contiguous(),
-        None,
-        None,
-        q.shape[0],
-        k.shape[0],
-        0.0,
-        causal,
-        unused,
-        unused,
-        scale=scale,
-    )
-    return dq[0], dk[0], dv[0]
+    gradients = torch.ops.aten._flash_attention_backward(
+        dout, q[None], k[None], v[None], out, lse, None, None, len(q), len(k), 0.0, causal,
+        unused, unused, scale=scale,
+    )  # fmt: skip
+    return tuple(t[0] for t in gradients)

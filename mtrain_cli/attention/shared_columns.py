@@ -1,9 +1,12 @@
-"""The single columns of an index when the keys are spread over workers.
+"""The single columns of an index when the keys are sharded over workers.
 
-Every worker writes the columns that it holds into their places of one packed tensor, and the sum
-over workers completes it. Only chosen columns are communicated, once for all steps, and one kernel
-call computes them. The steps of an exchange compute block diagonals only. Gradients return the same
-way.
+One packed tensor has a place for each column of the index. Every worker copies the columns among
+its own keys into their places and leaves 0 in all other places. The sum over workers completes the
+tensor. So columns are communicated once per layer, and one kernel call computes all of them. The
+steps of the exchange compute block diagonals only.
+
+In the backward pass, the gradients of the packed tensor are summed over workers. Every worker then
+adds the gradients of its own columns to its dk and dv.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mtrain_cli.attention import definition
 from mtrain_cli.attention.index import VerticalSlash
 from mtrain_cli.attention.packed_columns import add_rows, key_slots, pack_rows, whole_columns
 from mtrain_cli.attention.partials import accumulation_dtype
@@ -20,11 +24,11 @@ from mtrain_cli.attention.tiles import Tiles
 
 @dataclass(frozen=True)
 class SharedColumns:
-    """The columns of one layer's index, and where this worker holds them.
+    """The columns of one layer's index, and their slots among this worker's keys.
 
-    tiles: this worker's queries against the whole sequence, under the index.
-    slots: int32 [batch, heads, width], key slot of each column on this worker; -1 if another worker
-        holds it.
+    tiles: tiles of this worker's queries and all keys of the sequence, with the index.
+    slots: int32 [batch, heads, width], key slot of each column on this worker; -1 if the key is on
+        another worker or the place is empty.
     """
 
     tiles: Tiles
@@ -35,31 +39,35 @@ class SharedColumns:
         """Return the columns of a layer, or None if its index has none.
 
         Args:
-            whole: this worker's queries against the whole sequence, under the index.
-            own: any tiles against this worker's keys, under the index.
+            whole: tiles of this worker's queries and all keys of the sequence, with the index.
+            own: any tiles whose keys are this worker's, with the index.
         """
         index, geometry = whole.index, own.geometry
         assert geometry is not None
         if not isinstance(index, VerticalSlash) or not index.columns.shape[-1]:
             return None
-        # Cache with `own`, whose keys are this worker's, not with `whole`.
+        # The slots depend on this worker's keys, so cache them with `own`, not with `whole`.
         if "slots" not in own.index_cache:
             own.index_cache["slots"] = key_slots(whole_columns(index), geometry)
         return SharedColumns(whole, own.index_cache["slots"])
 
     def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Gather this worker's columns, [2, batch, heads, width, head_dim].
+        """Return this worker's part of the packed tensor, [2, batch, heads, width, head_dim].
 
-        Places of other workers' columns hold 0. k, v: [batch, keys, kv_heads, head_dim] of this
-        worker.
+        The first half holds keys, the second half values. All places but those of this worker's
+        columns hold 0.
+
+        k, v: this worker's keys and values, [batch, keys, kv_heads, head_dim].
         """
         return torch.stack(pack_rows(k, v, self.slots))
 
     def add_gradients(self, dk: torch.Tensor, dv: torch.Tensor, gradients: torch.Tensor) -> None:
-        """Add the gradients of this worker's columns to dk and dv.
+        """Add the gradients of this worker's columns to dk and dv, in place.
 
-        gradients: [2, batch, heads, width, head_dim], summed over workers.
+        gradients: [2, batch, heads, width, head_dim], dk and dv of all columns, summed over
+            workers.
         """
+        # `add_rows` needs the places without a slot last.
         absent = self.slots < 0
         order = torch.argsort(absent.to(torch.int8), dim=-1, stable=True)
         slots = self.slots.gather(-1, order)
@@ -68,9 +76,9 @@ class SharedColumns:
         add_rows(dk, dv, own[:1], own[1:], slots)
 
     def seen(self) -> torch.Tensor:
-        """Return the pairs that columns alone contribute, bool [batch, heads, queries, width].
+        """Return which query sees which column, bool [batch, heads, queries, width].
 
-        The mask allows them and no diagonal covers them.
+        A pair that a chosen diagonal covers does not count here.
         """
         index, geometry = self.tiles.index, self.tiles.geometry
         assert isinstance(index, VerticalSlash)
@@ -90,17 +98,17 @@ class SharedColumns:
 def columns_forward(
     q: torch.Tensor, packed: torch.Tensor, columns: SharedColumns, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return out and lse over the columns alone, by the definition, in the accumulation dtype.
+    """Return out and lse over the columns alone, in the accumulation dtype.
 
-    Materialises the scores. q: [batch, queries, heads, head_dim]; packed: [2, batch, heads, width,
-    head_dim].
+    Materialises the scores.
+
+    q: [batch, queries, heads, head_dim].
+    packed: keys and values of all columns, [2, batch, heads, width, head_dim].
     """
     high = accumulation_dtype(q.dtype)
-    scores = q.to(high).transpose(1, 2) @ packed[0].to(high).transpose(-1, -2) * scale
-    scores.masked_fill_(~columns.seen(), float("-inf"))
-    lse = scores.logsumexp(-1)
-    p = torch.exp(scores - lse.masked_fill(torch.isneginf(lse), 0.0)[..., None])
-    return (p @ packed[1].to(high)).transpose(1, 2), lse
+    k, v = packed.to(high)
+    out, lse = definition.forward(q.to(high).transpose(1, 2), k, v, columns.seen(), scale)
+    return out.transpose(1, 2), lse
 
 
 def columns_backward(
@@ -114,15 +122,12 @@ def columns_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dq and the gradient of packed, in the accumulation dtype.
 
-    lse, delta: whole rows' values.
+    lse, delta: [batch, heads, queries], over all keys that each query sees.
     """
     high = accumulation_dtype(q.dtype)
-    heads_first = q.to(high).transpose(1, 2)
-    do = dout.to(high).transpose(1, 2)
-    scores = (heads_first @ packed[0].to(high).transpose(-1, -2) * scale).masked_fill_(
-        ~columns.seen(), float("-inf")
+    q, dout = (t.to(high).transpose(1, 2) for t in (q, dout))
+    k, v = packed.to(high)
+    dq, *gradients = definition.backward(
+        dout, q, k, v, lse.to(high), delta.to(high), columns.seen(), scale
     )
-    p = torch.exp(scores - lse.to(high).masked_fill(torch.isneginf(lse), 0.0)[..., None])
-    ds = p * (do @ packed[1].to(high).transpose(-1, -2) - delta.to(high)[..., None]) * scale
-    dq = (ds @ packed[0].to(high)).transpose(1, 2)
-    return dq, torch.stack([ds.transpose(-1, -2) @ heads_first, p.transpose(-1, -2) @ do])
+    return dq.transpose(1, 2), torch.stack(gradients)

@@ -1,6 +1,6 @@
-"""Mask and index as one kernel call sees them.
+"""Mask and index as one kernel call sees them, for one query shard and one key shard.
 
-The mask is made once per batch and shared by all layers; the index is made per layer.
+All layers share the mask of a batch. Each layer makes its own index.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from mtrain_cli.attention.mask_tables import BlockGeometry, MaskTables
 
 @dataclass(frozen=True)
 class Tiles:
-    """What one kernel call computes: queries [batch, q] against keys [batch, k].
+    """The query-key pairs that one kernel call computes.
 
-    low, high: int32 [batch, q], the key slots ``low <= j < high`` that each row sees.
-    spans: the same on the host, one per sequence.
-    cache: what a kernel derives from the mask (block lists), shared by all layers and by backward.
-    geometry: block positions; required for an index.
+    low, high: int32 [batch, queries]. Each query sees the key slots ``low <= j < high``.
+    spans: low and high on the host, one `KeySpans` per sequence.
+    cache: what kernels derive from the mask, such as block lists. All layers share it, forward and
+        backward.
+    geometry: the blocks of both shards; required for an index.
     index: narrows the mask for one layer; None for dense attention.
-    index_cache: what a kernel derives from the index (slots of columns), kept from a layer's
-        forward to its backward.
+    index_cache: what kernels derive from the index, such as slots of columns. A layer's forward
+        pass fills it and its backward pass reads it.
     """
 
     low: torch.Tensor
@@ -46,7 +47,7 @@ class Tiles:
         device: torch.device | str = "cpu",
         geometry: BlockGeometry | None = None,
     ) -> Tiles:
-        """Build tiles from one `KeySpans` per sequence of the batch, all of one size."""
+        """Build tiles from one `KeySpans` per sequence of the batch, all of the same shape."""
         bounds = np.stack([(s.low, s.high) for s in spans], 1).astype(np.int32)
         low, high = map(torch.from_numpy, bounds)
         return Tiles(low, high, tuple(spans), geometry=geometry).to(device)
@@ -63,16 +64,16 @@ class Tiles:
         Args:
             masks: one per sequence of the batch.
             queries, keys: global positions, ascending.
-            tables: the masks' tables by block of the index; None for dense attention.
+            tables: tables of the masks for the index's block size; None for dense attention.
 
         Raises:
-            ValueError: there are tables, and a shard is not whole blocks.
+            ValueError: ``tables`` is given, and a shard does not consist of whole blocks.
         """
         geometry = None if tables is None else tables.between(queries, keys)
         return Tiles.make([mask.spans(queries, keys) for mask in masks], geometry=geometry)
 
     def to(self, device: torch.device | str) -> Tiles:
-        """Return the tiles on a device; on a CPU they share memory with these."""
+        """Return the tiles with their tensors on a device. A CPU copy shares their memory."""
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     @property
@@ -87,11 +88,11 @@ class Tiles:
 
     @property
     def slices(self) -> tuple[tuple[KeySlice, ...], ...]:
-        """The mask as rectangles, per sequence of the batch. Kernels use them without an index."""
+        """The mask as rectangles, per sequence of the batch. Dense kernels read them."""
         return tuple(spans.slices for spans in self.spans)
 
     def with_index(self, index: Index | None) -> Tiles:
-        """Return the same mask narrowed by a layer's index. The mask's cache is shared."""
+        """Return the same mask narrowed by a layer's index. Both tiles share the mask's cache."""
         if index is None:
             return self
         assert self.geometry is not None, "an index needs tiles with a block geometry"
@@ -99,26 +100,24 @@ class Tiles:
         return replace(self, index=index, index_cache={})
 
     def without_index_cache(self) -> Tiles:
-        """Return the tiles as a forward pass finds them, with an empty index_cache."""
+        """Return the tiles with an empty index_cache, as a forward pass finds them."""
         return replace(self, index_cache={})
 
     def positions(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the global positions of the query and key slots, int64 on the device."""
-        assert self.geometry is not None
-        within = torch.arange(self.geometry.block, device=self.low.device)
+        geometry = self.geometry
+        assert geometry is not None
+        within = torch.arange(geometry.block, device=self.low.device)
         queries, keys = (
-            (b.long()[:, None] * self.geometry.block + within).flatten()[:n]
-            for b, n in (
-                (self.geometry.query_blocks, self.low.shape[1]),
-                (self.geometry.key_blocks, self.num_keys),
-            )
+            (numbers.long()[:, None] * geometry.block + within).flatten()
+            for numbers in (geometry.query_blocks, geometry.key_blocks)
         )
-        return queries, keys
+        return queries[: self.low.shape[1]], keys[: self.num_keys]
 
     def seen(self) -> torch.Tensor:
-        """Return bool [batch, heads or 1, queries, keys], mask and index by their definitions.
+        """Return which query sees which key, bool [batch, heads or 1, queries, keys].
 
-        For the oracle and for small masks.
+        Takes memory for every pair, so use it for the oracle and for small masks only.
         """
         slots = torch.arange(self.num_keys, device=self.low.device)
         seen = ((slots >= self.low[..., None]) & (slots < self.high[..., None]))[:, None]
@@ -126,10 +125,10 @@ class Tiles:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute. Callers skip the kernel, never the communication."""
+        """Whether the mask allows no pair. Callers then skip the kernel, never communication."""
         return self.pairs == 0
 
     @cached_property
     def same_for_batch(self) -> bool:
-        """Whether all sequences have the same rectangles, so that one kernel call serves them."""
+        """Whether all sequences have the same rectangles, so one kernel call can serve them all."""
         return all(s == self.slices[0] for s in self.slices)

@@ -1,11 +1,11 @@
-"""The portable sparse kernel: block diagonals, block lists and packed columns in Triton."""
+"""The sparse kernel in Triton: block diagonals, block lists and packed columns."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -13,6 +13,7 @@ from mtrain_cli import install_command
 from mtrain_cli.attention.block_lists import set_indices
 from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, VerticalSlash
 from mtrain_cli.attention.kernel import KernelRequest
+from mtrain_cli.attention.mask_tables import BlockGeometry
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.tiles import Tiles
 
@@ -25,31 +26,23 @@ BLOCKS = (16, 32, 64, 128)
 
 
 class TritonColumns:
-    """Attention over columns gathered once for all steps, by the Triton column kernels."""
+    """Attention over an index's columns, gathered from all workers, by the Triton kernels."""
 
     skips = True
 
     def forward_columns(self, q, packed, columns, scale, partial):
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_tile_plan(columns.tiles, slashes=False)
+        plan, pair = make_tile_plan(columns.tiles, slashes=False), (packed[0], packed[1])
+        # Columns alone: the kernel reads neither of the tensors that stand in for k and v.
         return sparse.forward(
-            q,
-            q,
-            q,
-            (packed[0], packed[1]),
-            plan,
-            scale,
-            slashes=False,
-            partial=partial,
-            dtype=torch.float32,
+            q, q, q, pair, plan, scale, slashes=False, partial=partial, dtype=torch.float32
         )
 
     def backward_columns(self, dout, q, packed, lse, delta, columns, scale):
         from mtrain_cli.kernels.triton import sparse
 
-        plan = make_tile_plan(columns.tiles, slashes=False)
-        pair = (packed[0], packed[1])
+        plan, pair = make_tile_plan(columns.tiles, slashes=False), (packed[0], packed[1])
         dq = sparse.backward_queries(
             dout, q, q, q, pair, lse, delta, plan, scale, slashes=False, dtype=torch.float32
         )
@@ -60,7 +53,8 @@ class TritonColumns:
 class TritonKernel(TritonColumns):
     """FlashAttention over chosen blocks and columns (arXiv:2205.14135, algorithm 1).
 
-    Backward takes two passes. It is bitwise repeatable: one program owns each result, no atomics.
+    Backward takes one pass for dq and one for dk and dv. All results are bitwise repeatable: a
+    single program computes each of them, without atomics.
     """
 
     name = "triton"
@@ -132,57 +126,24 @@ def ensure_delta(
 
 
 def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False) -> TilePlan:
-    """Return the index of the tiles in the form that the kernels read.
+    """Return mask and index in the form that the Triton kernels read.
 
-    Small tables are cached with the tiles if the tiles hold all keys (`local_columns`). Block lists
-    of a bitmap and the bits of covered columns are built on every call.
+    If the tiles hold all keys, small tables are cached with them (see `local_columns`). A bitmap's
+    block lists and the bits of covered columns are built on every call.
 
     Args:
         slashes: include the blocks; False for columns only.
-        backward: include the transpose, which the gradient of keys needs.
+        backward: include the query blocks of each key block, which dk and dv need.
     """
-    from mtrain_cli.kernels.triton.sparse import TilePlan, covered_columns, list_blocks
+    from mtrain_cli.kernels.triton.sparse import TilePlan
 
     index, geometry = tiles.index, tiles.geometry
-    assert index is not None
     assert geometry is not None
-    flat = index.heads[0] * index.heads[1]
-    entries: torch.Tensor | None = None
-    counts: torch.Tensor | None = None
-    entries_t: torch.Tensor | None = None
-    counts_t: torch.Tensor | None = None
     if isinstance(index, VerticalSlash):
-        if slashes:
-            entries, counts = entries_t, counts_t = _cached(tiles, "diagonals", _diagonals)
-        slash, listed = index.slashes, False
-        column_positions = local_columns(tiles)[0].reshape(flat, -1)
-        columns_below = (
-            _cached(tiles, "columns below blocks", _columns_below_blocks)
-            if column_positions.shape[-1]
-            else None
-        )
+        of_index = _vertical_slash_fields(tiles, index, slashes)
     else:
         assert isinstance(index, BlockBitmap)
-        # Lists hold local blocks only, by global number. Numbers ascend in the order of the slots.
-        list_inputs = (
-            index.bits,
-            index.slots,
-            geometry.query_blocks,
-            geometry.key_blocks,
-            geometry.tables.first_min,
-            index.block,
-        )
-        entries, counts = list_blocks(*list_inputs, transposed=False)
-        if backward:
-            entries_t, counts_t = list_blocks(*list_inputs, transposed=True)
-        slash = torch.zeros(flat, index.blocks, dtype=torch.bool, device=index.bits.device)
-        column_positions, columns_below, listed = None, None, True
-    table = slash.reshape(flat, -1).contiguous().view(torch.uint8)
-    covered = (
-        covered_columns(table, column_positions, geometry.query_blocks, index.block)
-        if columns_below is not None
-        else None
-    )
+        of_index = _bitmap_fields(index, geometry, backward)
     return TilePlan(
         block=index.block,
         blocks=index.blocks,
@@ -195,24 +156,63 @@ def make_tile_plan(tiles: Tiles, *, slashes: bool = True, backward: bool = False
         query_count=geometry.query_count,
         first_min=geometry.tables.first_min,
         first_max=geometry.tables.first_max,
-        entries=entries,
-        counts=counts,
-        entries_t=entries_t,
-        counts_t=counts_t,
-        slash=table,
-        column_positions=column_positions if columns_below is not None else None,
-        columns_below=columns_below,
-        covered=covered,
-        listed=listed,
         holes=geometry.holes,
-        gates=index.gates.flatten(0, 1).contiguous() if isinstance(index, GatedBitmap) else None,
-        gate_slots=index.slots if isinstance(index, GatedBitmap) else None,
-        chunk=index.chunk if isinstance(index, GatedBitmap) else 0,
+        **of_index,
     )
 
 
+_COLUMN_FIELDS = ("column_positions", "columns_below", "covered")
+
+
+def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) -> dict[str, Any]:
+    """Return the fields of `TilePlan` that depend on an index of diagonals and columns."""
+    from mtrain_cli.kernels.triton.sparse import covered_columns
+
+    assert tiles.geometry is not None
+    entries, counts = _cached(tiles, "diagonals", _diagonals) if slashes else (None, None)
+    slash = index.slashes.flatten(0, 1).contiguous().view(torch.uint8)
+    columns: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if index.columns.shape[-1]:
+        positions = local_columns(tiles)[0].flatten(0, 1)
+        below = _cached(tiles, "columns below blocks", _columns_below_blocks)
+        covered = covered_columns(slash, positions, tiles.geometry.query_blocks, index.block)
+        columns = (positions, below, covered)
+    # Diagonals lead from a query block to key blocks and from a key block to query blocks.
+    both_ways = {"entries": entries, "counts": counts, "entries_t": entries, "counts_t": counts}
+    return {
+        **both_ways,
+        "slash": slash,
+        "listed": False,
+        **dict(zip(_COLUMN_FIELDS, columns, strict=True)),
+    }
+
+
+def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) -> dict[str, Any]:
+    """Return the fields of `TilePlan` that depend on an index of listed blocks."""
+    from mtrain_cli.kernels.triton.sparse import list_blocks
+
+    # Lists hold the global numbers of local blocks, which ascend like the blocks' slots.
+    inputs = (
+        index.bits, index.slots, geometry.query_blocks, geometry.key_blocks,
+        geometry.tables.first_min, index.block,
+    )  # fmt: skip
+    entries, counts = list_blocks(*inputs, transposed=False)
+    fields = {"entries": entries, "counts": counts, "entries_t": None, "counts_t": None}
+    if backward:
+        fields["entries_t"], fields["counts_t"] = list_blocks(*inputs, transposed=True)
+    if isinstance(index, GatedBitmap):
+        gates = index.gates.flatten(0, 1).contiguous()
+        fields |= {"gates": gates, "gate_slots": index.slots, "chunk": index.chunk}
+    flat = index.heads[0] * index.heads[1]
+    slash = torch.zeros(flat, index.blocks, dtype=torch.uint8, device=index.bits.device)
+    return {**fields, "slash": slash, "listed": True, **dict.fromkeys(_COLUMN_FIELDS)}
+
+
 def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derived:
-    """Return make(tiles), cached if the tiles hold all keys; ring steps compute it anew."""
+    """Return make(tiles), cached with the tiles if they hold all keys.
+
+    The tiles of a ring's steps do not, so each step calls ``make`` again.
+    """
     assert tiles.geometry is not None
     if not tiles.geometry.all_keys:
         return make(tiles)
@@ -224,8 +224,8 @@ def _cached(tiles: Tiles, name: str, make: Callable[[Tiles], Derived]) -> Derive
 def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `TilePlan.entries` and `counts`: the chosen diagonals that occur between the shards.
 
-    With a striped layout these are one residue class per ring step, so every key block that they
-    visit is in the key shard.
+    With a striped layout, these diagonals are congruent modulo the number of workers in each ring
+    step, so every key block that they visit is in the key shard.
     """
     index, geometry = tiles.index, tiles.geometry
     assert isinstance(index, VerticalSlash)
@@ -234,15 +234,13 @@ def _diagonals(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _columns_below_blocks(tiles: Tiles) -> torch.Tensor:
-    """Return `TilePlan.columns_below`."""
-    index = tiles.index
-    assert index is not None
-    flat = index.heads[0] * index.heads[1]
-    column_positions = local_columns(tiles)[0].reshape(flat, -1)
-    key = f"starts of blocks, {flat} times"  # in the mask's cache: the same for all layers
+    """Return `TilePlan.columns_below`: the number of columns below the start of each block."""
+    assert tiles.index is not None
+    positions = local_columns(tiles)[0].flatten(0, 1)
+    key = (
+        f"starts of blocks, {len(positions)} times"  # in the mask's cache: the same for all layers
+    )
     if key not in tiles.cache:
-        end = (index.blocks + 1) * index.block
-        tiles.cache[key] = torch.arange(
-            0, end, index.block, dtype=torch.int32, device=column_positions.device
-        ).repeat(flat, 1)
-    return torch.searchsorted(column_positions, tiles.cache[key], out_int32=True)
+        numbers = torch.arange(tiles.index.blocks + 1, dtype=torch.int32, device=positions.device)
+        tiles.cache[key] = (numbers * tiles.index.block).repeat(len(positions), 1)
+    return torch.searchsorted(positions, tiles.cache[key], out_int32=True)

@@ -18,6 +18,7 @@ from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.record_files import SWEEP
 from mtrain_cli.reporting import sweeps
 from mtrain_cli.reporting.terminal_width import print_table, say
@@ -105,7 +106,7 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
                     kernel=request.typed_kernel,
                     conditions=conditions,
                     calibration=own,
-                    recompute=recompute,
+                    recompute=Recompute.EVERYTHING if recompute else Recompute.NOTHING,
                     number=number,
                     rows=job.files,
                 )

@@ -1,7 +1,11 @@
 """Compose YAML groups and overrides into one frozen, checked `Config`.
 
-`yaml_groups` composes the YAML. Every leaf is then converted to its schema type, and the whole is
-checked across fields. All problems are reported together.
+1. `yaml_groups` composes the YAML into values by dotted key.
+2. `derived` fills in the values that other files decide.
+3. `config.overrides` converts every value to its schema type.
+4. `config.validate` checks the values against each other.
+
+All problems are reported together.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from mtrain_cli.config.groups import TOP, Groups, default_options, open_groups
 from mtrain_cli.config.overrides import OverrideProblem, convert, parse
 from mtrain_cli.config.schema import Config, ConfigError
 
-# A resumed run keeps these: its weights, data order and name depend on them.
+# Keys that a resumed run keeps: its weights, the order of its data and its name depend on them.
 FIXED = ("model.", "data.", "seq", "seed", "train.init_from", "run.name", "run.dir")
 
-# Marks a value that the user must give. A null in the defaults would win over OmegaConf's own ???.
+# The value of a key that the user must set. OmegaConf's own ??? cannot be used: a null in the
+# defaults would override it.
 _OPEN = "REQUIRED"
 _DISPENSABLE = ("train.init_from",)  # required keys that the user may set to null
 
@@ -36,10 +41,10 @@ def compose(
     Paths become absolute, so that workers on other machines and resumed runs find them.
 
     Args:
-        overrides: ``group=option`` and ``key=value``; the last one of a key wins.
-        config_dir: the user's own groups, searched before the shipped ones.
-        plan: allow null for values that a recipe leaves to the user (REQUIRED), such as the folder
-            of the weights; a plan does not read them.
+        overrides: ``group=option`` and ``key=value``. If a key appears twice, the last value wins.
+        config_dir: folder of the user's own groups, searched before the shipped ones.
+        plan: use null for REQUIRED values that the user has not set, such as the folder of the
+            weights. A plan does not read them.
 
     Raises:
         ConfigError: every problem, one line each.
@@ -81,7 +86,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
     chosen = tuple(f"{group}." for group in parsed.groups)
     touched = {n: raw[n] for n in raw if n in parsed.values or n.startswith(chosen)}
     changed, wrong = convert(touched, files)
-    # One line for all keys of an option.
+    # Keys of one option give equal problems, which `dict.fromkeys` joins into one.
     conflicts = dict.fromkeys(
         _kept(name, value, before[name], parsed.groups, name in parsed.values)
         for name, value in _absolute(changed).items()
@@ -95,7 +100,7 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
 def _kept(
     name: str, value: Any, before: Any, choices: Mapping[str, str], is_typed: bool
 ) -> OverrideProblem:
-    """Return the problem of a key that a resumed run keeps."""
+    """Return the problem of an override of a key that a resumed run keeps."""
     group = name.partition(".")[0]
     if group in choices and not is_typed:
         line = f"{group}={choices[group]}: a resumed run keeps its {group}"
@@ -109,9 +114,13 @@ def _kept(
 def _recipe_conflicts(
     groups: Groups, choices: Mapping[str, str], raw: Mapping[str, Any], before: Mapping[str, Any]
 ) -> list[OverrideProblem]:
-    """Return one line if a recipe's keys in ``raw`` differ from the run's.
+    """Return one problem if the chosen recipe sets a key to another value than the run has.
 
-    A recipe that agrees is allowed, so the command line that started a run can be repeated.
+    A recipe that agrees with the run is allowed, so the command line that started the run can be
+    repeated.
+
+    raw: values by dotted key, without those that the user typed.
+    before: values of the run.
     """
     recipe = choices.get("recipe", "none")
     if recipe == "none":
@@ -137,7 +146,7 @@ def _recipe_conflicts(
 def _required_keys(
     raw: Mapping[str, Any], choices: Mapping[str, str]
 ) -> tuple[list[OverrideProblem], dict[str, Any]]:
-    """Return a line for each REQUIRED leaf, and the leaves with null in those places."""
+    """Return a problem for each key with the value REQUIRED, and ``raw`` with null instead."""
     required = []
     for name in (name for name, value in raw.items() if value == _OPEN):
         owners = ("recipe", name.partition(".")[0])
@@ -156,7 +165,7 @@ def _required_keys(
 def _given_model(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any], raw: Mapping[str, Any]
 ) -> tuple[set[str], str]:
-    """Return the leaves under ``model`` that the user or a file chose, and the option as text.
+    """Return the keys under ``model`` that the user or a file set, and the chosen option as text.
 
     The text, such as ``model=qwen3b``, is empty if neither the user nor a file chose an option. The
     group's default is not a choice.
@@ -176,7 +185,7 @@ def _given_model(
 
 
 def _model_in(file: Path) -> tuple[str | None, set[str]]:
-    """Return the ``model`` option that a recipe or top file chooses, and the leaves it sets."""
+    """Return the ``model`` option that a recipe or top file chooses, and the keys that it sets."""
     try:
         content = read_yaml(file)
     except (OSError, ValueError):
@@ -189,7 +198,7 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
-    """Return the leaves of the chosen options by dotted name, as in the YAML, unchecked."""
+    """Return the values of the chosen options by dotted key, as the YAML has them, unchecked."""
     return compose_groups(open_groups(config_dir), choices, {})[0]
 
 
@@ -200,15 +209,19 @@ def _checked(
     ignore: tuple[str, ...] = (),
     tolerated: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration. Raise ConfigError if there are ``problems`` or conflicts.
+    """Check the values against each other and return the configuration.
 
-    A leaf with a problem takes its default while the other leaves are checked across fields. A
-    conflict that names such a leaf is dropped, because the problem may cause it.
+    A conflict is a value that does not fit another one. To find the conflicts of all other keys, a
+    key with a problem takes its default. A conflict that names such a key is dropped, because the
+    problem may cause it.
 
     Args:
-        files: each group's YAML, for messages.
+        files: each group's YAML file, for messages.
         ignore: drop conflicts whose line begins with one of these.
         tolerated: drop conflicts that name one of these keys.
+
+    Raises:
+        ConfigError: there are ``problems`` or conflicts.
     """
     blamed = {name for problem in problems for name in problem.keys}
     missing = [name for name in keys.all_keys() if name not in leaves and not _is_in(name, blamed)]
@@ -242,7 +255,7 @@ def _keys_in(line: str) -> list[str]:
 
 
 def _is_in(name: str, blamed: set[str]) -> bool:
-    """Return whether ``blamed`` holds the key or, with a trailing dot, its section."""
+    """Return whether ``blamed`` contains the key, or its section, which ends with a dot."""
     return name in blamed or any(b.endswith(".") and name.startswith(b) for b in blamed)
 
 
@@ -254,7 +267,7 @@ def _absolute(leaves: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value := leaves.get(name), str) and value and value not in words
     }
     if leaves.get("data.mix") and leaves.get("data.path", "") is None:
-        absolute["data.path"] = str(Path.cwd())  # names of a mixture are relative to it
+        absolute["data.path"] = str(Path.cwd())  # the folder that holds the corpora of the mixture
     return {**leaves, **absolute}
 
 

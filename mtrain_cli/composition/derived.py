@@ -1,7 +1,9 @@
 """Resolve the values that a configuration takes from other files.
 
-The model comes from ``train.init_from``; vocabulary and tokenizer come from there or from the data.
-Each ``auto`` that refers to another file is replaced. Values that the user set stay.
+- The model comes from the folder of ``train.init_from``.
+- The vocabulary size and the tokenizer come from that folder or from the data.
+
+Each ``auto`` that refers to such a file is replaced. Values that the user set stay.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ INIT_FROM, VOCABULARY, TOKENIZER = "train.init_from", "model.vocab_size", "data.
 def fill(
     raw: Mapping[str, Any], given: Collection[str], model: str, defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Return ``raw`` with a value for every leaf that another file decides, and the problems.
+    """Return ``raw`` with a value for every key that another file decides, and the problems.
 
     Args:
-        raw: leaves by dotted name, not yet converted to schema types.
-        given: names of the leaves under ``model`` that the user chose.
-        model: the user's choice of model for messages, such as ``model=qwen3b``.
-        defaults: leaves to use if a value cannot be determined. A problem from here or from
+        raw: values by dotted key, not yet converted to schema types.
+        given: keys under ``model`` that the user chose.
+        model: the user's choice of model for messages, such as ``model=qwen3b``; may be empty.
+        defaults: values to use if another file does not give one. A problem from here or from
             `validate` gives the reason.
     """
     leaves = dict(raw)
@@ -70,7 +72,7 @@ def folder_of(init_from: object) -> Path | None:
 
 
 def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the leaves that another file decides. A resumed run keeps the values of its start."""
+    """Drop the keys that another file decides, whose values a resumed run keeps from its start."""
     derived = (VOCABULARY, TOKENIZER, *(["model."] if leaves.get("model.family") == AUTO else []))
     return {
         name: value
@@ -86,7 +88,10 @@ def _take(leaves: dict[str, Any], source: Mapping[str, Any], names: Iterable[str
 def _from_folder(
     leaves: dict[str, Any], given: Collection[str], model: str, folder: Path
 ) -> list[OverrideProblem]:
-    """Copy the folder's model into ``leaves``, except for given keys. Return the problems."""
+    """Copy the folder's model into ``leaves``, except for the keys ``given``; return the problems.
+
+    A key in ``given`` whose value does not fit the folder's weights is a problem.
+    """
     from mtrain_cli.model.huggingface_config import read_config
 
     try:
@@ -115,7 +120,10 @@ def _from_folder(
 
 
 def _wrong_shape(leaves: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield names whose values differ. Skip values of a wrong type: conversion reports them."""
+    """Yield the keys of the model's shape that differ from the folder's.
+
+    Skip values of a wrong type: conversion reports them.
+    """
     for name in (f"model.{field}" for field in ModelConfig.SHAPE):
         try:
             if keys.all_keys()[name].convert(leaves.get(name)) != theirs[name]:
@@ -129,7 +137,7 @@ def _leaves_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
-    """Return the folder's tokenizer if it has one and the data are text, else bytes."""
+    """Return the folder's tokenizer file if it has one and the data are text, otherwise "bytes"."""
     reads_text = leaves.get("data.kind") in ("text", "stdlib")
     if folder is not None and reads_text and (folder / "tokenizer.json").is_file():
         return str(folder / "tokenizer.json")
@@ -139,10 +147,10 @@ def _tokenizer(leaves: Mapping[str, Any], folder: Path | None) -> str:
 def _vocabulary(leaves: Mapping[str, Any]) -> int | str:
     """Return the vocabulary size of the data's tokenizer, rounded up to a multiple of 8.
 
-    Return auto if `validate` will report a problem with the data.
+    Return "auto" if the data have a problem that `validate` reports.
 
     Raises:
-        ConfigError: the data do not give the size of their vocabulary.
+        ConfigError: the data do not say how large their vocabulary is.
     """
     kind = leaves.get("data.kind")
     if kind in ("text", "stdlib"):
@@ -171,7 +179,7 @@ def _corpora(leaves: Mapping[str, Any]) -> list[Path]:
 
 
 def _ids_of_store(kind: object, path: Path) -> int:
-    """Return the vocabulary size of a token store, or 0 if nothing is there."""
+    """Return the vocabulary size of a token store, or 0 if the path does not exist."""
     if not path.exists():
         return 0
     if kind != "tokens" or not path.is_dir():

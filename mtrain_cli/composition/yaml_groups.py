@@ -1,4 +1,4 @@
-"""Compose YAML groups with Hydra. No Hydra or OmegaConf object leaves this module."""
+"""Compose YAML groups with Hydra. Other modules never see an object of Hydra or OmegaConf."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ from mtrain_cli.config.schema import ConfigError
 def compose_groups(
     groups: Groups, choices: Mapping[str, str], values: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Return the leaves of the options ``choices`` with ``values`` on top, and problems.
+    """Return the values of the chosen options by dotted key, and the problems.
 
     Interpolations are resolved. Values are not checked.
+
+    Args:
+        choices: the chosen option of each group.
+        values: the user's values by dotted key, which override the options.
 
     Raises:
         ConfigError: Hydra cannot compose the options.
@@ -80,8 +84,8 @@ def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
         composed = compose(top, overrides=list(words))
         other = [word for word in words if not word.startswith("recipe=")]
         if other and len(other) < len(words) and "recipe=none" not in words:
-            # A group on the command line replaces the recipe's whole group: a mixture of both would
-            # match neither.
+            # A group on the command line replaces the whole group of the recipe. A mixture of both
+            # would be neither the recipe's option nor the user's.
             without_recipe = compose(top, overrides=other)
             for group in (word.lstrip("+").partition("=")[0] for word in other):
                 OmegaConf.update(
@@ -91,21 +95,25 @@ def _compose(folders: Sequence[Path], words: Sequence[str]) -> Any:
 
 
 def _of_pattern(leaves: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the leaves of ``sparsity`` for the chosen pattern. values: what the user typed."""
+    """Complete the keys of ``sparsity`` for the chosen pattern.
+
+    values: the user's values by dotted key.
+    """
     pattern = leaves.get("sparsity.pattern")
     if settings := PATTERNS.get(str(pattern)):
         for name, other in settings.instead.items():
             if values.get(f"sparsity.{name}") and f"sparsity.{other}" not in values:
                 leaves[f"sparsity.{other}"] = 0
-    typed = "sparsity.pattern" in values  # without its group: all its keys are missing
+    # A pattern chosen by this key alone, without its group, has no value for any of its keys.
+    typed = "sparsity.pattern" in values
     return keys.with_other_patterns(leaves, None if typed else pattern)
 
 
 @contextlib.contextmanager
 def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
-    """Isolate Hydra from other users in this process, and search ``folders`` before mtrain's own.
+    """Use Hydra apart from other code in this process, and search ``folders`` before mtrain's own.
 
-    `hydra.searchpath` would search them last.
+    Hydra's setting `hydra.searchpath` would search the folders last.
     """
     from hydra.core.global_hydra import GlobalHydra
 
@@ -120,7 +128,7 @@ def _own_hydra(folders: Sequence[Path]) -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-_user_folders: list[Path] = []  # global, since Hydra constructs its plugins without arguments
+_user_folders: list[Path] = []  # global, because Hydra constructs its plugins without arguments
 
 
 @functools.cache
@@ -137,7 +145,7 @@ def _register_search_path() -> None:
 
 
 def _one_line(error: Exception) -> str:
-    """Return the first line of a library's message, with the place of a YAML error."""
+    """Return the first line of a library's message, with file and line if it is a YAML error."""
     if isinstance(error, RecursionError | UnicodeDecodeError):
         return reason(error)
     named = getattr(error, "problem", None) or getattr(error, "strerror", None) or error

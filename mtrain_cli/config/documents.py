@@ -1,4 +1,4 @@
-"""Read JSON and YAML that people or earlier runs wrote. Messages contain no Python terms."""
+"""Read JSON and YAML files, and check their types. Messages avoid Python's own terms."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_INTEGER = 2**63  # other programs read integers as int64
-_MOST_FLOAT = 1e18
-_MAY_DIVERGE = ("loss", "grad_norm")  # these may be infinite or NaN
+_INTEGER_LIMIT = 2**63  # other programs read integers as int64
+_FLOAT_LIMIT = 1e18
+_MAY_DIVERGE = ("loss", "grad_norm")  # names of fields that may be infinite or NaN
 
 
 class UnreadableError(ValueError):
-    """A file is not valid JSON or YAML. Its message gives the reason, not the file."""
+    """A file is not valid JSON or YAML, or has wrong values. The message does not name the file."""
 
 
 def read_json(path: Path) -> Any:
@@ -35,7 +35,12 @@ def read_json(path: Path) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Parse a YAML file. Raises the same errors as `read_json`."""
+    """Parse a YAML file.
+
+    Raises:
+        UnreadableError: the file is not valid YAML.
+        OSError: the file cannot be read.
+    """
     import yaml
 
     try:
@@ -45,7 +50,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return in one line why something cannot be read."""
+    """Return in one line why a file cannot be read. error: what reading it raised."""
     match error:
         case UnicodeDecodeError():
             return f"it is not text: byte {error.start + 1} is not UTF-8"
@@ -76,16 +81,18 @@ def reason(error: BaseException) -> str:
 
 
 def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) -> T:
-    """Build the dataclass ``kind`` from a JSON object.
+    """Build an object of the dataclass ``kind`` from a JSON object.
 
-    A list becomes a tuple if the field is a tuple. Unknown keys are dropped. Missing keys take
-    their defaults.
+    A list becomes a tuple if the type of the field is a tuple. Unknown keys are ignored. A missing
+    key takes the default of its field.
 
     Args:
-        nulls: allow null for every value, and for missing keys without a default.
+        values: the JSON object.
+        nulls: whether a missing or null value becomes None, whatever the type of its field.
 
     Raises:
-        UnreadableError: a key is missing, or its value has the wrong type or is not finite.
+        UnreadableError: a key without a default is missing, or a value has the wrong type or is not
+            finite.
     """
     if not isinstance(values, Mapping):
         raise UnreadableError("it is not a JSON object")
@@ -102,7 +109,14 @@ def checked(kind: type[T], values: Mapping[str, Any], *, nulls: bool = False) ->
 
 
 def _fitting(hint: Any, value: Any, name: str) -> Any:
-    """Convert ``value`` to the type ``hint``. name: the field, for the message."""
+    """Return ``value`` as the type ``hint``.
+
+    Args:
+        name: name of the field, for the message.
+
+    Raises:
+        UnreadableError: the value has another type.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         for one in inner:
@@ -124,7 +138,7 @@ def _fitting(hint: Any, value: Any, name: str) -> Any:
 
 
 def _is_plain(hint: Any, value: Any, name: str) -> bool:
-    """Return whether ``value`` fits a type that is neither a container nor a dataclass."""
+    """Return whether ``value`` has the type ``hint``, which is no container and no dataclass."""
     if hint is int:
         return is_number(value) and isinstance(value, int)
     if hint is float:
@@ -134,10 +148,10 @@ def _is_plain(hint: Any, value: Any, name: str) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a finite number small enough to compute with."""
+    """Return whether ``value`` is an integer that fits in int64, or a float below 1e18."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) < (_MOST_INTEGER if isinstance(value, int) else _MOST_FLOAT)
+    return abs(value) < (_INTEGER_LIMIT if isinstance(value, int) else _FLOAT_LIMIT)
 
 
 def _shown(value: Any) -> str:

@@ -1,11 +1,11 @@
-"""Files of earlier versions of mtrain: keys that they lack, and keys that have been renamed."""
+"""Read files of earlier versions of mtrain: keys that they lack, and keys that were renamed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-# Keys that earlier versions lacked, with the value that matches what those versions did.
+# Keys that earlier versions lacked, with the value that stands for the behaviour of those versions.
 LATER = {
     "profile.every": 0,
     "data.mix": None,
@@ -45,12 +45,16 @@ RENAMED_METRICS = {"bars": "columns"}
 
 
 def renamed(values: Mapping[str, Any], names: Mapping[str, str] = RENAMED) -> dict[str, Any]:
-    """Return ``values`` under their current names."""
+    """Return ``values`` by their current names. names: {old name: current name}."""
     return {names.get(name, name): value for name, value in values.items()}
 
 
 def completed(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the keys that earlier versions lacked. flat: leaves by dotted name."""
+    """Rename the keys of a resolved.yaml, and add those that earlier versions lacked.
+
+    Args:
+        flat: values by dotted name.
+    """
     # Before `gate` existed, MoBA chose chunks for whole blocks of queries.
     gate = {"sparsity.gate": "block"} if flat.get("sparsity.pattern") == "moba" else {}
     return {**LATER, **gate, **renamed(flat)}

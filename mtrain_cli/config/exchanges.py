@@ -1,6 +1,6 @@
-"""The exchanges that a run can choose, and their traits.
+"""The exchanges of keys and values that a run can choose, and their traits.
 
-Code that depends on the kind of an exchange reads its traits and never compares its name.
+Code that depends on the kind of an exchange reads these traits. It never compares the name.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 class ExchangeTraits:
     """The properties of an exchange on which other code depends.
 
-    gathers: a rank gathers all keys before its kernel runs. Otherwise shards circulate in rings.
-    hierarchical: messages inside a node and between nodes use separate channels.
+    gathers: whether a rank gathers all keys before its kernel runs. If not, shards of keys and
+        values circulate in rings.
+    hierarchical: whether messages inside a node and messages between nodes use separate channels.
     """
 
     gathers: bool
@@ -26,18 +27,23 @@ EXCHANGE_TRAITS = {
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
-# Several exchanges may have the same traits. `auto` takes these.
+
+
+# The exchanges that `topology.exchange=auto` chooses from. Others may have the same traits.
 _AUTOMATIC = ("all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring")
 _CHOSEN = {EXCHANGE_TRAITS[name]: name for name in _AUTOMATIC}
 
 
 def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
-    """Return the exchange that ``topology.exchange=auto`` takes for these traits."""
+    """Return the exchange with these traits that ``topology.exchange=auto`` chooses."""
     return _CHOSEN[ExchangeTraits(gathers, hierarchical)]
 
 
 def flat_name(name: str) -> str:
-    """Return a hierarchical exchange's equivalent without node levels; other names unchanged."""
+    """Return the exchange that does the same as a hierarchical one, without levels of nodes.
+
+    Return any other name unchanged.
+    """
     traits = EXCHANGE_TRAITS.get(name)
     if traits is None or not traits.hierarchical:
         return name

@@ -1,6 +1,7 @@
-"""The YAML folders that a configuration is composed from: their groups and options.
+"""The groups and options in the YAML folders from which a configuration is composed.
 
-Reads only file names and comments, so that completion and error messages do not import Hydra.
+Only names of files, comments and defaults are read here, without Hydra. Shell completion and error
+messages need to be fast, and importing Hydra is slow.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from mtrain_cli.config.schema import ConfigError
 TOP = "config.yaml"
 # Folders of conf/ that are not Hydra groups: only `mtrain simulate` reads cluster/.
 _NO_GROUPS = ("cluster",)
-# Levels of folders to search: `--config-dir .` must not walk a whole home folder.
+# Levels of folders to search. A limit, since `--config-dir .` must not search a whole home folder.
 _DEPTH = 3
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Configuration folders in search order."""
+    """Configuration folders. If several have the same file, the first folder wins."""
 
     folders: tuple[Path, ...]
 
     @functools.cached_property
     def options(self) -> dict[str, dict[str, Path]]:
-        """The options as {group: {name: file}}. The first folder that has a file wins."""
+        """The file of each option, as {group: {option: file}}."""
         options: dict[str, dict[str, Path]] = {}
         for folder in reversed(self.folders):
             for depth in range(1, _DEPTH + 1):
@@ -44,7 +45,11 @@ class Groups:
 
     @functools.cached_property
     def defaults(self) -> dict[str, str]:
-        """The default option of each group."""
+        """The default option of each group.
+
+        Raises:
+            ConfigError: config.yaml cannot be read.
+        """
         top = next(folder / TOP for folder in self.folders if (folder / TOP).is_file())
         try:
             content = read_yaml(top) or {}
@@ -68,7 +73,7 @@ def default_options(content: Mapping[str, Any]) -> dict[str, str]:
 
 
 def open_groups(config_dir: Path | None = None) -> Groups:
-    """Return the user's folder, if given, followed by the shipped one.
+    """Return the groups of mtrain's own folder, and of the user's folder ``config_dir`` if given.
 
     Raises:
         ConfigError: ``config_dir`` is not a folder, or holds no groups.
@@ -90,7 +95,7 @@ def open_groups(config_dir: Path | None = None) -> Groups:
 
 
 def summary(file: Path) -> str:
-    """Return the first comment line of a YAML file without its #, or "" if it has none."""
+    """Return the first comment at the top of a YAML file, without its #, or "" if none is there."""
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         text = line.strip()
         if text.startswith("#") and not text.removeprefix("#").strip().startswith("@package"):

@@ -1,7 +1,8 @@
-"""Every configuration key by dotted name, and the conversion of raw values to the key's type.
+"""All configuration keys by dotted name, and the conversion of values to the type of their key.
 
-The schema's dataclasses are the only source: a field added there is checked, listed and completed
-without a change here. ``sparsity`` has the keys of all patterns; keys of unused patterns are null.
+The dataclasses of the schema are the only source. A field that is added there is checked, listed
+and completed without a change here. ``sparsity`` has the keys of all patterns. Keys that the chosen
+pattern does not use are null.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings, patter
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.suggest import did_you_mean
 
-# Keys that hold a file or folder, unless the value is one of these words.
+# {key that holds a file or folder: words that the key takes instead of a path}
 PATHS: Mapping[str, tuple[str, ...]] = {
     "data.path": (),
     "data.mix": (),
@@ -31,21 +32,23 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "train.init_from": (),
     "run.dir": ("auto",),
 }
-# Integer keys that accept auto. `composition/derived.py` replaces auto with a number.
+# Integer keys that the user may set to auto. `composition/derived.py` replaces auto by a number.
 DERIVED = frozenset({"model.vocab_size"})
+
+_VAST_LIMIT = 10**9  # a table omits upper limits from here on
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One leaf of the configuration.
+    """One key of the configuration.
 
-    name: dotted, such as optim.lr.
+    name: dotted name, such as optim.lr.
     type: int, float, bool, str, a tuple or mapping of them, or a union with None or str.
-    help: one line on what the key does.
-    choices: allowed values; empty = any value of the type.
-    range: allowed numbers.
-    counts_tokens: the key takes sizes such as 512k. Step counts do not, since most people would
-        read 1k steps as 1000.
+    help: one line that says what the key sets.
+    choices: allowed words. Empty if any value of the type is allowed.
+    range: allowed numbers. None if any number is allowed.
+    counts_tokens: whether the key takes sizes such as 512k. Only keys that count tokens do, since
+        most people would read 1k steps as 1000 steps.
     """
 
     name: str
@@ -57,7 +60,7 @@ class ConfigKey:
 
     @property
     def types(self) -> tuple[Any, ...]:
-        """The members of a union type, else the type alone."""
+        """The members of ``type`` if it is a union, else ``type`` alone."""
         is_union = typing.get_origin(self.type) in (types.UnionType, typing.Union)
         return typing.get_args(self.type) if is_union else (self.type,)
 
@@ -68,17 +71,17 @@ class ConfigKey:
 
     @property
     def is_mapping(self) -> bool:
-        """Whether the value maps names to numbers, or is the path of a YAML file that does."""
+        """Whether the key takes numbers by name, or the path of a YAML file of them."""
         return any(typing.get_origin(kind) is dict for kind in self.types)
 
     @property
     def is_text(self) -> bool:
-        """Whether any text is allowed and taken literally."""
+        """Whether the value is taken as literal text, not parsed as a number or list."""
         return set(self.types) <= {str, type(None)}
 
     @property
     def expected(self) -> str:
-        """The allowed values, worded to follow 'expected'."""
+        """The allowed values, worded to follow "expected"."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         if self.counts_tokens:
@@ -88,31 +91,35 @@ class ConfigKey:
         first, *rest = self.types
         if typing.get_origin(first) is tuple:
             kinds = typing.get_args(first)
-            return f"a list of {len(kinds)} numbers such as [{','.join('0.5' for _ in kinds)}]"
+            return f"a list of {len(kinds)} numbers such as [{','.join('0.9' for _ in kinds)}]"
         if str in rest or self.name in DERIVED:
-            return f"{_WORDS[first]} or auto"
-        return " or ".join(_WORDS[kind] for kind in self.types)
+            words = [_WORDS[first], "auto"]
+        elif self.name.startswith("sparsity."):  # null only means that the pattern lacks the key
+            words = [_WORDS[first]]
+        else:
+            words = [_WORDS[kind] for kind in self.types]
+        return " or ".join(words).replace("true or false or", "true, false or")
 
     @property
     def allowed(self) -> str:
-        """The allowed values and the range of numbers, short enough for a table."""
+        """The allowed values with their range, short enough for a table."""
         if self.choices:
             return ", ".join(self.choices)
         kind = self.expected.removeprefix("a ").partition(" such as ")[0]
         if self.counts_tokens:
             kind = "tokens"
-        if self.name.startswith("sparsity."):
-            kind = kind.removesuffix(" or null")  # null only says that the pattern lacks the key
         if self.range is None:
             return kind
         rule, limit = self.range.rule.removeprefix("must be "), self.range.limit
-        least = rule if rule.startswith("auto") else f"{kind}, {rule}"
-        return least if limit is None else f"{least}, {self._limit_text(limit)}"
+        least = rule if rule.startswith(("auto", "true")) else f"{kind}, {rule}"
+        if limit is None or limit.value >= _VAST_LIMIT:
+            return least
+        return f"{least}, {self._limit_text(limit)}"
 
     def out_of_range(self, value: object) -> str | None:
-        """Return what is wrong with a number, worded to follow ``key=value: ``.
+        """Return why a number is not allowed, worded to follow ``key=value: ``.
 
-        None if it is in range or not a number.
+        Return None if it is allowed, or if ``value`` is not a number.
         """
         if self.range is None or not isinstance(value, int | float):
             return None
@@ -129,7 +136,8 @@ class ConfigKey:
         """Convert a value from YAML or the command line to the key's type.
 
         Raises:
-            ValueError: what is wrong with the value, worded to follow ``key=value: ``.
+            ValueError: the value has another type. The message is worded to follow
+                ``key=value: ``.
         """
         for kind in self.types:
             converted = self._convert_to(kind, value)
@@ -139,7 +147,7 @@ class ConfigKey:
         raise ValueError(f"expected {self.expected}{close}")
 
     def _convert_to(self, kind: Any, value: Any) -> Any:
-        """Return ``value`` as ``kind``, a member of the key's type, or `_WRONG`."""
+        """Return ``value`` as ``kind``, one of the key's types. If that is impossible, `_WRONG`."""
         origin, kinds = typing.get_origin(kind), typing.get_args(kind)
         if kind is type(None) or kind is bool:
             return value if isinstance(value, kind) else _WRONG
@@ -186,7 +194,7 @@ _NAME_MAX, _PATH_MAX = 255, 4095  # bytes, on Linux
 
 
 def _path_problem(text: str) -> str | None:
-    """Return why no file can have this name, or None."""
+    """Return why no file can have this name, or None if one can."""
     try:
         data = os.fspath(Path(text).expanduser()).encode()
     except UnicodeEncodeError:
@@ -201,7 +209,7 @@ def _path_problem(text: str) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether ``value`` is a finite number that a float can hold."""
+    """Return whether ``value`` is a finite number within the range of a float."""
     try:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and math.isfinite(value)
@@ -214,13 +222,13 @@ _WRONG = object()
 
 @functools.cache
 def all_keys() -> dict[str, ConfigKey]:
-    """Return all keys by dotted name, in schema order."""
+    """Return all keys by dotted name, in the order of the schema."""
     return {key.name: key for key in _flatten(Config, "")}
 
 
 @functools.cache
 def sections() -> tuple[str, ...]:
-    """Return the dotted names that hold keys: ``model``, ``model.rope``, ``topology``, ..."""
+    """Return the dotted names of the sections: ``model``, ``model.rope``, ``topology``, ..."""
     parents = (name.split(".")[:-1] for name in all_keys())
     return tuple(
         dict.fromkeys(".".join(parts[: i + 1]) for parts in parents for i in range(len(parts)))
@@ -228,9 +236,9 @@ def sections() -> tuple[str, ...]:
 
 
 def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested mapping by dotted name.
+    """Return the values of a nested mapping by dotted name.
 
-    A mapping that is the value of one key stays whole, and an empty mapping counts as a leaf.
+    A mapping that is the value of one key, or that is empty, stays whole.
     """
     leaves: dict[str, Any] = {}
     for name, value in nested.items():
@@ -243,7 +251,7 @@ def flatten(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def values(config: Config) -> dict[str, Any]:
-    """Return every leaf of ``config`` by dotted name."""
+    """Return the value of every key by dotted name."""
     return {name: _value(config, name) for name in all_keys()}
 
 
@@ -255,7 +263,7 @@ def _value(config: Config, name: str) -> Any:
 
 
 def nested(config: Config) -> dict[str, Any]:
-    """Return ``config`` as nested dictionaries and lists, in schema order."""
+    """Return ``config`` as nested dictionaries and lists, in the order of the schema."""
     tree: dict[str, Any] = {}
     for name, value in values(config).items():
         *parents, leaf = name.split(".")
@@ -267,13 +275,13 @@ def nested(config: Config) -> dict[str, Any]:
 
 
 def build(leaves: Mapping[str, Any]) -> Config:
-    """Build a configuration from a converted value for every key."""
+    """Build a configuration. leaves: the converted value of every key, by dotted name."""
     config: Config = _build(Config, leaves, "")
     return config
 
 
 def with_other_patterns(leaves: Mapping[str, Any], pattern: object) -> dict[str, Any]:
-    """Return ``leaves`` with null for the keys that ``pattern`` lacks and nobody set."""
+    """Add null for each key of ``sparsity`` that ``pattern`` does not use and ``leaves`` lacks."""
     own = pattern_keys(str(pattern))
     others = (name for name in all_keys() if name.startswith("sparsity."))
     absent = {name: None for name in others if name.partition(".")[2] not in ("pattern", *own)}
@@ -296,7 +304,7 @@ def show(value: Any) -> str:
 
 
 def first_few(texts: Sequence[str]) -> str:
-    """Join the first three texts, and say how many more there are."""
+    """Join the first three texts, followed by the number of the others, if any."""
     more = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return ", ".join(texts[:3]) + more
 
@@ -319,7 +327,10 @@ def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
 
 
 def _pattern_keys(prefix: str) -> Iterator[ConfigKey]:
-    """Yield the keys of all patterns. A key that only some patterns have names them."""
+    """Yield the keys of all patterns.
+
+    If only some of the sparse patterns have a key, its help begins with their names.
+    """
     yield ConfigKey(f"{prefix}pattern", str, "method that estimates the index", tuple(PATTERNS))
     owners: dict[str, list[Any]] = {}
     for settings in PATTERNS.values():

@@ -9,10 +9,10 @@ from mtrain_cli.config.schema import Config
 
 
 def annotated_yaml(config: Config, defaults: Config) -> list[tuple[str, bool]]:
-    """Return (line, differs) for each line of YAML; differs: the value is not the default.
+    """Return each line of the YAML, with whether its value differs from the default.
 
-    A line that differs ends in a comment with the default. Joined by newlines, the lines form a
-    file that `mtrain_cli.config.resolved_file.load` reads.
+    A line that differs ends in a comment with the default. `mtrain_cli.config.resolved_file.load`
+    can read the lines as a file.
     """
     return list(_lines(config, defaults))
 

@@ -1,4 +1,4 @@
-"""One configuration key as a dataclass field: its help line, and the values that it allows."""
+"""Declare a configuration key as a dataclass field, with its help and its allowed values."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# `Range.limit` tests rules with this number: a power of two, because some keys require one.
+# A number above every limit. A power of two, because some rules require one.
 _VAST = 2.0**100
 
 
 @dataclass(frozen=True)
 class UpperLimit:
-    """The largest allowed value of a number, and why no run needs a larger one.
+    """The largest allowed value of a number, and the reason for this limit.
 
-    Every number has a limit: larger ones overflow or keep a plan busy for hours.
+    Every number has a limit, since larger ones overflow or keep a plan busy for hours.
     """
 
     value: float
@@ -26,10 +26,11 @@ _ANY_RUN = UpperLimit(10**9, "no run has more")
 
 @dataclass(frozen=True)
 class Range:
-    """The allowed values of a number. Null and words such as auto are not checked.
+    """The allowed values of a number. Null and words such as auto are always allowed.
 
-    rule: text after ``key=value: `` in a message, such as "must be at least 1".
-    fits: whether a number obeys the rule.
+    rule: what a number must satisfy, worded to follow ``key=value: ``.
+    fits: function that returns whether a number satisfies the rule.
+    most: upper limit, unless the rule itself sets one.
     """
 
     rule: str
@@ -41,11 +42,11 @@ class Range:
 
     @property
     def limit(self) -> UpperLimit | None:
-        """The upper limit, or None if the rule itself sets one."""
+        """The upper limit that a message or table states. None if the rule itself sets one."""
         return self.most if self.fits(_VAST) else None
 
     def is_beyond(self, value: object) -> bool:
-        """Return whether ``value`` is a number above the upper limit."""
+        """Return whether ``value`` is a number above `limit`."""
         limit = self.limit
         return limit is not None and isinstance(value, int | float) and value > limit.value
 
@@ -60,15 +61,16 @@ def option(
     """Return a dataclass field that is a configuration key.
 
     Args:
-        help: the key's line in `mtrain config show` and in the configuration reference.
-        allowed: the words that the key takes, or the range of its numbers.
-        tokens: the key counts tokens, so it takes sizes such as 512k.
+        help: what the key sets, for `mtrain config show` and the configuration reference.
+        allowed: allowed words, or the range of allowed numbers. Empty if any value of the type is.
+        tokens: whether the key counts tokens, and so allows sizes such as 512k.
+        default: as in `dataclasses.field`.
     """
     return field(metadata={"help": help, "allowed": allowed, "tokens": tokens}, **default)
 
 
 def at_least(least: int, rule: str = "") -> Range:
-    """Return the range from ``least``. rule: replaces "must be at least N"."""
+    """Return the range of numbers from ``least`` on. rule: text instead of "must be at least N"."""
     return Range(rule or f"must be at least {least}", lambda value: value >= least)
 
 
@@ -79,5 +81,5 @@ SHARE = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
 FRACTION = Range("must be between 0 and 1", lambda value: 0 <= value <= 1)
 
 MOST_TOKENS = 2**26
-STEPS = (10**9, "a year at 30 steps a second")
-TOKENS_OF_SEQ = (MOST_TOKENS, "seq has no more tokens")
+STEPS = (10**9, "a year of 30 steps per second")
+TOKENS_OF_SEQ = (MOST_TOKENS, "the maximum of seq")

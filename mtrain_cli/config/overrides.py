@@ -1,7 +1,8 @@
-"""Parse the overrides of a command line, ``group=option`` and ``key=value``.
+"""Parse the overrides of a command line: ``group=option`` and ``key=value``.
 
-Only groups go to Hydra. Each value is parsed by its key's type instead: a path such as
-``~/corpus#1.txt`` needs no second layer of quotes, and errors name the key, not Hydra's grammar.
+Hydra composes the groups only. Values are parsed here, by the type of their key. So a path such as
+``~/corpus#1.txt`` needs no second layer of quotes, and messages name the key instead of Hydra's
+grammar.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from mtrain_cli.config.keys import PATHS, ConfigKey, all_keys, sections, show
 from mtrain_cli.config.suggest import did_you_mean, nearest, no_such
 
 _SWEEP = re.compile(r"^(choice|range|glob|interval)\(.*\)$")
-_SHOWN = 80  # characters of a value in a message
+_SHOWN = 80  # maximum characters of a value in a message
 _ONE_VALUE = "one value per run; start one run for each"
 
 
 @dataclass(frozen=True)
 class OverrideProblem:
-    """A mistake, and the keys that it leaves without a value.
+    """A mistake in the overrides or in the YAML.
 
     line: the message.
-    keys: dotted names; a trailing dot stands for a whole section.
+    keys: dotted names of the keys that have no valid value because of the mistake. A trailing dot
+        stands for all keys of a section.
     """
 
     line: str
@@ -36,7 +38,12 @@ class OverrideProblem:
 
 @dataclass
 class Overrides:
-    """Parsed overrides, and what is wrong with the others."""
+    """Parsed overrides.
+
+    groups: {group: option}.
+    values: {key: value before conversion to the key's type}.
+    problems: one for each override that cannot be parsed.
+    """
 
     groups: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +51,7 @@ class Overrides:
 
 
 def parse(texts: Sequence[str], groups: Groups) -> Overrides:
-    """Parse the words of a command line. A later override of the same key or group wins."""
+    """Parse the overrides ``texts``. The last override of a key or group wins."""
     parsed = Overrides()
     found = [_parse_one(text, groups, parsed) for text in texts]
     parsed.problems.extend(problem for problem in found if problem is not None)
@@ -54,7 +61,12 @@ def parse(texts: Sequence[str], groups: Groups) -> Overrides:
 def convert(
     raw: Mapping[str, Any], files: Mapping[str, Path] | None = None
 ) -> tuple[dict[str, Any], list[OverrideProblem]]:
-    """Convert the leaves of ``raw`` to schema types. files: each group's YAML, for messages."""
+    """Convert values to the types of the schema. Return those that are valid, and the problems.
+
+    Args:
+        raw: values by dotted name.
+        files: YAML file of each group, for messages.
+    """
     leaves: dict[str, Any] = {}
     problems = []
     for name, value in raw.items():
@@ -207,6 +219,8 @@ def _unknown(text: str, name: str, raw: str, groups: Groups) -> OverrideProblem:
         return OverrideProblem(
             f"{text}: a group cannot be moved with @; write {name.partition('@')[0]}={raw}"
         )
+    if name == "cluster":
+        return OverrideProblem(f"{text}: is for `mtrain simulate`; write --cluster {raw}")
     bare = name.lstrip("-")
     close = RENAMED.get(bare) or nearest(bare, [*groups.options, *all_keys()])
     line = f"{text}: no key or group is called {name}"

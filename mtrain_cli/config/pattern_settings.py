@@ -1,4 +1,4 @@
-"""The settings of each pattern: its keys under ``sparsity``, and what they allow.
+"""The settings of each pattern: its keys under ``sparsity``, and their allowed values.
 
 To add a pattern, add three things:
 
@@ -25,9 +25,9 @@ from mtrain_cli.config.option import (
     option,
 )
 
-BLOCKS = (16, 32, 64, 128)  # tokens per block that a dynamic index may have
-# Maximum number of columns or slashes to choose from: `sparsity.pattern.rank_keys` packs the number
-# and the mass of a candidate into one int64.
+BLOCKS = (16, 32, 64, 128)  # allowed block sizes of a dynamic index, in tokens
+# Maximum number of columns or slashes to choose from. `sparsity.pattern.rank_keys` packs the number
+# of a candidate and its share of the attention into one int64.
 MOST_LINES = 1 << 24
 _LINES = Range("must be between 0 and 2^31 - 1", lambda value: 0 <= value < 2**31)
 _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and slashes in 32 bits")
@@ -37,14 +37,15 @@ _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and sl
 class PatternSettings:
     """Which query-key pairs are computed. Keys that the pattern does not use are null."""
 
-    # As in ``sparsity=NAME``.
+    # The pattern's name, as in ``sparsity=NAME``.
     name: ClassVar[str]
-    # The index does not come from the data. Such a pattern is for benchmarks only, and reports
-    # label it.
+    # Whether the index does not depend on the data. Such a pattern is only for benchmarks, and
+    # reports label it.
     synthetic: ClassVar[bool] = False
-    # The index is a bitmap of blocks. Otherwise it consists of slashes and columns.
+    # Whether the index is a bitmap of blocks. If not, it consists of slashes and columns.
     bitmap: ClassVar[bool] = False
-    # {key: alternative}. Setting only the key sets the alternative to 0.
+    # {key: alternative key}. If the user sets the key but not the alternative, the alternative
+    # becomes 0.
     instead: ClassVar[Mapping[str, str]] = {}
 
     block: int | None = None
@@ -56,29 +57,32 @@ class PatternSettings:
 
     @classmethod
     def own_keys(cls) -> tuple[str, ...]:
-        """Return the names of the pattern's keys, without ``pattern``."""
+        """Return the names of the pattern's keys, without ``pattern`` itself."""
         return tuple(item.name for item in fields(cls) if item.metadata)
 
     def problems(self, seq: int) -> Iterator[str]:
-        """Yield every conflict among the settings, one line ``key=value: reason`` each."""
+        """Yield a line ``key=value: reason`` for each conflict among the settings."""
         yield from ()
 
     @property
     def column_bound(self) -> int | None:
-        """The maximum columns per head; None = no bound, 0 = the index has no columns."""
+        """The maximum number of columns per head. None means no bound, 0 no columns at all."""
         return 0
 
     def slash_bound(self, blocks: int) -> int:
-        """Return the maximum slashes per head in a sequence of ``blocks``; 0 = no bound."""
+        """Return the maximum number of slashes per head in a sequence of ``blocks`` blocks.
+
+        0 means no bound.
+        """
         return 0
 
     def known_density(self, seq: int) -> float | None:
-        """Return the share of causal pairs that attention computes; None if the data decide."""
+        """Return the share of causal pairs that is computed. None if it depends on the data."""
         return None
 
     @property
     def packed_documents_remark(self) -> str | None:
-        """A remark for sequences that pack several documents, or None."""
+        """A remark for the user if sequences pack several documents, or None."""
         return None
 
 
@@ -94,15 +98,15 @@ class DenseSettings(PatternSettings):
 
 @dataclass(frozen=True)
 class SparseSettings(PatternSettings):
-    """The keys of every pattern with an index."""
+    """The keys that all sparse patterns share."""
 
     block: int = option(
-        "tokens per block, the unit in which pairs are chosen",
+        "tokens per block; a pattern chooses pairs in units of blocks",
         Range("must be 16, 32, 64 or 128", lambda value: value in BLOCKS),
         tokens=True,
     )
     dense_steps: int = option(
-        "number of first training steps that use dense attention",
+        "number of steps of dense attention at the start of training",
         NOT_NEGATIVE.up_to(*STEPS),
         default=0,
         kw_only=True,
@@ -111,28 +115,35 @@ class SparseSettings(PatternSettings):
 
 @dataclass(frozen=True)
 class VerticalSlashSettings(SparseSettings):
-    """Slashes and columns with budgets found online (MTraining, algorithm 1)."""
+    """Slashes and columns, with a number of each that depends on the data (MTraining, alg. 1)."""
 
     name: ClassVar[str] = "vertical_slash"
 
     last_q: int = option(
-        "queries probed per window, spread evenly over whole blocks",
+        "number of queries that each probe window samples, spread evenly over whole blocks",
         POSITIVE.up_to(*TOKENS_OF_SEQ),
     )
     windows: int = option(
-        "number of evenly spaced probe windows, the last at the end of the sequence; one window "
-        "probes only the last of several packed documents",
+        "number of probe windows, evenly spaced, the last at the end of the sequence. If documents "
+        "are packed, a single window probes only the last one",
         POSITIVE.up_to(*TOKENS_OF_SEQ),
     )
-    p_v: float = option("share of the probed attention that columns cover", SHARE)
-    p_s: float = option("share of the probed attention that slashes cover", SHARE)
+    p_v: float = option("share of the probed attention that the columns must cover", SHARE)
+    p_s: float = option("share of the probed attention that the slashes must cover", SHARE)
     joint: bool = option("choose columns by the attention that the slashes leave uncovered")
-    index_per: str = option("group of heads that shares one index", ("query_head", "kv_group"))
-    sink_tokens: int = option("number of first columns always kept", _LINES)
+    index_per: str = option(
+        "which heads have an index of their own: each query head, or each group of query heads "
+        "that shares a key-value head",
+        ("query_head", "kv_group"),
+    )
+    sink_tokens: int = option(
+        "number of columns at the start of the sequence that are always chosen", _LINES
+    )
     min_columns: int = option("minimum number of columns per head", _LINES)
     max_columns: int = option("maximum number of columns per head; 0 = no limit", _MOST_LINES)
     min_slashes: int = option(
-        "minimum number of slashes per head; if 2 or more, the nearest two are among them",
+        "minimum number of slashes per head; if it is 2 or more, the two at the diagonal are "
+        "always chosen",
         Range("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31),
     )
     max_slashes: int = option("maximum number of slashes per head; 0 = no limit", _MOST_LINES)
@@ -142,8 +153,8 @@ class VerticalSlashSettings(SparseSettings):
         if 0 < self.max_columns < least:
             which = "min_columns" if self.min_columns >= self.sink_tokens else "sink_tokens"
             yield (
-                f"sparsity.max_columns={self.max_columns}: is below the {least} columns of "
-                f"sparsity.{which}; give 0 (no limit) or at least {least}"
+                f"sparsity.max_columns={self.max_columns}: is below sparsity.{which}={least}; give "
+                f"0 (no limit) or at least {least}"
             )
         if 0 < self.max_slashes < self.min_slashes:
             yield (
@@ -157,11 +168,11 @@ class VerticalSlashSettings(SparseSettings):
                 f"{MOST_LINES} columns"
             )
         if 1 <= seq < self.last_q:
-            yield f"sparsity.last_q={self.last_q}: is above seq={seq}"
+            yield f"sparsity.last_q={self.last_q}: is above seq={seq}; give at most {seq}"
         elif self.last_q >= 1 and 1 <= seq < self.windows * self.last_q:
             yield (
                 f"sparsity.windows={self.windows}: windows of sparsity.last_q={self.last_q} "
-                f"queries would overlap; seq={seq} has room for {seq // self.last_q}"
+                f"queries would overlap; give at most {seq // self.last_q}, which fill seq={seq}"
             )
 
     @property
@@ -183,20 +194,23 @@ class VerticalSlashSettings(SparseSettings):
 
 @dataclass(frozen=True)
 class XAttentionSettings(SparseSettings):
-    """Blocks chosen by antidiagonal sums of scores."""
+    """Blocks chosen by the sums of attention scores along antidiagonals."""
 
     name: ClassVar[str] = "xattention"
     bitmap: ClassVar[bool] = True
 
     stride: int = option(
-        "side of the squares whose antidiagonals are summed",
+        "side of the squares of scores whose antidiagonals are summed; must divide sparsity.block",
         POSITIVE.up_to(max(BLOCKS), "no block is larger"),
     )
-    threshold: float = option("share of a row's scores that the chosen blocks cover", SHARE)
+    threshold: float = option("share of a row's scores that the chosen blocks must cover", SHARE)
 
     def problems(self, seq: int) -> Iterator[str]:
         if self.stride >= 1 and self.block % self.stride:
-            yield f"sparsity.stride={self.stride}: does not divide sparsity.block={self.block}"
+            yield (
+                f"sparsity.stride={self.stride}: does not divide sparsity.block={self.block}; give "
+                "a power of two up to it"
+            )
 
 
 @dataclass(frozen=True)
@@ -206,10 +220,13 @@ class MobaSettings(SparseSettings):
     name: ClassVar[str] = "moba"
     bitmap: ClassVar[bool] = True
 
-    chunk: int = option("keys per chunk", POSITIVE.up_to(*TOKENS_OF_SEQ), tokens=True)
+    chunk: int = option(
+        "keys per chunk, a multiple of sparsity.block", POSITIVE.up_to(*TOKENS_OF_SEQ), tokens=True
+    )
     top_k: int = option(
-        "number of chunks per query or query block, its own included",
-        POSITIVE.up_to(MOST_TOKENS, "seq has no more chunks"),
+        "number of chunks that a query (or block of queries) attends to, including the chunk in "
+        "which it is",
+        POSITIVE.up_to(MOST_TOKENS, "the maximum of seq"),
     )
     gate: str = option(
         "choose chunks for each query, or for each block of queries", ("query", "block")
@@ -224,16 +241,19 @@ class MobaSettings(SparseSettings):
 
 @dataclass(frozen=True)
 class FixedSettings(SparseSettings):
-    """Slashes and columns drawn from the seed, for measurements of speed."""
+    """Random slashes and columns, chosen by the seed. Only for measurements of speed."""
 
     name: ClassVar[str] = "fixed"
     synthetic: ClassVar[bool] = True
     instead: ClassVar[Mapping[str, str]] = {"slashes": "density"}
 
-    slashes: int = option("number of slashes per head; if given alone, density is 0", _MOST_LINES)
+    slashes: int = option(
+        "number of slashes per head; if you set it without density, density becomes 0", _MOST_LINES
+    )
     columns: int = option("number of columns per head", _MOST_LINES)
     density: float = option(
-        "share of the causal blocks that slashes fill; 0 = use slashes instead", FRACTION
+        "share of the causal blocks that slashes fill; 0 = sparsity.slashes sets their number",
+        FRACTION,
     )
 
     def problems(self, seq: int) -> Iterator[str]:
@@ -253,7 +273,7 @@ class FixedSettings(SparseSettings):
         return self.columns
 
     def slash_bound(self, blocks: int) -> int:
-        # Drawn slashes crowd near the main diagonal, so they are longer than the mean one.
+        # Random slashes are denser near the main diagonal, so they are longer than the mean slash.
         return self.slashes or min(blocks, int(self.density * blocks) + 2)
 
     def known_density(self, seq: int) -> float | None:
@@ -273,5 +293,5 @@ PATTERNS: dict[str, type[PatternSettings]] = {
 
 
 def pattern_keys(pattern: str) -> tuple[str, ...]:
-    """Return the names of a pattern's keys; none for an unknown pattern."""
+    """Return the names of a pattern's keys. An unknown pattern has none."""
     return PATTERNS[pattern].own_keys() if pattern in PATTERNS else ()

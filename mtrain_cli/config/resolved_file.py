@@ -1,4 +1,4 @@
-"""Write a configuration to a resolved.yaml, and read one of this or an earlier version."""
+"""Write a configuration to a resolved.yaml, and read those of this and of earlier versions."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ _MISSING = (
 
 
 def load(path: Path) -> Config:
-    """Read a resolved.yaml. Check types, but not conflicts or the files that it names.
+    """Read a resolved.yaml.
+
+    Types and ranges are checked. Conflicts between keys and the existence of files are not.
 
     Raises:
-        ConfigError: the file is missing, is not YAML, or has unknown keys or wrong types.
+        ConfigError: the file is missing or not YAML, or has a missing key, an unknown key or a
+            wrong value.
     """
     try:
         raw = read_yaml(path)
@@ -42,7 +45,7 @@ def load(path: Path) -> Config:
 
 
 def save(config: Config, path: Path) -> None:
-    """Write ``config`` atomically for `load`: readers see the whole old or new file."""
+    """Write ``config`` to ``path`` atomically: readers see the old file or the complete new one."""
     import yaml
 
     text = yaml.safe_dump(keys.nested(config), sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Keep the schedule of a resumed run, unless the resume asks for another."""
+"""Choose the learning rate schedule of a resumed run: the old one, unless the user sets another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from mtrain_cli.config import validate
 from mtrain_cli.config.schema import Config, ConfigError
 
-# Any of these keys asks for another schedule.
+# If the user sets one of these keys, the resumed run gets a new schedule.
 _SCHEDULE_KEYS = (
     "optim.schedule",
     "optim.decay_steps",
@@ -22,18 +22,21 @@ def keep_schedule(
 ) -> Config:
     """Return ``config`` with the schedule under which the run continues.
 
-    Without a schedule key in ``words`` the schedule keeps its length, even if ``train.steps``
-    changes; after the schedule ends the learning rate is constant. If the run stopped during
-    warm-up, the schedule instead ends at the new ``train.steps``.
+    If ``words`` sets no key of `_SCHEDULE_KEYS`, the schedule keeps its length, even if
+    ``train.steps`` changes. After its end the learning rate is constant. But if the run stopped
+    during warm-up, the schedule ends at the new ``train.steps``.
 
     Args:
-        saved: the run's configuration.
-        config: ``saved`` with the overrides ``words`` on top.
-        step: the checkpoint's step.
-        again: a restarted job repeats this resume, so ``optim.rewarm=true`` is done already.
+        saved: configuration of the run so far.
+        config: ``saved`` with the overrides ``words`` applied.
+        words: overrides that the user gave to resume the run.
+        step: step of the checkpoint.
+        again: whether a restarted job repeats this resume, so that ``optim.rewarm=true`` has
+            already been carried out.
 
     Raises:
-        ConfigError: ``optim.rewarm`` is a number, or no steps are left for it.
+        ConfigError: ``optim.rewarm`` is a number, no steps are left for it, or the schedule has a
+            conflict.
     """
     typed = {word.partition("=")[0] for word in words}
     given = [key for key in _SCHEDULE_KEYS if key in typed or "optim" in typed]
@@ -57,7 +60,7 @@ def keep_schedule(
     if given:
         steps = config.optim.schedule_steps if "optim.schedule_steps" in typed else "auto"
     elif step - begin <= saved.optim.warmup_steps:
-        pass  # stopped within the warm-up, before any decay: the schedule spans the new steps
+        pass  # the run stopped before any decay, so the schedule spans the new train.steps
     elif (
         steps == "auto"
         and config.train.steps != saved.train.steps

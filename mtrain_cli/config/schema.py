@@ -1,8 +1,9 @@
 """The typed configuration that all code below the command line receives.
 
-Each Hydra group has one frozen dataclass, and each key is an `option` with its help and allowed
-values. Nothing here imports Hydra: `composition/compose.py` turns the composed YAML into a
-`Config`, and `validate.py` checks it across fields. Names of keys give the unit: _mib, _gib or _s.
+Each Hydra group is one frozen dataclass. Each key is a field made by `option`, with its help and
+its allowed values. Nothing here imports Hydra: `composition/compose.py` turns the composed YAML
+into a `Config`, and `validate.py` looks for conflicts between keys. If a key has a unit, its name
+ends in it: _mib, _gib or _s.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from mtrain_cli.config.option import (
 )
 from mtrain_cli.config.pattern_settings import PatternSettings
 
-# Ranges that several keys share. Each upper limit gives the reason why no run needs more.
+# Ranges and upper limits that several keys share. Each limit has a reason, which messages show.
 _OVERFLOW = (100, "products in bfloat16 would overflow or lose all precision")
-_SEQUENCES = (10**6, "every sequence is listed")
+_SEQUENCES = (10**6, "mtrain keeps a list of them")
 _MIB = (2**20, "1 TiB")
-_TABLE = (MOST_TOKENS, "a plan and a batch hold a table of all positions, 0.5 GiB at this length")
+_TABLE = (MOST_TOKENS, "a batch holds a table of all positions, 0.5 GiB at this length")
 _TOKENS = POSITIVE.up_to(*_TABLE)
-_WORKERS = POSITIVE.up_to(2**14, "a plan visits every worker")
-_HEADS = POSITIVE.up_to(65_535, "a CUDA grid has no more places for heads")
+_WORKERS = POSITIVE.up_to(2**14, "planning takes time for every worker")
+_HEADS = POSITIVE.up_to(65_535, "the limit of a CUDA grid")
 _GIB = ABOVE_ZERO.up_to(2**20, "1 PiB")
-_EPSILON = ABOVE_ZERO.up_to(1, "it would outweigh the values it protects from 0")
-_RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round smaller terms away")
+_EPSILON = ABOVE_ZERO.up_to(1, "more would outweigh the values that it protects from 0")
+_RATIO = ABOVE_ZERO.up_to(10**6, "float32 would round the smaller terms away")
 _STEPS_OR_0 = NOT_NEGATIVE.up_to(*STEPS)
 _LAYERS = at_least(0, "must be true, false or a number of layers, 0 or more")
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
@@ -59,11 +60,14 @@ class RopeConfig:
 
     theta: float = option(
         "base of the rotary frequencies",
-        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are float32"),
+        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are in float32"),
     )
-    scaling: str = option("method to reach positions beyond original_max_position", ROPE_SCALINGS)
+    scaling: str = option(
+        "method that extends the model to positions beyond original_max_position", ROPE_SCALINGS
+    )
     factor: float | str = option(
-        "context extension factor; auto = seq / original_max_position, at least 1 (yarn only)",
+        "extended length divided by original_max_position; auto = seq / original_max_position, at "
+        "least 1 (yarn only)",
         at_least(1, "must be auto or a number of at least 1").up_to(*TOKENS_OF_SEQ),
     )
     original_max_position: int = option(
@@ -72,11 +76,13 @@ class RopeConfig:
         tokens=True,
     )
     beta_fast: float = option(
-        "yarn: dimensions that turn more often than this over the original length stay unscaled",
+        "yarn: dimensions that make more turns than this within original_max_position stay "
+        "unscaled",
         _RATIO,
     )
     beta_slow: float = option(
-        "yarn: dimensions that turn less often than this over the original length are interpolated",
+        "yarn: dimensions that make fewer turns than this within original_max_position are "
+        "interpolated",
         _RATIO,
     )
     low_freq_factor: float = option(
@@ -91,14 +97,15 @@ class RopeConfig:
 class ModelConfig:
     """Shape of a decoder."""
 
-    # The keys that weights fix. The other keys (rotary settings, name, init_std) may differ.
+    # The keys that trained weights determine. The others (rotary settings, name, init_std) can
+    # change without new weights.
     SHAPE: ClassVar[tuple[str, ...]] = (
         "family", "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads",
         "head_dim", "intermediate_size", "qkv_bias", "qk_norm", "tie_word_embeddings",
         "rms_norm_eps",
     )  # fmt: skip
 
-    name: str = option("model name in banners and run names")
+    name: str = option("name of the model in banners and run names")
     family: str = option("Hugging Face architecture for import and export", FAMILIES)
     vocab_size: int = option(
         "rows of the embedding; auto = from train.init_from, else the vocabulary of the data's "
@@ -134,7 +141,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyConfig:
-    """Workers, and how they share a sequence."""
+    """The workers, and how they share a sequence."""
 
     device: str = option(
         "device type of the workers; auto = cuda if a GPU is usable, else cpu",
@@ -147,18 +154,22 @@ class TopologyConfig:
         "number of workers that share one sequence; auto = all of them", _WORKERS
     )
     gpu_memory_gib: float | str = option(
-        "GiB of GPU memory assumed by plans and train.memory=auto; auto = read from the GPU, or an "
-        "H200's if there is none",
+        "memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the GPU, or "
+        "an H200's if there is no GPU",
         _GIB,
     )
     host_memory_gib: float | str = option(
-        "GiB of host memory per GPU assumed by plans and train.memory=auto; auto = an equal share "
-        "of this machine's, or 128 if there is no GPU",
+        "host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal share of "
+        "this machine's memory, or 128 if there is no GPU",
         _GIB,
     )
-    gpus_per_node: int | str = option("workers per (virtual) node; auto = as launched", _WORKERS)
+    gpus_per_node: int | str = option(
+        "workers per node; fewer than the host has divides it into virtual nodes; auto = as "
+        "launched",
+        _WORKERS,
+    )
     layout: str = option(
-        "assignment of tokens to workers; auto = zigzag for dense attention without "
+        "which worker holds which tokens; auto = zigzag for dense attention without "
         "data.document_mask, else striped",
         ("auto", *LAYOUTS),
     )
@@ -167,23 +178,25 @@ class TopologyConfig:
         EXCHANGES,
     )
     ulysses: int | str = option(
-        "number of workers that trade tokens for heads (all-to-all) before the rest of the "
-        "exchange; auto = all of them with exchange=ulysses, else 1",
+        "number of workers in a group that trades tokens for heads (all-to-all); the groups then "
+        "exchange keys and values; auto = all workers with exchange=ulysses, else 1",
         _WORKERS,
     )
     chunks: int | str = option(
-        "all_gather: number of head groups, each gathered while the previous one is computed (on "
-        "one worker, computed in turn to save memory); auto = chosen by size and memory",
+        "all_gather: number of groups of heads; each group is gathered while the previous one is "
+        "computed (one worker computes them in turn, to save memory); auto = chosen by size and "
+        "memory",
         _HEADS,
     )
-    prefetch: int = option("ring: number of hops posted ahead of the computation", _WORKERS)
+    prefetch: int = option("ring: number of hops that run ahead of the computation", _WORKERS)
     circulates: str = option(
-        "ring: what circulates in the backward pass; auto = whichever moves fewer bytes",
+        "ring: what circulates in the backward pass, keys and values or queries; auto = whichever "
+        "moves fewer bytes",
         ("auto", "kv", "queries"),
     )
     columns: str = option(
-        "ring: gather the index's columns once, or compute them in the ring steps; auto = chosen "
-        "by cost",
+        "ring: once = gather the keys of the index's columns once; in_steps = compute columns in "
+        "the ring steps; auto = chosen by cost",
         ("auto", "once", "in_steps"),
     )
     block_size: int = option(
@@ -204,30 +217,30 @@ class TopologyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where tokens come from."""
+    """The corpus, its tokenizer, and how its documents are packed."""
 
     kind: str = option("format of the corpus", ("stdlib", "text", "tokens", "mds"))
     path: str | None = option(
         "file or folder of the corpus; with data.mix, the folder that holds its corpora"
     )
     mix: dict[str, float] | str | None = option(
-        "weights of several corpora by folder or file name, {code: 0.3, book: 0.7}, or a YAML file "
-        "of such weights; null = one corpus"
+        "weights of several corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a "
+        "YAML file of them; null = one corpus"
     )
     tokenizer: str = option(
         "bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of "
         "train.init_from if it has one, else bytes"
     )
-    text_key: str = option("field that holds the text in jsonl and parquet files")
+    text_key: str = option("text: key or column that holds the text in .jsonl and .parquet files")
     token_dtype: str = option(
         "tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else uint32",
         ("auto", "uint16", "uint32"),
     )
-    document_mask: bool = option("restrict attention to within each packed document")
+    document_mask: bool = option("keep attention inside each packed document")
     shuffle: bool = option("shuffle the documents once, by seed, before packing")
     eval_sequences: int = option(
-        "number of held-out sequences, on which the loss is evaluated by position; 0 = none. With "
-        "data.mix the number is approximate, with at least one sequence per corpus",
+        "number of sequences held out of training, to evaluate the loss by position; 0 = none. "
+        "With data.mix each corpus holds out its share, but at least one",
         NOT_NEGATIVE.up_to(*_SEQUENCES),
     )
 
@@ -237,15 +250,15 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its schedule."""
+    """AdamW and the schedule of its learning rate."""
 
     lr: float | str = option(
         "peak learning rate; auto = 0.256 / model.hidden_size from random weights, 2e-5 with "
         "train.init_from",
         ABOVE_ZERO.up_to(*_OVERFLOW),
     )
-    betas: tuple[float, float] = option("AdamW betas")
-    eps: float = option("AdamW epsilon", _EPSILON)
+    betas: tuple[float, float] = option("beta1 and beta2 of AdamW")
+    eps: float = option("epsilon of AdamW", _EPSILON)
     weight_decay: float = option(
         "decoupled weight decay, applied to matrices only", NOT_NEGATIVE.up_to(*_OVERFLOW)
     )
@@ -258,8 +271,8 @@ class OptimConfig:
         "final learning rate of cosine, linear and wsd, as a fraction of lr", FRACTION
     )
     decay_steps: int | str = option(
-        "number of decay steps, after warm-up or (wsd) at the end of the schedule; auto = all "
-        "steps after warm-up, or (wsd) the last 20 %",
+        "number of steps over which the learning rate falls, after warm-up or (wsd) at the end of "
+        "the schedule; auto = all steps after warm-up, or (wsd) the last 20 %",
         POSITIVE,
     )
     schedule_steps: int | str = option(
@@ -268,16 +281,17 @@ class OptimConfig:
         POSITIVE,
     )
     rewarm: bool | int = option(
-        "true, with --resume only: restart the schedule at the checkpoint, warm-up included, and "
-        "end it at train.steps; the run stores the step of the restart here",
+        "with --resume only: true = restart the schedule at the checkpoint, with a new warm-up, "
+        "and end it at train.steps. The run then stores the step of the restart in this key",
         at_least(0, "must be true or false"),
     )
     clip_norm: float = option(
         "maximum global gradient norm; 0 = no clipping",
-        NOT_NEGATIVE.up_to(1e12, "0 turns clipping off"),
+        NOT_NEGATIVE.up_to(1e12, "to turn clipping off, give 0"),
     )
     skip_spikes: bool = option(
-        "skip the update of a step whose loss or gradient norm is a spike, see run.spike_sigma"
+        "skip the update of a step whose loss or gradient norm is a spike; run.spike_sigma defines "
+        "a spike"
     )
     offload: bool = option(
         "keep float32 weights and AdamW states in host memory and update them there; the GPU keeps "
@@ -291,7 +305,7 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run: length, batch, arithmetic and memory."""
+    """Length, batch, arithmetic and memory of a run, and its checkpoints."""
 
     steps: int = option("number of optimizer steps", POSITIVE.up_to(*STEPS))
     global_batch: int = option(
@@ -304,60 +318,62 @@ class TrainConfig:
         DTYPES,
     )
     kernel: str = option(
-        "local attention kernel; auto = the first by preference that supports the run", KERNELS
+        "local attention kernel; auto = the fastest that supports the run", KERNELS
     )
     activation_checkpoint: str = option(
         "what a layer keeps for its backward pass; the rest is recomputed. none = everything; "
-        "selective = its input and the attention output; sequence_selective = its input and the "
-        "attention output of the last train.checkpoint_keep of each worker's tokens; full = its "
-        "input only",
+        "selective = its input and the attention output; sequence_selective = its input, and the "
+        "attention output of only the last tokens of each worker (their share is "
+        "train.checkpoint_keep); full = its input only",
         CHECKPOINTS,
     )
     memory: str = option(
-        "manual = use the memory keys as set; auto = choose the fastest combination that fits. "
-        "auto changes only keys left at their default, among activation_checkpoint, "
-        "checkpoint_keep, keep_mlp, offload_activations, tile_mib, loss_chunk_mib, shard, "
-        "optim.offload and optim.offload_gradients",
+        "manual = use the memory keys as they are; auto = choose their fastest combination that "
+        "fits, and change only those that have their default. The memory keys: "
+        "activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib, "
+        "loss_chunk_mib, shard, optim.offload and optim.offload_gradients",
         MEMORIES,
     )
     shard: str = option(
-        "what micro-batches gather and reduce: full = weights and gradients (ZeRO-3); gradients = "
-        "gradients only, weights stay whole for the step (ZeRO-2); optimizer = nothing until the "
-        "last micro-batch, gradients accumulate whole in float32 (ZeRO-1)",
+        "what each micro-batch communicates: full = it gathers weights and reduces gradients "
+        "(ZeRO-3); gradients = it reduces gradients, and weights stay whole for the step (ZeRO-2); "
+        "optimizer = nothing before the last micro-batch, and gradients accumulate whole in "
+        "float32 (ZeRO-1)",
         SHARDS,
     )
     reduce_dtype: str = option(
-        "dtype in which gradients are summed over workers; the sum over micro-batches is always "
-        "float32",
+        "dtype in which gradients are summed over workers. Over micro-batches, they are always "
+        "summed in float32",
         REDUCE_DTYPES,
     )
     checkpoint_keep: float = option(
-        "sequence_selective: fraction of each worker's tokens, counted from the last one, whose "
-        "attention output is kept",
+        "with activation_checkpoint=sequence_selective: fraction of each worker's tokens, counted "
+        "from the last one, whose attention output is kept",
         FRACTION,
     )
     offload_activations: bool | int = option(
-        "move the activations that layers keep to pinned host memory: true = of all layers, N = of "
-        "the first N layers, whose activations wait longest; not with "
-        "train.activation_checkpoint=none",
+        "move the activations that layers keep to pinned host memory: true = of all layers; N = of "
+        "the first N layers, which need theirs last; not with train.activation_checkpoint=none",
         _LAYERS,
     )
     keep_mlp: bool | int = option(
-        "keep the MLP's gate and up outputs instead of recomputing them: true = in all layers, N = "
-        "in the last N layers; costs 4 model.intermediate_size + 2 model.hidden_size bytes per "
-        "token and layer in bfloat16",
+        "keep the MLP's gate and up outputs instead of recomputing them: true = in all layers; N = "
+        "in the last N layers. In bfloat16 this costs 4 model.intermediate_size + 2 "
+        "model.hidden_size bytes per token and layer",
         _LAYERS,
     )
     tile_mib: int = option(
-        "maximum MiB of temporaries in the layer parts after attention (norm, MLP); larger parts "
-        "are computed in tiles of the sequence; 0 = no limit",
+        "maximum MiB of temporary tensors in the parts of a layer after attention (norm, MLP). A "
+        "part that needs more is computed in tiles of the sequence; 0 = no limit",
         NOT_NEGATIVE.up_to(*_MIB),
     )
     compile: bool | str = option(
-        "apply torch.compile to the loss and the layer parts around attention; auto = on GPUs only"
+        "apply torch.compile to the loss and to the parts of a layer around attention; auto = on "
+        "GPUs only"
     )
     loss_chunk_mib: int = option(
-        "maximum MiB of logits at a time in the fused LM head and loss", POSITIVE.up_to(*_MIB)
+        "maximum MiB of logits in memory at a time, in the fused LM head and loss",
+        POSITIVE.up_to(*_MIB),
     )
     loss_gradients: str = option(
         "when to form the gradients of the loss: forward = together with the loss; recompute = in "
@@ -374,14 +390,14 @@ class TrainConfig:
         "gives the model if no model=... is set; null = random weights"
     )
     eval_every: int = option(
-        "steps between evaluations on the held-out sequences (data.eval_sequences); 0 = only at "
-        "the start and end of the run, which are always evaluated",
+        "steps between evaluations on the held-out sequences (data.eval_sequences), in addition to "
+        "those at the start and end of the run; 0 = no others",
         _STEPS_OR_0,
     )
     checkpoint_every: int = option("steps between checkpoints; 0 = only at the end", _STEPS_OR_0)
     keep_checkpoints: int = option("number of newest checkpoints to keep", POSITIVE)
     checkpoint_at_end: bool = option("save a checkpoint when the run ends")
-    deterministic: bool = option("use bitwise repeatable kernels, slower on GPUs")
+    deterministic: bool = option("use bitwise repeatable kernels, which are slower on GPUs")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,8 +405,8 @@ class ProfileConfig:
     """Which training steps are recorded."""
 
     every: int = option(
-        "steps between recorded steps, written to profile/ in the run for `mtrain report`; "
-        "0 = none",
+        "steps between recorded steps, which go to the run's folder profile/ for `mtrain report`; "
+        "0 = record none",
         _STEPS_OR_0,
     )
 
@@ -404,36 +420,36 @@ class RunConfig:
     log_every: int = option("steps between progress lines", POSITIVE.up_to(*STEPS))
     tensorboard: bool = option("also write TensorBoard events")
     restarts: int | str = option(
-        "automatic restarts after the loss of a worker; auto = as long as there is a newer "
-        "checkpoint than at the last restart; 0 = never",
+        "maximum number of automatic restarts after the loss of a worker; auto = no limit while "
+        "each restart finds a newer checkpoint than the last; 0 = never restart",
         at_least(0, "must be auto or a whole number, 0 or more"),
     )
     spike_sigma: float = option(
-        "warn of a loss or gradient norm this many robust standard deviations above the median of "
-        "the last 64 steps; 0 = never",
+        "warn of a spike: a loss or gradient norm that is this many robust standard deviations "
+        "above the median of the last 64 steps; 0 = never",
         Range(
-            "must be 0 or at least 3: below 3, ordinary steps count as spikes",
+            "must be 0, or at least 3 (below 3, ordinary steps count as spikes)",
             lambda value: value == 0 or value >= 3,
         ),
     )
     straggler: float | str = option(
-        "warn of a worker that takes this fraction longer than the others for the same work; "
-        "auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never",
+        "warn of a straggler: a worker that takes longer than the others for the same work by this "
+        "fraction or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never",
         at_least(0, "must be auto or a number, 0 or more"),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything a command needs."""
+    """The whole configuration: one attribute per group, and the keys of no group."""
 
     seq: int = option(
         "tokens per sequence; 512k = 524288, 1m = 1048576",
-        at_least(2, "must be at least 2: a token, and the next one to predict").up_to(*_TABLE),
+        at_least(2, "must be at least 2 (a token and the next one, to predict)").up_to(*_TABLE),
         tokens=True,
     )
     seed: int = option(
-        "seed of the initial weights and the data order",
+        "seed of the initial weights and of the data order",
         Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63),
     )
     model: ModelConfig
@@ -447,9 +463,9 @@ class Config:
 
     @property
     def layout(self) -> str:
-        """``topology.layout``, with auto resolved.
+        """``topology.layout``, or the layout that auto stands for.
 
-        For dense attention, zigzag balances the work as well as stripes do, and its few large
+        For dense attention, zigzag balances the work as well as striped does. Its few large
         rectangles are faster to compute (3 to 7 % of a step on four H200s, profiles/notes.md).
         """
         if self.topology.layout != "auto":
@@ -464,7 +480,7 @@ class Config:
 class ConfigError(ValueError):
     """One or more mistakes in a configuration.
 
-    problems: one line each, with the key, its value and the allowed values.
+    problems: one line for each mistake, with the key, its value and the allowed values.
     """
 
     def __init__(self, *problems: str) -> None:

@@ -1,4 +1,4 @@
-"""Token counts as people write them: ``512k``, ``1m``, ``524288``."""
+"""Parse and format numbers of tokens such as ``512k``, ``1m`` and ``524288``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _UNITS = {"": 1, "k": K, "m": K * K}
 _SIZE = re.compile(
     r"(?P<number>[+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)", re.IGNORECASE
 )
-# The exact fraction of 1e999999999 would fill the memory. Every key's range is narrower.
+# Limits of a number and its digits. Without them, the exact fraction of 1e999999999 would fill the
+# memory. No key allows numbers that large.
 _BEYOND, _DIGITS = 1e30, 40
 
 EXPECTED = "a number of tokens such as 4096, 512k or 1m (k = 1024, m = 1024 k)"
@@ -20,7 +21,8 @@ def parse_size(text: str | int | float) -> int:
     """Parse a number of tokens: ``512k``, ``0.5M`` and ``524_288`` all give 524288.
 
     Raises:
-        ValueError: not a number with an optional k or m, or not a whole number of tokens.
+        ValueError: the text is not a number with an optional k or m, or not a whole number of
+            tokens.
     """
     match = _SIZE.fullmatch(str(text).strip())
     unit = _UNITS.get(match["unit"].lower()) if match else None
@@ -35,7 +37,7 @@ def parse_size(text: str | int | float) -> int:
 
 
 def format_size(tokens: int) -> str:
-    """Return the shortest exact spelling: ``512k`` for 524288, ``1000`` for 1000.
+    """Return the shortest exact text: ``512k`` for 524288, ``1000`` for 1000.
 
     `parse_size` is the inverse.
     """
@@ -54,6 +56,10 @@ def format_bytes(size: float) -> str:
 
 
 def parse_share(text: str) -> float:
-    """Parse ``0.05`` or ``5%`` to 0.05. Raises ValueError if the text is not a number."""
+    """Parse ``0.05`` or ``5%`` to 0.05.
+
+    Raises:
+        ValueError: the text is not a number.
+    """
     text = text.strip()
     return float(text.removesuffix("%")) / 100 if text.endswith("%") else float(text)

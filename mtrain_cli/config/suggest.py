@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-CUTOFF = 0.6  # difflib's own default; less similar names are more often noise than help
+# Minimum similarity of a suggestion, from 0 to 1. It is difflib's default; less similar names
+# rarely help.
+CUTOFF = 0.6
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the name most similar to ``word``, or None if none is close.
+    """Return the name that is most similar to ``word``, or None if no name is similar.
 
-    Dotted names are compared part by part, so that a common section counts little:
+    Sections and keys of dotted names are compared separately, and the key counts more. So
     ``warmup_steps`` and ``train.warmup_steps`` find ``optim.warmup_steps``, and ``train.lr`` finds
     ``optim.lr`` rather than ``train.dtype``.
     """
@@ -21,7 +23,7 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, names: Iterable[str], suffix: str = "") -> str:
-    """Return `` (did you mean NAME?)`` with ``suffix`` after the name, or "" if none is close."""
+    """Return `` (did you mean NAME?)`` with ``suffix`` after NAME, or "" if no name is similar."""
     name = nearest(word, names)
     return f" (did you mean {name}{suffix}?)" if name else ""
 
@@ -55,6 +57,6 @@ def _similarity(word: str, name: str) -> float:
 
 def _ratio(a: str, b: str) -> float:
     ratio = SequenceMatcher(None, a, b).ratio()
-    # An abbreviation and its long form match: ``seq`` and ``sequence``.
+    # An abbreviation is similar to its long form, such as ``seq`` to ``sequence``.
     short, long = sorted((a, b), key=len)
     return max(ratio, 0.9) if len(short) >= 3 and long.startswith(short) else ratio

@@ -1,7 +1,7 @@
-"""Checks across the fields of a configuration that need no GPU, process group or model.
+"""Check a configuration for conflicts between its keys. This needs no GPU and no process group.
 
-`launch/environment.py` checks whether sizes fit the GPUs. The kernel registry checks whether a
-kernel supports the request.
+`launch/environment.py` checks whether the sizes fit the GPUs. The kernel registry checks whether a
+kernel supports what the configuration asks for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
-from mtrain_cli.config.pattern_settings import BLOCKS, PatternSettings
+from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.schema import (
     CHECKPOINTS,
@@ -33,16 +33,17 @@ _INPUTS = {
     "tokens": "the output of `mtrain data prepare`, or a .npy or .bin of token ids",
     "mds": "a folder of MDS shards with an index.json",
 }
-_MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}  # file that each kind of folder must hold
+# {data.kind: file that the folder must hold}
+_MANIFESTS = {"tokens": "meta.json", "mds": "index.json"}
 
 
 def problems(config: Config) -> list[str]:
-    """Return every conflict in ``config``, one line ``key=value: reason`` each."""
+    """Return a line ``key=value: reason`` for each conflict in ``config``."""
     values = keys.values(config)
     ranges = list(_ranges(values))
     bounds = ((keys.all_keys()[name].range, value) for name, value in values.items())
     if any(bound is not None and bound.is_beyond(value) for bound, value in bounds):
-        return ranges  # the checks below loop up to some of these numbers
+        return ranges  # the checks below contain loops whose length is one of these numbers
     return [
         *ranges,
         *_model(config.model),
@@ -131,7 +132,7 @@ def _blocks(config: Config) -> Iterator[str]:
 
 
 def _smaller(seq: int, workers: int, blocks: int) -> str:
-    """Return what to give instead. blocks: number of blocks in a sequence."""
+    """Return advice for a sequence of ``seq`` tokens with fewer ``blocks`` than ``workers``."""
     if workers * MIN_BLOCK > seq:
         most = max(1, seq // MIN_BLOCK)
         smaller = f" and topology.block_size={MIN_BLOCK}"
@@ -144,7 +145,11 @@ def _smaller(seq: int, workers: int, blocks: int) -> str:
 
 
 def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that the pattern of ``leaves`` needs but lacks, or has but does not use."""
+    """Yield a line for each key that the pattern needs but is null, or is set but not used.
+
+    Args:
+        leaves: value of every key, by dotted name.
+    """
     pattern = leaves["sparsity.pattern"]
     own = settings_keys(pattern)
     given = {
@@ -154,7 +159,7 @@ def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
     }
     absent = [f"sparsity.{name}" for name in own if given[name] is None]
     if len(absent) > 1:
-        # The pattern was set without its group: one cause, so one line instead of one per key.
+        # The user set sparsity.pattern without its group. One line for this cause is enough.
         yield (
             f"sparsity.pattern={pattern}: needs {', '.join(absent)}; "
             f"give sparsity={pattern}, which sets them, instead of sparsity.pattern"
@@ -175,14 +180,15 @@ def pattern_keys(leaves: Mapping[str, Any]) -> Iterator[str]:
             f"sparsity={pattern} gives a default"
         )
     for name, value in foreign.items():
+        users = (f"sparsity={user}" for user in PATTERNS if name in settings_keys(user))
         yield (
             f"sparsity.{name}={keys.show(value)}: is not a key of sparsity.pattern={pattern}; "
-            f"its keys: {', '.join(own) or 'none'}"
+            f"allowed with {', '.join(users)}"
         )
 
 
 def _is_complete(settings: PatternSettings) -> bool:
-    """Return whether no key of the pattern is null; `pattern_keys` reports those that are."""
+    """Return whether no key of the pattern is null. `pattern_keys` reports keys that are."""
     return None not in (getattr(settings, name) for name in settings.own_keys())
 
 
@@ -206,12 +212,13 @@ def _batch(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
 
 
 def require_manifest(data: DataConfig) -> None:
-    """Check that a data folder holds its manifest, for a run that is about to start.
+    """Check that the folder of token ids holds its meta.json or index.json.
 
-    The manifest itself is checked when the data are opened. A plan needs no data.
+    Call this before a run starts. A plan needs no data. The content of the file is checked when the
+    dataset is opened.
 
     Raises:
-        ConfigError: the manifest is missing.
+        ConfigError: the file is missing.
     """
     name = _MANIFESTS.get(data.kind)
     folder = Path(data.path or "").expanduser()
@@ -235,7 +242,7 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     elif data.mix is not None:
         yield from _mix(data, expected)
     elif data.path is None:
-        yield f"data.path=null: data={data.kind} needs it; give {expected}"
+        yield f"data.path=null: data={data.kind} needs it or data.mix; give {expected}"
     elif not Path(data.path).expanduser().exists():
         yield f"data.path={data.path}: no such file or folder; give {expected}"
     if data.kind in ("tokens", "mds"):
@@ -255,7 +262,13 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
 
 
 def _mix(data: DataConfig, expected: str) -> Iterator[str]:
-    """Check the weights and folders of a mixture. A YAML file of them is checked when opened."""
+    """Yield what is wrong with the weights and folders of ``data.mix``.
+
+    A YAML file of weights must exist here. Its content is checked when the dataset is opened.
+
+    Args:
+        expected: what the name of a corpus must be.
+    """
     if isinstance(data.mix, str):
         if not Path(data.mix).expanduser().is_file():
             yield (
@@ -293,7 +306,7 @@ def _optim(config: Config) -> Iterator[str]:
 
 
 def schedule(config: Config) -> Iterator[str]:
-    """Yield conflicts in the learning rate schedule."""
+    """Yield the conflicts in the learning rate schedule."""
     optim = config.optim
     decay = f"optim.decay_steps={optim.decay_steps}"
     if optim.decay_steps != "auto" and optim.schedule == "constant":
@@ -324,7 +337,7 @@ def schedule(config: Config) -> Iterator[str]:
 
 
 def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
-    too_many = f"model.num_layers={layers}; allowed: true, false or 0 to {layers}"
+    too_many = f"exceeds model.num_layers={layers}; allowed: true, false or 0 to {layers}"
     if train.keep_mlp > layers >= 1:
         yield f"train.keep_mlp={keys.show(train.keep_mlp)}: {too_many}"
     offload = f"train.offload_activations={keys.show(train.offload_activations)}"

@@ -1,8 +1,8 @@
 """Start, watch and stop the workers of one machine through torch's elastic agent.
 
-The elastic agent compares failure times in whole seconds, and its failures include the workers that
-it stopped itself. `WorkerAgent` therefore reads the failures before it stops any worker. If they
-are all consequences, it first waits briefly for their cause.
+torch's agent knows failure times only in whole seconds, and it counts the workers that it stopped
+itself as failed. `WorkerAgent` therefore collects the failures before it stops any worker. If each
+of them may be the consequence of another failure, it first waits briefly for the cause.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.rendezvous import SingleMachineRendezvous
 
 POLL_S = 0.1
-# The launcher may see the worker that lost a peer before it sees that the peer has exited.
+# The launcher may notice a worker that lost its peer before it notices that the peer has exited.
 CAUSE_GRACE_S = 2.0
-# SIGTERM ends a worker immediately. This limit is for a worker that hangs in the kernel.
+# SIGTERM ends a worker immediately, unless the worker hangs in the operating system.
 STOP_GRACE_S = 5
-# gloo or NCCL should end a wait after topology.timeout_s. If neither does, the launcher ends it
-# OVERDUE_S later. The launcher checks every OVERDUE_CHECK_S.
+# gloo or NCCL should end a wait after topology.timeout_s. If neither does, the launcher ends the
+# wait OVERDUE_S later. It looks for such waits every OVERDUE_CHECK_S.
 OVERDUE_S, OVERDUE_CHECK_S = 30.0, 5.0
-# Time for a worker that hangs to write its stack to its log. It takes milliseconds.
+# A worker that hangs has this long to write its stack to its log. Writing takes milliseconds.
 STACK_DUMP_S = 0.3
 
 
 class WorkerFiles(LogsSpecs):
-    """Set each worker's environment variables and failure file.
+    """The environment variables and the failure file of each worker.
 
-    Workers send their output to the run's logs themselves, so both streams stay as they are.
+    Workers redirect their own output to the run's logs. The agent therefore redirects nothing.
     """
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
@@ -55,11 +55,11 @@ class WorkerFiles(LogsSpecs):
         return str(self._folder)
 
     def failure_file(self, rank: int) -> Path:
-        """Return the file in which worker ``rank`` leaves its failure."""
+        """Return the file to which the worker writes its failure."""
         return self._folder / f"failure-{rank}.json"
 
     def activity_file(self, rank: int) -> Path:
-        """Return the file in which worker ``rank`` records its activity."""
+        """Return the file to which the worker writes its activity."""
         return progress_record.launcher_record_path(self.failure_file(rank), rank)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
@@ -74,10 +74,10 @@ class WorkerFiles(LogsSpecs):
 
 
 class WorkerAgent(LocalElasticAgent):
-    """Run ``command`` once for each of the ``workers`` ranks of this machine, without restarts.
+    """Runs one command for each rank of this machine, without restarts.
 
-    After `run_to_end`, ``failures`` lists the workers that failed. ``where`` lists what each worker
-    was doing, one line per worker.
+    failures: the workers that failed, after `run_to_end`.
+    where: what each worker was doing at that time, one line per worker.
     """
 
     def __init__(
@@ -91,7 +91,11 @@ class WorkerAgent(LocalElasticAgent):
         """Prepare the agent.
 
         Args:
-            timeout_s: seconds that a worker waits for another before it gives up.
+            workers: number of workers to start.
+            command: command line of a worker.
+            folder: private folder for the failure files and activity files.
+            variables: environment variables to add for the workers.
+            timeout_s: seconds after which a worker stops waiting for another worker.
         """
         _silence_agent_logs()
         spec = WorkerSpec(
@@ -113,7 +117,7 @@ class WorkerAgent(LocalElasticAgent):
         self._overdue: list[Failure] = []
 
     def run_to_end(self) -> None:
-        """Start the workers and wait until all have ended. As soon as one fails, stop the others.
+        """Start the workers and wait until all have ended. If one fails, stop the others.
 
         Raises:
             Exception: the rendezvous failed or a process did not start.
@@ -125,9 +129,9 @@ class WorkerAgent(LocalElasticAgent):
             self.get_worker_group().spec.rdzv_handler.shutdown()
 
     def kill_workers(self) -> None:
-        """Kill every worker and the processes that it started."""
+        """Kill all workers and the processes that they started."""
         for worker in self.get_worker_group().workers:
-            # Each worker leads a process group, which may outlive the worker through its children.
+            # A worker leads a process group. Its child processes may outlive it in that group.
             with contextlib.suppress(ProcessLookupError, TypeError):
                 os.killpg(worker.id, signal.SIGKILL)
 
@@ -137,45 +141,52 @@ class WorkerAgent(LocalElasticAgent):
         return super()._monitor_workers(worker_group)
 
     def _failures_so_far(self) -> list[Failure]:
-        found = (
+        records = (
             failures.read_record(rank, process.poll(), self._files.failure_file(rank))
             for rank, process in self._processes().items()
         )
-        return [failure for failure in found if failure is not None]
+        return [failure for failure in records if failure is not None]
 
     def _processes(self) -> dict[int, subprocess.Popen]:
-        """Return the workers' processes by rank."""
+        """Return the process of each worker, by rank."""
         assert self._pcontext is not None
         handlers = self._pcontext.subprocess_handlers  # type: ignore[attr-defined]
         return {rank: handler.proc for rank, handler in handlers.items()}
 
     def _activities(self) -> dict[int, WorkerActivity]:
-        """Return what the workers recorded last, by rank."""
+        """Return the activity that each worker recorded last, by rank."""
         files = {rank: self._files.activity_file(rank) for rank in self._processes()}
         return progress_record.read_activities(files)
 
     def _find_overdue(self) -> list[Failure]:
-        """Return the workers whose wait for another worker is overdue.
+        """Return a failure for each worker that has waited too long for another worker.
 
-        NCCL's watchdog ends most waits, but not all. Check only every ``OVERDUE_CHECK_S`` seconds.
+        NCCL's watchdog ends most such waits, but not all. A call within OVERDUE_CHECK_S seconds of
+        the previous check returns no failures.
         """
         if time.monotonic() - self._last_check < OVERDUE_CHECK_S:
             return []
         self._last_check = time.monotonic()
-        limit = f"topology.timeout_s={self._timeout_s:g}"
-        self._overdue = []
-        for rank, record in self._activities().items():
-            waited = time.time() - record.time
-            if record.waits_for is not None and waited >= self._timeout_s + OVERDUE_S:
-                message = f"{limit}: rank {rank} waited longer than this for another worker, and "
-                message += "nothing ended its wait"
-                self._overdue.append(Failure(rank, None, "peer lost", message, "", record.time))
+        latest = time.time() - self._timeout_s - OVERDUE_S
+        self._overdue = [
+            Failure(
+                rank,
+                None,
+                "peer lost",
+                f"topology.timeout_s={self._timeout_s:g}: rank {rank} waited longer than this for "
+                "another worker, and nothing ended its wait",
+                "",
+                record.time,
+            )
+            for rank, record in self._activities().items()
+            if record.waits_for is not None and record.time <= latest
+        ]
         return self._overdue
 
     def _determine_failures(self) -> None:
-        """Record who failed and what each worker was doing, then stop the other workers.
+        """Set ``failures`` and ``where``, then stop the workers that still run.
 
-        If all failures so far are consequences, first wait up to ``CAUSE_GRACE_S`` for the cause.
+        If each failure so far may be a consequence, first wait up to CAUSE_GRACE_S for the cause.
         """
         deadline = time.monotonic() + CAUSE_GRACE_S
         failed = self._failures_so_far() or self._overdue
@@ -199,26 +210,28 @@ class WorkerAgent(LocalElasticAgent):
     def _find_silent(
         self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
     ) -> list[Failure]:
-        """Return the workers that left no failure but kept the others waiting.
+        """Return a failure for workers that reported none but kept the others waiting.
 
         Args:
-            running: process ids of the workers that still run, by rank.
+            failed: the failures so far.
+            running: process id of each worker that still runs, by rank.
+            records: activity of each worker, by rank.
         """
         stopped = [rank for rank, pid in running.items() if _is_stopped(pid)]
         not_waiting = progress_record.ranks_not_waiting(running, records)
-        # NCCL's watchdog ends a process without a record. If the worker's last note is old, the
-        # worker was waiting and is not at fault.
-        quiet = [
+        # NCCL's watchdog aborts a process that waited too long, and the process leaves no failure.
+        # Its activity record is then old. Such a process is not the cause.
+        waited_long = any(
             f.rank in records and time.time() - records[f.rank].time > self._timeout_s / 2
             for f in failed
             if f.is_abort
-        ]
-        waited = f"topology.timeout_s={self._timeout_s:g}" if any(quiet) else ""
-        silent = failures.find_silent_rank(failed, stopped, not_waiting, waited)
+        )
+        limit = f"topology.timeout_s={self._timeout_s:g}" if waited_long else ""
+        silent = failures.find_silent_rank(failed, stopped, not_waiting, limit)
         if silent is None:
             return []
-        # Ask a worker that hangs to write the stacks of all its threads to its log. A stopped
-        # process reacts to SIGKILL only.
+        # SIGUSR1 asks a worker that hangs to write the stacks of its threads to its log. A stopped
+        # process reacts only to SIGKILL.
         for rank in stopped or not_waiting:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running[rank], signal.SIGKILL if stopped else signal.SIGUSR1)
@@ -227,7 +240,7 @@ class WorkerAgent(LocalElasticAgent):
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a signal or a debugger has stopped the process (Linux only, else False)."""
+    """Return whether a signal or a debugger has stopped the process. Works only on Linux."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except OSError:
@@ -236,7 +249,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _silence_agent_logs() -> None:
-    """Silence the elastic agent's log. The launcher reports what matters."""
+    """Turn off the log of torch's elastic agent. The launcher reports failures itself."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -245,8 +258,8 @@ def _silence_agent_logs() -> None:
 def worker_command(module: str, *arguments: str) -> list[str]:
     """Return the command line of a worker that imports the same code as this process.
 
-    Pass ``-P``, which keeps the current folder off the import path, unless this process has it
-    there.
+    ``-P`` keeps the current folder off the worker's import path. It is left out if the current
+    folder is on the import path of this process.
     """
     from_here = "" in sys.path or os.getcwd() in sys.path
     return [sys.executable, *([] if from_here else ["-P"]), "-u", "-m", module, *arguments]

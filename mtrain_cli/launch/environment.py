@@ -1,4 +1,4 @@
-"""Find out what a run can use: device, number of workers, context groups and nodes."""
+"""Resolve what a run uses: device, number of workers, context groups and nodes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ CPU_WORKERS = 2
 
 @dataclass(frozen=True)
 class Environment:
-    """The topology with every ``auto`` resolved, and this process's place in it.
+    """The topology without ``auto``, and the ranks of this process.
 
     device: ``cuda`` or ``cpu``.
-    dims: how the workers divide the work.
-    workers_per_node: size of a node, real or virtual (``topology.gpus_per_node``).
+    dims: the degree of each dimension of parallelism.
+    workers_per_node: number of workers of a node. The node may be virtual
+        (``topology.gpus_per_node``).
     rank: global rank of this process.
-    local_rank: rank of this process on its machine.
+    local_rank: rank of this process among the workers of this machine.
     launcher: ``mtrain``, ``torchrun`` or ``slurm``.
-    local_workers: workers that really run on this machine.
-    restarts: number of restarts of this run's workers so far.
+    local_workers: number of workers that run on this machine.
+    restarts: how often the workers of this run have been restarted.
     """
 
     device: str
@@ -51,11 +52,12 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
     """Resolve every ``auto`` of ``config.topology``.
 
     Args:
-        planning: plan a run of any size on any machine. Ignore this machine's GPUs and the job that
-            this process belongs to.
+        planning: whether the run is only planned, perhaps for other machines. Then the number of
+            GPUs of this machine and the job of this process do not limit it.
 
     Raises:
-        ConfigError: sizes contradict each other, this machine or the job. One line per problem.
+        ConfigError: a size contradicts another size, this machine or the job. The message has a
+            line for each problem.
     """
     topology = config.topology
     job = None if planning else current_job()
@@ -110,22 +112,27 @@ def resolve_environment(config: Config, *, planning: bool = False) -> Environmen
 
 
 def host_memory() -> int:
-    """Return the bytes of host memory, or the limit that a container or scheduler sets."""
+    """Return the bytes of host memory that this process may use.
+
+    A container or a scheduler may set a limit below the memory of the machine.
+    """
     return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *memory_limits()])
 
 
 def describe_host_memory() -> str:
-    """Complete the phrase "this machine ..." with its memory, or its memory limit, in whole GiB."""
+    """Return the end of a sentence that begins with "this machine": its memory or limit in GiB."""
     limited = any(limit <= host_memory() for limit in memory_limits())
     return f"{'lets this process have' if limited else 'has'} {host_memory() / 2**30:,.0f} GiB"
 
 
 def memory_limits(root: Path = Path("/")) -> list[int]:
-    """Return the memory limits, in bytes, of this process's cgroups and their ancestors.
+    """Return the memory limits in bytes of the cgroups of this process and of their ancestors.
 
-    docker, Kubernetes and SLURM set such limits. Read cgroups v1 and v2. Read the root's limit too:
-    a container may mount its own group as the root, while /proc gives the group's path on the host.
-    Without a limit, v2 adds no number and v1 adds one near 2^63.
+    docker, Kubernetes and SLURM set such limits, with cgroups v1 or v2. If a group has no limit, v2
+    gives no number and v1 gives a number near 2^63.
+
+    The root group is read, too. In a container the root may be the container's own group, while
+    /proc names the group by its path on the host.
 
     Args:
         root: root of the file system.
@@ -154,9 +161,9 @@ def _read_text(path: Path) -> str:
 
 
 def gpu_index(environment: Environment) -> int:
-    """Return the index of this worker's GPU among the GPUs that it can see.
+    """Return the index of this worker's GPU among the GPUs that the worker can see.
 
-    SLURM may show each task only its own GPU.
+    The index is the local rank. But SLURM may let each task see only one GPU, which has index 0.
 
     Raises:
         ConfigError: this machine has fewer visible GPUs than workers.
@@ -173,31 +180,36 @@ def gpu_index(environment: Environment) -> int:
 
 
 def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
-    """Return environment variables that make NCCL end a hang in time.
+    """Return environment variables with which NCCL ends a hang soon after the timeout.
 
-    Set each one before the process group is created, unless the user has set it.
+    They take effect if they are set before the process group is created. The caller leaves alone
+    what the user has set.
 
-    NCCL's watchdog ends a process whose collective takes longer than ``topology.timeout_s``. Two
-    defaults delay that. The watchdog itself may be stuck for 8 minutes in a call to a device that
-    does not respond. After it finds a late collective, it waits 4 x 15 seconds for all ranks to
-    dump what they posted last. 4 x 2.5 seconds are enough here, because the dump is small and goes
-    to the run's logs.
+    NCCL's watchdog ends a process whose collective takes longer than ``topology.timeout_s``. With
+    NCCL's default settings, two things delay that:
+    - The watchdog may itself hang for 8 minutes in a call to a device that does not respond.
+    - When the watchdog finds a late collective, it waits 4 x 15 seconds while all ranks write a
+      dump of their last collectives. Here 4 x 2.5 seconds are enough: the dumps are small.
+
+    Args:
+        logs: folder for the dumps.
+        timeout_s: value of ``topology.timeout_s``.
     """
     trace = str(logs / "nccl-rank-")
     return {
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default, which older setups turn off
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's default
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(max(120, round(timeout_s))),
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2500",
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": trace,
-        "TORCH_FR_DUMP_TEMP_FILE": trace,  # newer name of the same variable
+        "TORCH_FR_DUMP_TEMP_FILE": trace,  # the name of this variable in newer versions of torch
     }
 
 
 def loopback_variables() -> dict[str, str]:
-    """Return variables that make gloo and NCCL listen on loopback only, for workers on one machine.
+    """Return environment variables with which gloo and NCCL listen only on the loopback interface.
 
-    Otherwise gloo would look up its address by host name, which many laptops and containers cannot
-    resolve.
+    They are for workers on one machine. Without them gloo looks up the address of the host name,
+    which fails on many laptops and in many containers.
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)  # Linux, macOS
@@ -207,7 +219,7 @@ def loopback_variables() -> dict[str, str]:
 
 
 def describe_place(device: torch.device) -> str:
-    """Return host and device of this worker, such as ``node7, GPU 3 (NVIDIA H200)``."""
+    """Return the host and device of this worker, such as ``node7, GPU 3 (NVIDIA H200)``."""
     host = socket.gethostname()
     if device.type != "cuda":
         return f"{host}, {device.type}"
@@ -227,7 +239,7 @@ def _visible_gpus() -> int:
 
 
 def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
-    """Return a positive count, or None for ``auto``. Report other values in ``problems``."""
+    """Return a positive count, or None for ``auto``. Add other values to ``problems``."""
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -239,7 +251,10 @@ def _parse_count(key: str, value: int | str, problems: list[str]) -> int | None:
 def _parse_divisor(
     key: str, value: int | str, default: int, workers: int, problems: list[str]
 ) -> int:
-    """Return ``value`` if it divides ``workers``, and ``default`` for auto."""
+    """Return ``value`` if it divides ``workers``, or ``default`` if it is ``auto``.
+
+    For any other value, add a line to ``problems`` and return ``workers``.
+    """
     size = _parse_count(key, value, problems) or default
     if workers % size == 0:
         return size

@@ -1,9 +1,11 @@
-"""Tell all ranks of a torchrun or srun job that a rank is gone, and find which one failed first.
+"""Notice that a rank of a torchrun or srun job is gone, find the cause, and end all ranks.
 
-Such a job has no mtrain launcher. A rank that waits inside NCCL cannot see that a peer died, and
-srun without --kill-on-bad-exit does not report it. So every rank keeps one TCP connection to rank
-0. The kernel closes the connection when the rank's process ends, for any reason. Rank 0 then prints
-the cause once, and all ranks exit with the same code.
+Under torchrun and srun there is no mtrain launcher that watches the ranks. A rank that waits in
+NCCL does not notice that a peer died, and srun reports it only with --kill-on-bad-exit.
+
+So every rank keeps a TCP connection to rank 0. When the process of a rank ends, for any reason, the
+operating system closes the connection. Rank 0 then prints the cause once, and all ranks exit with
+the same code.
 """
 
 from __future__ import annotations
@@ -34,19 +36,21 @@ from mtrain_cli.printable import printable
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
 FAREWELL_S = 10.0
-# A machine that loses power sends nothing. The kernel gives up after 10 + 3 * 5 seconds of silence.
+# A machine that loses power does not close its connections. With these settings the operating
+# system closes a connection after 10 + 3 * 5 seconds without an answer.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _STORE_KEY = "failure_channel"
-_GREETING_BYTES = 96  # more than a token and a rank take
+_GREETING_BYTES = 96  # a greeting is a token and a rank, and shorter than this
 
 
 @dataclass(frozen=True)
 class RankZeroDuties:
-    """What rank 0 does for the job.
+    """Functions that rank 0 calls for the whole job.
 
     on_mistake: called before rank 0 exits because of a user's mistake.
-    on_failure: called before rank 0 exits because of any other failure. Returns a line to print.
-    beat: called every few seconds.
+    on_failure: called before rank 0 exits because of any other failure. Returns a line to print,
+        or an empty string.
+    beat: called every HEARTBEAT_S seconds.
     """
 
     on_mistake: Callable[[], object]
@@ -55,22 +59,23 @@ class RankZeroDuties:
 
 
 class FailureChannel:
-    """This rank's end of the connection to rank 0. Rank 0 also runs the `_Hub`."""
+    """The connection of this rank to rank 0. On rank 0 it also starts the `_Hub`."""
 
     def __init__(self, job: Job, duties: RankZeroDuties, logs: Path | None = None) -> None:
-        """Connect to rank 0 and return after it answers.
+        """Connect to rank 0.
 
         Args:
-            logs: folder of the activity records (`progress_record.job_record_path`). It holds those
-                of the ranks that share this disk.
+            logs: folder of the activity records (`progress_record.job_record_path`). It has the
+                records of the ranks that write to the same disk.
 
         Raises:
-            ConfigError: this machine cannot reach rank 0's port.
+            ConfigError: this machine cannot reach the port of rank 0.
         """
         store = job_store(job)
         self._hub = _Hub(job.world_size, duties, logs, _server(job)) if job.rank == 0 else None
         if self._hub:
-            # With a job secret, the token never goes through the store, which anybody may read.
+            # Anybody may read the store. If the job has a secret, all ranks derive the token from
+            # the secret, and the store does not get the token.
             token = "-" if shared_key(_STORE_KEY) else self._hub.token
             store.set(_STORE_KEY, f"{self._hub.port} {token}")
         port, token = _port_and_token(store.get(_STORE_KEY))
@@ -92,16 +97,19 @@ class FailureChannel:
         self._watcher.start()
 
     def close(self) -> None:
-        """Report that this rank is done. Rank 0 then waits for the others: they need its store."""
+        """Report that this rank is done. On rank 0, wait until all ranks are done.
+
+        The other ranks need the store that rank 0 serves.
+        """
         self._closing = True
         self._write(json.dumps({"done": True}))
         if self._hub:
             self._hub.join()
 
     def fail(self, failure: Failure) -> NoReturn:
-        """Report this rank's failure and exit after rank 0 has printed the cause.
+        """Report the failure of this rank, and exit after rank 0 has printed the cause.
 
-        If rank 0 does not answer, print the failure here.
+        If rank 0 does not answer within VERDICT_WAIT_S, print the failure on this rank.
         """
         self._failed = True
         self._write(json.dumps({"failure": failure.record}))
@@ -110,20 +118,19 @@ class FailureChannel:
         exit_now(2 if failure.kind == "config" else 1)
 
     def _write(self, line: str) -> None:
-        # If rank 0 is gone, the watcher notices.
+        # An error means that rank 0 is gone. The thread in `_watch` handles that.
         with contextlib.suppress(OSError):
             self._socket.sendall(line.encode() + b"\n")
 
     def _watch(self) -> None:
-        """Exit with the code that rank 0 sends, or when rank 0 is gone."""
+        """Wait for rank 0, and exit with the code that it sends. Exit with 1 if it is gone."""
         try:
             verdict = self._socket.recv(1)
         except OSError:
             verdict = b""
         if verdict:
             exit_now(verdict[0])
-        # Rank 0 may exit before this rank reads the answer. A failed rank prints its own failure
-        # (`fail`).
+        # A rank that is done may lose rank 0. A rank that failed prints its own failure in `fail`.
         if not self._closing and not self._failed:
             if self._rank == 1:
                 records = _records(self._logs, self._world_size)
@@ -133,7 +140,11 @@ class FailureChannel:
 
 @dataclass
 class _Peer:
-    """One connection at the hub. ``rank`` is None until the peer has sent the token."""
+    """A connection to the hub.
+
+    rank: the rank that connected, None until it has sent the token.
+    received: bytes of an incomplete line.
+    """
 
     socket: socket.socket
     rank: int | None = None
@@ -141,7 +152,7 @@ class _Peer:
 
 
 class _Hub:
-    """Rank 0's thread that listens to all ranks."""
+    """The thread of rank 0 that is connected to all ranks and ends the job after a failure."""
 
     def __init__(
         self,
@@ -150,10 +161,10 @@ class _Hub:
         logs: Path | None = None,
         server: socket.socket | None = None,
     ) -> None:
-        """Start to listen.
+        """Start the thread.
 
         Args:
-            server: listening socket. None opens one on loopback.
+            server: a listening socket. With None, open one on the loopback interface.
         """
         self._world_size, self._duties, self._logs = world_size, duties, logs
         self._server = server or socket.create_server(("127.0.0.1", 0), backlog=world_size)
@@ -198,8 +209,8 @@ class _Hub:
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         except OSError:
-            # The peer is gone already, or this process has too many open files. Then a worker's
-            # connection stays in the queue until there is room.
+            # The peer is gone already, or this process has too many open files. In the second case
+            # the connection stays in the queue, and a later call accepts it.
             return
         peer = _Peer(connection)
         self._peers.append(peer)
@@ -217,8 +228,7 @@ class _Hub:
             return
         *lines, peer.received = (peer.received + data).split(b"\n")
         if peer.rank is None:
-            # Anyone may connect to this port. Only the job's workers can read the token from its
-            # store.
+            # Anyone can connect to this port. Only workers of this job have the token.
             if not lines and len(peer.received) <= _GREETING_BYTES:
                 return
             peer.rank = self._rank_of(lines.pop(0)) if lines else None
@@ -229,9 +239,9 @@ class _Hub:
             self._handle_message(peer.rank, line)
 
     def _rank_of(self, greeting: bytes) -> int | None:
-        """Return the rank in a greeting with the right token, or None for a stranger.
+        """Return the rank in a greeting, or None if the token is wrong.
 
-        A stranger's bytes are never parsed.
+        The token is checked before anything else is parsed.
         """
         token, _, rank = greeting.partition(b" ")
         is_ours = secrets.compare_digest(token, self.token.encode())
@@ -250,7 +260,7 @@ class _Hub:
         peer.socket.close()
 
     def _end_job(self) -> NoReturn:
-        """Print the cause and make every rank exit, this one last."""
+        """Print the cause and end all ranks, rank 0 last."""
         records = _records(self._logs, self._world_size)
         cause = self._cause(records)
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
@@ -259,20 +269,21 @@ class _Hub:
             _print_error(line)
         self._dismiss_others(code)
         if code == 2:
-            # Only after the others have exited: they write to the run folder that this may delete.
+            # This may delete the run's folder, and the other ranks write to it until they exit.
             self._duties.on_mistake()
         exit_now(code)
 
     def _dismiss_others(self, code: int) -> None:
-        """Send the other ranks their exit code and wait until they have gone.
+        """Send the exit code to the other ranks and wait until they have exited.
 
-        Read what they still send: unread bytes would reset their connections.
+        Read what they still send. If bytes stayed unread, the system would reset the connection,
+        and a rank might not get its code.
         """
         deadline = time.monotonic() + FAREWELL_S
-        # Includes workers that have not identified themselves yet.
+        # This includes workers that have connected but not yet sent a greeting.
         others = [peer.socket for peer in self._peers if peer.rank != 0]
-        # A mistake may be known before the last worker has connected. That worker must get the
-        # code, too.
+        # A mistake may be found before all workers have connected. Wait for the missing ones: they
+        # must get the code, too.
         expected = self._world_size - 1 if code == 2 else 0
         while len(others) < expected and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(OSError):
@@ -283,14 +294,17 @@ class _Hub:
                 connection.sendall(bytes([code]))
         for connection in others:
             with contextlib.suppress(OSError):
-                # The deadline also limits a stranger that never stops sending.
+                # The deadline also ends the connection of a stranger that sends without end.
                 while (left := deadline - time.monotonic()) > 0:
                     connection.settimeout(left)
                     if not connection.recv(65536):
                         break
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
-        """Return the first failure, or blame a rank that the others waited for."""
+        """Return the failure that explains the others.
+
+        It may be that of a rank that reported none but kept the others waiting.
+        """
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
         silent = failures.find_silent_rank(self._failures, [], not_waiting)
@@ -298,10 +312,10 @@ class _Hub:
 
 
 def _server(job: Job) -> socket.socket:
-    """Open the socket that rank 0's hub listens on, at the port in ``MTRAIN_PORT`` or a free one.
+    """Open the listening socket of the hub, at the port ``MTRAIN_PORT`` or else at a free port.
 
     Raises:
-        ConfigError: the port is not a valid number, or taken.
+        ConfigError: ``MTRAIN_PORT`` is not a port, or the port is in use.
     """
     given = os.environ.get(PORT, "0")
     if not given.isdigit() or int(given) > 65535:
@@ -316,10 +330,11 @@ def _server(job: Job) -> socket.socket:
 
 
 def _port_and_token(entry: bytes) -> tuple[int, str]:
-    """Parse what rank 0 left in the store.
+    """Return the port and token of the hub, from the store entry that rank 0 wrote.
 
     Raises:
-        ConfigError: the entry is invalid, or only one of rank 0 and this rank has a secret.
+        ConfigError: the entry is invalid. Or rank 0 has a secret and this rank has none, or the
+            reverse.
     """
     port, _, token = entry.decode(errors="replace").partition(" ")
     key = shared_key(_STORE_KEY)
@@ -332,7 +347,7 @@ def _port_and_token(entry: bytes) -> tuple[int, str]:
 
 
 def _records(logs: Path | None, world_size: int) -> dict[int, WorkerActivity]:
-    """Return the activity of each rank whose record this machine can read."""
+    """Return the activity of the ranks whose record this machine can read, by rank."""
     if logs is None:
         return {}
     paths = {rank: progress_record.job_record_path(logs, rank) for rank in range(world_size)}
@@ -343,7 +358,7 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
     """Print why the run ended.
 
     Args:
-        where: lines on what each worker was doing (`failures.format_report`).
+        where: what each worker was doing, one line per worker.
     """
     if failure.kind == "config":
         _print_error("\n".join(f"error: {line}" for line in failure.message.splitlines()))
@@ -352,17 +367,18 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
 
 
 def _print_error(text: str) -> None:
-    # Even without a terminal, the process must exit with the right code.
+    # If the terminal is gone, the process must still exit with the right code.
     with contextlib.suppress(OSError):
         print(printable(text), file=sys.stderr, flush=True)
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit without the interpreter's shutdown.
+    """Exit at once, without Python's shutdown, which has two problems here.
 
-    After a failure, threads of a save or a communicator may wait for peers that are gone. After
-    success, torch 2.11 sometimes aborts during shutdown ("terminate called without an active
-    exception"), and a good run would look like a failed one.
+    - After a failure it may wait forever: threads that save or communicate wait for peers that are
+      gone.
+    - After success torch 2.11 sometimes aborts in it ("terminate called without an active
+      exception"). The run would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Failures of workers: the record that a worker leaves, the search for the cause, and the report.
+"""Failures of workers: writing and reading them, finding the cause, and reporting it.
 
-After one worker exits, its peers soon fail with a closed connection or an aborted collective. Those
-failures are consequences.
+After one worker fails, its peers soon fail, too: with a closed connection or an aborted collective.
+These later failures are called consequences.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from mtrain_cli.config.schema import ConfigError
 
-# Errors of gloo, NCCL and the store when a peer is gone or kept them waiting longer than
-# topology.timeout_s.
+# Error messages of gloo, NCCL and the store when a peer is gone, or when the wait for a peer
+# exceeds topology.timeout_s.
 _PEER_LOST = re.compile(
     r"gloo/transport|Connection (closed|reset|refused)|Broken pipe|Socket (closed|timeout)"
     r"|recvValue|sendBytes|recvBytes|remote process exited"
@@ -35,9 +35,9 @@ _TIMED_OUT = re.compile(
     r"|Socket Timeout|connectFullMesh failed.*timed out"
 )
 _LOG_TAIL_LINES = 20
-# Disk errors that can hit a correct command.
+# Errors of a disk in writing. They are not the user's mistake.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-# Errors of a disk or its network when an existing file is read. `restart` matches their texts.
+# Errors of a disk or its network in reading a file that exists. `restart` knows their texts.
 READ_FAILURES = frozenset(
     getattr(errno, name)
     for name in ("EIO", "ESTALE", "ENOTCONN", "ENODEV", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN")
@@ -46,9 +46,9 @@ READ_FAILURES = frozenset(
 
 
 class RunError(RuntimeError):
-    """The run cannot go on. The message explains why, so the user sees no traceback.
+    """A failure that the message explains fully, so that the user sees no traceback.
 
-    Examples are a full disk or a loss that is not finite.
+    Examples are a full disk and a loss that is not finite.
     """
 
 
@@ -57,23 +57,35 @@ class PeerLostError(RunError):
 
 
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return RunError if the disk failed or is full, else ConfigError (no permission to write)."""
+    """Return the error to raise for an OSError in writing a file.
+
+    It is a RunError if the disk is full or failed. Otherwise it is a ConfigError: the user chose a
+    place where mtrain cannot write.
+    """
     return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
 
 
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return RunError if the disk or network failed, else ConfigError (no permission to read)."""
+    """Return the error to raise for an OSError in reading a file.
+
+    It is a RunError if the disk or its network failed. Otherwise it is a ConfigError: the user
+    named a file that mtrain cannot read.
+    """
     return RunError(text) if error.errno in READ_FAILURES else ConfigError(text)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one worker ended.
+    """The failure of one worker.
 
     rank: rank of the worker.
-    exit_code: negative for a signal, None while the process still runs.
-    kind: ``config``, ``error``, ``peer lost``, ``died`` (it left no record) or ``silent`` (it ran
-        on without a report while the others waited for it).
+    exit_code: exit code of its process: negative after a signal, None while the process runs.
+    kind: one of
+        ``config``: a user's mistake.
+        ``error``: an exception.
+        ``peer lost``: the worker lost the connection to another worker or waited too long.
+        ``died``: the process ended without a failure record.
+        ``silent``: the worker kept the others waiting and reported nothing.
     message: one or more lines for the user.
     trace: traceback, or empty.
     time: seconds since the epoch.
@@ -88,21 +100,24 @@ class Failure:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The fields that the worker itself knows, for JSON."""
+        """The fields that the worker writes to its failure record."""
         return {name: getattr(self, name) for name in ("kind", "message", "trace", "time")}
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another worker's failure may explain this one."""
+        """Whether the failure of another worker may have caused this one."""
         return self.severity >= 4
 
     @property
     def severity(self) -> int:
-        """Order in which failures count as the cause, 0 first.
+        """How likely the failure is the cause of the others, from 0 (most likely) to 5.
 
-        0: a user's mistake. 1: death by a signal or an unexplained exit. 2: an exception. 3: a
-        worker that keeps the others waiting. 4: an abort, because NCCL's watchdog aborts a process
-        whose peer is gone. 5: a lost peer.
+        0: a user's mistake.
+        1: a process that ended without a record, by a signal or with an exit code.
+        2: an exception.
+        3: a worker that kept the others waiting.
+        4: an abort. NCCL's watchdog aborts a process whose peer is gone.
+        5: a lost peer.
         """
         if self.kind == "died":
             return 4 if self.is_abort else 1
@@ -110,23 +125,25 @@ class Failure:
 
     @property
     def is_abort(self) -> bool:
-        """Whether the process aborted itself.
+        """Whether the process ended by SIGABRT.
 
-        NCCL's watchdog aborts a process that waited too long. A failed check in C++ aborts it, too.
+        NCCL's watchdog ends a process in this way if it waited too long. So does a failed check in
+        C++.
         """
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
 
     @property
     def exceeded_timeout(self) -> str:
-        """``topology.timeout_s=60`` if the worker waited longer than that, else empty.
+        """The key and value of the timeout if the worker waited too long, else an empty string.
 
-        If the peer closed the connection instead, the failure has a traceback.
+        An example is ``topology.timeout_s=60``. If the worker lost its peer for another reason, the
+        failure has a traceback.
         """
         return self.message.partition(":")[0] if self.kind == "peer lost" and not self.trace else ""
 
 
 def failure_from(error: BaseException) -> Failure:
-    """Return the failure for ``error``, with rank -1: the reader of the record knows the rank."""
+    """Return the failure that ``error`` means. Its rank is -1: the reader of the record sets it."""
     lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False)
     lost = lost or _PEER_LOST.search(str(error)) is not None
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
@@ -144,7 +161,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return the first sentence of a torch error, without C++ location and advice."""
+    """Return the first sentence of an error of torch, without the location in C++ code."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^\[[^]]*:\d+\] ", "", lines[0]).split(". ")[0]
 
@@ -152,16 +169,17 @@ def first_sentence(error: BaseException) -> str:
 def find_silent_rank(
     failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
 ) -> Failure | None:
-    """Blame ranks that left no failure but may have kept the others waiting.
+    """Return a failure for ranks that reported none but kept the others waiting.
 
     Args:
-        failed: failures so far.
-        stopped: ranks whose process a signal has stopped.
-        running: ranks that still run and are not known to wait for another rank.
-        waited: `Failure.exceeded_timeout` for a worker that left no record.
+        failed: the failures so far.
+        stopped: ranks whose process was stopped by a signal.
+        running: ranks that still run and, as far as is known, do not wait for another rank.
+        waited: key and value of the timeout, such as ``topology.timeout_s=60``, if a worker without
+            a failure record is known to have waited that long.
 
     Returns:
-        The failure, or None if other failures explain the wait.
+        The failure, or None if the failures so far explain the wait or no rank can be blamed.
     """
     waited = next(filter(None, (failure.exceeded_timeout for failure in failed)), waited)
     if not all(failure.is_consequence for failure in failed):
@@ -185,30 +203,33 @@ def find_silent_rank(
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether gloo or the store gave up waiting for another worker."""
+    """Return whether the error says that a wait for another worker timed out."""
     return _TIMED_OUT.search(str(error)) is not None
 
 
 def write_record(failure: Failure, path: str | os.PathLike[str] | None) -> None:
-    """Write ``failure`` to ``path`` atomically; do nothing if ``path`` is empty.
+    """Write ``failure`` to the file ``path`` atomically. Do nothing if ``path`` is empty or None.
 
-    The file has the format of torch's elastic agent, so torchrun shows the failure.
+    The file has the format of torch's elastic agent, so that torchrun can show the failure.
     """
     if not path:
         return
     extra = {"py_callstack": failure.trace, "timestamp": str(int(failure.time))}
     message = {"message": failure.message, "extraInfo": extra}
     partial = Path(f"{os.fspath(path)}.partial")
-    # On a full disk, only the exit code reports the failure.
+    # On a full disk no record is written. The exit code still reports the failure.
     with contextlib.suppress(OSError):
         partial.write_text(json.dumps({"message": message, "mtrain": failure.record}))
         os.replace(partial, path)
 
 
 def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
-    """Return the failure of a worker from its record, or from its exit code without one.
+    """Return the failure of a worker, or None if it did not fail.
 
-    ``exit_code`` is None while the worker runs. Returns None if it did not fail.
+    The failure comes from the record at ``path``. Without a record it comes from the exit code.
+
+    Args:
+        exit_code: exit code of the worker, None while it runs.
     """
     if path.exists():
         return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"])
@@ -218,20 +239,20 @@ def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure that explains the others: by `Failure.severity`, then the earliest."""
+    """Return the failure with the lowest `Failure.severity`, and of several the earliest."""
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 
 def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
-    """Return the report of the cause for the user.
+    """Return the report for the user on the failure that ended the run.
 
-    The first line names the rank and the reason. The traceback or the end of the worker's output
-    follows.
+    The first line names the rank and the reason. After it comes the traceback, or the end of the
+    worker's output.
 
     Args:
-        log: the worker's log.
-        where: lines on what each worker was doing. The report shows them if a worker ended without
-            an exception or lost a peer.
+        log: log file of the worker.
+        where: what each worker was doing, one line per worker. The report shows this unless the
+            cause is an exception.
     """
     died, lost_peer = failure.kind == "died", failure.kind == "peer lost"
     explained = not died and not failure.trace

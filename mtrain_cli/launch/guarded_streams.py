@@ -1,7 +1,7 @@
-"""Keep the process alive without stdout or stderr: a closed terminal or pipe, or a full disk.
+"""Handle the loss of stdout or stderr: a closed terminal, a closed pipe or a full disk.
 
-A command that prints its result must fail then. A training run writes its result to disk, so it
-continues without output.
+A command whose result is its output then fails. A training run continues without output, because
+its result is on disk.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
-CLOSED_PIPE = 141  # 128 + SIGPIPE: what a shell reports for a tool whose reader has gone
+CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reader is gone
 
 
 class OutputLostError(Exception):
-    """Standard output is lost. This is not an OSError, so that no file handler catches it."""
+    """Standard output is lost. This is no OSError, so handlers of file errors do not catch it.
+
+    reader_left: whether the reader of a pipe has closed it.
+    """
 
     def __init__(self, error: OSError | ValueError) -> None:
         super().__init__(f"standard output: {getattr(error, 'strerror', None) or error}")
@@ -25,9 +28,12 @@ class OutputLostError(Exception):
 
 
 class GuardedStream:
-    """A text stream that fails at most once and then points its descriptor to the null device.
+    """A text stream that fails at most once.
 
-    After that, no write to the descriptor fails: from the buffer, a library or a child process.
+    After a failure its file descriptor refers to the null device. Later writes to the descriptor
+    then succeed, including those of libraries and child processes.
+
+    required: whether to raise OutputLostError at that failure.
     """
 
     def __init__(self, stream: TextIO, required: bool) -> None:
@@ -39,21 +45,21 @@ class GuardedStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write ``text``. Drop it if the stream is already lost.
+        """Write ``text``, or drop it if the stream has failed before.
 
         Raises:
-            OutputLostError: the stream is required and this write lost it.
+            OutputLostError: the stream is required and fails now.
         """
         self._attempt(self._stream.write, text)
         return len(text)
 
     def writelines(self, lines: Any) -> None:
-        """Write each of ``lines``, as `write` does."""
+        """Write all ``lines``, each with `write`."""
         for line in lines:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the stream. Raises OutputLostError as `write` does."""
+        """Flush the stream. Raises OutputLostError in the same case as `write`."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, action: Callable[..., object], *arguments: object) -> None:
@@ -64,10 +70,10 @@ class GuardedStream:
             self._lose(error)
 
     def _lose(self, error: OSError | ValueError) -> None:
-        if isinstance(error, UnicodeError):  # the text is wrong, not the stream
+        if isinstance(error, UnicodeError):  # the text cannot be encoded; the stream is intact
             raise error
         self._lost = True
-        # A test's stream has no descriptor, and a closed stream has lost its descriptor.
+        # A closed stream has no descriptor, and neither has a stream in a test.
         with contextlib.suppress(OSError, ValueError):
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())
@@ -77,10 +83,12 @@ class GuardedStream:
 
 
 def guard_streams(output_required: bool) -> None:
-    """Guard this process's standard streams.
+    """Replace stdout and stderr of this process by guarded streams.
 
-    Losing stdout is an error if ``output_required``; losing stderr never is. A later call may
-    change ``output_required``.
+    A later call can change ``output_required``.
+
+    Args:
+        output_required: whether losing stdout is an error. Losing stderr never is.
     """
     _open_closed_descriptors()
     for name, required in (("stdout", output_required), ("stderr", False)):
@@ -92,10 +100,10 @@ def guard_streams(output_required: bool) -> None:
 
 
 def divert_native_output(log: TextIO) -> None:
-    """Send what libraries and child processes write to standard error to ``log``.
+    """Redirect what libraries and child processes write to standard error to ``log``.
 
-    NCCL's watchdog, for example, writes stacks there before it ends a process. What Python writes
-    to `sys.stderr` still goes where it went before.
+    An example are the stacks that NCCL's watchdog writes before it ends a process. Python code that
+    writes to `sys.stderr` is not redirected.
     """
     descriptor = os.dup(2)
     encoding = sys.stderr.encoding
@@ -106,15 +114,15 @@ def divert_native_output(log: TextIO) -> None:
 
 
 def _open_closed_descriptors() -> None:
-    """Open the null device in place of standard streams that were closed when this process started.
+    """Open the null device for each standard stream that was closed when this process started.
 
-    Otherwise the next file opened would take the number of the missing stream.
+    Otherwise the next file that is opened would get the descriptor of that stream.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            # os.open takes the lowest free number. The numbers below this one are open.
+            # os.open takes the lowest free descriptor, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         if getattr(sys, name) is None:

@@ -1,6 +1,6 @@
-"""A job that torchrun or srun started: this process's place in it, and the store all ranks share.
+"""A job that torchrun or srun started: the ranks of this process, and the store of all ranks.
 
-Without such a job, `mtrain train` starts its own workers.
+Outside such a job, `mtrain train` starts the workers itself.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 STORE_TIMEOUT = timedelta(minutes=10)
-# Variables that a user may set for a job, in addition to MASTER_ADDR and MASTER_PORT.
+# Environment variables that a user may set for a job. MASTER_ADDR and MASTER_PORT are others.
 SECRET, PORT = "MTRAIN_SECRET", "MTRAIN_PORT"
 _decisions = itertools.count()
 
 
 @dataclass(frozen=True)
 class Job:
-    """Place of this process among the processes of a job.
+    """A job of several processes, and the ranks of this process in it.
 
     launcher: ``torchrun`` or ``slurm``.
-    rank, world_size: global rank from 0, and number of processes.
-    local_rank, local_world_size: the same among this machine's processes.
-    master_addr, master_port: where the job's store listens.
+    rank, world_size: global rank of this process, and number of processes.
+    local_rank, local_world_size: rank among the processes of this machine, and their number.
+    master_addr, master_port: address and port of the job's store.
     restarts: how often torchrun or SLURM has restarted the job.
     max_restarts: how often torchrun may restart the job, None if unknown.
-    name: stays the same after a restart and differs between jobs. Empty if unknown.
+    name: name that differs between jobs and stays the same after a restart. Empty if unknown.
     """
 
     launcher: str
@@ -58,28 +58,32 @@ class Job:
 
     @property
     def address(self) -> str:
-        """Address at which ranks reach the ports that rank 0 opens; loopback on one machine."""
+        """Address at which all ranks reach rank 0: loopback if the job has only one machine."""
         return "127.0.0.1" if self.local_world_size == self.world_size else self.master_addr
 
     @property
     def started_again(self) -> bool:
-        """Whether this job may have been started before.
+        """Whether this job may be a restart.
 
-        torchrun does not count a restart after its set of nodes changed. Then only the agent's
-        process identifies the job, because it survives the restart.
+        torchrun does not count a restart after the set of its nodes has changed. A job that is
+        named after torchrun's own process may therefore be a restart: that process survives it.
         """
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
 
 def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
-    """Return the job that this process belongs to, from the variables of torchrun or srun.
+    """Return the job that this process belongs to, or None.
 
-    A single srun task is not a job, so that `srun --ntasks=1 --gpus=8 mtrain train` starts a worker
-    for each GPU itself. A batch script outside srun is not a job either: it has SLURM_PROCID but
-    no step.
+    Two cases do not count as a job:
+    - A single srun task: `srun --ntasks=1 --gpus=8 mtrain train` starts a worker for each GPU
+      itself.
+    - A batch script outside srun. It has the variable SLURM_PROCID, but no step.
+
+    Args:
+        variables: environment variables. The default is the environment of this process.
 
     Raises:
-        ConfigError: the variables contradict each other, or one is missing.
+        ConfigError: a variable of torchrun or srun is missing or contradicts another one.
     """
     variables = os.environ if variables is None else variables
     if "RANK" in variables and "WORLD_SIZE" in variables:
@@ -94,9 +98,9 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
 
 
 def job_rank() -> int:
-    """Return the global rank of this process in its job, and 0 outside a job.
+    """Return the global rank of this process, 0 outside a job.
 
-    Rank 0 reports what all ranks know.
+    It reads only the rank, so it works even if other variables of the job are wrong.
     """
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
@@ -125,9 +129,10 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
 
 
 def _torchrun_name(run_id: str) -> str:
-    """Return torchrun's --rdzv-id if the user gave one, else an id of the agent's process.
+    """Return a name for a torchrun job.
 
-    The agent is this process's parent. It stays the same after a restart.
+    It contains --rdzv-id if the user gave one. Otherwise it identifies the process of torchrun's
+    agent, which is the parent of this process and survives a restart.
     """
     if run_id and run_id != "none":
         return f"torchrun {run_id}"
@@ -147,7 +152,7 @@ def _slurm_job(variables: Mapping[str, str], tasks: int) -> Job:
         problem = "every node must run the same number of workers. Use srun --ntasks-per-node."
         raise ConfigError(f"SLURM_TASKS_PER_NODE={per_node}: {problem}")
     nodes = first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "127.0.0.1"
-    # Steps of one job may run at the same time, so the port depends on the step.
+    # Several steps of a job may run at the same time, so the port depends on the step, too.
     step, job_id = first("SLURM_STEP_ID") or "0", first("SLURM_JOB_ID")
     default_port = 20000 + (16 * _number(job_id or "0", "SLURM_JOB_ID") + int(step)) % 20000
     return Job(
@@ -170,7 +175,7 @@ def _number(text: str, name: str) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: ``gpu[07-09,12],login1`` gives ``gpu07``."""
+    """Return the first host of a SLURM node list. ``gpu[07-09,12],login1`` gives ``gpu07``."""
     head = re.match(r"([^\[,]+)(?:\[([^\]]+)\])?([^,\[]*)", nodes)
     if head is None:
         raise ConfigError(
@@ -184,10 +189,10 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store that all processes of ``job`` share.
 
-    The store is created once, because under srun rank 0 serves it.
+    torchrun serves the store, or else rank 0. Later calls return the same store.
 
     Raises:
-        ConfigError: the store's address does not answer, or its port is taken.
+        ConfigError: the address of the store does not answer, or its port is in use.
     """
     import torch.distributed as dist
 
@@ -200,7 +205,7 @@ def job_store(job: Job) -> Store:
             job.world_size,
             is_master=serves,
             timeout=STORE_TIMEOUT,
-            # By default torch would listen on every interface.
+            # Without a socket of ours, torch would listen on every interface.
             master_listen_fd=listen(job, job.master_port).detach() if serves else None,
         )
     except (RuntimeError, OSError) as error:
@@ -210,20 +215,23 @@ def job_store(job: Job) -> Store:
             f"{where}: rank {job.rank} cannot reach the job's store there ({reason}). Set both to "
             "rank 0's address and port."
         ) from error
-    # torchrun's store outlives its workers. Without a prefix, entries from before a restart would
-    # be taken for new ones.
+    # The store of torchrun survives a restart. The prefix hides the entries from before a restart.
     return dist.PrefixStore(f"mtrain/{job.restarts}/{job.world_size}", store)
 
 
 def listen(job: Job, port: int) -> socket.socket:
-    """Open a listening socket of rank 0 at ``job.address``; port 0 picks a free port.
+    """Open a listening socket of rank 0 at ``job.address``.
 
-    Listen on all interfaces if the address belongs to another machine, such as a proxy in front of
-    this one. Do the same if several machines must connect but the name resolves to loopback here,
-    as in some systems' /etc/hosts.
+    It listens on all interfaces in two cases:
+    - The address is not one of this machine. It may be that of a proxy.
+    - Several machines must connect, but the host name resolves to loopback on this machine, as the
+      file /etc/hosts of some systems says.
+
+    Args:
+        port: port to listen at, or 0 for any free port.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     several, backlog = job.local_world_size != job.world_size, max(128, job.world_size)
     with contextlib.suppress(socket.gaierror):
@@ -242,7 +250,7 @@ def listen(job: Job, port: int) -> socket.socket:
 
 
 def shared_key(purpose: str) -> str | None:
-    """Return a key that only ranks with the job's secret know, or None without a secret."""
+    """Return a key that only processes with the job's secret can compute. None without a secret."""
     secret = os.environ.get(SECRET, "")
     return _digest(secret, f"mtrain {purpose}") if secret else None
 
@@ -252,9 +260,10 @@ def _digest(key: str, text: str) -> str:
 
 
 def _seal(name: str, text: str) -> str:
-    """Return ``text`` with a seal for the store entry ``name``.
+    """Return ``text`` with a signature for the store entry ``name``.
 
-    Anyone who reaches the store's port can write to it.
+    Anyone who can reach the port of the store can write to it. The signature shows that the writer
+    has the job's secret. Without a secret it is empty.
     """
     key = shared_key("decision")
     seal = "" if key is None else _digest(key, f"{name}\0{text}")
@@ -262,10 +271,10 @@ def _seal(name: str, text: str) -> str:
 
 
 def _unseal(name: str, content: bytes) -> str:
-    """Return the sealed text.
+    """Check the signature of a store entry and return its text.
 
     Raises:
-        ConfigError: the writer did not have this rank's secret.
+        ConfigError: the writer did not have the same secret as this rank.
     """
     text = content.decode(errors="replace").partition("\n")[2]
     if not hmac.compare_digest(content, _seal(name, text).encode()):
@@ -277,10 +286,11 @@ def _unseal(name: str, content: bytes) -> str:
 
 
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
-    """Run ``action`` on global rank 0 only and return its text on every rank.
+    """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    Without a job, just run it. All ranks must make the same sequence of calls. If the action fails,
-    rank 0 raises the error and the other ranks exit silently with the same exit code.
+    All ranks must call this function in the same order. Outside a job, the action is called here.
+    If the action fails, rank 0 raises the error. The other ranks exit with the same exit code and
+    print nothing.
     """
     job = current_job()
     if job is None or job.world_size == 1:

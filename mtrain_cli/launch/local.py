@@ -1,4 +1,7 @@
-"""Start a run: workers on this machine, or this process as one of them under torchrun and srun."""
+"""Start a run and wait for its end.
+
+mtrain starts the workers on this machine. Under torchrun and srun this process is itself a worker.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,12 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
 
 TRAIN = "mtrain_cli.commands.train_worker:train"
-MEASURING_TARGETS = "mtrain_cli.profiling."  # targets that write no checkpoints
+MEASURING_TARGETS = "mtrain_cli.profiling."  # these targets measure and write no checkpoints
 KILLED_CODE = 130
 NO_CHECKPOINT = "there is no checkpoint to resume from"
-DISPLAY_LINES = 2  # height of the live display of `training.progress`
-# 128 + the signal, as in a shell. A hangup gets the code of SIGTERM, since the system sends both.
+DISPLAY_LINES = 2  # number of lines of the live display of `training.progress`
+# 128 + the signal, as in a shell. SIGHUP has the code of SIGTERM: a system that shuts down sends
+# both.
 _STOP_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 143}
 
 
@@ -49,24 +53,27 @@ def launch(
     target: str = TRAIN,
     config: Config | None = None,
 ) -> int:
-    """Run ``target`` (``module:function``) on every worker of ``environment`` and wait for the end.
+    """Run ``target`` on every worker and wait for the end. Print the cause of a failure.
 
-    The target gets config, run_dir, environment and resume. It returns whether a request stopped it
-    before its work was done.
-
-    SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop. A second Ctrl-C kills
-    them. If a worker is lost, all workers are restarted, within the limit of `run.restarts`. Under
-    torchrun and srun this process is one of the workers and exits here.
+    - SIGTERM, SIGHUP and the first Ctrl-C ask the workers to save and stop.
+    - A second Ctrl-C kills the workers.
+    - If a worker is lost, all workers are restarted, as `run.restarts` allows.
+    - Under torchrun and srun this process is a worker. It exits here and does not return.
 
     Args:
-        config: the configuration as this process composed it. Under torchrun and srun all ranks
-            must have the same one.
+        resume: whether to resume from the newest checkpoint.
+        target: ``module:function``. The function gets config, run_dir, environment and resume. It
+            returns whether a request stopped it before its work was done.
+        config: the configuration that this process composed. Under torchrun and srun it must be the
+            same on all ranks.
 
     Returns:
-        Exit code. 0: success. 1: a worker failed. 130 (SIGINT) or 143 (SIGTERM, SIGHUP): stopped on
-            request, so that `mtrain train && evaluate` does not evaluate an unfinished training.
-            130 also: killed by a second Ctrl-C. After a failure or a kill, stderr shows the cause
-            and how to resume from the newest checkpoint.
+        The exit code. It is not 0 after a requested stop, so that `mtrain train && evaluate` does
+        not evaluate an unfinished training.
+        0: success.
+        1: a worker failed.
+        130: stopped by Ctrl-C (SIGINT), or killed by a second Ctrl-C.
+        143: stopped by SIGTERM or SIGHUP.
 
     Raises:
         ConfigError: a worker found a user's mistake, such as a corpus that is too short.
@@ -89,13 +96,12 @@ def launch(
     ):
         while True:
             code, failure = workers.run(requests, environment, resume, devices)
-            if failure is None:
+            if failure is None or measuring:
                 return code
+            run_state.set_phase(run_dir, "failed", failure_summary(failure))
             decision: RestartDecision | str = ""
-            if not measuring:
-                run_state.set_phase(run_dir, "failed", failure_summary(failure))
-                if not requests.requested:
-                    decision = restarts.after(failure, environment)
+            if not requests.requested:
+                decision = restarts.after(failure, environment)
             if isinstance(decision, str):
                 for line in filter(None, (decision, _resume_hint(run_dir))):
                     _print_line(line)
@@ -107,9 +113,9 @@ def launch(
 
 @contextlib.contextmanager
 def _heartbeat(run_dir: RunDir) -> Iterator[None]:
-    """Renew the run's lock every few seconds on another thread.
+    """Renew the time stamp of the run's lock every few seconds, on another thread.
 
-    The launching thread may be waiting for workers, for GPUs that do not respond, or for a restart.
+    This thread cannot: it may wait for workers, for a GPU that does not respond, or for a restart.
     """
     ended = threading.Event()
 
@@ -124,13 +130,13 @@ def _heartbeat(run_dir: RunDir) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        thread.join(1.0)  # do not wait for a disk that hangs
+        thread.join(1.0)  # not longer, because the disk may hang
 
 
 def _wait_for_restart(
     run_dir: RunDir, decision: RestartDecision, requests: _SignalRequests
 ) -> bool:
-    """Announce the restart and wait for it. Return False if a stop was requested meanwhile."""
+    """Announce the restart and wait until it is due. Return False if the user asks to stop."""
     requests.waiting = True
     line = describe_restart(decision, decision.environment.restarts)
     _print_line(line)
@@ -156,7 +162,7 @@ def _stopped_before_restart(run_dir: RunDir, requests: _SignalRequests) -> int:
 
 @dataclass(frozen=True)
 class _Workers:
-    """Start all workers of a run, for the first attempt and for each restart."""
+    """Starts the workers of a run: once, and again for each restart."""
 
     run_dir: RunDir
     target: str
@@ -172,10 +178,10 @@ class _Workers:
         """Start all workers and wait until they end.
 
         Args:
-            devices: the GPUs that the workers see, None for all.
+            devices: GPUs that the workers can see, as in CUDA_VISIBLE_DEVICES. None means all.
 
         Returns:
-            The exit code, and the failure that ended the workers. It has been printed.
+            The exit code, and the failure that ended the workers or None. It is already printed.
 
         Raises:
             ConfigError: a worker found a user's mistake.
@@ -202,13 +208,19 @@ class _Workers:
 def _wait(
     agent: WorkerAgent, run_dir: RunDir, folder: Path, requests: _SignalRequests
 ) -> tuple[int, Failure | None]:
-    """Run the agent in a thread, so that this thread can handle signals. Report how it ended."""
+    """Run the agent until the workers end, and print the cause of a failure.
+
+    The agent runs in another thread, so that this thread can handle signals.
+
+    Returns:
+        As `_Workers.run`.
+    """
     problem: list[Exception] = []
 
     def run() -> None:
         try:
             agent.run_to_end()
-        except Exception as error:  # passed on to the waiting thread
+        except Exception as error:  # the other thread reports it
             problem.append(error)
 
     thread = threading.Thread(target=run, name="workers", daemon=True)
@@ -219,7 +231,7 @@ def _wait(
         agent.kill_workers()
         thread.join(2.0)
         _restore_terminal()
-    # The workers have ended. Whether they saw the request no longer matters.
+    # The workers have ended, so nothing reads the request any more.
     run_dir.stop_request.unlink(missing_ok=True)
     if requests.kill:
         run_state.set_phase(run_dir, "failed", "killed by a second Ctrl-C")
@@ -235,10 +247,10 @@ def _wait(
 
 
 def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
-    """Print and return the cause.
+    """Print and return the failure that caused the others.
 
     Raises:
-        ConfigError: the cause is a user's mistake. Discards the run.
+        ConfigError: the cause is a user's mistake. The run has been discarded.
     """
     failure = failures.find_cause(agent.failures)
     _restore_terminal()
@@ -253,7 +265,7 @@ def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
 
 
 def _resume_hint(run_dir: RunDir) -> str:
-    """Return how to resume from the newest checkpoint, or nothing without one."""
+    """Return a line on how to resume from the newest checkpoint, empty if there is none."""
     step = run_dir.last_step()
     if step is None:
         return ""
@@ -267,28 +279,30 @@ def _report_start_failure(error: Exception) -> int:
 
 
 class _SignalRequests:
-    """Handle signals to the launcher while workers run.
+    """Handles the signals to the launcher while workers run.
 
-    The first signal asks the workers to save and stop. A second Ctrl-C sets ``kill``.
+    requested: the first signal. The workers have been asked to save and stop.
+    kill: whether a Ctrl-C came after the first signal.
+    waiting: whether the launcher waits for a restart, so that no worker could save.
     """
 
     def __init__(self, run_dir: RunDir, on_stop: str) -> None:
         """Prepare the handlers.
 
         Args:
-            on_stop: what the workers do when they stop, for the message.
+            on_stop: what the workers do when they stop, such as ``save a checkpoint``.
         """
         self._file = run_dir.stop_request
         self._on_stop = on_stop
         self.requested: signal.Signals | None = None
         self.kill = False
-        self.waiting = False  # whether a restart is pending, with no workers that could save
+        self.waiting = False
 
     def __enter__(self) -> _SignalRequests:
         self._before = {}
         if threading.current_thread() is threading.main_thread():
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                # nohup ignores SIGHUP, and it should stay ignored.
+                # Under nohup, SIGHUP is ignored. Keep it so.
                 if signal.getsignal(signum) is not signal.SIG_IGN:
                     self._before[signum] = signal.signal(signum, self._handle_signal)
         return self
@@ -316,19 +330,23 @@ class _SignalRequests:
 
 
 def _print_line(line: str, over_display: bool = False) -> None:
-    """Print to stderr. Set ``over_display`` if a live display may be on the terminal."""
+    """Print a line to stderr.
+
+    Args:
+        over_display: whether a live display may be at the bottom of the terminal.
+    """
     line = printable(line)
     if over_display and sys.stderr.isatty():
-        # The cursor is at the end of the display's last line, and the next refresh clears the
-        # display's lines upwards from the cursor. So print this line above them.
+        # The next refresh of the display clears the lines at and above the cursor. So print this
+        # line and then enough empty lines for the display to clear.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
-    # After a hangup there is no terminal to write to.
+    # After a hangup the terminal is gone.
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr, flush=True)
 
 
 def _restore_terminal() -> None:
-    """Show the cursor at the start of an empty line. A killed worker could not restore it."""
+    """Show the cursor and clear its line. A live display hides the cursor, even if it is killed."""
     for stream in (sys.stdout, sys.stderr):
         if stream.isatty():
             with contextlib.suppress(OSError):
@@ -337,12 +355,15 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Return the variables to add to the workers' environment, unless the user has set them."""
+    """Return the environment variables to set for the workers. Those of the user take precedence.
+
+    The variables for loopback are an exception: mtrain always sets them.
+    """
     machine_has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if machine_has_affinity else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // environment.dims.workers)),
-        # When a peer exits, c10d prints long warnings about lost sockets before the cause is known.
+        # Without this, c10d prints long warnings about lost sockets before mtrain prints the cause.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if environment.device == "cuda":

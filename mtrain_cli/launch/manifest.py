@@ -1,7 +1,7 @@
-"""The manifest that makes a folder a complete checkpoint: size and checksum of every file.
+"""The manifest of a checkpoint: size and checksum of every file.
 
-The checkpoint's writer writes `manifest.json` last and then gives the folder its final name
-`step-N`. This module does not import torch.
+`manifest.json` is written last. Then the folder gets its final name `step-N`. So a folder of that
+name with a manifest is a complete checkpoint. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 class ManifestError(ValueError):
-    """A folder is not a complete checkpoint; the message omits the folder's name."""
+    """A folder is not a complete checkpoint. The message says why, but does not name the folder."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size and zlib crc32 of one file."""
+    """Size in bytes and checksum (zlib crc32) of one file."""
 
     bytes: int
     crc32: int
@@ -37,13 +37,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of one checkpoint.
+    """What a checkpoint contains.
 
-    step: completed optimizer steps.
-    workers: number of ranks that wrote it.
-    torch: version of PyTorch that wrote it.
-    files: size and checksum of each file, by name.
-    trainer: the trainer's own small state; empty for an import, which holds only weights.
+    step: number of completed optimizer steps.
+    workers: number of ranks that wrote the checkpoint.
+    torch: version of PyTorch that wrote the checkpoint.
+    files: size and checksum of each file, by file name.
+    trainer: state of the trainer apart from tensors. Empty for a checkpoint that was imported and
+        has only weights.
     """
 
     step: int
@@ -53,7 +54,7 @@ class Manifest:
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into `folder` and fsync it.
+        """Write the manifest to `folder` and wait until the disk has it (fsync).
 
         Raises:
             OSError: the disk is full or fails.
@@ -93,14 +94,18 @@ class Manifest:
         return manifest
 
     def problems(self, folder: Path, part: int = 0, parts: int = 1) -> list[str]:
-        """Check the files ``part::parts``, ordered by size. Return a line for each problem."""
+        """Check the size and checksum of files. Return a line for each problem.
+
+        Several callers can share the work. Files are ordered by size, and each caller checks every
+        ``parts``-th file, starting with file number ``part``.
+        """
         names = sorted(self.files, key=lambda name: (-self.files[name].bytes, name))
         checked = (_problem(folder / name, self.files[name]) for name in names[part::parts])
         return [problem for problem in checked if problem]
 
 
 def checksum(path: Path) -> FileEntry:
-    """Read a file and compute its size and crc32."""
+    """Return the size and checksum of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
@@ -110,12 +115,12 @@ def checksum(path: Path) -> FileEntry:
 
 
 def plain_name(name: object) -> bool:
-    """Return whether `name` is a plain file name, without a folder."""
+    """Return whether `name` is a file name without a folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """List the steps of the checkpoints in `directory`, newest first."""
+    """Return the steps of the complete checkpoints in `directory`, newest first."""
     if not directory.is_dir():
         return []
     committed = (folder.name for folder in directory.iterdir() if (folder / NAME).is_file())
@@ -124,7 +129,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def manifest_file(directory: Path, step: int) -> Path:
-    """Return the file that is written last, just before a checkpoint is committed."""
+    """Return the path of the manifest of a step's checkpoint."""
     return directory / f"step-{step}" / NAME
 
 

@@ -1,4 +1,4 @@
-"""The dimensions of parallelism: their degrees and each rank's coordinates."""
+"""The dimensions of parallelism: their degrees, and the coordinates of each rank."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from math import prod
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """The degree of each dimension. Their product is the number of workers.
+    """The degree of each dimension. The product of the degrees is the number of workers.
 
     Ranks are row-major in the order of the fields: ``rank = dp_coordinate * cp + cp_coordinate``.
     Parameters are sharded over all dimensions.
 
-    dp: data-parallel degree, the number of context groups. Each trains on its own sequences.
-    cp: context-parallel degree, the workers of a context group. They share each sequence.
+    dp: data-parallel degree: the number of context groups. Each group trains on other sequences.
+    cp: context-parallel degree: the number of workers of a context group, which share each
+        sequence.
     """
 
     dp: int = field(default=1, metadata={"name": "data"})
@@ -22,10 +23,12 @@ class ParallelDims:
 
     @classmethod
     def of(cls, workers: int, **degrees: int) -> ParallelDims:
-        """Return dimensions with the given degrees. ``dp`` is ``workers`` divided by their product.
+        """Return dimensions for a number of workers and the degrees of all dimensions but ``dp``.
+
+        ``dp`` is the number of workers divided by the product of the given degrees.
 
         Raises:
-            ValueError: a degree is below 1, or their product does not divide the workers.
+            ValueError: a degree is below 1, or the product does not divide the number of workers.
         """
         if min(degrees.values(), default=1) < 1:
             raise ValueError(f"{degrees}: degrees must be at least 1")
@@ -36,7 +39,7 @@ class ParallelDims:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The degree of each dimension, slowest first."""
+        """The degree of each dimension, by name. Along the last one, ranks are consecutive."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property
@@ -49,13 +52,13 @@ class ParallelDims:
         return rank // self._stride(dim) % self.sizes[dim]
 
     def group(self, dim: str, rank: int) -> tuple[int, ...]:
-        """Return the ranks that share all other coordinates with ``rank``, itself included."""
+        """Return ``rank`` and the ranks that differ from it only in the coordinate ``dim``."""
         stride = self._stride(dim)
         first = rank - self.coordinate(dim, rank) * stride
         return tuple(range(first, first + self.sizes[dim] * stride, stride))
 
     def groups(self, dim: str) -> list[tuple[int, ...]]:
-        """Return all groups of a dimension. Every rank is in one of them."""
+        """Return all groups of a dimension. Every rank is in exactly one."""
         return sorted({self.group(dim, rank) for rank in range(self.workers)})
 
     def __str__(self) -> str:

@@ -1,9 +1,11 @@
-"""Record what each worker did last, in a small file that outlives its process.
+"""Record what each worker does, in a small file that outlives the worker's process.
 
-A worker that is killed, hangs or is ended by NCCL's watchdog can no longer report anything. So each
-worker keeps a record in memory that is mapped to a file. A note costs about a microsecond and no
-system call. The launcher reads the file when it reports a failure. On a GPU the host runs ahead of
-the device: the record shows the exchange that the host posted last, and the device may be behind.
+A worker that hangs or was killed can no longer report what it was doing. So each worker writes its
+activity to memory that is mapped to a file, and the launcher reads the file after a failure.
+Writing takes about a microsecond and no system call.
+
+The record says what the host does. A GPU executes later what the host has launched, so the GPU may
+still be at an earlier activity.
 """
 
 from __future__ import annotations
@@ -17,13 +19,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-SEVERAL = -1  # waits for the members of a collective, instead of one rank
+SEVERAL = -1  # value of waits_for: the worker waits for all other ranks of a collective
 _NOBODY = -2
-# seconds since the epoch, training step, rank that the worker waits for
+# The file has three parts of 256 bytes. The first byte of the file is 1 or 2: the part with the
+# current record. The next record goes to the other part, so no reader sees half a record.
+# A record is seconds since the epoch, training step, rank that the worker waits for, then text.
 _HEAD = struct.Struct("<dii")
 _SLOT = 256
-# The first byte selects the slot that holds the record. The next note goes to the other slot, so a
-# reader never sees half a note.
 _SLOTS = (_SLOT, 2 * _SLOT)
 _SIZE = 3 * _SLOT
 _SHOWN = 8
@@ -33,10 +35,11 @@ _SHOWN = 8
 class WorkerActivity:
     """What a worker did last.
 
-    time: seconds since the epoch.
-    training_step: counted from 1; 0 before the first.
+    time: when it began, in seconds since the epoch.
+    training_step: training step, counted from 1. 0 before the first step.
     doing: the activity, such as ``ring, layer 3, forward, step 2 of 4``.
-    waits_for: the rank that this one waits for, SEVERAL in a collective, else None.
+    waits_for: the rank that this worker waits for, SEVERAL in a collective, None if it does not
+        wait.
     """
 
     time: float
@@ -45,7 +48,11 @@ class WorkerActivity:
     waits_for: int | None = None
 
     def text(self, now: float) -> str:
-        """Return one line, with the age of the record if that is a second or more."""
+        """Return the activity in one line, with its age if that is a second or more.
+
+        Args:
+            now: current time in seconds since the epoch.
+        """
         ago = f" ({now - self.time:.0f} s ago)" if now - self.time >= 1 else ""
         number = self.training_step
         step = f"training step {number}" if number else "before the first training step"
@@ -55,8 +62,8 @@ class WorkerActivity:
 class _ProgressRecord:
     def __init__(self, path: Path) -> None:
         with path.open("w+b") as file:
-            # Allocate the blocks now. A full disk could not fill a hole later, and SIGBUS would end
-            # the process.
+            # Write all bytes now. If the disk were full at a later write to the mapped memory,
+            # SIGBUS would end the process.
             file.write(bytes(_SIZE))
             file.flush()
             self._map = mmap.mmap(file.fileno(), _SIZE)
@@ -75,19 +82,19 @@ class _ProgressRecord:
         return _parsed(self._map[:])
 
 
-# The record of this process, which is one worker.
+# The record of this process.
 _record: _ProgressRecord | None = None
 
 
 def start_record(path: Path) -> None:
-    """Start this worker's record in an existing folder. If the disk refuses, keep none."""
+    """Start the record of this worker in the file ``path``. If that fails, keep no record."""
     global _record
     with contextlib.suppress(OSError):
         _record = _ProgressRecord(path)
 
 
 def note(doing: str, waits_for: int | None = None) -> None:
-    """Record what the host does from here on; do nothing without a record."""
+    """Record what the host does from now on. Do nothing if this worker keeps no record."""
     if _record is not None:
         _record.write(doing, _NOBODY if waits_for is None else waits_for)
 
@@ -100,21 +107,27 @@ def begin_step(training_step: int) -> None:
 
 
 def launcher_record_path(error_file: str | os.PathLike[str], rank: int | str) -> Path:
-    """Return the path of a worker's record under mtrain's launcher, next to the failure files."""
+    """Return the path of a worker's record if mtrain's launcher started the worker.
+
+    The record is in the folder of the failure files.
+
+    Args:
+        error_file: the failure file of any worker.
+    """
     return Path(error_file).with_name(f"where-{rank}")
 
 
 def job_record_path(logs: Path, rank: int | str) -> Path:
-    """Return the path of a rank's record under torchrun or srun, in the run's folder of logs.
+    """Return the path of a rank's record under torchrun or srun: a file in the run's logs.
 
-    Rank 0 reads the records of other machines if they share a disk. On a network file system the
-    records may be seconds old.
+    If the machines share a disk, rank 0 can read the records of all ranks. On a network file system
+    they may be seconds old.
     """
     return logs / f"rank-{rank}.where"
 
 
 def record_pattern(logs: Path, launcher: str) -> str:
-    """Return the path of the ranks' records in this run, with {rank} in place of the number."""
+    """Return the path of the records of this run, with {rank} in place of the rank's number."""
     if launcher != "mtrain":
         return str(job_record_path(logs, "{rank}"))
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -127,20 +140,20 @@ def own_activity() -> WorkerActivity | None:
 
 
 def read_activity(path: Path) -> WorkerActivity | None:
-    """Return the activity recorded at ``path``, or None if there is none."""
+    """Return the activity in the file ``path``, or None if the file has none."""
     with contextlib.suppress(OSError):
         return _parsed(path.read_bytes())
     return None
 
 
 def read_activities(paths: Mapping[int, Path]) -> dict[int, WorkerActivity]:
-    """Return the activity of each rank whose record can be read here."""
+    """Return the activity of each rank whose record this machine can read."""
     records = {rank: read_activity(path) for rank, path in paths.items()}
     return {rank: record for rank, record in records.items() if record}
 
 
 def ranks_not_waiting(ranks: Iterable[int], records: Mapping[int, WorkerActivity]) -> list[int]:
-    """Return the ranks that wait for no other rank, as far as is known."""
+    """Return the ranks that do not wait for another rank, or that have no record."""
     return [rank for rank in ranks if rank not in records or records[rank].waits_for is None]
 
 
@@ -158,7 +171,11 @@ def activity_lines(
 ) -> list[str]:
     """Return a line for each rank, or a single line if all ranks did the same.
 
-    Show up to eight ranks: those in ``about``, those that wait for one of them, then the lowest.
+    At most eight ranks are shown. Ranks in ``about`` come first, then ranks that wait for one in
+    ``about``, then the lowest ranks.
+
+    Args:
+        now: current time in seconds since the epoch.
     """
     texts = {rank: record.text(now) for rank, record in records.items()}
     if len(texts) > 1 and len(set(texts.values())) == 1:

@@ -1,7 +1,7 @@
 """Let the workers of one machine find each other through a file in a private folder.
 
-torch's own rendezvous opens a port on every interface and unpickles what anybody sends. Here
-nothing listens.
+The rendezvous of torch opens a port on every interface and unpickles what anybody sends. This one
+opens no port.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STORE = "store"
 
 
 class SingleMachineRendezvous(RendezvousHandler):
-    """The rendezvous of a single elastic agent, in the agent's own memory."""
+    """The rendezvous of a single elastic agent. It exists only in the memory of the agent."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -36,7 +36,7 @@ class SingleMachineRendezvous(RendezvousHandler):
         return "one-machine"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # Workers get this address in their environment. No one listens there.
+        # Workers get this address in their environment, but nothing listens there.
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
@@ -57,7 +57,11 @@ class SingleMachineRendezvous(RendezvousHandler):
 
 
 def open_store(folder: Path, workers: int, timeout: timedelta) -> Store:
-    """Open the store of a single-machine run, on every worker, in the launcher's private folder.
+    """Open the store that the workers of one machine share. Every worker calls this.
+
+    Args:
+        folder: the launcher's private folder.
+        timeout: how long a worker waits for an entry of the store.
 
     Raises:
         OSError: other users can open the folder.

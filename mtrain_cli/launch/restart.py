@@ -1,9 +1,11 @@
 """Decide whether a run restarts after a failure, from which step, on how many workers, and when.
 
-A restart helps against failures of a machine: a killed process, a failed device, a peer that hangs.
-Failures of the program or its input would happen again, so mistakes, exceptions, losses that are
-not finite and out of memory end a run. So does a second failure without a checkpoint since the
-first: the run would make no progress.
+A run restarts after a failure of a machine: a killed process, a failed device, a peer that hangs.
+
+A run does not restart
+- after a failure that would happen again: a mistake, an exception, a loss that is not finite, out
+  of memory
+- after a second failure without a new checkpoint since the first, because the run makes no progress
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from mtrain_cli.launch.failures import Failure
 from mtrain_cli.launch.run_dir import RunDir
 
 T = TypeVar("T")
-# Seconds to wait before the first, second, ... restart within an hour. The last value repeats.
+# Seconds to wait before the first, second, ... restart within RECENT_S. The last value repeats.
 WAITS_S = (1.0, 5.0, 15.0, 30.0, 60.0)
 RECENT_S = 3600.0
-PROBE_S = 120.0
-# Messages of torch, CUDA and Linux about a failed device, driver or network. _PROGRAM excludes out
-# of memory and bugs in CUDA kernels.
+PROBE_S = 120.0  # a device that takes longer than this for a small sum does not respond
+# Messages of torch, CUDA and Linux about a failed device, driver or network. A message that also
+# matches _PROGRAM is about the program: out of memory, or a bug in a CUDA kernel.
 _MACHINE = re.compile(
     r"CUDA error|AcceleratorError|CUDNN_STATUS|CUBLAS_STATUS|NCCL|[Uu]ncorrectable|\bECC\b"
     r"|GPU is lost|no CUDA-capable device"
@@ -46,20 +48,20 @@ _PROGRAM = re.compile(
     r"out of memory|device-side assert|invalid argument|invalid configuration|no kernel image"
     r"|NotImplementedError"
 )
-_TAIL_BYTES = 1 << 16  # of metrics.jsonl
+_TAIL_BYTES = 1 << 16  # bytes to read at the end of metrics.jsonl
 _DEVICE_PROBE = "import torch; assert torch.ones(1024, device='cuda').sum().item() == 1024"
 
 
 @dataclass(frozen=True)
 class Restart:
-    """One restart, as recorded in `restarts.jsonl`.
+    """One restart, a line of `restarts.jsonl`.
 
     time: seconds since the epoch.
     reason: the failure, in one line.
     rank: the rank that failed.
     reached: last step before the failure.
-    step: step of the checkpoint that the run resumes from, 0 for the beginning.
-    workers: number of workers from then on.
+    step: step of the checkpoint that the run resumes from. 0 means the beginning.
+    workers: number of workers after the restart.
     """
 
     time: float
@@ -80,14 +82,14 @@ class _LoggedStep:
 
 @dataclass(frozen=True)
 class RestartDecision:
-    """What the launcher must do.
+    """How to restart the workers.
 
-    environment: the next attempt's.
+    environment: the environment of the new workers.
     resume: whether to resume from a checkpoint.
-    wait_s: seconds to wait first.
-    entry: the restart to record.
-    devices: value for CUDA_VISIBLE_DEVICES if some GPUs do not respond, None to keep it.
-    remark: addition to the number of workers in the message, or empty.
+    wait_s: seconds to wait before the restart.
+    entry: the restart as it was recorded.
+    devices: the GPUs to use, for CUDA_VISIBLE_DEVICES. None keeps the current value.
+    remark: text about missing GPUs for the message, or empty.
     """
 
     environment: Environment
@@ -99,7 +101,7 @@ class RestartDecision:
 
 
 class RestartPolicy:
-    """Decides about each restart of one launch."""
+    """Decides on the restarts of one call of `local.launch`."""
 
     def __init__(self, run: RunDir, config: Config, resume: bool) -> None:
         """Start with no restarts.
@@ -116,11 +118,11 @@ class RestartPolicy:
         self._last_commit: int | None = None
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
-        """Decide what follows a failure.
+        """Decide what to do after a failure. If it is a restart, also record it in the run.
 
         Returns:
-            The restart, or a line that says why there is none. The line is empty if nobody would
-            expect a restart.
+            The restart, or a line that says why there is none. The line is empty if the user would
+            not expect a restart.
         """
         step, reached = self._run.last_step(), last_step_done(self._run)
         refusal = self._refusal(failure, step, reached)
@@ -141,11 +143,11 @@ class RestartPolicy:
         return RestartDecision(environment, resume, wait_s, entry, devices, remark)
 
     def _refusal(self, failure: Failure, step: int | None, reached: int) -> str | None:
-        """Return why there is no restart (empty if nobody expects one), or None for a restart.
+        """Return a line that says why there is no restart, or None if there is one.
 
         Args:
             step: step of the newest checkpoint, None without one.
-            reached: last step done.
+            reached: the last step before the failure.
         """
         if self._limit == 0 or failure.kind == "config":
             return ""
@@ -154,7 +156,7 @@ class RestartPolicy:
         if self._limit is not None and len(self._restarts) >= self._limit:
             return f"no restart: the limit run.restarts={self._limit} is reached"
         if step is None and self._limit is None:
-            # A failure before the first checkpoint usually means that the run is set up wrong.
+            # A failure before the first checkpoint usually comes from a wrong setting.
             advice = "Set run.restarts=N to restart from step 0."
             return f"no restart: there is no checkpoint yet. {advice}" if reached else ""
         if step is None and not reached:
@@ -169,7 +171,10 @@ class RestartPolicy:
     def _choose_workers(
         self, before: Environment
     ) -> tuple[Environment, tuple[str, ...] | None, str] | str:
-        """Return environment, devices and remark for the restart, or why none is possible."""
+        """Return environment, devices and remark of a `RestartDecision`.
+
+        If no restart is possible, return a line that says why.
+        """
         if before.device != "cuda":
             return before, None, ""
         listed = visible_devices(before.dims.workers)
@@ -187,7 +192,7 @@ def _without(lost: str) -> str:
 
 
 def is_machine_failure(failure: Failure) -> bool:
-    """Return whether a restart may get past this failure."""
+    """Return whether a machine failed, so that a restart may help."""
     if failure.kind in ("died", "silent", "peer lost"):
         return True
     text = failure.message if failure.kind == "error" else ""
@@ -197,18 +202,27 @@ def is_machine_failure(failure: Failure) -> bool:
 def shrink_environment(
     config: Config, before: Environment, answering: Sequence[str], lost: str
 ) -> tuple[Environment, tuple[str, ...], str] | str:
-    """Return the environment with the most workers that fit the remaining GPUs, or why none fits.
+    """Choose the largest number of workers that fits the GPUs that still respond.
 
-    The global batch stays the same, so every step computes the same.
+    The global batch does not change, so every step computes the same as before.
+
+    Args:
+        before: the environment before the failure.
+        answering: the GPUs that respond.
+        lost: the GPUs that do not respond, for messages.
+
+    Returns:
+        Environment, devices and remark of a `RestartDecision`. If no number of workers fits, a line
+        that says why.
     """
     left = len(answering)
     if config.topology.workers != "auto":
         return (
             f"no restart: GPU {lost} does not respond, and "
-            f"topology.workers={config.topology.workers} does not fit the {left} that are left. "
+            f"topology.workers={config.topology.workers} does not fit the {left} remaining GPUs. "
             "Resume with topology.workers=auto."
         )
-    problem = "none is left"
+    problem = "no GPU is left"
     for workers in range(left, 0, -1):
         tried = replace(config, topology=replace(config.topology, workers=workers))
         try:
@@ -219,14 +233,14 @@ def shrink_environment(
         except ConfigError as error:
             conflicts = list(error.problems)
         problem = conflicts[0] if workers == left else problem
-    reason = f"the run does not fit the {left} that are left: {problem}"
+    reason = f"the run does not fit the {left} remaining GPUs: {problem}"
     return f"no restart: GPU {lost} does not respond, and {reason}"
 
 
 def visible_devices(workers: int) -> list[str]:
-    """Return the GPUs of this machine as CUDA_VISIBLE_DEVICES names them.
+    """Return the names of this machine's GPUs, as in CUDA_VISIBLE_DEVICES.
 
-    Without that variable, return at least one for each of the workers.
+    If that variable is not set, the names are numbers from 0, at least one for each worker.
     """
     names = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if named := [name.strip() for name in names if name.strip()]:
@@ -239,7 +253,8 @@ def visible_devices(workers: int) -> list[str]:
 def answering_devices(devices: Sequence[str]) -> list[str]:
     """Return the devices on which a new process can compute.
 
-    What this process knows about the devices may be older than the failure.
+    Each device is tried in its own process, because this process may not see the failure of a
+    device that it has used before.
     """
 
     def answers(device: str) -> bool:
@@ -258,19 +273,19 @@ def answering_devices(devices: Sequence[str]) -> list[str]:
 
 
 def read_restarts(run: RunDir) -> list[Restart]:
-    """Return the restarts of a run, oldest first, without lines that cannot be read."""
+    """Return the restarts of a run, oldest first. Lines that cannot be read are skipped."""
     return _parse_lines(_read_text(run.restarts), Restart)
 
 
 def count_unreadable_lines(run: RunDir) -> int:
-    """Return how many lines of restarts.jsonl `read_restarts` skips."""
+    """Return the number of lines of restarts.jsonl that `read_restarts` skips."""
     return len(_read_text(run.restarts).splitlines()) - len(read_restarts(run))
 
 
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
-    """Return (step, loss) of the last complete lines of metrics.jsonl, oldest first.
+    """Return step and loss of the latest steps in metrics.jsonl, oldest first.
 
-    Read only the end of a long file.
+    Only the last 64 KiB of the file are read. A step without a label has no loss.
     """
     rows = _parse_lines(_read_text(run.metrics, _TAIL_BYTES), _LoggedStep)
     return [(row.step, row.loss) for row in rows]
@@ -282,7 +297,7 @@ def last_step_done(run: RunDir) -> int:
 
 
 def failure_summary(failure: Failure) -> str:
-    """Return what failed, in one line."""
+    """Return a line that says what failed."""
     first = failure.message.splitlines()[0] if failure.message else failure.kind
     return f"rank {failure.rank} {first}" if failure.kind == "died" else first
 
@@ -310,7 +325,7 @@ def _append(run: RunDir, entry: Restart) -> None:
 
 
 def _parse_lines(text: str, kind: type[T]) -> list[T]:
-    """Parse each line of JSON. Skip lines that cannot be read."""
+    """Return a dataclass for each line of JSON. Skip lines that cannot be read."""
     found = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
@@ -319,7 +334,7 @@ def _parse_lines(text: str, kind: type[T]) -> list[T]:
 
 
 def _read_text(path: Path, last_bytes: int | None = None) -> str:
-    """Return the text of a file, or of its last bytes. Return nothing if it cannot be read."""
+    """Return the text of a file or of its last bytes, empty if the file cannot be read."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))

@@ -1,40 +1,33 @@
-"""The folder of a run: its files, and the lock that keeps other runs out."""
+"""The folder of a run: create it, open it again, and undo both after a user's mistake."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
-import platform
 import re
 import shlex
 import shutil
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
-import mtrain_cli
 from mtrain_cli.config import documents, resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.launch.job import current_job, decide_on_rank_zero
 from mtrain_cli.launch.manifest import committed_steps, manifest_file
+from mtrain_cli.launch.run_facts import environment_facts
+from mtrain_cli.launch.run_lock import LOCK, RunLock
 
 RUNS = Path("runs")
-LOCK = ".lock"
-PLAN = "plan.json"  # marks the folder of a measurement, not of a run
-LOCK_ATTEMPTS = 3
+PLAN = "plan.json"  # a folder with this file has a measurement, and no run
 
 
 class _Inside:
-    """The path of a file or folder in a run."""
+    """A property of `RunDir`: the path of a file or folder in the run's folder."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -45,20 +38,20 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDir:
-    """A run's folder and the files in it.
+    """A run's folder and the paths of its files.
 
-    The process that created or opened it may hold its lock. Workers do not.
+    `create` and `open` return an object that has the folder's lock. Workers have one without.
 
-    resolved: the complete configuration. Its existence marks the folder as a run.
+    resolved: the complete configuration. A folder with this file is a run.
     overrides: the overrides of the command line, one per line.
-    environment: versions, devices and revision at the start of the run.
-    metrics: one JSON object per step.
-    log: what the run printed on the terminal.
+    environment: command, machine, versions and revision at the start of the run (`run_facts`).
+    metrics: a JSON object for each step.
+    log: what the run printed to the terminal.
     logs: folder of the workers' output, ``rank-N.log``.
     checkpoints: folder of the checkpoints ``step-N``.
-    stop_request: asks the workers to save and stop after the current step, if it exists.
-    state: the current state for `mtrain status` (`launch.run_state`).
-    restarts: the restarts of the run, one JSON object each (`launch.restart`).
+    stop_request: if this file exists, the workers save and stop after the current step.
+    state: the current state of the run (`run_state`).
+    restarts: a JSON object for each restart (`restart`).
     """
 
     path: Path
@@ -83,30 +76,30 @@ class RunDir:
         return f"mtrain train --resume {shlex.quote(str(self.path))}"
 
     def last_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint, without verifying its files."""
+        """Return the step of the newest checkpoint, None without one. Does not check its files."""
         return next(iter(committed_steps(self.checkpoints)), None)
 
     def last_commit(self) -> int:
-        """Return the time of the last checkpoint commit, in nanoseconds since the epoch, or 0.
+        """Return when the newest checkpoint was completed, in nanoseconds since the epoch.
 
-        The time comes from the disk's clock.
+        The time comes from the clock of the disk. It is 0 without a checkpoint.
         """
         times = [0]
         for step in committed_steps(self.checkpoints):
-            with contextlib.suppress(OSError):  # a newer one has replaced it
+            with contextlib.suppress(OSError):  # it was deleted after a newer one was written
                 times.append(manifest_file(self.checkpoints, step).stat().st_mtime_ns)
         return max(times)
 
     def beat(self) -> None:
-        """Renew the lock's time stamp, which other machines read. Do nothing without the lock."""
+        """Renew the time stamp of the lock, if this object has it. Other machines read it."""
         if self._lock is not None:
             self._lock.beat()
 
     def require_steps_left(self, steps: int) -> None:
-        """Check that the newest checkpoint is not later than ``steps``.
+        """Check that the newest checkpoint is not beyond ``steps``, the number of steps to do.
 
         Raises:
-            ConfigError: it is later. The lock is released.
+            ConfigError: the checkpoint is beyond it. The lock has been released.
         """
 
         def check() -> str:
@@ -120,13 +113,13 @@ class RunDir:
         decide_on_rank_zero(check)
 
     def rewrite(self, config: Config, overrides: Sequence[str]) -> RunDir:
-        """Replace the configuration of an opened run and append the overrides.
+        """Replace the configuration of an opened run, and append to its overrides.
 
         Returns:
-            The run, whose `discard` restores the previous files.
+            The run. Its method `discard` restores the previous files.
 
         Raises:
-            ConfigError: the folder cannot be written. The previous files are intact.
+            ConfigError: the folder cannot be written. The previous files are unchanged.
         """
 
         def write() -> RunDir:
@@ -150,12 +143,12 @@ class RunDir:
         return _share_run(write)
 
     def discard(self) -> bool:
-        """Undo `create` or `rewrite`, so that a user's mistake leaves nothing behind.
+        """Undo `create` or `rewrite` after a user's mistake.
 
-        If a step has run since, a new run stays, and a rewritten one keeps its new configuration.
+        If a step has run in between, nothing is undone.
 
         Returns:
-            Whether the folder is gone.
+            Whether the run no longer exists.
         """
         before, created = self._before_rewrite, self._created
         if before is not None and not self._has_stepped_since(before):
@@ -167,13 +160,14 @@ class RunDir:
             return False
         _restore_latest(self.path, created.latest_before)
         if created.is_new_folder:
-            for _ in range(3):  # another thread may still write to it
+            for _ in range(3):  # another thread may still write to the folder
                 shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run uses it by now
+            with contextlib.suppress(OSError):  # another run may use the parent by now
                 for parent in created.new_parents:
                     parent.rmdir()
             return True
-        # The folder held only the lock. That file stays, since another process may wait for it.
+        # Before `create` the folder was empty or had only the lock file. Another process may wait
+        # for the lock, so leave the lock file.
         for file in (self.resolved, self.overrides, self.environment, self.metrics):
             file.unlink(missing_ok=True)
         for file in (self.log, self.state, self.restarts, self.stop_request):
@@ -185,25 +179,25 @@ class RunDir:
     def _has_stepped_since(self, before: _PreviousContent) -> bool:
         """Return whether a step has run since ``before``.
 
-        A starting run may cut off metrics after its checkpoint, so the number of lines proves
-        nothing. A new last line proves a step.
+        The number of lines of metrics.jsonl does not tell: a run that resumes cuts the lines after
+        its checkpoint. But if the last line is a new one, a step has run.
         """
         last = {hash(line) for line in _whole_lines(self.metrics)[-1:]}
         return not last <= before.metrics or self.last_commit() > before.commit
 
     def release(self) -> None:
-        """Release the lock if this process holds it. The kernel does so when the process ends."""
+        """Release the lock, if this object has it. The end of the process releases it, too."""
         if self._lock is not None:
             self._lock.release()
 
 
 @dataclass(frozen=True)
 class _Creation:
-    """How `create` found the folder.
+    """What `create` found, so that `RunDir.discard` can undo it.
 
-    is_new_folder: `create` made it. Otherwise it was empty.
+    is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
     new_parents: parent folders that `create` made, the nearest first.
-    latest_before: target of the link ``latest``.
+    latest_before: target of the link ``latest``, None if there was no such link.
     """
 
     is_new_folder: bool
@@ -213,11 +207,11 @@ class _Creation:
 
 @dataclass(frozen=True)
 class _PreviousContent:
-    """An opened run as `rewrite` found it.
+    """What `RunDir.rewrite` found, so that `RunDir.discard` can undo it.
 
-    files: the files that it replaces, with their content, None for a missing file.
+    files: content of each file that `rewrite` changes, None if the file did not exist.
     metrics: hash of each line of metrics.jsonl.
-    commit: `RunDir.last_commit`.
+    commit: result of `RunDir.last_commit`.
     """
 
     files: dict[Path, bytes | None]
@@ -225,75 +219,25 @@ class _PreviousContent:
     commit: int
 
 
-class RunLock:
-    """An exclusive lock on a run's folder. The kernel releases it when its process ends."""
-
-    def __init__(self, folder: Path) -> None:
-        """Take the lock of ``folder``.
-
-        Raises:
-            ConfigError: another process holds it. The message gives its process id and host.
-        """
-        path = folder / LOCK
-        self._file: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            self._take()
-        except BlockingIOError:
-            holder = path.read_text(errors="replace").strip() or "another process"
-            self.release()
-            advice = "Wait for that run, stop it, or choose another run.dir."
-            raise ConfigError(f"run.dir={folder}: in use by {holder}. {advice}") from None
-        except OSError:
-            # Some network file systems have no locks. Train without one: the user must avoid two
-            # runs in one folder.
-            self.release()
-            return
-        # On a full disk the lock still holds.
-        with contextlib.suppress(OSError):
-            os.truncate(self._file, 0)
-            os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def _take(self) -> None:
-        assert self._file is not None
-        for _ in range(LOCK_ATTEMPTS):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            time.sleep(0.05)  # `launch.run_state` may hold it for a moment
-        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def beat(self) -> None:
-        """Set the lock file's time stamp to the current time of its disk."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                os.utime(self._file)
-
-    def release(self) -> None:
-        """Release the lock. Harmless if it is not held."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
-    """Create and lock the folder of a new run and write its first files.
+    """Create and lock the folder of a new run.
 
-    They are resolved.yaml, overrides.txt and environment.json. In a torchrun or srun job only
-    global rank 0 does this. The other ranks get the path from rank 0, because ``run.dir=auto`` may
-    give each rank another one.
+    Write resolved.yaml, overrides.txt and environment.json to it. In a torchrun or srun job only
+    global rank 0 creates the folder. The other ranks get its path from rank 0.
 
     Raises:
-        ConfigError: the folder already holds a run or anything else, is in use, or cannot be
-            written.
+        ConfigError: the folder is not empty, is in use, or cannot be written.
     """
     return _share_run(lambda: _create_here(config, overrides))
 
 
 def open(path: str | os.PathLike[str]) -> RunDir:
-    """Open and lock the folder of an earlier run to resume it.
+    """Open and lock the folder of an earlier run.
+
+    In a torchrun or srun job only global rank 0 does this.
 
     Args:
-        path: the folder, or a name under ``runs/`` such as ``latest``.
+        path: the folder, or its name in ``runs/``, such as ``latest``.
 
     Raises:
         ConfigError: there is no run, its configuration cannot be read, or it is in use.
@@ -302,7 +246,7 @@ def open(path: str | os.PathLike[str]) -> RunDir:
 
 
 def _share_run(action: Callable[[], RunDir]) -> RunDir:
-    """Call ``action`` on rank 0 and return its run. Other ranks get the run without its lock."""
+    """Call ``action`` on rank 0 and return its run. On other ranks the run has no lock."""
     runs: list[RunDir] = []
 
     def act() -> str:
@@ -314,20 +258,20 @@ def _share_run(action: Callable[[], RunDir]) -> RunDir:
 
 
 def list_runs() -> list[RunDir]:
-    """Return the runs in ``runs/``, the latest first."""
+    """Return the runs in the folder ``runs/``, latest first."""
     files = [file for file in RUNS.glob("*/resolved.yaml") if not file.parent.is_symlink()]
     files.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     return [RunDir(file.parent) for file in files]
 
 
 def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
-    """Return the run, without its lock, that an earlier start of this command created, or None.
+    """Return the run that an earlier start of the same command created, or None. Do not lock it.
 
-    If ``config`` gives a folder or a name, that is the run. Otherwise it is the newest run of this
-    torchrun or SLURM job.
+    If ``config`` names a folder or a run, look only there. Otherwise look for the latest run of
+    this torchrun or SLURM job.
 
     Args:
-        this_job: ignore runs that another job created.
+        this_job: whether to ignore a named run that another job created.
     """
 
     def find() -> str:
@@ -359,7 +303,7 @@ def _recorded_job(folder: Path) -> str | None:
 def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     name, picks_folder = config.run.name, config.run.dir == "auto"
     if name == "auto":
-        # The model may be named after a folder, whose name may hold any character.
+        # A model that was loaded from a folder has the folder's name, with any characters.
         model = re.sub(r"[^\w.+=-]+", "-", config.model.name)
         name = f"{model}-{format_size(config.seq)}-{time.strftime('%Y%m%d-%H%M%S')}"
     wanted = RUNS / name if picks_folder else Path(config.run.dir).expanduser()
@@ -368,7 +312,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
         path, is_new = _make_folder(wanted, picks_folder and config.run.name == "auto")
         creation = _Creation(is_new, parents, _latest_target(path.absolute().parent))
         run = RunDir(path.absolute(), None, creation)
-        # The lock stays in the folder of a discarded run.
+        # A run that was discarded may have left its lock file.
         entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
         if entries and not run.resolved.exists():
             shown = ", ".join(entries[:3]) + (" and more" if len(entries) > 3 else "")
@@ -380,8 +324,8 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
                 run.release()
                 raise _occupied_error(path)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
-            run.environment.write_text(json.dumps(_environment_facts(), indent=2) + "\n")
-            # Last, because its existence marks the folder as a run.
+            run.environment.write_text(json.dumps(environment_facts(), indent=2) + "\n")
+            # This is the last file, because a folder with this file is a run.
             chosen = path.name if picks_folder else name
             named = dataclasses.replace(config.run, name=chosen, dir=str(run.path))
             resolved_file.save(dataclasses.replace(config, run=named), run.resolved)
@@ -395,7 +339,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
 
 
 def _occupied_error(path: Path) -> ConfigError:
-    """Return the error for a folder that already holds a run or a measurement."""
+    """Return the error for a folder that already has a run or a measurement."""
     if (path / PLAN).is_file():
         return ConfigError(
             f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
@@ -407,10 +351,13 @@ def _occupied_error(path: Path) -> ConfigError:
 
 
 def _make_folder(wanted: Path, must_be_new: bool) -> tuple[Path, bool]:
-    """Make ``wanted``, or ``wanted-2`` and so on if it must be new.
+    """Make the folder ``wanted``, unless it exists.
+
+    Args:
+        must_be_new: if ``wanted`` exists, make ``wanted-2``, ``wanted-3`` and so on instead.
 
     Returns:
-        The folder, and whether it is new.
+        The path, and whether the folder is new.
     """
     for attempt in range(1, 1000):
         path = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
@@ -443,7 +390,7 @@ def _open_here(path: Path) -> RunDir:
 
 
 def _whole_lines(file: Path) -> list[bytes]:
-    """Return the complete lines of a file, without one that a crash cut short."""
+    """Return the complete lines of a file. A crash may have cut the last line short."""
     try:
         return file.read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -451,9 +398,9 @@ def _whole_lines(file: Path) -> list[bytes]:
 
 
 def _restore_file(file: Path, content: bytes | None) -> None:
-    """Restore a file's content atomically, or remove the file if ``content`` is None.
+    """Restore the content of a file atomically, or remove the file if ``content`` is None.
 
-    Ignore errors: the user must see the original mistake instead.
+    Errors are ignored, so that the user sees the original mistake.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
@@ -466,14 +413,14 @@ def _restore_file(file: Path, content: bytes | None) -> None:
 
 
 def _latest_target(runs: Path) -> str | None:
-    """Return the target of the link ``latest``, or None without such a link."""
+    """Return the target of the link ``latest`` in ``runs``, None without such a link."""
     link = runs / "latest"
     return os.readlink(link) if link.is_symlink() else None
 
 
 def _point_latest(runs: Path, target: str) -> None:
     partial = runs / f".latest-{os.getpid()}"
-    # Train without the link if a folder has its name or the file system has no links.
+    # If a folder is called ``latest``, or the file system has no links, the run has no link.
     with contextlib.suppress(OSError):
         partial.symlink_to(target)
         os.replace(partial, runs / "latest")
@@ -481,7 +428,7 @@ def _point_latest(runs: Path, target: str) -> None:
 
 
 def _restore_latest(run: Path, before: str | None) -> None:
-    """Point ``latest`` back to ``before`` if it still points to ``run``."""
+    """Point ``latest`` to ``before`` again, if it still points to ``run``."""
     if _latest_target(run.parent) != run.name:
         return
     if before is not None and (run.parent / before).exists():
@@ -492,56 +439,10 @@ def _restore_latest(run: Path, before: str | None) -> None:
 
 @contextlib.contextmanager
 def _as_config_error(path: Path) -> Iterator[None]:
-    """Turn an OSError on the run's folder into a one-line ConfigError."""
+    """Raise a ConfigError with one line in place of an OSError about the run's folder."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         advice = "Choose a folder on a writable disk with free space."
         raise ConfigError(f"run.dir={path}: cannot write there ({reason}). {advice}") from error
-
-
-def _environment_facts() -> dict[str, object]:
-    """Return what a reader needs to repeat the run."""
-    versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
-    for package in ("torch", "numpy", "flash-attn-4"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    job = current_job()
-    return {
-        "command": ["mtrain", *sys.argv[1:]],
-        "job": job.name if job else None,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "host": socket.gethostname(),
-        "platform": platform.platform(),
-        "cpu_cores": os.cpu_count(),
-        "gpus": _output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
-        "versions": versions,
-        "git_revision": _git_revision(),
-    }
-
-
-def _git_revision() -> str | None:
-    """Return the commit of the checkout that mtrain runs from, or None for an installed wheel.
-
-    Uncommitted work adds ``+changes``.
-    """
-    checkout = Path(mtrain_cli.__file__).resolve().parent.parent
-    if not (checkout / ".git").exists():
-        return None
-    git = ("git", "-C", str(checkout))
-    revision = _output_of(*git, "rev-parse", "HEAD")
-    changes = _output_of(*git, "status", "--porcelain", "--untracked-files=no")
-    return revision + "+changes" * bool(changes) if revision else None
-
-
-def _output_of(*command: str) -> str:
-    """Return what a tool prints, or nothing if it is missing, fails or hangs.
-
-    Training does not depend on it.
-    """
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""

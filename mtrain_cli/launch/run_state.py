@@ -1,10 +1,13 @@
-"""The state of a run for other terminals and machines: what it last wrote, and whether it is alive.
+"""The state of a run, which other terminals and machines can read, and whether the run is alive.
 
-The first worker writes `state.json` as steps finish, at most once a second. The launcher writes how
-the run ended if the workers cannot. A killed process leaves that file unchanged, so the lock on the
-run's folder shows whether the run is alive: the kernel releases it when its holder ends. On another
-machine a held lock may look free. That machine checks the lock file's time stamp, which the holder
-renews.
+`state.json` has the state. Rank 0 writes it when a step finishes, at most once a second. If the
+workers fail, the launcher writes it.
+
+A process that is killed cannot update `state.json`. Whether the run is alive is therefore decided
+by the lock on the run's folder:
+- On the same machine: the operating system releases the lock when its process ends.
+- On other machines a lock that is held may look free. They look at the time stamp of the lock file,
+  which the process renews.
 """
 
 from __future__ import annotations
@@ -24,14 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import documents
-from mtrain_cli.launch.run_dir import LOCK, RUNS, RunDir
+from mtrain_cli.launch.run_dir import RUNS, RunDir
+from mtrain_cli.launch.run_lock import LOCK
 
-HEARTBEAT_S = 10.0  # between renewals of the lock's time stamp
-# A run that has not renewed its lock for this long is gone. Network file systems may be half a
-# minute late.
+HEARTBEAT_S = 10.0  # seconds between two renewals of the lock's time stamp
+# A run whose lock has not been renewed for this many seconds is not alive. A network file system
+# may show a renewal half a minute late.
 SILENT_S = 60.0
-WRITE_S = 1.0  # between two writes of the first worker
-WARNINGS = 20  # number of latest warnings to keep
+WRITE_S = 1.0  # minimum seconds between two writes of `state.json`
+WARNINGS = 20  # number of warnings to keep
 ENDED = ("finished", "stopped", "failed")
 
 
@@ -39,17 +43,18 @@ ENDED = ("finished", "stopped", "failed")
 class RunState:
     """The content of `state.json`. Times are in seconds since the epoch.
 
-    phase: starting, training, restarting (a worker was lost), finished, stopped (on request) or
-        failed.
-    time: when the state was written.
-    began: start of this attempt.
-    step, steps: last step done, and the goal.
+    phase: starting, training, restarting (after a worker was lost), finished, stopped (on request)
+        or failed.
+    time: when this state was written.
+    began: when the run was started, resumed or restarted last.
+    step, steps: last step done, and number of steps to do.
     stepped: when the last step finished.
+    loss, grad_norm, tokens, tokens_per_second_per_gpu: metrics of the last step.
     seconds: duration of a typical step.
-    seconds_left: None while unknown.
+    seconds_left: estimate until the end of the run, None while unknown.
     workers: host and device of each rank.
-    records: path of the ranks' activity records, with {rank} in it (`launch.progress_record`).
-    warnings: (time, text), latest last.
+    records: path of the activity records, with {rank} for the rank (`launch.progress_record`).
+    warnings: time and text of each warning, oldest first.
     reason: why the run stopped, failed or restarts.
     """
 
@@ -74,9 +79,9 @@ class RunState:
 
 
 def read_state(run: RunDir) -> RunState | None:
-    """Return the state that the run wrote last, or None if none can be read.
+    """Return the state that was written last, or None if it cannot be read.
 
-    Ignore keys of other versions.
+    Keys that this version does not know are ignored.
     """
     try:
         return documents.checked(RunState, documents.read_json(run.state))
@@ -85,7 +90,7 @@ def read_state(run: RunDir) -> RunState | None:
 
 
 def write_state(run: RunDir, state: RunState) -> None:
-    """Write the state atomically. Ignore a full disk."""
+    """Write the state atomically. If the disk is full, the previous state stays."""
     part = run.state.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):
         part.write_text(json.dumps(dataclasses.asdict(state)))
@@ -95,7 +100,7 @@ def write_state(run: RunDir, state: RunState) -> None:
 
 
 def set_phase(run: RunDir, phase: str, reason: str = "") -> None:
-    """Record a phase for a run whose first worker can no longer do so."""
+    """Write a new phase into the state of a run whose workers have ended."""
     now = time.time()
     host = socket.gethostname()
     before = read_state(run) or RunState(phase=phase, time=now, began=now, host=host)
@@ -103,7 +108,7 @@ def set_phase(run: RunDir, phase: str, reason: str = "") -> None:
 
 
 class StateReporter:
-    """Writes the state on behalf of the first worker."""
+    """Keeps the state of a run on rank 0, and writes it to `state.json`."""
 
     def __init__(
         self,
@@ -134,16 +139,16 @@ class StateReporter:
 
     @property
     def name(self) -> str:
-        """The run's name for `mtrain status`, in the folder where the run was started."""
+        """What to type after `mtrain status` to see this run, in the folder where it started."""
         path = self._run.path
         return path.name if path.parent == RUNS.absolute() else shlex.quote(str(path))
 
     def step(self, *, last: bool, **values: Any) -> None:
-        """Report a finished step.
+        """Record that a step has finished.
 
         Args:
-            last: write it even right after the previous write.
-            values: fields of `RunState`.
+            last: whether it is the last step. The last step is always written.
+            values: new values of fields of `RunState`.
         """
         due = last or time.monotonic() - self._written >= WRITE_S
         self._update(due, phase="training", stepped=time.time(), **values)
@@ -167,8 +172,8 @@ class Liveness:
     """Whether a run is alive.
 
     alive: whether a process works on the run.
-    holder: that process, such as ``process 12 on node7``.
-    silent: seconds since the holder last renewed the lock.
+    holder: the process that took the lock last, such as ``process 12 on node7``. Empty if unknown.
+    silent: seconds since the time stamp of the lock was renewed, None without a lock file.
     """
 
     alive: bool
@@ -177,10 +182,13 @@ class Liveness:
 
 
 def check_liveness(run: RunDir, now: float) -> Liveness:
-    """Return whether the run is alive.
+    """Return whether a run is alive.
 
-    On the holder's own machine the lock decides. From other machines, or without locks, the
-    renewals decide.
+    On the machine of the lock's process, the lock itself decides. On other machines, and on file
+    systems without locks, the age of the time stamp decides.
+
+    Args:
+        now: current time in seconds since the epoch.
     """
     lock = run.path / LOCK
     try:
@@ -191,7 +199,7 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
     host = re.fullmatch(r"process \d+ on (.+)", holder)
     if host is not None and host[1] == socket.gethostname():
         return Liveness(_is_held(lock), holder, silent)
-    if host is None:  # a file system without locks
+    if host is None:  # The file system has no locks.
         state = read_state(run)
         silent = min(silent, now - state.time) if state else silent
         alive = state is not None and state.phase not in ENDED and silent < SILENT_S
@@ -202,7 +210,7 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
 def _is_held(lock: Path) -> bool:
     """Return whether a process holds the lock.
 
-    The test takes the lock for some microseconds; `RunLock` tries again.
+    This function takes the lock for some microseconds. `RunLock` therefore tries several times.
     """
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:

@@ -1,4 +1,4 @@
-"""The status of a run as other processes see it: state, liveness, checkpoints and restarts."""
+"""The status of a run for `mtrain status`: state, liveness, checkpoints and restarts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from mtrain_cli.launch.restart import Restart
 from mtrain_cli.launch.run_dir import RunDir, list_runs
 from mtrain_cli.launch.run_state import RunState
 
-# A step counts as stalled if it takes longer than STALLED_S and STALLED_STEPS typical steps.
+# A run is stalled if its current step takes longer than STALLED_S seconds, and longer than
+# STALLED_STEPS typical steps.
 STALLED_S = 60.0
 STALLED_STEPS = 5.0
 
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest checkpoint. ``age`` is in seconds."""
+    """The step of the newest checkpoint, and its age in seconds."""
 
     step: int
     age: float
@@ -31,19 +32,21 @@ class NewestCheckpoint:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as seen from outside.
+    """The status of a run.
 
-    what: starting, running, stalled (no step for long), restarting, finished, stopped, failed, lost
-        (it ended without a report) or not begun.
-    detail: a further sentence, or empty.
-    step, steps: last step done, and the goal.
-    holder: the process that holds the lock.
-    silent: seconds since the holder last renewed the lock.
+    what: one of starting, running, stalled (no step for a long time), restarting, finished,
+        stopped, failed, lost (the run ended without a report), not begun.
+    detail: details in a few words, or empty.
+    step, steps: last step done, and number of steps to do.
+    holder: the process that took the lock last (`run_state.Liveness`).
+    silent: seconds since the time stamp of the lock was renewed.
     since_step: seconds since the last step.
+    checkpoint: the newest checkpoint.
+    restarts: the restarts so far, oldest first.
     damaged: a line for each file that cannot be read.
     losses: training losses of the latest steps.
     where: what each rank does, if the run is stalled.
-    written: the run's own state, None before its first write and for runs of older versions.
+    written: content of `state.json`. None if the file is missing or cannot be read.
     """
 
     folder: str
@@ -67,15 +70,16 @@ class RunStatus:
 
 
 def read_status(run: RunDir) -> RunStatus:
-    """Return the status of the run now."""
+    """Return the current status of a run."""
     now = time.time()
     life = run_state.check_liveness(run, now)
-    # Read the state after the liveness check: a dead run has written its last state.
+    # Read the state after the liveness. So if the run is no longer alive, this is its last state.
     written = run_state.read_state(run)
     recent = restart.latest_steps(run)
     step = max(written.step if written else 0, recent[-1][0] if recent else 0)
     if written is not None and written.phase in ("starting", "training"):
-        # After a restart this is the checkpoint's step, to which metrics.jsonl is cut back.
+        # After a restart this is the step of the checkpoint. metrics.jsonl may still have later
+        # steps, until the restarted run cuts it.
         step = written.step
     since = None if written is None else now - (written.stepped or written.began)
     what, detail = _classify(run, written, life.alive, since, step)
@@ -98,10 +102,10 @@ def read_status(run: RunDir) -> RunStatus:
 
 
 def find_latest_run() -> RunDir:
-    """Return the run that was last started or resumed in this folder; prefer one that is alive.
+    """Return a run of this folder: the latest that is alive, else the latest that was active.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there are no runs.
     """
     runs = list_runs()
     if not runs:
@@ -136,10 +140,7 @@ def _classify(
 
 
 def _damaged(run: RunDir) -> Iterator[str]:
-    """Yield a line for each file of the run that cannot be read.
-
-    Without resolved.yaml the run cannot be resumed.
-    """
+    """Yield a line for each file of the run that cannot be read."""
     try:
         if run.resolved.exists():
             resolved_file.load(run.resolved)
@@ -166,7 +167,7 @@ def _checkpoint(run: RunDir, now: float) -> NewestCheckpoint | None:
 
 
 def _activities(written: RunState | None, now: float) -> list[str]:
-    """Return what the ranks do whose records this machine can read."""
+    """Return a line for each rank whose activity record this machine can read."""
     if written is None or not written.records:
         return []
     pattern, ranks = written.records, range(len(written.workers))

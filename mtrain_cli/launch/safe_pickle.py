@@ -1,7 +1,8 @@
-"""Unpickle without running code: create listed classes only.
+"""Unpickle without running code that the pickle chooses.
 
-torch writes the metadata of a checkpoint as a pickle, and ranks exchange objects as pickles. A
-foreign pickle may name any function and have it called.
+A pickle can name any function, and unpickling calls it. But torch writes the metadata of a
+checkpoint as a pickle, and ranks exchange objects as pickles. The unpicklers here create only the
+classes on a list.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ def _allowed(table: str) -> dict[str, set[str]]:
     return {module.strip(): set(names.split()) for module, _, names in lines}
 
 
-# Classes in .metadata files of torch.distributed.checkpoint. _get_layout only looks up a name in a
-# table. A container must not outgrow the file, so `range` is missing: range(2**36) takes a few
-# bytes.
+# Classes in the .metadata files of torch.distributed.checkpoint. The function _get_layout is safe:
+# it looks up a name in a table. `range` is not on the list, because a pickle of a few bytes could
+# create range(2**36), which would fill the memory when it is listed.
 METADATA = _allowed("""
 builtins: set
 collections: OrderedDict
@@ -59,11 +60,11 @@ _PATHS = dict.fromkeys(("PosixPath", "PurePosixPath"), PurePosixPath) | dict.fro
 
 
 class RefusedError(pickle.UnpicklingError):
-    """A pickle names something that is not on the list. The message names it."""
+    """A pickle names something that is not on the list, or is too large. The message says which."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Creates the classes in `METADATA` and no others."""
+    """Creates the classes in `METADATA`, torch's dtypes and paths, and nothing else."""
 
     allowed = METADATA
 
@@ -81,9 +82,9 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class MessageUnpickler(MetadataUnpickler):
-    """Creates the classes in `MESSAGES` and mtrain's dataclasses, enumerations and exceptions.
+    """Also creates the classes in `MESSAGES`, exceptions, and mtrain's own plain classes.
 
-    It imports nothing for a message.
+    Plain classes are dataclasses, enumerations and named tuples. A message imports no module.
     """
 
     allowed = MESSAGES
@@ -105,11 +106,11 @@ def _is_record(found: type, module: str) -> bool:
 
 
 def load_metadata(file: IO[bytes]) -> Any:
-    """Return the object in ``file``.
+    """Return the object in a pickled .metadata file.
 
     Raises:
-        ValueError: it names a class that is not on the list, or is not a pickle. One line, without
-            the file name.
+        ValueError: the file is not a pickle, or the pickle names a class that is not on the list.
+            The message is one line and does not name the file.
     """
     content = file.read()
     try:
@@ -117,20 +118,23 @@ def load_metadata(file: IO[bytes]) -> Any:
         return MetadataUnpickler(io.BytesIO(content)).load()
     except RefusedError as error:
         raise ValueError(str(error)) from error
-    # The constructors of these classes may raise anything for foreign arguments.
+    # With arguments from a damaged file, the constructors of these classes may raise any error.
     except Exception as error:
         raise ValueError("cannot be read: it is damaged") from error
 
 
 def _require_small_memo(content: bytes) -> None:
-    """Refuse a memo index beyond the file's size: the unpickler allocates a table that long."""
+    """Raise RefusedError if a memo index is larger than the file.
+
+    The unpickler would allocate a table of that length.
+    """
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
             raise RefusedError("numbers more objects than it can hold")
 
 
 def guard_collectives() -> None:
-    """Make torch's object collectives in this process refuse everything but `MESSAGES`."""
+    """Make torch's collectives of Python objects unpickle with `MessageUnpickler`."""
     import torch.distributed.distributed_c10d as c10d
 
     assert hasattr(c10d, "_unpickler"), "this torch unpickles messages elsewhere"

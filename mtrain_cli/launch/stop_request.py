@@ -1,4 +1,4 @@
-"""How a worker learns that the run must save and stop."""
+"""Tell a worker that the run must save and stop."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _MARK = "stopped"
 
 
 class StopFlag:
-    """Whether this worker knows of a request to save and stop.
+    """Whether this worker has received a request to save and stop.
 
-    Ranks may learn of it at different steps, so the trainer must make them agree. Under torchrun
-    and srun, a SIGTERM, SIGHUP or first Ctrl-C to this process counts. Under mtrain's own launcher
-    only the file counts, since SIGTERM ends a worker at once.
+    A request is one of:
+    - the file `RunDir.stop_request`
+    - under torchrun and srun also a SIGTERM, a SIGHUP or the first Ctrl-C to this process. (Under
+      mtrain's own launcher, SIGTERM ends a worker immediately.)
+
+    Ranks may receive a request at different steps. The trainer makes them agree on one step.
     """
 
     def __init__(self, run_dir: RunDir, environment: Environment) -> None:
@@ -28,36 +31,40 @@ class StopFlag:
         self._heeds_signals = environment.launcher != "mtrain"
 
     def requested(self) -> bool:
-        """Return whether a stop was requested. Costs one file system lookup."""
+        """Return whether a stop was requested. This looks up one file."""
         return (self._heeds_signals and _signalled.is_set()) or os.path.exists(self._path)
 
 
 def save_and_stop_on_signals() -> None:
-    """Make SIGTERM, SIGHUP and the first SIGINT set `StopFlag` instead of ending this process.
+    """Let SIGTERM, SIGHUP and the first SIGINT count as requests for `StopFlag`.
 
-    Call this in the main thread.
+    They then no longer end this process. Call this function in the main thread.
     """
     signal.signal(signal.SIGTERM, _remember)
     signal.signal(signal.SIGINT, _remember)
-    # nohup ignores SIGHUP, and it should stay ignored.
+    # Under nohup, SIGHUP is ignored. Keep it so.
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _remember)
 
 
 def mark_stopped(error_file: str | os.PathLike[str] | None) -> None:
-    """Record for mtrain's launcher that the run stopped on request before its last step.
+    """Tell mtrain's launcher that a request stopped the run before its last step.
 
-    Without the mark, the request came too late to matter.
+    The mark is an empty file in the folder of the failure files.
 
     Args:
-        error_file: where this worker would leave a failure. The mark is an empty file next to it.
+        error_file: path of this worker's failure file. Do nothing if it is empty or None.
     """
     if error_file:
         Path(error_file).with_name(_MARK).touch()
 
 
 def was_stopped(folder: Path) -> bool:
-    """Return whether a worker left the mark in the folder of the workers' failures."""
+    """Return whether a worker has called `mark_stopped`.
+
+    Args:
+        folder: folder of the failure files.
+    """
     return (folder / _MARK).exists()
 
 

@@ -1,6 +1,6 @@
-"""Temporary folders that are removed when the process that made them ends.
+"""Temporary folders that exist as long as the process that made them.
 
-If that process was killed, the next start of mtrain removes its folder.
+If the process was killed, the next process of mtrain removes its folder.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _OURS = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 def private_folder() -> Iterator[Path]:
     """Make a folder that only this user can open, and remove it at the end.
 
-    First remove the folders that killed processes of this user left behind. A lock on the folder
-    shows that its process is alive, and keeps systemd-tmpfiles from cleaning up during a long run.
+    First remove the folders of this user's killed processes. The process locks its folder while it
+    is alive. The lock also keeps systemd-tmpfiles from removing the folder during a long run.
     """
     remove_abandoned()
     folder, descriptor = _locked_folder()
@@ -36,9 +36,9 @@ def private_folder() -> Iterator[Path]:
 
 
 def _locked_folder() -> tuple[Path, int]:
-    """Make a folder and lock it. Return its path and the descriptor that holds the lock.
+    """Make a folder and lock it. Return its path and the file descriptor of the lock.
 
-    Another process may remove the folder as abandoned before it is locked. Then make a new one.
+    Before the folder is locked, another process may remove it as abandoned. Then make another one.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -46,7 +46,7 @@ def _locked_folder() -> tuple[Path, int]:
             descriptor = os.open(folder, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        # Some network file systems have no locks. There no process removes another's folder.
+        # On a file system without locks, no process removes the folder of another one.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if lies_at(folder, descriptor):
@@ -55,7 +55,7 @@ def _locked_folder() -> tuple[Path, int]:
 
 
 def own_folder() -> Path | None:
-    """Return this user's permanent folder for compiled code, or None if others can write there."""
+    """Return this user's permanent folder for compiled code, None if other users can open it."""
     try:
         base = Path(tempfile.gettempdir()) / f"mtrain-{os.getuid()}"
         base.mkdir(mode=0o700, exist_ok=True)
@@ -65,10 +65,10 @@ def own_folder() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Return whether this is a folder of this user that no other user can open.
+    """Return whether the path is a folder of this user that no other user can open.
 
     Raises:
-        OSError: nothing is there.
+        OSError: the path does not exist.
     """
     found = folder.lstat()
     is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
@@ -76,7 +76,7 @@ def is_private(folder: Path) -> bool:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose process has ended."""
+    """Remove the temporary folders of this user's processes that have ended."""
     with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if _OURS.fullmatch(entry.name):
@@ -97,7 +97,10 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def lies_at(path: Path, descriptor: int) -> bool:
-    """Return whether the open file is still at ``path``, so that a lock on it excludes others."""
+    """Return whether ``path`` still leads to the open file, which may have been replaced.
+
+    Only then does a lock on the open file keep others from ``path``.
+    """
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""One worker: join the process group, run the target, and leave a record on failure.
+"""One worker: join the process group, run the target, and write a failure record after an error.
 
-The launcher starts it as `python -m mtrain_cli.launch.worker RUN_DIR`. Under torchrun and srun,
-`run_in_job` does the same in the process that they started.
+mtrain's launcher starts a worker as `python -m mtrain_cli.launch.worker RUN_DIR`. Under torchrun
+and srun, the process that they start becomes a worker by `run_in_job`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> None:
     """Run a worker that mtrain's launcher started, and exit.
 
-    Exit code: 0, 1 after a failure, 2 after a user's mistake.
+    The exit code is 0, 1 after a failure, or 2 after a user's mistake.
     """
     parser = argparse.ArgumentParser(prog="python -m mtrain_cli.launch.worker", description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--restarts", type=int, default=0, help="restarts of the workers so far")
+    parser.add_argument("--restarts", type=int, default=0, help="number of restarts so far")
     parser.add_argument("--launcher-pid", type=int, help="exit when this parent process ends")
     parser.add_argument("--store", type=Path, required=True, help="the launcher's private folder")
     parser.add_argument("--target", required=True, help="module:function (see launch.local.launch)")
@@ -97,11 +97,13 @@ def run_in_job(
 ) -> NoReturn:
     """Run ``target`` in this process, a rank of a torchrun or srun job, and exit.
 
-    SIGTERM, SIGHUP and the first SIGINT mean save and stop. Exit with 0, or with 1 or 2 after rank
-    0 has printed the cause.
+    SIGTERM, SIGHUP and the first SIGINT ask the run to save and stop. The exit code is 0, 1 after a
+    failure, or 2 after a user's mistake. In the last two cases rank 0 has printed the cause.
 
     Args:
-        config: the configuration as this rank composed it. It must equal rank 0's.
+        resume: whether to resume from the newest checkpoint.
+        target: ``module:function`` (see `local.launch`).
+        config: the configuration that this rank composed. It must be the same as that of rank 0.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -134,20 +136,21 @@ def run_in_job(
     except BaseException as error:
         failure = failures.failure_from(error)
         if failure.kind == "error":
-            # torchrun shows this record, so leave out mistakes and mere consequences.
+            # torchrun shows this record as the cause. So write none for a consequence. Rank 0
+            # prints mistakes.
             failures.write_record(failure, os.environ.get("TORCHELASTIC_ERROR_FILE"))
         channel.fail(failure)
     channel.close()
     record.unlink(missing_ok=True)
     if environment.rank == 0:
         run_dir.stop_request.unlink(missing_ok=True)
-    # Exit with 0 after a requested stop too: torchrun and srun take any other code for a failure,
-    # and kill or restart the other workers.
+    # After a requested stop the code is 0, too: for torchrun and srun any other code is a failure,
+    # so they would kill or restart the other workers.
     exit_now(0)
 
 
 def _resume_hint(run_dir: RunDir, job: Job) -> str:
-    """Return what the user of torchrun or srun reads after a failure."""
+    """Return a line on how a job of torchrun or srun resumes, empty if there is no checkpoint."""
     step = run_dir.last_step()
     if step is None:
         return ""
@@ -170,19 +173,20 @@ def _run_target(
     target: str,
     store: Store,
 ) -> bool:
-    """Join the process group, call the target, and leave the group when it returns.
+    """Join the process group, call the target, and leave the group.
 
-    After a failure, stay in the group: leaving it needs the peers, which may be gone.
+    After an error, do not leave the group: leaving waits for the peers, which may be gone.
 
     Returns:
-        Whether the target stopped on request.
+        Whether a request stopped the target before its work was done.
     """
     import torch.distributed as dist
 
     job = current_job()
     assert job is not None, "workers run with torchrun's or srun's environment variables"
     guard_collectives()
-    # By default torch.compile keeps code in a folder whose name anybody can guess and create first.
+    # By default torch.compile runs code from a folder with a known name in the temporary folder.
+    # Another user could have made that folder, so use one that is private.
     if compiled := own_folder():
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
     timeout = timedelta(seconds=config.topology.timeout_s)
@@ -211,9 +215,9 @@ def _run_target(
 
 @contextlib.contextmanager
 def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
-    """Replace a timeout error by a one-line `PeerLostError`.
+    """Replace an error that says that a wait timed out by a `PeerLostError` with one line.
 
-    The traceback stays in this worker's log.
+    The traceback of the original error goes to the log of this worker.
     """
     try:
         yield
@@ -229,7 +233,10 @@ def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
 
 
 def _rank_zero_config(run_dir: RunDir) -> Config:
-    """Return the resolved configuration from rank 0's disk, which other machines may not see."""
+    """Return the resolved configuration that rank 0 reads from its disk.
+
+    Rank 0 sends it through the job's store, because other machines may not have the same disk.
+    """
     text = decide_on_rank_zero(run_dir.resolved.read_text)
     run_dir.path.mkdir(parents=True, exist_ok=True)
     with private_folder() as folder:
@@ -239,12 +246,13 @@ def _rank_zero_config(run_dir: RunDir) -> Config:
 
 
 def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None:
-    """Check that this rank has the configuration of rank 0.
+    """Check that this rank and rank 0 have the same configuration.
 
-    Ranks with different settings would deadlock in mismatched collectives.
+    With different settings, ranks could wait for each other forever in different collectives. Keys
+    under ``run.`` may differ, because only those of rank 0 count.
 
     Raises:
-        ConfigError: keys differ, one line each. Keys under ``run.`` may differ: rank 0 sets them.
+        ConfigError: other keys differ. The message has a line for each.
     """
     if mine is None:
         return
@@ -260,7 +268,10 @@ def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None
 
 
 def _die_with_parent(launcher: int) -> None:
-    """Make the kernel kill this process with its parent (Linux). Exit if the parent is gone."""
+    """Let the operating system kill this process when its parent ends (only on Linux).
+
+    If the parent has already ended, exit.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
@@ -268,9 +279,9 @@ def _die_with_parent(launcher: int) -> None:
 
 
 def _open_log(run_dir: RunDir, rank: int) -> TextIO:
-    """Open this worker's log. It gets tracebacks and what libraries write to standard error.
+    """Open the log of this worker, for tracebacks and what libraries write to standard error.
 
-    Ranks other than 0 send all their output there and leave the terminal to rank 0.
+    Ranks other than 0 redirect all their output to the log. Only rank 0 writes to the terminal.
     """
     run_dir.logs.mkdir(parents=True, exist_ok=True)
     log = (run_dir.logs / f"rank-{rank}.log").open("a", buffering=1)
@@ -280,7 +291,7 @@ def _open_log(run_dir: RunDir, rank: int) -> TextIO:
     else:
         guarded_streams.divert_native_output(log)
     faulthandler.enable(file=log)
-    # Before the launcher ends a worker that hangs, it asks the worker for its stack.
+    # The launcher sends SIGUSR1 to a worker that hangs. The worker then writes its stack.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     return log
 

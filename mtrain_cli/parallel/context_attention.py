@@ -18,6 +18,7 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload, Kept
 from mtrain_cli.parallel.exchange import Exchange, ShardTiles
 from mtrain_cli.parallel.index_group import gather_rows, make_index_group, record_index_messages
 from mtrain_cli.parallel.plan import Plan
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX, Recorder
 from mtrain_cli.parallel.transport import explain_peer_loss
 from mtrain_cli.sparsity.pattern import MaskedPositions, Pattern
@@ -238,7 +239,8 @@ class ContextAttention:
         """
         recorder = self.exchange.recorder
         # This call only joins kept tensors: no computation and no message to record.
-        quiet = layer in self.kept and self.plan.early == 0 and self.exchange.recompute_is_local
+        again = self.exchange.recomputes(self.plan.early)
+        quiet = layer in self.kept and again is Recompute.NOTHING
         with (
             profiler_labels.label(profiler_labels.ATTENTION),
             nullcontext() if recorder is None or quiet else recorder.attention_pass(layer, FORWARD),

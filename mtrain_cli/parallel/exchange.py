@@ -20,7 +20,7 @@ from mtrain_cli.parallel.executor import Executor
 from mtrain_cli.parallel.layout import Joined, Layout
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import ContextGroup
-from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Part, Program, Shards
+from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Part, Program, Recompute, Shards
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, Recorder
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.parallel.transport import Buffers, Transport
@@ -125,10 +125,9 @@ class Exchange:
         """
         return self.inside.tokens_per_worker
 
-    @property
-    def recompute_is_local(self) -> bool:
-        """Whether `recompute` with ``early=0`` sends no messages."""
-        return self.schedule.heads == 1
+    def recomputes(self, early: int | None) -> Recompute:
+        """Return which part of `forward` `recompute` runs again for the first ``early`` queries."""
+        return Recompute.of(early, self.schedule.heads)
 
     def needed_tiles(
         self, *, indexed: bool, forward_only: bool = False
@@ -264,10 +263,12 @@ class Exchange:
         Returns:
             out, and the tensors that `backward` needs, as `forward` returned them.
         """
-        if self.recompute_is_local and not early:
+        what = self.recomputes(early)
+        if what is Recompute.NOTHING:
             return _restored(q, k, v, kept)
         run = self._begin_forward(q, k, v, shard_tiles, kernel, scale, label)
-        operations, inside, tensors = run.program.operations, run.program.inside, run.tensors
+        program, tensors = run.program.recomputed(what), run.tensors
+        operations, inside = program.operations, program.inside
         run.run(operations[: inside.start])
         if early:
             q = tensors["q"]

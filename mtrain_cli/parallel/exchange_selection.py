@@ -122,7 +122,7 @@ class ExchangeNeeds:
 
 _LABEL = re.compile(
     r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
-    r"(?P<name>(?:hierarchical_)?(?:ring|all_gather))?(?: \((?P<more>.*)\))?"
+    rf"(?P<name>{'|'.join(EXCHANGE_TRAITS)})?(?: \((?P<more>.*)\))?"
 )
 
 

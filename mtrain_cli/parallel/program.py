@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from fractions import Fraction
 from functools import cached_property
 
@@ -268,6 +269,30 @@ class Buffer:
     pooled: bool = False
 
 
+class Recompute(Enum):
+    """The part of a forward program that activation checkpointing runs again in backward.
+
+    NOTHING: no operation, because nothing is recomputed or everything needed was kept.
+    HEAD_TRADES: the two Ulysses all-to-alls, because out and lse were kept but q, k and v were not.
+    EVERYTHING: all operations, for all queries of a rank or for its first ones.
+    """
+
+    NOTHING = "nothing"
+    HEAD_TRADES = "head_trades"
+    EVERYTHING = "everything"
+
+    @staticmethod
+    def of(early: int | None, sharing: int) -> Recompute:
+        """Return what a checkpointed layer recomputes.
+
+        early: number of a rank's first queries whose attention is recomputed; None for all queries.
+        sharing: number of ranks that share heads.
+        """
+        if early != 0:
+            return Recompute.EVERYTHING
+        return Recompute.HEAD_TRADES if sharing > 1 else Recompute.NOTHING
+
+
 @dataclass(frozen=True)
 class Program:
     """The operations of one rank in one pass.
@@ -306,6 +331,20 @@ class Program:
     def computes(self) -> Iterator[Compute]:
         """The calls of the kernel, in order."""
         return (op for op in self.operations if isinstance(op, Compute))
+
+    def recomputed(self, what: Recompute) -> Program:
+        """Return the part of this forward program that backward runs again.
+
+        For `HEAD_TRADES`, ``inside`` is empty: out and lse, which were kept, take its place.
+        """
+        if what is Recompute.EVERYTHING:
+            return self
+        start, stop = self.inside.start, self.inside.stop
+        kept = self.operations[:start] + self.operations[stop:]
+        if what is Recompute.NOTHING:
+            start, kept = 0, ()
+        trades = (replace(op, computes=False) if isinstance(op, Begin) else op for op in kept)
+        return replace(self, operations=tuple(trades), inside=slice(start, start))
 
     def sent(self, sizes: ShardSizes) -> int | float:
         """Return the bytes that the rank sends."""

@@ -1,7 +1,7 @@
-"""List the priced actions of one attention pass in the order of `parallel.program`.
+"""Turn the program of an attention pass into actions with prices, in the order of the program.
 
-All ranks run the same program. So one action stands for the same operation on every rank, with
-arrays over ranks.
+All ranks run the same program, so one action stands for the same operation on every rank. The times
+of an action are arrays with one entry per rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from mtrain_cli.parallel.program import (
     Wait,
 )
 from mtrain_cli.parallel.recording import ARRANGE, ATTENTION, COLUMNS, FORWARD, GAP, INDEX, MERGE
-from mtrain_cli.parallel.schedule import CONTEXT, UNSCHEDULED
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 
 FloatArray = NDArray[np.float64]
@@ -37,11 +36,12 @@ Copy = Arrange | Merge | Reduce | AddColumns
 
 @dataclass(frozen=True, eq=False)
 class Spend:
-    """The compute stream is busy.
+    """Work that keeps the compute stream busy.
 
-    us: [workers], 0 for an idle rank.
-    slowed: whether messages in flight take computing power from this work.
-    pairs, blocks, columns: [workers], computed work, for records.
+    kind: kind of the work, as in profiles (`recording.COMPUTING`).
+    us: [workers], microseconds; 0 for an idle rank.
+    slowed: whether messages in flight slow this work down.
+    pairs, blocks, columns: [workers], how many of them are computed. Only records need them.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Spend:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """The host spends ``us`` on launches; later actions wait for it."""
+    """Kernel launches, which keep the host busy for ``us`` microseconds before later actions."""
 
     step: int
     us: float
@@ -63,33 +63,21 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class PricedMessage:
-    """A transfer of all ranks, priced. Arrays are [workers].
+    """A transfer of all ranks with its price. Arrays are [workers].
 
-    queue: the communicator, which carries one message at a time.
-    after: number of the message that this one forwards.
-    to, source, peers: see `spmd_schedule.SpmdTransfer`.
-    busy: microseconds for which an arriving message occupies the rank's link.
-    latency: further microseconds until it arrives, while the link is free for the next message.
-    outer: bool, whether the arriving message crosses nodes.
-    share: share of a rank's computing power that the message takes while in flight.
-    sent, received: bytes per rank.
+    latency: microseconds between the time when the link is free again and the arrival.
+    busy: microseconds for which the message occupies the link into the receiving rank.
+    outer: bool, whether the message that a rank receives crosses nodes.
+    share: share of a rank's computing power, 0 to 1, that is lost while the message is in flight.
+    size: bytes that each rank sends and receives, as a profile records them.
     """
 
-    number: int
-    link: str
-    payload: str
-    queue: tuple[str, bool]
-    after: int | None
-    to: IntArray | None
-    source: IntArray | None
-    peers: IntArray | None
+    move: SpmdTransfer
     latency: FloatArray
     busy: FloatArray
     outer: NDArray[np.bool_]
     share: FloatArray
-    sent: int
-    received: int
-    move: SpmdTransfer | None = None
+    size: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +98,7 @@ Action = Spend | Dispatch | PostMessage | AwaitMessage
 
 
 class Prices(ABC):
-    """Prices of one pass of one layer. Times are in us, [workers] or one number for all."""
+    """Prices of one pass of one layer. A time is in microseconds: [workers], or one for all."""
 
     direction: str  # forward, recompute or backward
 
@@ -119,7 +107,7 @@ class Prices(ABC):
 
     @abstractmethod
     def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
-        """Price a transfer. post: rank 0's operation, which has the bytes."""
+        """Price a transfer. post: rank 0's operation; all ranks send the same number of bytes."""
 
     def work(self, step: int) -> tuple[IntArray | None, IntArray | None]:  # noqa: ARG002
         """Return the pairs and blocks of a step, for records; None if unknown."""
@@ -133,15 +121,15 @@ class Prices(ABC):
         return 0.0
 
     def dispatch(self, what: str) -> float:  # noqa: ARG002
-        """Return the host's microseconds to launch ``begin`` (of a pass), ``step`` or ``moves``."""
+        """Return the microseconds that the host spends on launches.
+
+        what: ``begin`` of a pass, ``step`` with a kernel call, or ``moves`` (a step that only sends
+            messages).
+        """
         return 0.0
 
     def column_times(self) -> tuple[FloatArray, IntArray | None, IntArray | None]:
-        """Return microseconds, number and pairs of gathered columns, [workers] each."""
-        raise NotImplementedError
-
-    def column_sum(self, post: Post) -> PricedMessage:
-        """Price the all-reduce of gathered columns, or of their gradients."""
+        """Return the time, the number and the pairs of gathered columns, [workers] each."""
         raise NotImplementedError
 
 
@@ -157,10 +145,9 @@ def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterato
         match op:
             case Begin():
                 yield Dispatch(op.step, prices.dispatch("step" if op.computes else "moves"))
-            case Post() if op.transfer.number == UNSCHEDULED:
-                yield PostMessage(op.step, prices.column_sum(op))
             case Post():
-                yield PostMessage(op.step, prices.message(moves[op.transfer.number], op))
+                move = moves.get(op.transfer.number) or lockstep.column_sum(op.transfer)
+                yield PostMessage(op.step, prices.message(move, op))
             case Wait():
                 yield AwaitMessage(op.step, op.number)
             case Compute():
@@ -184,34 +171,3 @@ def _kind(op: Operation) -> str:
     if isinstance(op, AddColumns):
         return COLUMNS
     return ARRANGE if isinstance(op, Arrange) and op.timed else GAP
-
-
-def collective_of_all(
-    payload: str,
-    workers: int,
-    heads: int,
-    us: tuple[float, float],
-    share: float,
-    *,
-    crosses: bool,
-    size: int,
-) -> PricedMessage:
-    """Make an all-reduce over all ranks with the same heads. us: latency and busy time."""
-    latency, busy = (np.full(workers, t) for t in us)
-    peers = np.arange(workers) % heads
-    return PricedMessage(
-        UNSCHEDULED,
-        CONTEXT,
-        payload,
-        ("whole", False),
-        None,
-        None,
-        None,
-        peers,
-        latency,
-        busy,
-        np.full(workers, crosses),
-        np.full(workers, share),
-        size,
-        size,
-    )

@@ -1,9 +1,10 @@
 """Fit times of attention kernels to measurements.
 
-A call takes a fixed time plus its work / a rate. Slashes and single columns have separate rates,
-and so do forward and backward. A kernel's efficiency therefore grows with the work w of a call as
-w / (w + w0), in which w0 is the work that takes the fixed time at full speed. Errors are
-leave-one-out errors.
+The model: a call takes a fixed time plus its work / a rate. Slashes and single columns have
+separate rates, and so do forward and backward. A kernel's efficiency therefore grows with the work
+w of a call as w / (w + w0), if w0 is the work that would take the fixed time at full speed.
+
+The error of a fit is a leave-one-out error: each point is predicted from a fit to the others.
 """
 
 from __future__ import annotations
@@ -29,20 +30,25 @@ from mtrain_cli.simulation.actions import FloatArray
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
 from mtrain_cli.training.flops import peak_flops
 
-# Forms of a call: whole intervals; a list of blocks under plain masks; slashes and columns of an
-# index in one call; slashes only; columns only.
+# Forms of a kernel call:
+# - DENSE: the mask allows whole intervals of keys.
+# - LISTS: a list of blocks, for a striped layout without an index.
+# - SPARSE: slashes and columns of an index together.
+# - DIAGONALS: slashes only.
+# - ALONE_COLUMNS: columns only.
 DENSE, LISTS, SPARSE, DIAGONALS, ALONE_COLUMNS = "dense", "lists", "sparse", "diagonals", "columns"
-# `profiling.non_attention_benchmark` measures FORWARD and BACKWARD of a layer, INDEX, and LOSS with
-# the embedding.
+# `profiling.non_attention_benchmark` measures these parts of a step: FORWARD and BACKWARD of a
+# layer without attention, INDEX (estimating an index), and LOSS (LM head, loss and embedding).
 LOSS = "loss"
 NON_ATTENTION_FILE = "non_attention"
 KINDS_OF_FILES = ("kernels", "worker_calls", NON_ATTENTION_FILE)
 LOW, VALUE, HIGH = "low", "value", "high"
-# Bounds for a GPU that was not measured, as factors on the estimated time.
+# Bounds of a kernel's time on a GPU that was not measured, as factors on the expected time.
 UNKNOWN = (1 / 1.6, 2.0)
-_LEAST_ERROR = 0.05  # GPUs of one model differ by this much
-_WAITS = 1.5  # launch-bound: measured / expected time is this much above that of large work
-_NEAR = 0.5  # bounds hold up to this share beyond the measured range
+_LEAST_ERROR = 0.05  # relative; GPUs of one model differ by this much
+# A size is launch-bound if its measured / expected time is this factor above that of the largest.
+_WAITS = 1.5
+_NEAR = 0.5  # a size is near the measured ones if it exceeds their range by at most this share
 
 
 @dataclass(frozen=True)
@@ -65,12 +71,12 @@ class Curve:
 
     error: mean absolute relative leave-one-out error.
     points: number of measured points.
-    low, high: factors for the bounds.
+    low, high: factors on the time that give its bounds.
     fixed_bounds: bounds of fixed_ms, if it is less certain than the rest.
     scaled: the measured device, if the curve is scaled to another device.
-    stands_for: the measured kernel and form, if they differ from this kernel and form.
-    skips: whether the kernel skips pairs that an index leaves out; if not, it computes all pairs of
-        the mask.
+    stands_for: the kernel and form that were measured, if they differ from this kernel and form.
+    skips: whether the kernel skips the pairs that an index leaves out. If not, it computes all
+        pairs that the mask allows.
     """
 
     kernel: str
@@ -91,9 +97,10 @@ class Curve:
     def us(
         self, flop: np.ndarray, column_flop: np.ndarray | float = 0.0, bound: str = VALUE
     ) -> FloatArray:
-        """Return the microseconds that each call takes; 0 without work.
+        """Return the microseconds of each call; 0 for a call without work.
 
-        flop: FLOP of each call, except single columns.
+        flop: FLOP of each call, without single columns.
+        column_flop: FLOP of each call's single columns.
         """
         fixed = self.fixed_ms
         if self.fixed_bounds is not None and bound != VALUE:
@@ -109,18 +116,20 @@ class Curve:
 
 
 def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
-    """Return fixed ms, ms per 1e12 FLOP, and ms per 1e12 FLOP of columns; none is negative.
+    """Fit one form of calls: minimise the sum of squared relative errors.
 
-    They minimise the sum of squared relative errors.
+    Return the fixed ms, the ms per 1e12 FLOP, and the ms per 1e12 FLOP of single columns. None of
+    them is negative.
     """
     return fit_together([points])[0]
 
 
 def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
-    """`fit` several forms of calls to one kernel, with shared rates and a fixed time per form.
+    """Fit several forms of calls to one kernel together; see `fit`.
 
-    Calls that all mix slashes and columns in one proportion cannot separate the two rates. Small
-    calls of one form cannot give the rate of large calls. All forms together do both.
+    Each form has its own fixed time, and all forms share the two rates. If all calls of a form mix
+    slashes and columns in one proportion, they do not determine both rates. If they are all small,
+    they do not determine the rate of large calls. The other forms supply what is missing.
     """
     rows = [(number, point) for number, points in enumerate(forms) for point in points]
     table = np.zeros((len(rows), len(forms) + 2))
@@ -158,10 +167,11 @@ def held_out_errors(forms: Sequence[Sequence[CalibrationPoint]]) -> list[float]:
 
 @dataclass(frozen=True)
 class NonAttentionPoint:
-    """One measured part of a step other than attention.
+    """One measured time of a part of a step other than attention.
 
-    size: tokens; for a layer, rows per tile of its MLP.
-    flop, moved: FLOP and bytes that `simulation.non_attention_cost` counts.
+    part: FORWARD, BACKWARD, INDEX or LOSS.
+    size: number of tokens. For a layer (FORWARD, BACKWARD), number of rows in a tile of its MLP.
+    flop, moved: FLOP and bytes of this part, as `simulation.non_attention_cost` counts them.
     heads: number of query heads.
     """
 
@@ -175,7 +185,10 @@ class NonAttentionPoint:
 
 @dataclass(frozen=True)
 class NonAttentionTimes:
-    """Measured parts of a step except attention, on one device. dtype: of matrix products."""
+    """Measured times of the parts of a step except attention, on one device.
+
+    dtype: the dtype of matrix products.
+    """
 
     points: tuple[NonAttentionPoint, ...]
     dtype: str = "bfloat16"
@@ -190,7 +203,7 @@ class NonAttentionTimes:
         at: Callable[[NonAttentionPoint], float],
         of: Callable[[NonAttentionPoint], float],
     ) -> dict[float, float]:
-        """Return the median of ``of`` over the points of a part, by ascending ``at``."""
+        """Group the points of a part by ``at``, ascending; return each group's median of ``of``."""
         found: dict[float, list[float]] = {}
         for point in self.points:
             if point.part == part:
@@ -200,12 +213,14 @@ class NonAttentionTimes:
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """Return a part's measured / expected time, and whether the size is near a measured one.
+        """Return a part's measured / expected time, and whether measured sizes are near.
 
         Interpolate over the logarithm of the expected time. If the smallest measured size is
         launch-bound, smaller sizes take the same time.
 
-        expected: microseconds of the part. of: returns the expected microseconds of a point.
+        Args:
+            expected: expected microseconds of the part.
+            of: returns the expected microseconds of a measured point.
         """
         ratios = self._medians(part, of, lambda point: point.us / of(point))
         us, shares = list(ratios), list(ratios.values())
@@ -233,7 +248,12 @@ class NonAttentionTimes:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The curves of one device, the files they come from, and other measured parts of a step."""
+    """Everything measured on one device.
+
+    curves: times of attention kernels.
+    files: names of the files that hold the measurements.
+    non_attention: times of the other parts of a step, if measured.
+    """
 
     device: str
     curves: tuple[Curve, ...]
@@ -255,7 +275,7 @@ def load_calibration(*paths: Path) -> Calibration:
     points: dict[tuple[str, str, str], list[CalibrationPoint]] = {}
     non_attention: list[NonAttentionPoint] = []
     dtypes: list[str] = []
-    dense_only: set[str] = set()  # kernels that compute what an index leaves out
+    dense_only: set[str] = set()  # kernels that compute the pairs that an index leaves out, too
     devices: list[str] = []
     for path in paths:
         document = _document(path)
@@ -295,7 +315,9 @@ def load_calibration(*paths: Path) -> Calibration:
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
-    """Yield (form, direction, point) for both passes of a `profiling.kernel_benchmark.KernelTime`.
+    """Yield (form, direction, point) for both passes of one entry of a kernel file.
+
+    time: a `profiling.kernel_benchmark.KernelTime` as a dictionary.
 
     Raises:
         ValueError: a number is not positive.
@@ -330,12 +352,12 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
-    """Append a file's GPU or dtype, which must be that of the earlier files."""
+    """Append a file's GPU or dtype. Raise ConfigError if the first file has another one."""
     values.append(value)
     if value != values[0]:
         raise ConfigError(
-            f"--calibration {path}: is of {value}, the other file of {values[0]}; give files of "
-            f"one {what}"
+            f"--calibration {path}: was measured with {what} {value}, but the first file with "
+            f"{values[0]}; give files of one {what}"
         )
 
 
@@ -366,7 +388,11 @@ def _non_attention_point(time: dict[str, Any]) -> NonAttentionPoint:
 def _group_by_kernels(
     measured: Iterable[tuple[str, str, str]],
 ) -> list[tuple[tuple[str, str], list[str]]]:
-    """Group the forms of each (kernel, direction): forms under an index together, others alone."""
+    """Return groups of forms to fit together, as ((kernel, direction), forms).
+
+    The forms under an index (SPARSE, DIAGONALS, ALONE_COLUMNS) are one group. Each other form is a
+    group of its own.
+    """
     groups: dict[tuple[str, str, str], list[str]] = {}
     for kernel, form, direction in measured:
         family = SPARSE if form in (DIAGONALS, ALONE_COLUMNS) else form
@@ -401,12 +427,12 @@ def _document(path: Path) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def shipped() -> tuple[Calibration, ...]:
-    """Return the calibrations that ship, one per measured device."""
+    """Load the calibrations that ship with mtrain, one per measured device."""
     return tuple(load_calibration(*paths) for paths in _shipped_files().values())
 
 
 def _shipped_files() -> dict[str, list[Path]]:
-    """Return the calibration files that ship, by measured device."""
+    """Find the calibration files that ship with mtrain, by measured device."""
     by_device: dict[str, list[Path]] = {}
     for path in sorted(resource_dir("profiles").glob("*.json")):
         try:
@@ -421,10 +447,10 @@ def _shipped_files() -> dict[str, list[Path]]:
 class KernelCurves:
     """Curves of the attention kernels of a cluster's GPU, measured or scaled from another GPU.
 
-    whole: by direction, curve of calls that compute everything at once.
+    whole: by direction, the curve of calls that compute everything that a step computes.
     remarks: sentences for the user.
-    alone: by form and direction, curve of calls with slashes or columns only, if measured.
-    non_attention: other parts of a step, if measured on such a GPU.
+    alone: by form and direction, the curve of calls with slashes or columns only, if measured.
+    non_attention: times of the other parts of a step, if measured on such a GPU.
     """
 
     whole: dict[str, Curve]
@@ -435,8 +461,8 @@ class KernelCurves:
     def part(self, direction: str, form: str) -> Curve:
         """Return the curve of calls with slashes or columns only (`DIAGONALS`, `ALONE_COLUMNS`).
 
-        If such calls were not measured, only their joint fixed time is known. Each form gets half
-        of it, with bounds from none to all.
+        If such calls were not measured, only the fixed time of a call with both is known. Each
+        form then gets half of this fixed time, with bounds of 0 and the whole.
         """
         if (form, direction) in self.alone:
             return self.alone[form, direction]
@@ -534,7 +560,10 @@ def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttention
 
 
 def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
-    """Describe the calibration in use, for files. scaled: whether another device was measured."""
+    """Describe the calibration in use, for files.
+
+    ``scaled`` is whether the times are those of another device.
+    """
     source, measured = _source(gpu, calibration)
     # The user's file may be of such a GPU and hold no kernel times.
     own = (
@@ -551,7 +580,10 @@ def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
-    """Return a curve, and its measured kernel and form if they differ, else None."""
+    """Return the curve for a kernel and form, or that of a similar kernel or form.
+
+    The second value names the kernel and form that were measured instead, else None.
+    """
     curve = source.find(kernel, form, direction)
     if curve is not None:
         return curve, None

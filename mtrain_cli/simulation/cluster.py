@@ -1,6 +1,7 @@
-"""Describe clusters: number, speed and links of GPUs. Every constant states its source.
+"""Describe clusters: the number of GPUs, their speed and their links.
 
-Presets ship in ``conf/cluster/*.yaml``; users can give the path of any other file of that form.
+Every constant states its source. ``conf/cluster/*.yaml`` ships with mtrain; users can give the path
+of any other file with the same keys.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from mtrain_cli.config.suggest import did_you_mean, no_such
 FOLDER = "cluster"  # under conf/
 CUDA, CPU = "cuda", "cpu"
 SOURCES = ("measured", "datasheet", "paper", "guess")
-# Range of a constant, as factors, if its file gives none. Programs reach only a part of datasheet
-# rates.
+# If a file gives no range for a constant, its range is the value times these factors. Programs
+# reach only a part of the rates in datasheets and papers.
 _SPREAD = {
     "measured": (0.9, 1.1),
     "datasheet": (0.6, 1.0),
@@ -32,7 +33,11 @@ _SPREAD = {
 
 @dataclass(frozen=True)
 class Constant:
-    """A number, its range and its source (one of `SOURCES`). note: an explanation."""
+    """A number with its range, ``low`` to ``high``.
+
+    source: one of `SOURCES`.
+    note: how the number was found, for users.
+    """
 
     value: float
     source: str
@@ -60,18 +65,19 @@ class Constant:
 class Gpu:
     """A GPU, or a CPU whose processes are the workers.
 
-    name: as CUDA reports it, or the CPU's.
+    name: name of the GPU, as CUDA reports it, or of the CPU.
     device: ``cuda`` or ``cpu``.
-    peak_tflops: dense bf16 peak.
-    gemm_tflops: rate of large matrix products.
-    hbm_gib: memory.
-    hbm_gbps: bandwidth of a copy, reads plus writes.
-    launch_us: host time to launch one kernel.
-    step_ms: time of an optimizer step that is neither computation nor communication: loading the
-        batch, and host syncs.
-    host_gib: host memory per GPU.
-    host_link_gbps: bandwidth between a GPU and the host, one direction, with all GPUs busy.
-    host_memory_gbps: host memory bandwidth of an optimizer, per GPU, with all GPUs busy.
+    peak_tflops: dense bf16 peak, in 1e12 FLOP/s.
+    gemm_tflops: rate of large matrix products, in 1e12 FLOP/s.
+    hbm_gib: device memory in GiB.
+    hbm_gbps: device memory bandwidth of a copy, reads plus writes, in GB/s.
+    launch_us: microseconds that the host needs to launch one kernel.
+    step_ms: milliseconds of an optimizer step that are neither computation nor communication, such
+        as loading the batch and host syncs.
+    host_gib: host memory per GPU in GiB.
+    host_link_gbps: GB/s between one GPU and the host in one direction while all GPUs copy.
+    host_memory_gbps: GB/s that the optimizer of one GPU gets from host memory while the optimizers
+        of all GPUs run.
     """
 
     name: str
@@ -98,12 +104,13 @@ class Link:
 
     Bandwidths are in GB/s, one direction.
 
-    latency_us, bandwidth_gbps: one message between two GPUs on an idle link.
-    capacity_gbps: total bandwidth of a GPU's concurrent messages.
-    collective_latency_us, collective_bandwidth_gbps: collectives over collective_ranks ranks; a
-        ring reaches this bandwidth on each link.
-    shared_by: GPUs that share one network card and its capacity; 1 for inner links.
-    gpu_share: share of a GPU's computing power that a message takes while it moves.
+    latency_us, bandwidth_gbps: for one message between two GPUs on an idle link.
+    capacity_gbps: total bandwidth of all messages that a GPU receives at once.
+    collective_latency_us: latency of a collective over ``collective_ranks`` ranks.
+    collective_bandwidth_gbps: bandwidth of each link in a collective, which counts as a ring.
+    collective_ranks: number of ranks with which ``collective_latency_us`` was measured.
+    shared_by: number of GPUs that share one network card and its capacity; 1 for inner links.
+    gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
     """
 
     latency_us: Constant
@@ -120,8 +127,8 @@ class Link:
 class Cluster:
     """Nodes of equal GPUs, and their links.
 
-    outer: None if there is only one node.
-    dollars_per_gpu_hour: None if unknown.
+    inner, outer: links inside a node and between nodes. outer is None for a single node.
+    dollars_per_gpu_hour: price of one GPU for one hour; None if unknown.
     """
 
     name: str
@@ -228,8 +235,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 _Check = tuple[str, Callable[[float], bool]]
-_MOST = 1e12  # largest constant in its unit: a thousand times the value of a whole cluster
-_MOST_NODES = 2**14  # most nodes and most GPUs per node; the limit of topology.workers
+# No constant may be larger, whatever its unit. Sums over a whole cluster are 1,000 times smaller.
+_MOST = 1e12
+_MOST_NODES = 2**14  # limit of nodes and of GPUs per node, as of topology.workers
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
 _AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
 _COUNT: _Check = (
@@ -258,21 +266,21 @@ def _guess(value: float, note: str, low: float | None = None, high: float | None
     return {"value": value, "source": "guess", "note": note, "low": low, "high": high}
 
 
-# If a file omits a constant of a link, the constant on the right replaces it.
+# If a file omits the constant on the left, it takes the value of the constant on the right.
 _DEFAULTS = {
     "capacity_gbps": "bandwidth_gbps",
     "collective_latency_us": "latency_us",
     "collective_bandwidth_gbps": "capacity_gbps",
 }
-# If a file omits gemm_tflops: low, expected and high share of the peak. An H200 reaches 0.77, other
-# GPUs 0.5 to nearly all.
+# If a file omits gemm_tflops, these shares of the peak replace it: low, expected, high. An H200
+# reaches 0.77; other GPUs reach 0.5 to nearly 1.
 _GEMM_SHARES = 0.5, 0.77, 0.95
 _GPU_DEFAULTS = {
     "step_ms": _guess(10, "not measured separately", 0, 60),
-    "host_gib": _guess(128, "1 to 2 TiB in a host of eight GPUs", 64, 256),
-    "host_link_gbps": _guess(50, "pinned copies over PCIe 5 x16, 64 on paper", 20, 60),
+    "host_gib": _guess(128, "hosts of eight GPUs have 1 to 2 TiB", 64, 256),
+    "host_link_gbps": _guess(50, "pinned copies over PCIe 5 x16, whose datasheet says 64", 20, 60),
     "host_memory_gbps": _guess(
-        19, "AdamW on two sockets, of 150 for eight GPUs; 600 and more on paper", 8, 60
+        19, "AdamW on two sockets reached 150 for eight GPUs; datasheets say 600 and more", 8, 60
     ),
 }
 _RANKS = _guess(8, "ranks assumed for the latency of collectives")
@@ -281,7 +289,7 @@ _OWN_LINKS = {
     "source": "datasheet",
     "note": "every GPU has its own links inside a node",
 }
-# Keys that a section must have.
+# The keys that each section must have.
 _NEEDED_OF_LINK = tuple(
     key for key in _LINK_CHECKS if key not in (*_DEFAULTS, "shared_by", "collective_ranks")
 )
@@ -376,7 +384,7 @@ class _Reader:
                 constant = self._constant(content[key], check, name)
                 if constant is not None:
                     constants[key] = constant
-            elif name != "gpu.gemm_tflops":  # derived from the peak, which is reported
+            elif name != "gpu.gemm_tflops":  # derived from the peak, whose absence is reported
                 self.problems.append(f"{name}: is missing; expected {check[0]} as {_form(None)}")
         return constants
 
@@ -432,7 +440,7 @@ class _Reader:
         return None
 
     def _expected(self, key: str, raw: Any, form: str, wrong: str = ":") -> None:
-        """Note that a value is missing, or not of the expected form."""
+        """Report that a value is missing or does not have the expected form."""
         given = ": is missing;" if raw is None else f"={raw}{wrong}"
         self.problems.append(f"{key}{given} expected {form}")
 
@@ -446,7 +454,7 @@ class _Reader:
         return ""
 
     def _device(self, gpu: Mapping[str, Any] | None, name: str) -> str:
-        """Return the device. If the file does not state it, the GPU's name decides."""
+        """Return the device, ``cuda`` or ``cpu``. If the file omits it, the GPU's name decides."""
         given = (gpu or {}).get("device", CPU if _NAME_OF_CPU.search(name) else CUDA)
         if given not in (CUDA, CPU):
             self.problems.append(f"gpu.device={given}: allowed: {CUDA}, {CPU}")
@@ -470,13 +478,13 @@ class _Reader:
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the constant that replaces ``key`` of a link, which the file omits."""
+    """Return the constant of a link that replaces ``key``, which the file omits."""
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 
 
 def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Return a GPU section with defaults for the keys that a file may omit."""
+    """Return a GPU section with default values for optional keys that the file omits."""
     if gpu is None:
         return None
     given = _GPU_DEFAULTS | dict(gpu)

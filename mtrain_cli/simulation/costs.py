@@ -1,10 +1,14 @@
-"""Price one layer's pass on a cluster: expected (`VALUE`), at best and worst (`LOW`, `HIGH`).
+"""Price the operations of one layer's pass on a cluster.
 
-Calibrated curves price kernels, memory bandwidth prices copies, and latency and bandwidth price
-messages. A message between two GPUs takes latency + bytes / bandwidth (BurstEngine, table 1). A
-collective counts as a ring, in which each link carries the bytes that a rank receives. Across
-nodes, the network cards of a node carry these bytes together; GPUs may share a card. Nodes are
-those of the cluster, not the virtual nodes of a schedule (`topology.gpus_per_node`).
+Each price has an expected value (`VALUE`), a best case (`LOW`) and a worst case (`HIGH`).
+
+- Kernels: calibrated curves (`simulation.calibration`).
+- Copies: bytes / memory bandwidth.
+- A message between two GPUs: latency + bytes / bandwidth (BurstEngine, table 1).
+- A collective: like a ring, in which each link carries the bytes that a rank receives. Between
+  nodes, the network cards of a node carry these bytes together. Several GPUs may share a card.
+
+Nodes are those of the cluster, not the virtual nodes of a schedule (`topology.gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -18,13 +22,12 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel.program import Post, ShardSizes, Size
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
-from mtrain_cli.parallel.schedule import HEADS
+from mtrain_cli.parallel.schedule import HEADS, SUM
 from mtrain_cli.simulation.actions import (
     Copy,
     FloatArray,
     PricedMessage,
     Prices,
-    collective_of_all,
 )
 from mtrain_cli.simulation.calibration import (
     ALONE_COLUMNS,
@@ -43,23 +46,25 @@ from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 
 BOUNDS = (VALUE, LOW, HIGH)
 LEAST_COPY_US = 2.0
-# Kernel launches, counted roughly in the code of exchanges and kernels: at the start of a pass, in
-# a step with or without an index, and in a step that only sends messages.
+# Number of kernel launches, counted roughly in the code of exchanges and kernels: at the start of a
+# pass, in a step with an index, in a step without an index, in a step that only sends messages.
 LAUNCHES: Mapping[str, float] = {"begin": 10, "sparse step": 14, "dense step": 6, "moves": 3}
 # Microseconds to estimate a vertical-slash index, if `profiling.non_attention_benchmark` did not
-# measure them. Two H200s took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K tokens each
-# (profiles/notes.md); one H200 took 1.2 to 1.46 ms with 4K to 128K, mostly launch overhead.
+# measure them: INDEX_ALONE_US + INDEX_PER_TOKEN_US * (tokens of a GPU), and at least
+# INDEX_TOGETHER_US on several GPUs. Two H200s took 1.05, 1.43 and 1.79 ms with 32K, 64K and 128K
+# tokens each (profiles/notes.md); one H200 took 1.2 to 1.46 ms with 4K to 128K, mostly launch
+# overhead.
 INDEX_ALONE_US, INDEX_PER_TOKEN_US, INDEX_TOGETHER_US = 800.0, 7.5e-3, 1050.0
 INDEX_DEVICE, INDEX_HEADS, INDEX_HBM_GBPS = "NVIDIA H200", 16, 4200.0
 INDEX_BOUNDS = {LOW: 0.7, VALUE: 1.0, HIGH: 1.5}
 
 
-# latency, busy, outer and share of a `PricedMessage`, [workers] each
+# The fields latency, busy, outer and share of a `PricedMessage`, [workers] each
 LinkPrice = tuple[FloatArray, FloatArray, np.ndarray, FloatArray]
 
 
 def index_scale(gpu: Gpu, heads: int) -> float:
-    """Return the time per token of an index estimate / the measured time.
+    """Return the factor on `INDEX_PER_TOKEN_US` for this GPU and number of heads.
 
     Every head reads the scores of all keys a few times, so time grows with the number of heads and
     with 1 / memory bandwidth. Launch overhead does not depend on the length and is not scaled.
@@ -72,10 +77,12 @@ def index_scale(gpu: Gpu, heads: int) -> float:
 class Costs:
     """Prices on one cluster, under one bound.
 
-    sizes: sizes of a shard.
-    estimated: tokens over which an index is estimated; 0 without an index or if it is free.
-    measured: whether the estimate of such an index was measured on such a GPU.
-    bound: `LOW`, `VALUE` or `HIGH` (the longest time).
+    sizes: the numbers that determine a shard's bytes.
+    sparse: whether there is an index.
+    estimated: number of tokens over which an index is estimated. 0 if there is no index or if
+        estimating it takes no time.
+    measured: whether estimating this kind of index was measured on this kind of GPU.
+    bound: `LOW` (the shortest time), `VALUE` or `HIGH` (the longest time).
     """
 
     cluster: Cluster
@@ -90,18 +97,18 @@ class Costs:
     _messages: dict[tuple, LinkPrice] = field(default_factory=dict, repr=False, compare=False)
 
     def rate(self, constant: Constant) -> float:
-        """Return a constant under the bound, if a higher value is faster."""
+        """Return the value under the bound of a constant whose higher values are faster."""
         return getattr(constant, {LOW: HIGH, HIGH: LOW}.get(self.bound, VALUE))
 
     def burden(self, constant: Constant) -> float:
-        """Return a constant under the bound, if a higher value is slower."""
+        """Return the value under the bound of a constant whose higher values are slower."""
         return getattr(constant, self.bound)
 
     def bytes_of(self, size: Size) -> int:
         return int(size.of(self.sizes, self.lockstep.grid.heads))
 
     def copied(self, size: float) -> float:
-        """Return the microseconds to move ``size`` bytes in memory, at least a launch."""
+        """Return the microseconds to move ``size`` bytes in memory, at least `LEAST_COPY_US`."""
         if not size:
             return 0.0
         return max(size / self.rate(self.cluster.gpu.hbm_gbps) / 1e3, LEAST_COPY_US)
@@ -110,7 +117,7 @@ class Costs:
         return self.copied(size.of(self.sizes, self.lockstep.grid.heads))
 
     def crosses(self, move: SpmdTransfer) -> np.ndarray:
-        """Return bool [workers]: whether the data that a rank receives crosses nodes."""
+        """Return whether the message that each rank receives crosses nodes, bool [workers]."""
         per_node, ranks = self.cluster.gpus_per_node, np.arange(self.lockstep.grid.workers)
         if move.source is not None:
             return move.source // per_node != ranks // per_node
@@ -118,32 +125,23 @@ class Costs:
 
     @cached_property
     def _cards(self) -> IntArray:
-        """Return the network card of each rank, [workers]."""
+        """Return the number of each rank's network card, [workers]."""
         shared = 1 if self.cluster.outer is None else int(self.burden(self.cluster.outer.shared_by))
         ranks, per_node = np.arange(self.lockstep.grid.workers), self.cluster.gpus_per_node
         return ranks // per_node * per_node + ranks % per_node // shared
 
-    def message(self, move: SpmdTransfer, size: int) -> PricedMessage:
-        """Price a transfer. size: bytes that a rank sends."""
+    def message(self, move: SpmdTransfer, size: int, recorded: int | None = None) -> PricedMessage:
+        """Price a transfer.
+
+        size: bytes that each rank sends.
+        recorded: bytes that a profile records, if they differ.
+        """
         t = move.first
         key = t.channel, t.payload, t.kind, size, id(move.to), id(move.peers)
         if key not in self._messages:
             price = self._collective if move.to is None else self._between_two
             self._messages[key] = price(move, size)
-        return PricedMessage(
-            t.number,
-            t.channel,
-            t.payload,
-            move.queue,
-            t.after,
-            move.to,
-            move.source,
-            move.peers,
-            *self._messages[key],
-            size,
-            size,
-            move,
-        )
+        return PricedMessage(move, *self._messages[key], size if recorded is None else recorded)
 
     def _between_two(self, move: SpmdTransfer, size: int) -> LinkPrice:
         assert move.to is not None
@@ -155,7 +153,7 @@ class Costs:
                 continue
             link = self.cluster.link(outer=crossing)
             mine = outer == crossing
-            # A card is full duplex, so its busier direction counts.
+            # A network card is full duplex, so the direction with more messages counts.
             ways = (move.source, np.arange(len(mine))) if crossing else ()
             sharing = np.max([np.ones(len(mine)), *(self._sharing(w, mine) for w in ways)], axis=0)
             per_us = self.rate(link.bandwidth_gbps) * 1e3
@@ -164,11 +162,11 @@ class Costs:
             alone += np.where(mine, self.burden(link.latency_us) + moving, 0.0)
             busy += np.where(mine, size * sharing / capacity, 0.0)
             share[mine] = self.burden(link.gpu_share)
-        # A rank sends and receives at once and loses the larger of both shares.
+        # A rank sends and receives at once; it loses the larger of the two shares.
         return alone - busy, busy, outer, np.maximum(share, share[move.to])
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
-        """Return how many of the crossing messages share each rank's card, [workers]."""
+        """Return how many of the crossing messages use each rank's network card, [workers]."""
         cards = self._cards[ranks]
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
         return np.maximum(messages, 1).astype(np.float64)
@@ -187,16 +185,19 @@ class Costs:
         return int(nodes.max())
 
     def collective(self, to_all: bool, ranks: int, members: int, size: int) -> tuple[float, float]:
-        """Return the microseconds of a collective, and for how many microseconds links are busy.
+        """Return the duration of a collective and the time for which links are busy, in us.
 
-        to_all: whether it is an all-to-all instead of a ring.
-        ranks: number of ranks that take part; members: how many of these ranks share a node.
-        size: bytes that a rank sends.
+        Args:
+            to_all: whether it is an all-to-all; if not, it counts as a ring.
+            ranks: number of ranks that take part.
+            members: largest number of these ranks on one node.
+            size: bytes that each rank sends.
         """
         inner = self.cluster.inner
         inner_us = self._moving(inner, size)
         if members == ranks:
-            # Inside a node launch overhead dominates. In the worst case it grows with the ranks.
+            # Inside a node, launch overhead dominates the latency. In the worst case it grows with
+            # the number of ranks.
             longer = _longer(inner, ranks) if self.bound == HIGH and not to_all else 1.0
             latency = self.burden(inner.collective_latency_us) * longer
             return latency + inner_us, size / self._capacity(inner)
@@ -207,7 +208,8 @@ class Costs:
             across = size * (ranks - members) / (ranks - 1)
             moving = max(self._moving(link, across) * shared, self._moving(inner, size - across))
             return latency + moving, across * shared / self._capacity(link)
-        # All such groups share the cards of a node; each member carries a part of the bytes.
+        # The groups of all ranks share the network cards of a node. Each member of a group carries
+        # a part of the group's bytes.
         moving = max(self._moving(link, size) * shared / members, inner_us if members > 1 else 0.0)
         return latency * _longer(link, ranks) + moving, moving
 
@@ -217,26 +219,8 @@ class Costs:
     def _capacity(self, link: Link) -> float:
         return max(self.rate(link.capacity_gbps), self.rate(link.collective_bandwidth_gbps)) * 1e3
 
-    def sum_of_columns(self, size: int) -> PricedMessage:
-        """Price the all-reduce of columns, which sends each of ``size`` bytes about twice."""
-        grid = self.lockstep.grid
-        ranks = grid.workers // grid.heads
-        members = max(1, min(ranks, self.cluster.gpus_per_node // grid.heads))
-        us, busy = self.collective(False, ranks, members, int(2 * (ranks - 1) / ranks * size))
-        crosses = members < ranks
-        share = self.burden(self.cluster.link(outer=crosses).gpu_share)
-        return collective_of_all(
-            "columns",
-            grid.workers,
-            grid.heads,
-            (us - busy, busy),
-            share,
-            crosses=crosses,
-            size=size,
-        )
-
     def host(self, what: str) -> float:
-        """Return the host's microseconds to launch ``begin``, ``step`` or ``moves``."""
+        """Return the microseconds that the host spends on launches; see `Prices.dispatch`."""
         name = f"{'sparse' if self.sparse else 'dense'} step" if what == "step" else what
         return LAUNCHES[name] * self.burden(self.cluster.gpu.launch_us)
 
@@ -257,12 +241,15 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """Return a ring's latency with ``ranks`` / the latency with the measured ranks, at least 1."""
+    """Return how many times longer a ring's latency is than with the measured number of ranks.
+
+    The result is at least 1.
+    """
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
 class LayerPrices(Prices):
-    """Prices of the work of one layer in one pass."""
+    """Prices of one layer's operations in one pass."""
 
     def __init__(
         self,
@@ -271,7 +258,10 @@ class LayerPrices(Prices):
         direction: str,
         masked: Mapping[str, StepWork] | None = None,
     ) -> None:
-        """masked: work without an index, for kernels that do not skip what an index leaves out."""
+        """Price the kernel calls of all steps.
+
+        masked: the work without an index. Kernels that do not skip pairs compute this work.
+        """
         self.costs, self.direction = costs, direction
         self._copies: dict[Size, float] = {}
         counted = BACKWARD if direction == BACKWARD else FORWARD
@@ -281,7 +271,7 @@ class LayerPrices(Prices):
         per_pair = FLOP_PER_PAIR[counted] * costs.head_dim
         of_columns: IntArray | int = 0 if self.counts.of_columns is None else self.counts.of_columns
         pairs = self.counts.pairs
-        # Gathered columns have their own call; the other calls then have slashes only.
+        # Gathered columns have a call of their own. The calls of the steps then have slashes only.
         whole = kernels.whole[counted]
         without = self.columns or (whole.form == SPARSE and not np.any(of_columns))
         curve = kernels.part(counted, DIAGONALS) if without else whole
@@ -303,7 +293,9 @@ class LayerPrices(Prices):
         return self.counts.pairs[:, step], self.counts.blocks[:, step]
 
     def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
-        return self.costs.message(move, self.costs.bytes_of(post.sends))
+        # An all-reduce sends more bytes than its payload, which is what a profile records.
+        recorded = self.costs.bytes_of(post.payload) if move.first.kind == SUM else None
+        return self.costs.message(move, self.costs.bytes_of(post.sends), recorded)
 
     def copy(self, op: Copy) -> float:
         if op.moves not in self._copies:
@@ -318,6 +310,3 @@ class LayerPrices(Prices):
 
     def column_times(self) -> tuple[FloatArray, IntArray, IntArray]:
         return self._columns, self.counts.columns, self.counts.column_pairs
-
-    def column_sum(self, post: Post) -> PricedMessage:
-        return self.costs.sum_of_columns(self.costs.bytes_of(post.payload))

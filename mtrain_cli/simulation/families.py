@@ -1,7 +1,8 @@
 """Draw synthetic indices, for predictions without a recorded index.
 
-Real indices depend on model, data and training step. A prediction from a family shows only how a
-layout handles such an index. For real numbers, record an index with `mtrain profile imbalance`.
+Real indices depend on model, data and training step. A prediction from a synthetic index only shows
+how a layout handles indices of its kind. For the numbers of a real training, record an index with
+`mtrain profile imbalance`.
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ import torch
 from mtrain_cli.attention.index import VerticalSlash
 
 _RUN = 16  # slashes in a run
-_NEAR = 0.25  # `clustered`: share of the slashes next to the main diagonal
-# `drifting`: largest move of a run from one layer or step to the next, as a share of the sequence.
+_NEAR = 0.25  # in `clustered`, share of the slashes that lie next to the main diagonal
+# In `drifting`, the most that a run moves from one layer or training step to the next, as a share
+# of the sequence.
 _DRIFT = 1 / 64
 
 
 @dataclass(frozen=True)
 class IndexFamily:
-    """A family of indices. Every head of every layer draws its own columns and slashes.
+    """A kind of synthetic index. Every head of every layer draws its own columns and slashes.
 
-    In `drifting`, all layers of a head have the same runs, which move from layer to layer.
+    `drifting` is an exception: a head has the same runs of slashes in all layers, and they move
+    from layer to layer.
 
     name: one of `FAMILIES`.
-    density: share of the causal block pairs on slashes.
-    columns: single columns per head, anywhere.
+    density: share of the causal block pairs that lie on slashes, 0 to 1.
+    columns: number of single columns per head, drawn from all positions.
     block: tokens per block.
-    step: training step; `drifting` runs move as far in a step as in a layer.
-    fewest, most: bounds on the slashes per head, whatever the density; most=0: no bound.
+    seed: seed of the drawings.
+    step: training step. Runs of `drifting` move as far in one step as in one layer.
+    fewest, most: bounds on the number of slashes per head, whatever the density. most=0 means no
+        upper bound.
     """
 
     name: str
@@ -64,7 +69,7 @@ class IndexFamily:
             area_wanted = self.density * area.sum()
             order = _FAMILIES[self.name][0](lines, blocks, area_wanted, layer + self.step)
             order = np.concatenate([[0], order[order > 0]])
-            # The slash that crosses the budget is included.
+            # The slash that reaches the wanted area is included.
             number = int(np.searchsorted(np.cumsum(area[order]), area_wanted)) + 1
             on[0, head, order[: min(max(number, self.fewest), self.most or blocks)]] = True
             columns[0, head] = np.sort(
@@ -73,7 +78,8 @@ class IndexFamily:
         return VerticalSlash(self.block, blocks, torch.from_numpy(on), torch.from_numpy(columns))
 
 
-# (generator, blocks, wanted area in blocks, layer plus step) -> diagonals in the order of choice
+# (random generator, number of blocks, wanted area in block pairs, layer plus training step) ->
+# the numbers of the diagonals, in the order in which a head chooses them
 Order = Callable[[np.random.Generator, int, float, int], np.ndarray]
 
 
@@ -96,7 +102,7 @@ def _drifting(rng, blocks: int, wanted: float, time: int) -> np.ndarray:  # noqa
     start = rng.permutation(-(-blocks // _RUN)) * _RUN
     speed = rng.uniform(-_DRIFT, _DRIFT, len(start)) * blocks
     moved = np.floor(start + speed * time).astype(np.int64)[:, None] + np.arange(_RUN)
-    # Runs may overlap; diagonals in no run come last.
+    # Runs may overlap. Diagonals that are in no run come last.
     return _first_of_each(np.concatenate([moved.ravel() % blocks, np.arange(blocks)]))
 
 
@@ -107,9 +113,12 @@ def _first_of_each(order: np.ndarray) -> np.ndarray:
 
 _DRIFTING = "drifting"
 _FAMILIES: dict[str, tuple[Order, str]] = {
-    "local": (_local, "slashes of the recent past"),
-    "clustered": (_clustered, f"a quarter of the slashes nearest, the others in runs of {_RUN}"),
-    "uniform": (_uniform, "slashes anywhere with equal chance"),
+    "local": (_local, "the slashes nearest to the main diagonal"),
+    "clustered": (
+        _clustered,
+        f"a quarter of the slashes next to the main diagonal, the others in runs of {_RUN}",
+    ),
+    "uniform": (_uniform, "slashes drawn from all diagonals with equal chance"),
     _DRIFTING: (
         _drifting,
         f"runs of {_RUN} slashes, each moving by up to 1/{round(1 / _DRIFT)} of the sequence "

@@ -1,7 +1,7 @@
-"""Fit latency and bandwidth of links, with bounds, to measured messages; describe a cluster.
+"""Fit latency and bandwidth of links to measured messages, and describe the measured cluster.
 
-This inverts `simulation.costs`. A message takes ``latency + bytes / bandwidth``, and so does a
-collective, with the bytes that a rank receives.
+The model is that of `simulation.costs`: a message or a collective takes
+``latency + bytes / bandwidth``. For a collective, these are the bytes that one rank receives.
 """
 
 from __future__ import annotations
@@ -15,27 +15,32 @@ import numpy as np
 from mtrain_cli.simulation.cluster import CUDA
 
 INNER, OUTER = "inner", "outer"
-# Operations: a hop of one ring; hops of all rings between nodes at once; two rings at once;
-# collectives.
+# Measured operations:
+# - HOP: a hop of one ring.
+# - HOPS_AT_ONCE: a hop of all rings between nodes at the same time.
+# - TWO_HOPS: a hop of two rings at the same time.
+# - GATHER, SCATTER, ALL_TO_ALL: collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
 GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
 ONE_BY_ONE = (HOP,)
-COLLECTIVES = (GATHER, SCATTER)  # the constants of collectives are fitted to these
+COLLECTIVES = (GATHER, SCATTER)  # the constants of all collectives are fitted to these two
 _ROUNDS = 50
-_NEGLIGIBLE = 0.01  # smaller relative residuals are noise and all get the same weight
-_LARGE = 1 << 20  # bytes; bandwidth dominates larger messages
+_NEGLIGIBLE = 0.01  # relative residuals below this are noise and get the same weight
+_LARGE = 1 << 20  # bytes from which on bandwidth dominates a message's time
 
 
 @dataclass(frozen=True)
 class LinkTime:
-    """One operation at one size on one class of links.
+    """The measured time of one operation at one size on one class of links.
 
+    link: `INNER` or `OUTER`.
     what: the operation, such as `HOP`.
-    size: bytes that a rank sends, and receives.
-    ranks: number of ranks in one operation.
-    us: microseconds of the slowest rank, median over repeats; low, high: 10th and 90th percentile.
-    loaded_us: median microseconds during a computation; None if not measured.
-    slowdown: time of that computation with / without messages; None if not measured.
+    size: bytes that each rank sends. It receives the same number.
+    ranks: number of ranks that take part.
+    us: microseconds of the slowest rank, median over repeats.
+    low, high: the 10th and the 90th percentile of these microseconds.
+    loaded_us: median microseconds while a matrix product runs; None if not measured.
+    slowdown: time of this matrix product with messages / without; None if not measured.
     """
 
     link: str
@@ -55,11 +60,13 @@ class LinkTime:
 
 @dataclass(frozen=True)
 class LinkFit:
-    """Fitted ``us = latency_us + size / bandwidth``.
+    """The constants of ``us = latency_us + size / bandwidth``, fitted to measurements.
 
-    error, worst: mean and largest relative error of the points.
-    latency, bandwidth: bounds that cover all measurements, including repeats and loaded messages.
-        Small messages bound the latency, large messages the bandwidth (GB/s).
+    gbps: bandwidth in GB/s.
+    error, worst: mean and largest relative error of the fit.
+    latency, bandwidth: bounds of the constants, in microseconds and GB/s. They cover all
+        measurements, including repeats and messages during a computation. Small messages bound the
+        latency, large messages the bandwidth.
     points: number of measurements.
     """
 
@@ -76,9 +83,9 @@ class LinkFit:
 
 
 def fit_link(times: Sequence[LinkTime]) -> LinkFit:
-    """Minimise absolute relative errors by iteratively reweighted least squares.
+    """Fit latency and bandwidth, neither of them negative.
 
-    Neither latency nor bandwidth is negative.
+    Minimise the sum of absolute relative errors by iteratively reweighted least squares.
 
     Raises:
         ValueError: fewer than two sizes.
@@ -120,8 +127,8 @@ def fit_link(times: Sequence[LinkTime]) -> LinkFit:
 def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Solve table @ [latency, microseconds per byte] = 1 by weighted least squares.
 
-    A negative latency becomes 0. If large messages are not slower than small ones, bandwidth
-    explains all of the largest message's time.
+    A negative latency becomes 0. If large messages are not slower than small ones, latency becomes
+    0 and bandwidth explains the whole time of the largest message.
     """
     root = np.sqrt(weights)
     constants = np.linalg.lstsq(table * root[:, None], root, rcond=None)[0]
@@ -135,13 +142,15 @@ def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """Measurements of a machine other than links.
+    """What was measured of a machine, except its links.
 
-    gpu: the device's name; device: ``cuda`` or ``cpu``.
-    peak_tflops, peak_source: dense peak and its source.
-    matmul_tflops: rate of a large matrix product.
-    copy_gbps, added_gbps: bandwidth of a copy and of an addition, reads plus writes.
-    launch_us: host microseconds of one small operation, 10th, 50th and 90th percentile.
+    gpu: name of the device.
+    peak_tflops, peak_source: dense peak in 1e12 FLOP/s, and the source of this number.
+    matmul_tflops: rate of a large matrix product in 1e12 FLOP/s.
+    memory_gib: memory of the device.
+    copy_gbps, added_gbps: bandwidth of a copy and of an addition, reads plus writes, in GB/s.
+    launch_us: microseconds of the host for one small operation: 10th, 50th and 90th percentile.
+    device: ``cuda`` or ``cpu``.
     """
 
     gpu: str
@@ -156,7 +165,7 @@ class MeasuredMachine:
 
 
 def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """Fit each operation of each link class, and ``collectives`` to both of `COLLECTIVES`."""
+    """Fit each operation of each link class. The key ``collectives`` fits `COLLECTIVES`."""
     by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
         link_times = [t for t in times if t.link == link]
@@ -167,7 +176,7 @@ def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
 
 
 def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float]:
-    """Return the lowest, median and highest share of computing power that messages take."""
+    """Return the lowest, median and highest share of computing power lost to messages, 0 to 1."""
     known = [(t, t.slowdown) for t in times if t.link == link and t.slowdown is not None]
     large = [(t, slowdown) for t, slowdown in known if t.what == HOP and t.size >= _LARGE]
     shares = [min(max(1 - 1 / slowdown, 0.0), 0.95) for _, slowdown in large or known]
@@ -177,9 +186,11 @@ def slowdowns(times: Sequence[LinkTime], link: str) -> tuple[float, float, float
 
 
 def gpus_per_card(per_node: int, alone: LinkFit, at_once: LinkFit) -> tuple[int, float]:
-    """Return how many GPUs share a network card, and the slowdown if all rings run at once.
+    """Return how many GPUs share a network card, and how much all rings at once slow a hop down.
 
-    The number is the divisor of a node's GPUs that is closest to the slowdown.
+    The number of GPUs is the divisor of ``per_node`` that is closest to the slowdown.
+
+    alone, at_once: fits of hops of one ring, and of all rings at the same time.
     """
     slower = alone.gbps / at_once.gbps
     divisors = [n for n in range(1, per_node + 1) if per_node % n == 0]
@@ -199,14 +210,14 @@ def cluster_document(
     """Make a cluster file (`cluster.load_cluster`) from measurements.
 
     Args:
-        nodes, per_node: size of the cluster, which may have more GPUs than were measured.
-        measured_ranks: number of measured ranks.
-        virtual: whether nodes are parts of one host.
+        nodes, per_node: size of the cluster. It may have more GPUs than were measured.
+        measured_ranks: number of ranks that took part in the measurement.
+        virtual: whether the nodes of the measurement were parts of one host.
     """
     fitted = fit_links(times)
     classes = [link for link in (INNER, OUTER) if link in fitted]
     links = {link: _link(link, fitted[link], times, measured_ranks, virtual) for link in classes}
-    if INNER not in links:  # one GPU a node
+    if INNER not in links:  # one GPU per node
         links[INNER] = {**links[OUTER]}
         links[INNER].pop("shared_by", None)
     if OUTER in links and per_node > 1 and HOPS_AT_ONCE in fitted[OUTER]:

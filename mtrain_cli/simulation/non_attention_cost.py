@@ -1,11 +1,8 @@
-"""Count a rank's work except attention: FLOP of matrix products, bytes of other kernels.
+"""Count a rank's work except attention: FLOP of matrix products, and bytes of other kernels.
 
-Symbols: T tokens of a rank and micro-batch with padding, C hidden size, A heads * head_dim,
-K kv_heads * head_dim, I intermediate size, V vocabulary, P_l weights of a layer, P_r other weights,
-W workers, e bytes of the compute dtype, r bytes of the gradient reduction dtype, n micro-batches of
-a step. FLOP are those of `training.flops`. Bytes are reads and writes of element-wise kernels. They
-follow `model.decoder`, `model.loss` and FSDP2's copies line by line, with norms, rotation and gates
-fused as by ``torch.compile``.
+FLOP are those of `training.flops`. Bytes are what element-wise kernels read and write. They follow
+`model.decoder`, `model.loss` and FSDP2's copies line by line. Norms, rotary embedding and gates
+count as the fused kernels that ``torch.compile`` makes of them.
 """
 
 from __future__ import annotations
@@ -29,23 +26,31 @@ _LAUNCHES_SOURCE = (
     "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward"
 )
 LAUNCHES = Constant(16, "guess", _LAUNCHES_SOURCE, 8, 40)
-# Float32 bytes per logit (`model.loss`): write, maximum, sum, gradient read and written. The
-# gradient is also written in the compute dtype.
+# Bytes per float32 logit (`model.loss`): 4 each to write it, to read it for the maximum, to read it
+# for the sum, and to read and write its gradient. A copy of the gradient in the compute dtype is
+# counted separately.
 _LOGITS = 20
-_LOGITS_AGAIN = 12  # of these, in a pass that only forms the loss
+_LOGITS_AGAIN = 12  # the part of these bytes that a pass needs that only computes the loss
 _TILE_LAUNCHES = 6, 18  # kernels per tile of the MLP, forward and backward (`model.feed_forward`)
 DEVICE_ROWS = 4096  # with fewer rows, a layer on an H200 is launch-bound
-# Bounds in a run for parts measured on such a GPU: GPUs differ, and clocks drop under load.
+# Factors that bound, in a run, a time that was measured on such a GPU: GPUs of one model differ,
+# and clocks drop under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
-# The same if the measured layer has another size.
+# The factors if a layer of another size was measured.
 BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
-# Float32 bytes per number of a shard: parameter and two states read and written, gradient read.
+# Float32 bytes that AdamW moves per number of a shard: it reads and writes the parameter and two
+# states, and reads the gradient.
 _ADAMW = 28
 
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """flop: of matrix products. moved: bytes of element-wise kernels. launches: by the host."""
+    """The work of one part of a step.
+
+    flop: FLOP of matrix products.
+    moved: bytes that element-wise kernels read and write.
+    launches: number of kernels that the host launches.
+    """
 
     flop: float = 0.0
     moved: float = 0.0
@@ -59,10 +64,10 @@ class ComputeCost:
 
 @dataclass(frozen=True)
 class MicroBatchRound:
-    """Micro-batches with the same communication.
+    """Micro-batches of a step that communicate alike.
 
-    times: number per step.
-    forward, backward: whether weights are gathered in the pass.
+    times: number of these micro-batches in a step.
+    forward, backward: whether the pass gathers weights.
     reduced: whether gradients are reduce-scattered.
     """
 
@@ -73,7 +78,10 @@ class MicroBatchRound:
 
 
 def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
-    """Return the micro-batches of a step under ``train.shard`` (`fsdp.begin_micro_batch`)."""
+    """Group the micro-batches of a step by what ``train.shard`` makes them communicate.
+
+    `fsdp.begin_micro_batch` does the same in a run.
+    """
     if shard == "full":
         return [MicroBatchRound(micro_batches, True, True, True)]
     each = shard == "gradients"
@@ -92,11 +100,13 @@ class HostTraffic:
     """Bytes that one rank exchanges with its host.
 
     layers: number of layers that offload activations.
-    kept: activations per such layer, one way.
-    down, up: gradients and weights per step; 0 if the optimizer runs on the GPU.
-    stepped: reads and writes of AdamW in host memory.
-    unit: first gradients and last weights, whose transfer overlaps with no optimizer work.
-    leave: whether gradients leave during the backward pass.
+    kept: bytes of activations per such layer, in one direction.
+    down, up: bytes of gradients to the host and of weights to the GPU per step. 0 if the optimizer
+        runs on the GPU.
+    stepped: bytes that AdamW reads and writes in host memory.
+    unit: bytes of the first gradients and the last weights, whose transfer overlaps with no
+        optimizer work.
+    leave: whether gradients go to the host during the backward pass.
     """
 
     layers: int
@@ -110,18 +120,20 @@ class HostTraffic:
 
 @dataclass(frozen=True)
 class NonAttentionCost:
-    """Costs of one rank.
+    """The work of one rank, by part of a step.
 
-    forward, recomputed, backward: per layer and micro-batch.
-    loss: per micro-batch: LM head and loss in both directions, embedding and last norm.
-    gathered, reduced: copies to gather a layer's weights, and to reduce-scatter its gradients.
-    root_gathered, root_reduced: the same for weights outside the layers.
-    added: accumulation of unsharded gradients.
-    optimizer: per step: gradient norm, clipping and AdamW.
-    host: traffic with the host.
+    forward, recomputed, backward: work of a layer per micro-batch.
+    loss: work per micro-batch of the LM head and the loss in both directions, the embedding and the
+        last norm.
+    gathered: copies around the all-gather of a layer's weights.
+    reduced: copies around the reduce-scatter of a layer's gradients.
+    root_gathered, root_reduced: these copies for the weights outside the layers.
+    added: accumulation of a layer's unsharded gradients.
+    optimizer: work per step of gradient norm, clipping and AdamW.
+    host: bytes exchanged with the host.
     gather, reduce, root_gather, root_reduce: bytes that a rank receives in these collectives.
-    tokens: per micro-batch.
-    rows: per tile of the MLP.
+    tokens: number of tokens in a micro-batch, with padding.
+    rows: number of tokens in a tile of the MLP.
     """
 
     forward: ComputeCost
@@ -143,10 +155,10 @@ class NonAttentionCost:
     rows: int
 
     def size(self, part: str) -> int:
-        """Return the size of the measurement that applies to a part.
+        """Return the number of tokens at which a measurement of a part applies.
 
-        For a tiled layer it is the rows of a tile, unless they are launch-bound: launches delay a
-        layer once, not once per tile.
+        For a tiled layer, this is the number of rows in a tile. If a tile is launch-bound, it is
+        `DEVICE_ROWS`, because launches delay a layer once and not once per tile.
         """
         if part == LOSS or self.rows == self.tokens:
             return self.tokens
@@ -208,9 +220,11 @@ class NonAttentionCost:
             ),
             loss=ComputeCost(
                 (8.0 if logits_again else 6.0) * head * tokens,
-                # Logits. The LM head's float32 gradient, read and written by every chunk and cast
-                # once. The embedding in both directions; if tied, its gradient is added to that of
-                # the head. The last norm.
+                # - The logits.
+                # - The LM head's float32 gradient: every chunk reads and writes it.
+                # - One cast of this gradient.
+                # - The embedding in both directions, and the last norm. If the embedding is tied,
+                #   its gradient is added to that of the LM head.
                 (_LOGITS + e + (_LOGITS_AGAIN if logits_again else 0)) * logits
                 + 8 * head * chunks
                 + (4 + e) * head
@@ -243,7 +257,12 @@ class NonAttentionCost:
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Microseconds of matrix products, element-wise kernels, and launch overhead neither hides."""
+    """Microseconds of work, which add up to `us`.
+
+    matrices: matrix products.
+    elements: element-wise kernels.
+    host: launch overhead that does not overlap with these kernels.
+    """
 
     matrices: float
     elements: float
@@ -255,7 +274,7 @@ class ExpectedTime:
 
 
 def expected_us(flop: float, moved: float, gpu: Gpu) -> float:
-    """Return the microseconds of work by the cluster's constants."""
+    """Return the microseconds that the expected constants of a GPU give for this work."""
     return flop / (gpu.gemm_tflops.value * 1e6) + moved / (gpu.hbm_gbps.value * 1e3)
 
 
@@ -264,8 +283,8 @@ def longer_than_expected(
 ) -> dict[str, float]:
     """Return measured / expected time of each part of `profiling.non_attention_benchmark`.
 
-    Expected times use the cluster's constants. The factors include the bound of ``costs``. Parts
-    that were not measured on such a GPU in this dtype are missing.
+    The expected time is `expected_us`. The factors include the bound of ``costs``. A part that was
+    not measured on such a GPU in this dtype is missing.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
@@ -287,7 +306,10 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """Price work. longer: its factor from `longer_than_expected`, None if not measured."""
+    """Return the time of work.
+
+    longer: measured / expected time from `longer_than_expected`; None if not measured.
+    """
     gpu = costs.cluster.gpu
     if longer is None:
         matrices = work.flop / (costs.rate(gpu.gemm_tflops) * 1e6)

@@ -5,9 +5,10 @@ backward, the previous layer's gradients are reduce-scattered after that gather.
 equal, so a layer takes the maximum of computation and communication. The first gather and the last
 reduce-scatter are exposed.
 
-Micro-batches communicate as ``train.shard`` requires. Partly recomputed attention takes its share
-of a forward pass, but sends all messages. Offloaded activations overlap with one layer each way. An
-optimizer on the host takes the maximum of its memory traffic, gradients down and weights up.
+Micro-batches communicate as ``train.shard`` requires. If a part of attention is recomputed, it
+takes that part of a forward pass's time, but sends all messages. The transfers of offloaded
+activations overlap with one layer in each direction. An optimizer on the host takes the maximum of
+its memory traffic, gradients to the host, and weights to the GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
@@ -34,13 +36,15 @@ from mtrain_cli.training.flops import (
     causal_pairs,
     flops_per_token,
     recomputed_pair_share,
-    recomputes_attention,
 )
 from mtrain_cli.training.run_plan import RunPlan
 
 DAY, HOUR = 86400.0, 3600.0
-# In display order. late: waiting for slower workers in attention; links: waiting for KV and its
-# gradients; offload: waiting for activations to or from the host.
+# The parts of a step, in display order. Those that only wait:
+# - late: for slower workers, in attention.
+# - links: for keys, values and their gradients.
+# - weights: for gathered weights and scattered gradients.
+# - offload: for activations to or from the host.
 PARTS = (
     *("attention", "index", "merge and copies", "late", "links"),
     *("matrices", "recomputed", "element-wise", "loss", "weights", "optimizer", "offload", "host"),
@@ -49,15 +53,15 @@ PARTS = (
 
 @dataclass(frozen=True)
 class PredictedStep:
-    """One optimizer step.
+    """The prediction of one optimizer step.
 
     seconds: wall-clock time, with bounds.
-    parts: seconds by `PARTS`, which add up to the expected time. ``weights`` is the exposed time of
-        weight gathers and gradient scatters.
-    hidden: overlapped seconds of these collectives.
-    mfu, hfu: shares of the peak by the model's FLOP and by executed FLOP, as in training. In a
-        sparse step mfu counts the pairs of dense attention.
-    flop: executed by one worker.
+    parts: seconds by `PARTS`. They add up to the expected time.
+    hidden: seconds in which weight gathers and gradient scatters overlap with computation.
+    mfu: share of the peak FLOP/s that the model's FLOP reach. In a sparse step it counts the pairs
+        of dense attention.
+    hfu: share of the peak FLOP/s that the executed FLOP reach.
+    flop: FLOP that one worker executes.
     sent: bytes of weights and gradients that reach one worker.
     over_host: bytes between one worker and its host.
     """
@@ -108,10 +112,10 @@ class PredictedStep:
 
 @dataclass(frozen=True)
 class WeightTransfer:
-    """A collective.
+    """A collective that moves weights or gradients.
 
-    us: microseconds without other messages.
-    busy: microseconds for which the link is full.
+    us: microseconds if there are no other messages.
+    busy: microseconds for which it occupies the link.
     outer: whether it crosses nodes.
     size: bytes that each rank receives.
     """
@@ -125,11 +129,15 @@ class WeightTransfer:
 def overlapped_us(
     transfers: Sequence[WeightTransfer], computing: float, carried: tuple[float, float], bound: str
 ) -> float:
-    """Return the microseconds of successive collectives that overlap with computation.
+    """Return the microseconds of successive collectives that run during a computation.
 
-    During the computation, attention's messages fill the links for ``carried`` microseconds. The
-    collectives get the rest of the link, and then the whole link. The low bound assumes that the
-    collectives never meet attention's messages.
+    Attention's messages share the links with them. During the computation, the collectives get the
+    rest of the link, and after it the whole link. The low bound assumes that the collectives never
+    meet attention's messages.
+
+    Args:
+        computing: microseconds of the computation.
+        carried: microseconds for which attention's messages occupy the (inner, outer) link.
     """
     alone, busy = sum(t.us for t in transfers), sum(t.busy for t in transfers)
     if not alone or not computing or bound == LOW:
@@ -147,7 +155,13 @@ def predict_step(
     *,
     bounds: bool = True,
 ) -> PredictedStep:
-    """Predict a step. attention: one layer of this plan, with recomputation if the plan has it."""
+    """Predict a step.
+
+    Args:
+        attention: prediction of one layer of this plan, with the pass `RECOMPUTE` if the plan
+            recomputes attention.
+        bounds: also predict the best and the worst case.
+    """
     slowest = max([1.0, *(conditions or Disturbances()).slow.values()])
     found = {
         bound: _StepEstimate(cluster, plan, attention, attention.costs[bound], slowest)
@@ -163,7 +177,7 @@ def predict_step(
     )
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
-    # The plan assumes causal attention; documents have fewer pairs.
+    # The plan's FLOP assume causal attention over whole sequences. Documents have fewer pairs.
     if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
@@ -205,12 +219,13 @@ class _StepEstimate:
 
     def _micro_batch(self, one: MicroBatchRound) -> None:
         non_attention, layers = self.non_attention, self.plan.config.model.num_layers
-        train, nothing = self.plan.config.train, ComputeCost()
+        nothing = ComputeCost()
         gather, reduce = self._transfer(non_attention.gather), self._transfer(non_attention.reduce)
         copied = non_attention.gathered if one.forward else nothing
         forward = self._layers([FORWARD], non_attention.forward, layers, copied=copied)
         self._weights(forward / layers, self._carried(FORWARD), [gather] * one.forward, layers - 1)
-        passes = [RECOMPUTE, BACKWARD] if recomputes_attention(train) else [BACKWARD]
+        again = self.plan.recompute is not Recompute.NOTHING
+        passes = [RECOMPUTE, BACKWARD] if again else [BACKWARD]
         copied = (
             (non_attention.gathered if one.backward else nothing)
             + (non_attention.reduced if one.reduced else nothing)
@@ -220,13 +235,14 @@ class _StepEstimate:
             passes, non_attention.backward, layers, non_attention.recomputed, copied=copied
         )
         inner, outer = (sum(self._carried(name)[i] for name in passes) for i in (0, 1))
-        # The last layer has nothing to scatter yet, the first one nothing more to gather.
+        # Backward starts with the last layer, which has no earlier gradients to scatter. The first
+        # layer has no further weights to gather.
         gathers, reduces = [gather] * one.backward, [reduce] * one.reduced
         if layers > 1:
             for transfers, times in ((gathers, 1), (gathers + reduces, layers - 2), (reduces, 1)):
                 self._weights(backward / layers, (inner, outer), transfers, times)
-        # These overlap with nothing: weights outside the layers, of the first layer in forward and
-        # of the last layer in backward; the last gradients.
+        # These collectives overlap with nothing: the weights outside the layers, the first weights
+        # of each pass, and the last gradients.
         alone = (
             [self._transfer(non_attention.root_gather), gather] * one.forward
             + gathers
@@ -241,7 +257,10 @@ class _StepEstimate:
         self._activations(forward / layers, backward / layers)
 
     def _activations(self, forward: float, backward: float) -> None:
-        """Add waits for offloaded activations. forward, backward: microseconds of a layer."""
+        """Add the waits for offloaded activations.
+
+        forward, backward: microseconds that a layer computes in each pass.
+        """
         host = self.non_attention.host
         us = host.kept / self._host_link
         waiting = max(0.0, us - forward) + max(0.0, us - backward)
@@ -250,15 +269,15 @@ class _StepEstimate:
 
     @property
     def _host_link(self) -> float:
-        """Bandwidth to the host in bytes per microsecond, one direction."""
+        """Bandwidth between GPU and host in one direction, in bytes per microsecond."""
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
         """Return the microseconds of an optimizer on the host.
 
-        Gradients arrive and weights leave while the optimizer steps another unit. The first
-        gradients and the last weights overlap with nothing. Gradients that leave the GPU during
-        backward overlap with the last backward pass.
+        Gradients arrive and weights leave while the optimizer updates other weights. The first
+        gradients and the last weights overlap with nothing. If gradients leave the GPU during
+        backward, their transfer overlaps with the last backward pass.
         """
         host = self.non_attention.host
         self.over_host += host.down + host.up
@@ -289,7 +308,13 @@ class _StepEstimate:
         *,
         copied: ComputeCost,
     ) -> float:
-        """Add the computation of all layers. Return its microseconds per micro-batch."""
+        """Add the computation of all layers. Return its microseconds per micro-batch.
+
+        Args:
+            passes: the passes of attention.
+            work, again: other work of a layer, and the recomputed part of it.
+            copied: copies of weights and gradients.
+        """
         before = sum(self.us.values())
         for name in passes:
             self._attention(name, layers)
@@ -315,7 +340,7 @@ class _StepEstimate:
         # Workers that end a pass early wait for the others, at the latest when weights are
         # gathered.
         late = max(0.0, found.duration.value - sum(of_all.values()))
-        # With less recomputed attention, fewer messages overlap.
+        # If less attention is recomputed, less communication overlaps with it.
         freed = (1.0 - share) * of_all["attention"]
         computing = sum(of_all.values()) - exposed - freed
         links = max(exposed, min(exposed + freed, max(found.carried) - computing))
@@ -338,7 +363,15 @@ class _StepEstimate:
     def _add(
         self, work: ComputeCost, times: int, matrices: str, elements: str, part: str | None = None
     ) -> None:
-        """Add work. part: its name in `profiling.non_attention_benchmark`, None if not there."""
+        """Add work to the parts of a step.
+
+        Args:
+            times: how often a micro-batch does this work.
+            matrices, elements: the parts that get the time of matrix products and of element-wise
+                kernels.
+            part: name of the work in `profiling.non_attention_benchmark`; None if the benchmark
+                does not measure it.
+        """
         spent = priced(work, self.costs, None if part is None else self.longer.get(part))
         times *= self.times
         self.flop += work.flop * times
@@ -361,7 +394,12 @@ class _StepEstimate:
         transfers: Sequence[WeightTransfer],
         times: int,
     ) -> None:
-        """Add the exposed time of ``times`` layers' weights, each overlapped with one layer."""
+        """Add the exposed time of collectives that run while one layer computes, ``times`` times.
+
+        Args:
+            computing: microseconds for which the layer computes.
+            carried: see `overlapped_us`.
+        """
         if not times or not transfers:
             return
         times *= self.times

@@ -1,8 +1,8 @@
-"""Predict attention on a cluster: count the work, price it, simulate it, report it like a profile.
+"""Predict attention on a cluster: count the work, price it, simulate it, summarise it.
 
-A prediction covers each layer's attention, index estimate and messages, as `mtrain profile
-imbalance --attention-only` measures them: all ranks begin a pass together. `predicted_step` adds
-the rest of a training step.
+A prediction covers the attention, the index estimates and the messages of each layer. All ranks
+begin a pass at the same time, as in `mtrain profile imbalance --attention-only`. `predicted_step`
+adds the rest of a training step.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.records.imbalance import Imbalance, degrees
 from mtrain_cli.records.index_file import RecordedSetup
@@ -57,13 +58,14 @@ _SM90 = ("H100", "H200", "H800", "GH200", "H20")
 class AttentionWorkload:
     """The attention to predict.
 
-    made: shapes.
+    made: shapes, as an index file records them.
     masks: one per sequence.
-    layers: layer numbers.
-    index: makes the index of a layer on demand; None for dense attention.
+    layers: numbers of the layers to predict.
+    index: returns the index of a layer, or None for dense attention.
     pattern: name of the indices.
     columns: see `what_if.make_case`.
     estimated: whether the time includes estimating indices.
+    model: name of the model, for files.
     """
 
     made: RecordedSetup
@@ -78,7 +80,7 @@ class AttentionWorkload:
 
 @dataclass(frozen=True)
 class BoundedTime:
-    """A predicted value, with its best and worst case under the constants' bounds."""
+    """A predicted value, and its bounds if all constants are at their best or at their worst."""
 
     low: float
     value: float
@@ -86,22 +88,22 @@ class BoundedTime:
 
     @staticmethod
     def around(value: float, low: float | None = None, high: float | None = None) -> BoundedTime:
-        """Make a value with bounds. The value replaces a bound on its wrong side."""
+        """Make a bounded value. A bound that is missing or on the wrong side becomes the value."""
         least, most = (value if bound is None else bound for bound in (low, high))
         return BoundedTime(min(least, value), value, max(most, value))
 
 
 @dataclass(frozen=True)
 class PredictedPass:
-    """One pass, in ms, mean over layers.
+    """One pass of a layer. Times are in ms, averaged over layers.
 
-    duration: of a layer on the slowest worker.
-    time, work: imbalance degrees.
+    duration: time of the slowest worker.
+    time, work: imbalance degrees of attention time and of pairs.
     computed: share of attention in the time of a pass (`records.analysis.Ratios.total`).
-    late: waits for slower workers, mean over workers.
+    late: time waiting for slower workers, mean over workers.
     exposed: exposed communication by link, mean over workers.
     spent: time by kind (`recording.COMPUTING`), mean over workers.
-    carried: (inner, outer) time for which the busiest rank's links are full.
+    carried: (inner, outer) time for which messages occupy the links of the busiest rank.
     """
 
     duration: BoundedTime
@@ -118,7 +120,11 @@ class PredictedPass:
 class Prediction:
     """The prediction of one configuration.
 
-    rows: one iteration, of dtype `record_files.ROW`, if requested.
+    exchange: label of the exchange, with the options that ``auto`` chose.
+    passes: the passes by name (`recording.FORWARD`, ...).
+    facts: the case as summary.json describes it.
+    remarks: sentences for the user.
+    rows: records of one iteration, of dtype `record_files.ROW`, if requested.
     costs: prices by bound.
     """
 
@@ -133,7 +139,7 @@ class Prediction:
 
     @property
     def duration(self) -> BoundedTime:
-        """Return the time of all passes of a layer."""
+        """Return the time of a layer: the sum over its passes, in ms."""
         of_passes = [predicted.duration for predicted in self.passes.values()]
         return BoundedTime(
             *(sum(getattr(d, name) for d in of_passes) for name in (LOW, VALUE, HIGH))
@@ -154,7 +160,7 @@ def predict(
     *,
     kernel: str | None = None,
     calibration: Calibration | None = None,
-    recompute: bool = False,
+    recompute: Recompute = Recompute.NOTHING,
     conditions: Disturbances | None = None,
     number: int = 0,
     rows: bool = False,
@@ -164,9 +170,13 @@ def predict(
     """Predict the attention of one configuration.
 
     Args:
+        recompute: the part of the forward pass that backward runs again, as a pass of its own.
+        kernel: name of the kernel; None for the default of the cluster's GPU.
+        conditions: slow ranks and jitter.
         number: number of the case in its file.
+        rows: also make records.
         bounds: also predict the best and the worst case, which takes three times as long.
-        choice: the exchange of ``setup``, if already chosen.
+        choice: the exchange of ``setup``, if already chosen; None to choose it.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -174,7 +184,7 @@ def predict(
     """
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu, first is None)
-    # Every kernel can take delta in its backward pass.
+    # Predict for kernels that take delta instead of out in backward; every kernel can.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = SpmdSchedule.of(case.schedule)
@@ -221,7 +231,7 @@ def _kernels(
     case: ReplayCase,
     calibration: Calibration | None,
 ) -> KernelCurves:
-    # Workers that only share heads compute whole sequences, whatever the layout.
+    # If the workers only share heads, each computes whole sequences, whatever the layout.
     shared = case.schedule.heads == case.setup.workers
     lists = case.setup.layout == "striped" and not shared
     form = SPARSE if index is not None else LISTS if lists else DENSE
@@ -248,7 +258,7 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """Name the measurement that prices an index estimate if its index or GPU differs."""
+    """Return a remark if index estimates are priced by those of another index or GPU."""
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
     if first is None or not problem.estimated:
         return []
@@ -266,12 +276,12 @@ def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | 
 
 
 def _measured(cluster: Cluster, first: Index) -> bool:
-    """Return whether the estimate of such an index was measured on such a GPU."""
+    """Return whether estimating this kind of index was measured on the cluster's GPU."""
     return isinstance(first, VerticalSlash) and same_device(INDEX_DEVICE, cluster.gpu.name)
 
 
 class _CasePlayer:
-    """Play the passes of one case."""
+    """Plays the passes of one case under each bound."""
 
     def __init__(
         self,
@@ -281,11 +291,13 @@ class _CasePlayer:
         lockstep: SpmdSchedule,
         kernels: KernelCurves,
         conditions: Disturbances,
-        recompute: bool,
+        recompute: Recompute,
     ) -> None:
         self.problem, self.case = problem, case
         self.lockstep, self.conditions = lockstep, conditions
-        self.directions = (FORWARD, RECOMPUTE, BACKWARD) if recompute else (FORWARD, BACKWARD)
+        self.recompute = recompute
+        again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
+        self.directions = (FORWARD, *again, BACKWARD)
         first = problem.index(problem.layers[0])
         costs = Costs(
             cluster,
@@ -297,7 +309,7 @@ class _CasePlayer:
         )
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
-        # The work of a kernel that does not skip what an index leaves out.
+        # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
         self.masked = None if all(curve.skips for curve in curves) else case.counter.count(None)
 
     @property
@@ -319,7 +331,7 @@ class _CasePlayer:
         costs = self.costs[bound]
         seq = self.case.layout.padded_seq * len(self.problem.masks)
         estimated = seq if self.problem.estimated and index is not None else 0
-        # Only the messages of columns depend on the layer.
+        # Of all sizes, only those of single columns depend on the layer.
         sizes = self.case.sizes_under(index)
         costs = replace(costs, sizes=sizes, sparse=index is not None, estimated=estimated)
         prices = LayerPrices(costs, work, direction, self.masked)
@@ -329,6 +341,8 @@ class _CasePlayer:
             # PyTorch's kernel copies out and dout; the other kernels take views.
             copies_parts=costs.kernels.whole[BACKWARD].kernel == "sdpa",
         )
+        if direction == RECOMPUTE:
+            program = program.recomputed(self.recompute)
         return play(
             actions(program, self.lockstep, prices),
             direction,
@@ -378,7 +392,10 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
 
 
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:
-    """Return imbalance degrees. As in `records.analysis`, the step degree omits columns."""
+    """Return the imbalance degrees of a table [workers, steps] and of gathered columns [workers].
+
+    As in `records.analysis`, columns count as one more step, except in the step degree.
+    """
     values = degrees(table[None])[:, 0]
     if columns.any():
         values[[0, 2, 3]] = degrees(np.column_stack([table, columns])[None])[[0, 2, 3], 0]
@@ -391,10 +408,10 @@ def _mean(layers: Sequence[Imbalance]) -> Imbalance:
 
 
 def _rows(played: Sequence[tuple[int, str, PassTimes]], head_dim: int, number: int) -> np.ndarray:
-    """Make the rows of one iteration.
+    """Make the records of one iteration.
 
-    Forward passes of all layers run first, then the other passes from the last layer to the first.
-    Each pass begins when the pass before it has ended.
+    The forward passes of all layers come first, then the other passes from the last layer to the
+    first. Each pass begins when the pass before it has ended.
     """
     first = [entry for entry in played if entry[1] == FORWARD]
     others = [
@@ -418,7 +435,7 @@ def _facts(
     kernel: str,
     works: Sequence[dict[str, StepWork]],
 ) -> dict[str, Any]:
-    """Make the case's entry in summary.json, like `profiling.measurement.MeasurementCase.facts`."""
+    """Describe the case for summary.json, like `profiling.measurement.MeasurementCase.facts`."""
     made, setup, schedule = problem.made, case.setup, case.schedule
     pairs = {
         name: np.mean([work[name].total_pairs.sum() for work in works])

@@ -1,8 +1,8 @@
 """Recommend the fastest configuration that fits: layout, exchange, context groups, recomputation.
 
-Each configuration that fits is also tried with ``train.keep_mlp`` for as many layers as memory
-allows, which leaves attention unchanged. If no kind of recomputation fits, the search tries the
-memory settings that ``train.memory=auto`` chooses.
+The search also tries each configuration that fits with ``train.keep_mlp`` for as many layers as
+memory allows. If no kind of recomputation fits, it tries the memory settings that
+``train.memory=auto`` chooses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from typing import Any
 from mtrain_cli.config.exchanges import flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation.cluster import Cluster, Constant
+from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,
     Scenario,
@@ -26,7 +28,6 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.what_if import InvalidSetup
-from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import (
     CHOICES,
@@ -40,11 +41,11 @@ from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, wi
 
 RECOMPUTATIONS = ("none", "selective", "full")
 DOES_NOT_FIT = "does not fit"
-CLOSE = 0.02  # share of a step; predictions cannot resolve a smaller difference
+CLOSE = 0.02  # predictions cannot resolve differences below this share of a step's time
 _SHOWN = 3
 _MOST_NODES = 512
-_LARGEST_GPU = 512  # GiB; sizes up to this are always tried
-# Names of the parts of a step in explanations.
+_LARGEST_GPU = 512  # if nothing fits, try GPUs of up to this many GiB, or more if needed
+# How explanations name the parts of a step.
 _WORDS = {
     "attention": "attention",
     "index": "estimating indices",
@@ -63,7 +64,11 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class RejectedSetup:
-    """A configuration that is impossible or does not fit. why: the reason, for grouping."""
+    """A configuration that is impossible or does not fit.
+
+    what: the configuration.
+    why: the reason. Tables group rejected configurations by it.
+    """
 
     what: str
     why: str
@@ -75,8 +80,8 @@ class Recommendation:
 
     ranked: configurations that fit, fastest first; the first two have bounds.
     rejected: configurations that are impossible or do not fit.
-    needed: if nothing fits, changes that would help.
-    least: if nothing fits, the plan that needs the least memory, with ``train.memory=auto``.
+    needed: if nothing fits, changes of which each would make the training fit.
+    least: if nothing fits, the plan that needs the least memory with ``train.memory=auto``.
     """
 
     ranked: tuple[PredictedScenario, ...]
@@ -90,7 +95,7 @@ class Recommendation:
 
 
 def label(plan: RunPlan) -> str:
-    """Return a configuration in a few words."""
+    """Describe a configuration in a few words."""
     dims, train = plan.dims, plan.config.train
     groups = f", {dims.dp} x {dims.cp} workers" if dims.dp > 1 else ""
     kind = "no" if train.activation_checkpoint == "none" else train.activation_checkpoint
@@ -102,7 +107,7 @@ def label(plan: RunPlan) -> str:
 
 
 def memory_settings(config: Config) -> dict[str, str]:
-    """Return memory settings, except the kind of recomputation, that differ from the default."""
+    """Return the memory settings that differ from their defaults, without the recomputation."""
     settings = {
         key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
     }
@@ -112,7 +117,11 @@ def memory_settings(config: Config) -> dict[str, str]:
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
-    """Return the sizes of context groups that fill nodes or divide them, the largest first."""
+    """Return the sizes of context groups to try, the largest first.
+
+    They divide the workers, and they are multiples or divisors of a node's workers. If the user set
+    ``topology.context_parallel``, return only this size.
+    """
     if config.topology.context_parallel != "auto":
         assert isinstance(config.topology.context_parallel, int)
         return [config.topology.context_parallel]
@@ -147,11 +156,7 @@ def recommend(
     outcomes: list[PredictedScenario] = []
     for done, plans in enumerate(found.fitting):
         progress(done, len(found.fitting))
-        full = any(recomputes_attention(plan.config.train) for plan in plans)
-        first = evaluate(cluster, scenario, plans[0], bounds=False, recompute=full)
-        outcomes.append(first)
-        for plan in plans[1:]:
-            outcomes.append(with_step(cluster, scenario, plan, first.attention, bounds=False))
+        outcomes.extend(_outcomes(cluster, scenario, plans))
     if not outcomes:
         needed = tuple(_needed(cluster, scenario, workers, layouts, exchanges))
         return Recommendation((), rejected, needed, _least(found.tight))
@@ -162,14 +167,36 @@ def recommend(
     return Recommendation((*top, *(o for o in others if o is not runner)), rejected)
 
 
+def _outcomes(
+    cluster: Cluster, scenario: Scenario, plans: Sequence[RunPlan]
+) -> Iterator[PredictedScenario]:
+    """Predict plans that differ in recomputation only, without bounds.
+
+    Plans that recompute the same part of attention share the prediction of attention. Plans that
+    recompute nothing can use any of these predictions.
+    """
+    parts = [plan.recompute for plan in plans]
+    first = next((part for part in parts if part is not Recompute.NOTHING), Recompute.NOTHING)
+    attention: dict[Recompute, Prediction] = {}
+    for plan, part in zip(plans, parts, strict=True):
+        key = first if part is Recompute.NOTHING else part
+        if key in attention:
+            yield with_step(cluster, scenario, plan, attention[key], bounds=False)
+        else:
+            found = evaluate(cluster, scenario, plan, bounds=False, recompute=key)
+            attention[key] = found.attention
+            yield found
+
+
 @dataclass(frozen=True)
 class _Candidates:
-    """Plans of all places. A place is a layout, an exchange and a context size.
+    """The plans of a search. A place is a combination of layout, exchange and context size.
 
-    fitting: for each place with plans that fit, these plans.
-    unfit: plans that do not fit.
-    tight: for each place where no plan fits, the plan that recomputes the most.
-    mistakes: errors of impossible places.
+    fitting: for each place with plans that fit in memory, these plans.
+    unfit: all plans that do not fit.
+    tight: for each place without a plan that fits, the plan that recomputes the most.
+    rejected: places that are impossible, for tables.
+    mistakes: the errors of these places.
     """
 
     fitting: list[list[RunPlan]] = field(default_factory=list)
@@ -230,10 +257,11 @@ def _too_large(plan: RunPlan) -> RejectedSetup:
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
-    """Return the combinations that differ.
+    """Return the combinations of layout and exchange, each of several equivalent ones once.
 
-    One worker exchanges nothing, and one node has no hierarchy. With ulysses alone, every worker
-    computes whole sequences, whatever the layout.
+    - One worker exchanges nothing, so all combinations are equivalent.
+    - Inside one node, a hierarchical exchange is equivalent to its flat one.
+    - With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
     """
     if context == 1:
         return [(layouts[0], exchanges[0])]
@@ -247,7 +275,7 @@ def _distinct(
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, int]:
-    """Return layout, exchange and context size. A runner-up differs in one of them."""
+    """Return layout, exchange and context size. The runner-up has another place than the best."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 
@@ -284,14 +312,14 @@ def _plans(
             context_parallel=context,
         )
 
-    # Offloading moves the activations that recomputation keeps, so it needs recomputation.
+    # Only activations that recomputation keeps can be offloaded, so offloading needs recomputation.
     away = scenario.config.train.offload_activations
     kinds = [kind for kind in recomputations if kind != "none" or not away]
     plans = [plan_with(activation_checkpoint=kind) for kind in kinds]
     yield from plans
     good = [plan for plan in plans if plan.fits]
     if good:
-        # Do not change what the user set.
+        # Do not change train.keep_mlp if the user set it.
         if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
             for plan in good:
                 if (setting := with_products(plan)) is not None:
@@ -321,7 +349,7 @@ def _needed(
     layouts: Sequence[str],
     exchanges: Sequence[str],
 ) -> Iterator[str]:
-    """Yield single changes that would make the training fit."""
+    """Yield changes of which each alone would make the training fit."""
 
     def smallest(config: Config, of: Cluster, count: int) -> RunPlan | None:
         plans = []
@@ -338,12 +366,12 @@ def _needed(
         return
 
     def on_larger(gib: int) -> RunPlan | None:
-        """Return a plan that fits GPUs of the same kind with ``gib`` of memory, or None."""
+        """Return a plan that fits if the GPUs had ``gib`` GiB of memory, or None."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
         plan = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
         return plan if plan is not None and plan.fits else None
 
-    # With more GPU memory less is offloaded, so each size needs its own search.
+    # The memory settings depend on the GPU's memory, so each size needs a search of its own.
     possible = range(
         floor(cluster.gpu.hbm_gib.value) + 1,
         max(_LARGEST_GPU, ceil(now.memory.total / GIB / USABLE)) + 1,
@@ -382,8 +410,9 @@ def _with_memory(plan: RunPlan) -> str:
 def reasons(
     best: PredictedScenario, other: PredictedScenario, words: Sequence[str] = ()
 ) -> list[str]:
-    """Explain with numbers why one step is faster than another, the largest difference first.
+    """Explain with numbers why ``best`` is faster, the largest difference first.
 
+    other: the configuration to compare with.
     words: settings as the user typed them.
     """
     mine, its = best.step, other.step

@@ -1,4 +1,4 @@
-"""Trainings on a cluster: the pairs that they compute, their plan, and the time of a step."""
+"""Predict a training on a cluster: its query-key pairs, its plan, and the time of a step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
 from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
@@ -22,23 +23,21 @@ from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, pred
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import ReplaySetup, require_enough_blocks
 from mtrain_cli.sparsity.fixed import make_pattern
-from mtrain_cli.training.flops import recomputes_attention
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
-_KEPT = 8  # layers whose indices are kept
-_LEAST_COLUMNS = 8  # least that vertical_slash allows
+_KEPT = 8  # number of layers whose indices are cached
+_LEAST_COLUMNS = 8  # the smallest number of columns that vertical_slash allows
 
 
 @dataclass(frozen=True)
 class PairSource:
-    """The pairs that a training computes.
+    """The query-key pairs that a training computes.
 
-    name: ``dense``, ``fixed`` (drawn as by the pattern of that name), or the name of an index
-        family.
+    name: ``dense``, ``fixed`` (indices drawn by the pattern ``fixed``), or an index family.
     density, columns, fewest, most: see `IndexFamily`.
-    layers: number of layers whose indices are drawn; they stand for all layers.
+    layers: number of layers whose indices are drawn. They stand for all layers.
     """
 
     name: str
@@ -49,9 +48,9 @@ class PairSource:
     most: int = 0
 
     def sparsity(self) -> list[str]:
-        """Return the settings of a training that computes about as much.
+        """Return settings with which a training computes about as many pairs.
 
-        Memory and the choice of an exchange depend on them.
+        A plan's memory and its exchange depend on these settings.
         """
         if self.name == DENSE:
             return []
@@ -84,7 +83,7 @@ class PairSource:
             _cached(self._draw(config, config.sparsity.block or stripe)),
             self.name,
             -1 if fixed is None else fixed.column_bound or 0,
-            # A layer draws its `fixed` index once, so estimates cost nothing per step.
+            # A layer draws its `fixed` index once, so no step spends time on estimating it.
             estimated=fixed is None,
             model=model.name,
         )
@@ -112,13 +111,13 @@ class PairSource:
 
 
 def _bytes(config: Config) -> int:
-    """Return the bytes per number of the dtype that `training.resolution.compute_dtype` chooses."""
+    """Return the bytes per number of the compute dtype, as in `training.resolution`."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
 
 
 def _cached(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None]:
-    """Cache the indices of a few layers, because the cases of one run share them."""
+    """Cache the indices of `_KEPT` layers, because the cases of one command share them."""
     kept: dict[int, Any] = {}
 
     def of(layer: int) -> Index | None:
@@ -166,7 +165,7 @@ class PredictedScenario:
 
     @property
     def dense(self) -> bool:
-        """Whether attention computes every pair of the mask. If not, MFU is not defined."""
+        """Whether attention computes every pair that the mask allows. If not, MFU is undefined."""
         return self.attention.facts["pattern"] == DENSE
 
     @property
@@ -178,8 +177,8 @@ class PredictedScenario:
             source = "layers and the loss as measured (profile non-attention), links and optimizer"
         remarks = [
             *self.attention.remarks,
-            f"steps: {source} by the cluster's constants; every sequence is one document; no time "
-            "for loading data and writing checkpoints",
+            f"steps: {source} by the cluster's constants; every sequence is one document; loading "
+            "data and writing checkpoints take no time",
         ]
         if pattern in FAMILIES:
             remarks.append(
@@ -199,7 +198,7 @@ class PredictedScenario:
 
 
 def capability(gpu: str) -> tuple[int, int]:
-    """Return a GPU's CUDA compute capability by its name; Ampere's if the name is unknown."""
+    """Return the CUDA compute capability of a GPU of this name; Ampere's for other names."""
     if re.search(r"\b(GB|B)[23]00\b", gpu):
         return (10, 0)
     return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)
@@ -245,7 +244,7 @@ def plan_on(
 
 
 def setup_of(plan: RunPlan) -> ReplaySetup:
-    """Return the setup of one context group of a plan."""
+    """Return the setup to replay for one context group of a plan."""
     environment = plan.environment
     return ReplaySetup(
         plan.layout.name,
@@ -263,17 +262,18 @@ def evaluate(
     number: int = 0,
     rows: bool = False,
     bounds: bool = True,
-    recompute: bool = False,
+    recompute: Recompute | None = None,
 ) -> PredictedScenario:
     """Predict a training.
 
-    recompute: also predict the recomputation of attention, even if the plan has none.
+    recompute: the part of attention whose recomputation is predicted, even if the plan recomputes
+        nothing; None for the plan's own.
 
     Raises:
         InvalidSetup: the configuration is impossible.
         ConfigError: its kernel has no times, or the index is damaged.
     """
-    recompute = recompute or recomputes_attention(plan.config.train)
+    what = plan.recompute if recompute is None else recompute
 
     def predict_group(conditions: Disturbances) -> Prediction:
         return predict(
@@ -282,7 +282,7 @@ def evaluate(
             setup_of(plan),
             kernel=plan.kernel,
             calibration=scenario.calibration,
-            recompute=recompute,
+            recompute=what,
             conditions=conditions,
             number=number,
             rows=rows,
@@ -344,7 +344,7 @@ def predict_attention_alone(
     """Predict a layer's attention without its training step.
 
     Args:
-        config: the training, whose topology and kernel apply; None if only a recording is known.
+        config: the training that sets topology and kernel; None if there is only a recording.
         per_node: workers per node; None for the cluster's number.
         kernel: replaces ``train.kernel``.
         details: arguments of `predict`.
@@ -361,7 +361,7 @@ def predict_attention_alone(
         context = given if isinstance(given, int) else workers
         check_enough_blocks(config, layout, workers, context)
         if config.topology.device == "cpu":
-            # CPU steps are not predicted. Attention takes the cluster's kernels and links.
+            # There is no plan for CPUs. The cluster's kernels and links price attention.
             if workers % context:
                 raise ConfigError(
                     f"topology.context_parallel={context}: must divide the {workers} workers"
@@ -386,7 +386,7 @@ def predict_attention_alone(
 def slowest_group(
     conditions: Disturbances, size: int, predict_group: Callable[..., Prediction]
 ) -> Prediction:
-    """Return the attention of the slowest context group, for which the other groups wait.
+    """Predict attention for the slowest context group, for which the other groups wait.
 
     All groups have the same work, but disturbances slow some GPUs.
 
@@ -417,9 +417,10 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """Predict a step of a plan, given the attention of a plan that may differ in recomputation.
+    """Predict a step of a plan from the attention of a plan that may recompute other parts.
 
-    If this plan recomputes attention, ``attention`` must have the pass ``RECOMPUTE``.
+    attention: prediction of attention. If ``plan`` recomputes attention, it must have the pass
+        ``RECOMPUTE`` for what ``plan.recompute`` says.
     """
     return PredictedScenario(
         plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
@@ -441,7 +442,7 @@ def train_line(
     cluster: Cluster, plan: RunPlan, words: Sequence[str], changes: Mapping[str, Any]
 ) -> str:
     """Return the command that starts a training. With several nodes, each node runs it."""
-    # Give the memory settings that were predicted: `auto` might choose others.
+    # State the predicted memory settings, because train.memory=auto might choose others.
     replaced = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
     kept = [word for word in words if word.partition("=")[0] not in replaced]
     settings = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
@@ -456,6 +457,9 @@ def train_line(
 
 
 def pattern_words(label: str) -> list[str]:
-    """Return the settings of a training that fit the label of its recorded indices."""
+    """Return the settings with which a training estimates indices like the recorded ones.
+
+    label: label of the recorded indices, which begins with the name of a pattern.
+    """
     name = label.partition(" ")[0]
     return [f"sparsity={name}"] if name in PATTERNS and name != DENSE else []

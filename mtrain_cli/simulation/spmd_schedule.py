@@ -1,8 +1,9 @@
-"""One schedule for all ranks: rank 0's steps and transfers, with each peer an array over ranks.
+"""Represent the schedules of all ranks by that of rank 0.
 
 Ranks form a torus of nodes and local ranks. Each rank does what rank 0 does, translated to its own
-place, so a thousand ranks need one schedule. `SpmdSchedule.of` checks some ranks against their own
-schedules.
+place on the torus. So one schedule stands for a thousand ranks: it has rank 0's steps and
+transfers, and an array over ranks wherever rank 0's schedule names a peer. `SpmdSchedule.of` checks
+some ranks against their own schedules.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, Schedule, ScheduleStep, Transfer
+from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, SUM, Schedule, ScheduleStep, Transfer
 
 NOBODY = -1
 
@@ -23,10 +24,11 @@ NOBODY = -1
 class SpmdTransfer:
     """One transfer of all ranks.
 
-    first: rank 0's transfer, whose other fields all ranks share.
-    to, source: [workers], receiver and sender of each rank's p2p messages; None for a collective.
-    peers: [workers], lowest rank of each rank's collective; None for p2p.
-    arriving, leaving: groups whose shards rank 0 receives and sends (`RankGrid.groups_of`); None
+    first: rank 0's transfer. Fields that are not repeated here are the same on all ranks.
+    to, source: [workers], the receiver of the message that each rank sends, and the sender of the
+        message that it receives. None for a collective.
+    peers: [workers], the lowest rank in each rank's collective. None for a p2p message.
+    arriving, leaving: groups whose shards rank 0 receives and sends (`RankGrid.groups_of`). None
         for a collective.
     """
 
@@ -43,17 +45,19 @@ class SpmdTransfer:
 
     @property
     def queue(self) -> tuple[str, bool]:
-        """The communicator, which carries one message at a time, in posting order."""
+        """The communicator. It carries one message at a time, in posting order."""
+        if self.first.kind == SUM:
+            return "whole", False
         return self.first.channel, self.first.payload in GRADIENTS
 
 
 @dataclass(frozen=True, eq=False)
 class SpmdStep:
-    """One step of all ranks; see `schedule.ScheduleStep`.
+    """One step of all ranks; see `schedule.ScheduleStep` for the other fields.
 
-    queries, keys: query and key group of rank 0's attention, None without attention. keys is
-        `EVERYTHING` if the step computes all keys.
-    part: rank 0's part of the heads (`SpmdSchedule.parts_of`).
+    queries, keys: the groups whose queries and keys rank 0 computes; None if the step computes no
+        attention. keys is `EVERYTHING` if the step computes all keys.
+    part: the part of the heads that rank 0 computes (`SpmdSchedule.parts_of`).
     """
 
     queries: int | None
@@ -74,7 +78,7 @@ EVERYTHING = -1
 
 @dataclass(frozen=True)
 class RankGrid:
-    """A grid of ``nodes`` x ``size`` groups, each of ``heads`` ranks that share heads."""
+    """The torus of ranks: ``nodes`` x ``size`` groups, each of ``heads`` ranks that share heads."""
 
     nodes: int
     size: int
@@ -104,12 +108,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Return each rank's counterpart of rank 0's ``group``, [workers]."""
+        """Translate a group that rank 0 names to the group that each rank names, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Return each rank's counterpart of rank 0's ``rank``, [workers]."""
+        """Translate a rank that rank 0 names to the rank that each rank names, [workers]."""
         assert rank % self.heads == 0
         return (
             self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
@@ -118,7 +122,7 @@ class RankGrid:
 
 @dataclass(frozen=True, eq=False)
 class SpmdSchedule:
-    """The steps of all ranks, by pass."""
+    """The steps of all ranks in both passes."""
 
     schedule: Schedule
     grid: RankGrid
@@ -151,11 +155,15 @@ class SpmdSchedule:
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
-    def node(self, rank: IntArray) -> IntArray:
-        return rank // self.schedule.per_node
+    def column_sum(self, first: Transfer) -> SpmdTransfer:
+        """Return the all-reduce of gathered columns, which is no part of the schedule.
+
+        first: rank 0's transfer. The ranks with the same heads take part.
+        """
+        return SpmdTransfer(first, None, None, np.arange(self.grid.workers) % self.grid.heads)
 
     def compare(self, rank: int) -> None:
-        """Raise AssertionError if a rank's own schedule differs."""
+        """Raise AssertionError if a rank's own schedule differs from rank 0's, translated."""
         for beats, steps in (
             (self.forward, self.schedule.forward[rank]),
             (self.backward, self.schedule.backward[rank]),
@@ -202,7 +210,7 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Make the steps. Transfers with equal peers share their arrays."""
+    """Makes the steps of all ranks. Transfers with equal peers share the arrays of these peers."""
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

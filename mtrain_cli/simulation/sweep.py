@@ -1,7 +1,8 @@
 """Predict every combination of lengths, workers, nodes, settings, layouts and exchanges.
 
-Rows are plain dictionaries; ``summary.json`` holds them under ``sweep``. Each row is written when
-it is complete, so an interrupted sweep resumes if you start it again in the same folder.
+The result of a combination is a row: a plain dictionary, which ``summary.json`` holds under
+``sweep``. Each row is written when it is complete. So an interrupted sweep resumes if you start it
+again in the same folder.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from mtrain_cli.simulation.sweep_axes import COLUMNS, DENSITY, NODES, OWN, WORKE
 from mtrain_cli.simulation.what_if import InvalidSetup
 
 MOST_POINTS = 5000
-_ROW_VERSION = 2  # of the rows in a journal; version 1 had no remarks
+_ROW_VERSION = 2  # version of the rows in a journal; rows of version 1 had no remarks
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One configuration of a sweep. values: by axis, as typed."""
+    """One configuration of a sweep. values: the value of each axis, as typed."""
 
     values: dict[str, str]
     layout: str
@@ -41,7 +42,7 @@ class SweepPoint:
 
     @property
     def inputs(self) -> tuple[tuple[str, ...], float | None, int | None]:
-        """The settings, density and number of columns, as `Sweep.scenario_of` takes them."""
+        """The arguments of `Sweep.scenario_of`: settings, density and number of columns."""
         settings = (f"{name}={value}" for name, value in self.values.items() if name not in OWN)
         return (
             tuple(settings),
@@ -53,7 +54,7 @@ class SweepPoint:
 def points(
     swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]
 ) -> list[SweepPoint]:
-    """Make all points. Settings vary slowest, so points that share indices are adjacent."""
+    """Make all points. Settings vary slowest, so points with the same indices are adjacent."""
     names = sorted(swept, key=lambda name: name in (NODES, WORKERS))
     combinations = [
         SweepPoint(dict(zip(names, values, strict=True)), layout, exchange)
@@ -70,12 +71,12 @@ def points(
 
 @dataclass(frozen=True)
 class Sweep:
-    """The points of a sweep and their common inputs.
+    """The points of a sweep, and the inputs that they share.
 
-    cluster_of: makes the cluster from a number of nodes (None: the number in its file).
+    cluster_of: makes the cluster from a number of nodes. None stands for the number in its file.
     scenario_of: makes the scenario from settings, a density and a number of columns.
-    workers: number of workers if no axis sets it; None for all GPUs.
-    about: identifies all other inputs of a row.
+    workers: number of workers if no axis sets it; None for all GPUs of the cluster.
+    about: text that identifies all other inputs of a row.
     """
 
     points: list[SweepPoint]
@@ -91,7 +92,8 @@ class Sweep:
         """Yield the row of each point.
 
         Args:
-            journal: file with the rows of an earlier attempt, to which new rows are appended.
+            journal: file with the rows of an earlier attempt. New rows are appended. None writes
+                no file.
             report_count: called with the number of complete rows.
 
         Raises:
@@ -105,7 +107,7 @@ class Sweep:
             if key not in done:
                 row = done[key] = self._row(point)
                 waiting += json.dumps({"key": key, **row}) + "\n"
-                # A sweep without a possible point writes no file.
+                # If every point is impossible, write no file.
                 if journal is not None and "cannot" not in row:
                     journal.parent.mkdir(parents=True, exist_ok=True)
                     with journal.open("a", encoding="utf-8") as file:
@@ -138,7 +140,10 @@ class Sweep:
 
 
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
-    """Return the remarks that all possible rows share, and the rows with only their own."""
+    """Return the remarks that all rows share, and the rows without these remarks.
+
+    Rows of impossible points have no remarks and do not count.
+    """
     remarks = [row["remarks"] for row in rows if "cannot" not in row]
     common = [
         remark
@@ -174,8 +179,9 @@ def range_as_dict(time: BoundedTime, digits: int = 6) -> dict[str, float]:
 
 
 def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) -> dict[str, Any]:
-    """Return a row with the days and dollars of a training on ``tokens``; None adds nothing.
+    """Return a row with the days and the dollars of a training on ``tokens``.
 
+    tokens: number of tokens; None leaves the row as it is.
     price: dollars per GPU and hour; None if unknown.
     """
     if tokens is None:
@@ -197,7 +203,8 @@ def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) ->
 def row_of(outcome: PredictedScenario) -> dict[str, Any]:
     """Return the numbers of one training as a row for files.
 
-    mfu is None for sparse attention. mfu_as_dense counts skipped pairs, too, and may exceed 1.
+    ``mfu`` is None for sparse attention. ``mfu_as_dense`` also counts the pairs that sparse
+    attention skips, so it may exceed 1.
     """
     step, plan = outcome.step, outcome.plan
     passes = [outcome.attention.passes[name] for name in ("forward", "backward")]

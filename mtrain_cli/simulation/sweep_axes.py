@@ -1,4 +1,4 @@
-"""Parse the axes of a sweep: names and the values to combine."""
+"""Parse the axes of a sweep. An axis is a name and the values to combine with other axes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from mtrain_cli.config.suggest import did_you_mean
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
 OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are not settings
 EXAMPLE = "seq=128k,512k nodes=1,2,4"
-_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # the limits of topology.workers and seq
+_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # as topology.workers and seq
 _DIGITS = 18
 
 
 def is_axis(word: str) -> bool:
-    """Return whether ``NAME=VALUE,...`` is an axis: several values, or a name in `OWN`.
+    """Return whether ``NAME=VALUE,...`` is an axis and not a plain setting.
 
-    A value in brackets is one value.
+    It is an axis if it has several values or if its name is in `OWN`. A list in brackets is one
+    value.
     """
     name, _, values = word.partition("=")
     return name in OWN or ("," in values and values[0] not in "[{")
 
 
 def axes(words: Sequence[str]) -> dict[str, list[str]]:
-    """Parse ``["seq=128k,512k", "nodes=1,2"]`` into values by name.
+    """Parse words such as ``["seq=128k,512k", "nodes=1,2"]`` into the values of each name.
 
-    Settings are checked later, when they are composed.
+    The values of settings are checked later, when a configuration is composed from them.
 
     Raises:
         ConfigError: a word is not a list of values, or names something that cannot be swept.
@@ -58,7 +59,7 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _expected(name: str, value: str) -> str | None:
-    """Check a value of an axis in `OWN`. Return what is valid, or None if the value is valid."""
+    """Check a value of an axis in `OWN`. Return what is allowed, or None if the value is valid."""
     if name == DENSITY:
         with contextlib.suppress(ValueError):
             if 0 < parse_share(value) <= 1:

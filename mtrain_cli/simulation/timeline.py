@@ -4,17 +4,20 @@ All ranks run the same program (`parallel.program`), and an action on one rank d
 earlier actions of the other ranks. So each action is played for all ranks together, in program
 order, without an event queue:
 
-- A message is ready at a rank after the rank posts it, the message before it on the same
-  communicator ends there, and the message that it forwards arrives.
-- A p2p transfer begins when both ranks are ready and the link into the receiver is free. Each rank
-  has one link inside its node and one from other nodes, which carry messages in posting order. In a
-  ring, a rank sends all messages on a link to one neighbour, so outgoing links need no bookkeeping.
-- A p2p message ends at a rank when the rank's data has left and the peer's data has arrived. A
-  collective begins when all its ranks are ready.
+- A message is ready at a rank when the rank has posted it, the message before it on the same
+  communicator has ended there, and the message that it forwards has arrived.
+- A p2p message begins when both ranks are ready and the link into the receiver is free. Each rank
+  has one incoming link inside its node and one from other nodes. A link carries messages in posting
+  order. In a ring, a rank sends all messages on a link to one neighbour, so its outgoing links are
+  free whenever the neighbour's incoming links are.
+- A p2p message ends at a rank when the message that the rank sends has left, and the one that it
+  receives has arrived.
+- A collective begins when all its ranks are ready.
 - A wait stops the compute stream until the message ends at this rank.
 - Messages in flight at a rank slow its attention.
 
-As in profiles (`profiling.record_collector`), `late` is the part of a wait before the peer posts.
+As in profiles (`profiling.record_collector`), `late` is the part of a wait before the peer posts
+its message.
 """
 
 from __future__ import annotations
@@ -60,9 +63,10 @@ _KIND, _LINK, _PAYLOAD, _DIRECTION = (
 class Disturbances:
     """Deviations from an ideal run.
 
-    slow: by rank, factor on its computation time.
-    jitter: standard deviation of the log of a message's time, drawn for every message and rank.
-    seed: seed of the jitter.
+    slow: factor on the computation time of a rank, by rank.
+    jitter: standard deviation of the logarithm of a random factor on message times. The factor is
+        drawn for every message and rank.
+    seed: seed of these random factors.
     """
 
     slow: Mapping[int, float] = field(default_factory=dict)
@@ -82,13 +86,15 @@ class Disturbances:
 
 @dataclass(frozen=True, eq=False)
 class PassTimes:
-    """One pass; times in microseconds.
+    """The times of one pass, in microseconds.
 
     start, end: [workers].
-    spent: by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Slot 0 has the time
-        before all steps and that of gathered single columns.
-    late, exposed: waits for slower workers, and for messages by link; shapes as in spent.
-    carried: [inner or outer, workers], time for which a rank's link is full.
+    spent: by kind (`recording.COMPUTING` without waits), [workers, 1 + steps]. Entry 0 holds the
+        time before the first step and the time of gathered single columns.
+    late: time waiting for slower workers, [workers, 1 + steps].
+    exposed: exposed communication by link, [workers, 1 + steps] each.
+    carried: [inner or outer, workers], time for which messages occupy a rank's link.
+    rows: records of the pass, if requested.
     """
 
     direction: str
@@ -138,10 +144,12 @@ def play(
     """Play the actions of a pass.
 
     Args:
-        start: [workers], start of each rank; default 0.
-        grid: gives the shard numbers in rows.
+        direction: name of the pass.
+        steps: number of steps.
+        start: [workers], microseconds at which each rank starts; default 0.
+        grid: the grid of ranks, which determines the shard numbers in records.
         rows: also make records.
-        stream: number of the pass; each pass draws its own jitter.
+        stream: number of the pass. Passes with different numbers draw different jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
     player = _Player(
@@ -176,7 +184,8 @@ class _Player:
         self.jitter = conditions.jitter
         self.random = np.random.default_rng([conditions.seed, stream])
         self.ranks = np.arange(workers)
-        # Times at which communicators ([workers]) and links ([inner or outer, workers]) are free.
+        # The times at which communicators ([workers]) and incoming links ([inner or outer,
+        # workers]) become free.
         self.queues: dict[tuple[str, bool], FloatArray] = {}
         self.arriving = np.full((2, workers), -np.inf)
         self.messages: dict[int, PricedMessage] = {}
@@ -214,7 +223,7 @@ class _Player:
         )
 
     def _dispatch(self, action: Dispatch) -> None:
-        # The host never waits for the GPU; the GPU waits for a host that is behind.
+        # The host never waits for the GPU. The GPU waits if the host has not launched its work yet.
         self.host = self.host + action.us
         gap = np.maximum(self.host - self.now, 0.0)
         if gap.any():
@@ -247,7 +256,7 @@ class _Player:
             done = np.minimum((edge - at) * power, left)
             at = at + done / power
             left = left - done
-            # If work is left, it continues exactly at the edge.
+            # Ranks with work left continue exactly at the edge, without rounding errors.
             at = np.where(left > 0, edge, at)
         return at + left - self.now
 
@@ -261,21 +270,21 @@ class _Player:
     def _post(self, action: PostMessage) -> None:
         message = action.message
         ready = self.now
-        if message.queue in self.queues:
-            ready = np.maximum(ready, self.queues[message.queue])
-        if message.after is not None:
-            ready = np.maximum(ready, self.ended[message.after])
+        if message.move.queue in self.queues:
+            ready = np.maximum(ready, self.queues[message.move.queue])
+        if message.move.first.after is not None:
+            ready = np.maximum(ready, self.ended[message.move.first.after])
         latency, busy = message.latency, message.busy
         if self.jitter:
             factor = np.exp(self.random.normal(0.0, self.jitter, len(self.now)))
-            if message.peers is not None:
-                factor = self._groups(message.peers).first(factor)
+            if message.move.peers is not None:
+                factor = self._groups(message.move.peers).first(factor)
             latency, busy = latency * factor, busy * factor
         self.carried[message.outer.astype(np.intp), self.ranks] += busy
-        play = self._between_two if message.peers is None else self._among
+        play = self._between_two if message.move.peers is None else self._among
         ended = play(message, ready, latency, busy)
-        self.queues[message.queue] = ended
-        number = message.number
+        self.queues[message.move.queue] = ended
+        number = message.move.number
         self.messages[number], self.posted[number], self.ended[number] = message, self.now, ended
         if message.share.any():
             self.active.append((ready, ended, message.share))
@@ -286,7 +295,7 @@ class _Player:
     def _between_two(
         self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
     ) -> FloatArray:
-        to, source = message.to, message.source
+        to, source = message.move.to, message.move.source
         assert to is not None
         assert source is not None
         outer = message.outer.astype(np.intp)
@@ -299,9 +308,9 @@ class _Player:
     def _among(
         self, message: PricedMessage, ready: FloatArray, latency: FloatArray, busy: FloatArray
     ) -> FloatArray:
-        assert message.peers is not None
+        assert message.move.peers is not None
         link = int(message.outer.any())
-        groups = self._groups(message.peers)
+        groups = self._groups(message.move.peers)
         begin = groups.most(np.maximum(ready, self.arriving[link]))
         through = begin + busy
         self.arriving[link] = through
@@ -315,31 +324,34 @@ class _Player:
     def _wait(self, action: AwaitMessage) -> None:
         message, posted = self.messages.pop(action.number), self.posted.pop(action.number)
         us = np.maximum(self.ended[action.number] - self.now, 0.0)
-        if message.peers is None:
-            assert message.to is not None
-            assert message.source is not None
-            by_source, by_to = posted[message.source], posted[message.to]
-            peer = np.where(by_to > by_source, message.to, message.source)
+        if message.move.peers is None:
+            assert message.move.to is not None
+            assert message.move.source is not None
+            by_source, by_to = posted[message.move.source], posted[message.move.to]
+            peer = np.where(by_to > by_source, message.move.to, message.move.source)
             last = np.maximum(by_source, by_to)
         else:
-            groups = self._groups(message.peers)
+            groups = self._groups(message.move.peers)
             last, peer = groups.most(posted), groups.latest(posted)
             peer = np.where(peer == self.ranks, -1, peer)
         late = np.clip(last - self.now, 0.0, us)
         self.late[action.step + 1] += late
-        if message.link not in self.exposed:
-            self.exposed[message.link] = np.zeros_like(self.late)
-        self.exposed[message.link][action.step + 1] += us - late
+        if message.move.first.channel not in self.exposed:
+            self.exposed[message.move.first.channel] = np.zeros_like(self.late)
+        self.exposed[message.move.first.channel][action.step + 1] += us - late
         if self.rows is not None:
             self.rows.add(WAIT, action.step, self.now, us, message=message, late=late, peer=peer)
         self.now = self.now + us
 
 
 class _Groups:
-    """The sets of ranks in a collective. peers: [workers], the lowest rank of each rank's set."""
+    """The sets of ranks that take part in a collective together.
+
+    peers: [workers], the lowest rank of each rank's set.
+    """
 
     def __init__(self, peers: IntArray) -> None:
-        self.peers = peers  # keeps the array alive, so that no other array gets its id
+        self.peers = peers  # keeps the array alive, so that no other array can get the same id
         self.alone = bool((peers == peers[0]).all())
         self.order = np.argsort(peers, kind="stable")
         ordered = peers[self.order]
@@ -366,7 +378,7 @@ class _Groups:
 
 
 class _Rows:
-    """Collect the records of one pass; each action adds one row per worker."""
+    """Collects the records of one pass. Each action adds one row per worker that takes part."""
 
     def __init__(self, direction: str, workers: int, grid: RankGrid | None) -> None:
         self.direction, self.workers, self.grid = _DIRECTION[direction], workers, grid
@@ -392,18 +404,17 @@ class _Rows:
             if (counts := getattr(work, name, None)) is not None:
                 rows[name] = counts
         if message is not None:
-            rows["link"], rows["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
-            rows["bytes"] = message.sent if kind == SEND else message.received
-            ranks = message.to if kind == SEND else message.source
+            move, rows["bytes"] = message.move, message.size
+            rows["link"], rows["payload"] = _LINK[move.first.channel], _PAYLOAD[move.first.payload]
+            ranks = move.to if kind == SEND else move.source
             if ranks is not None:
                 rows["peer"] = ranks
-            move = message.move
-            place = None if move is None else move.leaving if kind == SEND else move.arriving
+            place = move.leaving if kind == SEND else move.arriving
             if place is not None and self.grid is not None:
                 rows["shard"] = self.grid.groups_of(place)
         if late is not None and peer is not None:
             rows["late_us"], rows["peer"] = late, peer
-        # Idle ranks get no row; a wait of zero time does.
+        # A rank without work gets no row, but a wait of zero time does.
         self.tables.append(rows if kind in (WAIT, SEND, RECEIVE, PASS) else rows[us > 0])
 
 
@@ -414,9 +425,12 @@ def together(
     iteration: int = 0,
     flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
-    """Make the rows of one iteration, of dtype `ROW`.
+    """Join the records of passes into those of one iteration, of dtype `ROW`.
 
-    passes: (layer, times). flop: FLOP per pair, forward and backward.
+    Args:
+        passes: (layer, times) of each pass.
+        case, iteration: numbers for the records.
+        flop: FLOP per pair, forward and backward.
     """
     parts = []
     for layer, times in passes:

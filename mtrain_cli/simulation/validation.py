@@ -1,8 +1,9 @@
 """Compare predictions with measurements, by step, by rank and as a whole.
 
-A prediction is either made here, from the shapes, indices and configuration that a run recorded
-(never its times), or read from an earlier `mtrain simulate --out FOLDER`. The analysis of profiles
-reads both sides, so each number has one definition (`profiles/definitions.md`).
+There are two sources of predictions: a folder that an earlier `mtrain simulate --out FOLDER` wrote,
+or the shapes, indices and configuration that a run recorded (never its times). The analysis of
+profiles reads predictions and measurements, so each number has one definition
+(`profiles/definitions.md`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
 from mtrain_cli.parallel.exchange_selection import parse_label
@@ -35,14 +37,12 @@ PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
 _LEAST_RANKED = 3
-# Parses `parallel.exchange_selection.ExchangeChoice.label`.
-
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A profile: its analysed cases and its recorded indices."""
+    """A profile with its analysed cases and its recorded indices."""
 
     folder: Path
     recorded: RecordedFolder
@@ -92,9 +92,11 @@ def open_run(folder: Path) -> MeasuredRun:
 
 
 def key_of(facts: dict[str, Any]) -> Key:
-    """Return the facts that identify a case."""
+    """Return the facts by which a measured case and its prediction are matched."""
     exchange = str(facts.get("exchange"))
-    per_node = facts.get("per_node") if "hierarchical" in exchange else None
+    parsed = parse_label(exchange, 1, 1)  # for the name, which does not depend on these sizes
+    hierarchical = parsed is not None and EXCHANGE_TRAITS[parsed[0]].hierarchical
+    per_node = facts.get("per_node") if hierarchical else None
     names = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
     numbers = (facts.get(name) for name in names)
     return (facts.get("pattern"), facts.get("layout"), exchange, per_node, *numbers)
@@ -142,9 +144,10 @@ def replay(
 
 
 def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
-    """Parse the label of an exchange, such as ``ulysses over 2, then ring (2 hops ahead)``.
+    """Make the setup of a recorded case.
 
-    The label does not say where columns are computed; ``config`` does.
+    The label of its exchange, such as ``ulysses over 2, then ring (2 hops ahead)``, has all options
+    except where columns are computed. ``config`` has this option.
 
     Raises:
         ConfigError: this version does not know the label.
@@ -190,13 +193,13 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             estimated,
             model,
         )
-    # The file has indices for one length. Dense and fixed cases of other lengths need no index.
+    # The file has indices for one length. Dense and fixed cases of other lengths need none of it.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
             f"RUN {run.folder}: {case.label}: {record_files.INDEX} has indices of "
             f"{made.seq} tokens and of {', '.join(run.indices.patterns)} only; measure one length "
-            "a run"
+            "per run"
         )
     return AttentionWorkload(
         replace(made, seq=seq, columns={}, iteration=0),
@@ -248,8 +251,11 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
 class PredictedCase:
     """The prediction of one case.
 
-    bounds: by pass, ms as low, value and high.
-    written: time of writing; empty for a new prediction.
+    analysis: the analysed records of the prediction.
+    bounds: by pass, the ms of a layer as ``low``, ``value`` and ``high``.
+    remarks: sentences for the user.
+    folder: the folder that holds the prediction.
+    written: time at which the prediction was written; empty for a new one.
     """
 
     analysis: CaseAnalysis
@@ -298,22 +304,22 @@ def open_prediction(folder: Path, option: str = "--prediction") -> dict[Key, Pre
 
 
 def digest(path: Path) -> str:
-    """Return the sha256 of a file."""
+    """Return the sha256 of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)
 class PassComparison:
-    """One pass of a case, measured and predicted.
+    """One pass of a case, measured and predicted. Times are ms of a layer.
 
-    bare: measured ms of a layer on the slowest worker, without recording (`CaseAnalysis.bare_ms`).
-    recorded, std: the same with recording, as in a report, and its standard deviation.
-    predicted, low, high: predicted ms of a layer and its bounds.
-    steps, ranks: (measured, predicted) ms of all work, by step and by rank.
-    mape: mean absolute relative error of attention over (rank, step).
+    bare: measured time of the slowest worker without recording (`CaseAnalysis.bare_ms`), if known.
+    recorded, std: measured time of the slowest worker with recording, and its standard deviation.
+    predicted, low, high: predicted time of the slowest worker, and its bounds.
+    steps, ranks: (measured, predicted) time of all work, by step and by rank.
+    mape: mean absolute relative error of the attention time over (rank, step).
     degrees: (measured, predicted) imbalance degrees of time.
-    cells, equal: (rank, step) entries of work, and how many are equal.
+    cells, equal: number of entries of the work table (`_work`), and of those that are equal.
     """
 
     bare: float | None
@@ -374,7 +380,8 @@ class PassComparison:
 class CaseComparison:
     """One case, measured and predicted.
 
-    group: run, pattern, length and workers; cases of one group are ranked together.
+    group: (run, pattern, length, workers). Cases of one group are ranked together.
+    prediction, written: see `PredictedCase.folder` and `PredictedCase.written`.
     """
 
     run: str
@@ -412,7 +419,7 @@ class CaseComparison:
 
 
 class MismatchedPrediction(ValueError):
-    """The prediction describes a configuration that did not run."""
+    """A prediction describes another configuration than the one that ran."""
 
 
 def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> CaseComparison:
@@ -471,9 +478,10 @@ def _compare_pass(
 
 
 def _work(analysis: PassAnalysis) -> np.ndarray:
-    """Return pairs by step, pairs of columns and blocks by step, int [ranks, 2 * steps + 1].
+    """Return the work of each rank, int [ranks, 2 * steps + 1].
 
-    Steps without a pair have no rows in a profile, so their blocks do not count.
+    The columns are the pairs of each step, the pairs of gathered columns, and the blocks of each
+    step. A step without pairs has no records in a profile, so its blocks count as 0.
     """
     blocks = np.where(analysis.pairs > 0, analysis.blocks, 0)
     return np.rint(np.column_stack([analysis.pairs, analysis.column_pairs, blocks]))
@@ -488,15 +496,15 @@ class PredictionAccuracy:
     """Errors over all cases.
 
     mape, worst: mean absolute and largest relative error of a case's time.
-    passes: mean absolute relative error by pass.
-    covered: share of passes within their bounds.
+    passes: mean absolute relative error of each pass.
+    covered: share of passes whose measured time is within the bounds.
     degree, worst_degree: mean and largest absolute error of the imbalance degrees of time.
-    rank: by group of at least three cases, Spearman correlation of measured and predicted times.
-    cells, equal: see `PassComparison`.
-    chosen: by group, whether the case predicted as fastest is the fastest measured one.
-    common: median over cases of predicted / measured time; not 1 if, for example, the whole machine
-        was slower than at calibration.
-    mape_without_common: mape after division by ``common``.
+    rank: Spearman correlation of measured and predicted times, by group of at least three cases.
+    cells, equal: sums of these fields of `PassComparison`.
+    chosen: by group, whether the case that was predicted as fastest was measured as fastest.
+    common: median over cases of predicted / measured time. It differs from 1 if, for example, the
+        whole machine was slower than at calibration.
+    mape_without_common: mean absolute relative error after dividing predictions by ``common``.
     """
 
     mape: float
@@ -568,7 +576,7 @@ def accuracy(cases: Sequence[CaseComparison]) -> PredictionAccuracy:
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the rank correlation; ties share their mean rank. NaN if an input is constant."""
+    """Return the rank correlation. Ties get their mean rank. Return NaN if an input is constant."""
     ranks = [_ranks(np.asarray(values, np.float64)) for values in (a, b)]
     if any(np.ptp(r) == 0 for r in ranks):
         return float("nan")
@@ -581,7 +589,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 
 
 def sources(constants: Iterable[tuple[str, Any]]) -> dict[str, list[str]]:
-    """Return the names of constants by their source."""
+    """Group the names of constants by source."""
     by_source: dict[str, list[str]] = {}
     for name, constant in constants:
         source = constant["source"] if isinstance(constant, dict) else constant.source

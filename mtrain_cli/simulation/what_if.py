@@ -1,4 +1,4 @@
-"""Replay recorded indices under other layouts, exchanges and workers: exact work and bytes."""
+"""Count the work and the bytes of recorded indices under other layouts, exchanges and workers."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ReplaySetup:
     """One configuration to replay.
 
     exchange: a value of ``topology.exchange``.
-    per_node: workers per node.
-    options: source of ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and ``columns``; None
-        for their defaults.
+    per_node: number of workers per node.
+    options: settings that supply ``ulysses``, ``chunks``, ``prefetch``, ``circulates`` and
+        ``columns``. None takes their defaults.
     """
 
     layout: str
@@ -55,10 +55,10 @@ class ReplaySetup:
 class ReplayedPass:
     """One pass of a replayed configuration.
 
-    degrees: imbalance of work, mean over layers. Gathered columns count as one more step, except in
-        the step degree.
+    degrees: imbalance degrees of the pairs, mean over layers. Gathered columns count as one more
+        step, except in the step degree.
     pairs: int64 [workers], sum over all layers.
-    sent: bytes that the busiest worker sends, with gathered columns; mean over layers.
+    sent: bytes that a worker sends, with gathered columns; mean over layers.
     """
 
     degrees: Imbalance
@@ -70,8 +70,8 @@ class ReplayedPass:
 class ReplayedSetup:
     """One replayed configuration.
 
-    exchange: label with the options that ``auto`` chose.
-    padded_seq: tokens after padding.
+    exchange: label of the exchange, with the options that ``auto`` chose.
+    padded_seq: number of tokens after padding.
     passes: the passes by name.
     """
 
@@ -83,7 +83,7 @@ class ReplayedSetup:
 
     @property
     def flop(self) -> IntArray:
-        """Return the FLOP of both passes / head_dim, int64 [workers]."""
+        """Return the FLOP of both passes, divided by head_dim, int64 [workers]."""
         return sum(
             (FLOP_PER_PAIR[name] * found.pairs for name, found in self.passes.items()),
             np.zeros(self.setup.workers, np.int64),
@@ -96,7 +96,10 @@ class ReplayedSetup:
 
 
 class InvalidSetup(ValueError):
-    """An impossible configuration. about, value: the wrong field of `ReplaySetup`."""
+    """An impossible configuration.
+
+    about, value: name and value of the field of `ReplaySetup` that is wrong.
+    """
 
     def __init__(self, setup: ReplaySetup, about: str, reason: str) -> None:
         super().__init__(reason)
@@ -105,7 +108,7 @@ class InvalidSetup(ValueError):
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A configuration, with all inputs of its work and messages."""
+    """A configuration with everything that its work and its messages depend on."""
 
     setup: ReplaySetup
     layout: Layout
@@ -120,9 +123,9 @@ class ReplayCase:
     )
 
     def program(self, *, backward: bool, columns: bool, copies_parts: bool = False) -> Program:
-        """Return rank 0's program; the other ranks execute the same program in their places.
+        """Return rank 0's program. Every other rank executes the same program with other peers.
 
-        columns: whether single columns are gathered once.
+        columns, copies_parts: see `lowering.Traits`.
         """
         key = backward, Traits(self.needs_out, columns, copies_parts)
         if key not in self._programs:
@@ -130,7 +133,7 @@ class ReplayCase:
         return self._programs[key]
 
     def sizes_under(self, index: Index | None) -> ShardSizes:
-        """Return the shard sizes, with the column counts of an index."""
+        """Return the shard sizes with the number of columns that an index has per head."""
         width = index.columns.shape[-1] if isinstance(index, VerticalSlash) else 0
         tiled = -(-width // COLUMN_TILE) * COLUMN_TILE
         return replace(self.sizes, columns=width, column_width=tiled)
@@ -152,7 +155,7 @@ def replay(
 
     Args:
         pattern: a label of the file.
-        layers: None for all.
+        layers: numbers of the layers; None for all.
 
     Raises:
         InvalidSetup: one of the configurations is impossible.
@@ -184,7 +187,7 @@ def replay(
 
 
 def degrees(work: StepWork) -> Imbalance:
-    """Return the imbalance of the pairs of one pass of a layer."""
+    """Return the imbalance degrees of the pairs of one pass; see `ReplayedPass.degrees`."""
     across = imbalance(np.column_stack([work.pairs, work.column_pairs]))
     return replace(across, step=imbalance(work.pairs).step)
 
@@ -215,7 +218,7 @@ def index_of(recorded: RecordedIndices, pattern: str, layer: int) -> Index | Non
     return index
 
 
-_AS_INDEX = -1  # the number of single columns in the index
+_AS_INDEX = -1  # stands for the number of single columns that the index has
 
 
 def make_case(
@@ -229,11 +232,11 @@ def make_case(
     """Prepare a configuration.
 
     Args:
-        recorded: shapes.
-        batch_masks: one per sequence of the batch, with any padding.
-        index: index of any layer.
-        columns: bound on the columns per head.
-        choice: the exchange of ``setup``, if already chosen.
+        recorded: shapes, as an index file records them.
+        batch_masks: one per sequence of the batch. Their padding is replaced.
+        index: the index of any layer; None for dense attention.
+        columns: most single columns per head that an index can have; None if unknown.
+        choice: the exchange of ``setup``, if already chosen; None to choose it.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -291,8 +294,9 @@ def require_enough_blocks(
     """Refuse a sequence with fewer blocks than workers that share it.
 
     Args:
-        seq, stripe: tokens of the sequence, and per block of a striped layout.
-        block: tokens per block of the index, None without an index.
+        seq: tokens of the sequence.
+        block: tokens per block of the index; None if there is no index.
+        stripe: tokens per block of a striped layout.
         sharing: number of workers that share a sequence.
 
     Raises:
@@ -337,7 +341,7 @@ def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
 
 
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
-    """Return the topology settings that choose the exchange of a setup."""
+    """Return topology settings from which `choose_exchange` chooses the exchange of a setup."""
     if setup.options is not None:
         return replace(
             setup.options,
@@ -366,7 +370,7 @@ def topology_of(setup: ReplaySetup) -> TopologyConfig:
 
 
 def resized(index: Index, blocks: int) -> Index:
-    """Return an index with the same pairs for a sequence padded to ``blocks`` blocks."""
+    """Return an index with the same pairs for a sequence that is padded to ``blocks`` blocks."""
     if blocks == index.blocks:
         return index
     more = max(0, blocks - index.blocks)
@@ -384,7 +388,7 @@ def resized(index: Index, blocks: int) -> Index:
         )
     assert isinstance(index, VerticalSlash)
     slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
-    # Unused columns point to the end of the sequence.
+    # Unused columns have the position after the end of the sequence.
     unused = min(blocks, index.blocks) * index.block
     return VerticalSlash(
         index.block,

@@ -1,11 +1,12 @@
 """Count exactly the query-key pairs and block pairs that each worker computes in each step.
 
 The counts follow from layout, masks and index. Workers that share heads form a group, which holds
-its tokens together; otherwise each worker is a group. Pairs are counted once for all (query group,
-key group), and each step takes the entries of its groups.
+its tokens together. Without shared heads, each worker is a group of its own. A table holds the
+pairs for every (query group, key group), and each step reads the entries of its groups.
 
-Block diagonals are counted one by one. A diagonal's pairs between two groups depend only on masks
-and layout, so all layers share them. Only a bitmap needs a [blocks, blocks] table.
+Slashes are block diagonals. How many pairs a diagonal has between two groups depends only on masks
+and layout, so these numbers are counted once for all layers. Only a bitmap needs a table of
+[blocks, blocks].
 """
 
 from __future__ import annotations
@@ -26,24 +27,26 @@ from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
 FORWARD, BACKWARD = "forward", "backward"
-# In units of head_dim: 2 and 5 products of 2 * head_dim FLOP, as in `IndexCounts.flop`.
+# FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
+# has 5, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
 
 Part = tuple[int, int]
-_AT_ONCE = 1 << 21  # entries of a temporary table
+_AT_ONCE = 1 << 21  # most entries of a temporary table
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one pass of a layer: int64, summed over a worker's heads and sequences.
+    """The work of one pass of a layer: int64, summed over a worker's heads and sequences.
 
     pairs: [workers, steps], query-key pairs that masks and index allow.
-    blocks: [workers, steps], chosen block pairs with at least one allowed pair; single columns do
+    blocks: [workers, steps], chosen block pairs with at least one allowed pair. Single columns do
         not count.
-    columns: [workers], single columns gathered once, without padding; 0 if the steps compute them.
-    column_pairs: [workers], pairs that only these columns add.
-    of_columns: [workers, steps], pairs of steps that only single columns add; None if not counted
-        separately.
+    columns: [workers], single columns that are gathered once, without padding. 0 if the steps
+        compute them.
+    column_pairs: [workers], pairs that only the gathered columns add to the slashes.
+    of_columns: [workers, steps], pairs in ``pairs`` that only single columns add to the slashes.
+        None if they are not counted separately.
     """
 
     direction: str
@@ -61,14 +64,14 @@ class StepWork:
 
 @dataclass(frozen=True)
 class WorkCounter:
-    """Count work under one schedule, layout and batch of masks, for any number of indices.
+    """Counts the work of any number of indices under one schedule, layout and batch of masks.
 
     heads: number of query heads.
     block: tokens per block.
     shared_columns: whether rings gather the single columns of an index once.
     owner: int64 [padded_seq], the group that holds each position.
-    block_owner: int64 [blocks], the same by block. None if groups do not hold whole blocks, which
-        excludes an index and counts of blocks.
+    block_owner: int64 [blocks], the group that holds each block. None if groups do not hold whole
+        blocks. Then there can be no index, and blocks are not counted.
     """
 
     schedule: Schedule
@@ -143,13 +146,14 @@ class WorkCounter:
         return self.shared_columns and self.groups > 1 and not self.schedule.gathers
 
     def count(self, index: Index | None, rank: int | None = None) -> dict[str, StepWork]:
-        """Count the forward and backward work of a layer; index None for dense attention.
+        """Count the work of a layer in both passes.
 
+        index: the index of the layer; None for dense attention.
         rank: count only this worker, in arrays of one row. A bitmap then needs only the query
-            blocks that this worker computes.
+            blocks that this worker computes. None counts all workers.
 
         Raises:
-            ValueError: the index has other blocks, heads or sequences, or lacks query blocks; or a
+            ValueError: the index has other blocks, heads or sequences, it lacks query blocks, or a
                 worker does not hold whole blocks.
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
@@ -170,9 +174,10 @@ class WorkCounter:
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """Return by pass int64 [computations, 6]: rank, step, part (i, n), query and key group.
+        """Return the attention that all ranks compute, by pass: int64 [computations, 6].
 
-        The key group is ``groups`` if the step computes all keys.
+        The columns are rank, step, i and n (the i-th of n parts of the heads), query group and key
+        group. The key group is ``groups`` if the step computes all keys.
         """
         lockstep = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -296,7 +301,7 @@ class WorkCounter:
                 f"{(slots < 0).sum()} more are needed."
             )
         bits = index.bits.cpu().numpy().view(np.uint8)
-        # A matrix product sums over the blocks of each group. float64 holds these integers exactly.
+        # This matrix sums over the blocks of each group. float64 holds the sums exactly.
         to_group = np.eye(self.groups)[self.block_owner]
         tables = {part: _Table.empty(self.groups) for part in parts}
         at_once = max(1, _AT_ONCE // self.blocks)
@@ -332,7 +337,11 @@ class WorkCounter:
     ) -> NDArray[np.float64]:
         """Return the allowed pairs, summed over heads and sequences, float [query blocks, blocks].
 
-        rows: query blocks. held: their places in the index.
+        Args:
+            heads: the query heads to count.
+            rows: numbers of the query blocks.
+            held: place of each of these query blocks in the index.
+            allowed: pairs that the mask allows in each block pair, [query blocks, blocks].
         """
         block, per_chunk = self.block, index.chunk // self.block
         found = np.zeros(allowed.shape)
@@ -357,9 +366,10 @@ class WorkCounter:
 
 @dataclass
 class _Table:
-    """Counts of one part of the heads: int64 [query groups, key groups].
+    """The counts of one part of the heads, int64 [query groups, key groups] each.
 
-    column_pairs: pairs that only single columns add. columns: number of columns without padding.
+    column_pairs: pairs that only single columns add to the slashes.
+    columns: number of single columns, without padding.
     """
 
     pairs: IntArray
@@ -375,7 +385,7 @@ class _Table:
 
 @dataclass(frozen=True)
 class _Kind:
-    """One mask, the sequences of the batch that have it, and cached counts."""
+    """One mask, the sequences of the batch that have this mask, and cached counts."""
 
     mask: SequenceMask
     rows: tuple[int, ...]
@@ -403,7 +413,7 @@ class _Kind:
         q = np.arange(self.mask.length)
         of_query, first = counter.owner[q], self.mask.first[q]
         for k in range(counter.groups):
-            # Keys of this group before each position.
+            # below[p]: number of this group's keys before position p.
             below = np.append(0, np.cumsum(counter.owner == k))
             pairs[:, k] = np.rint(
                 np.bincount(of_query, below[q + 1] - below[first], counter.groups)
@@ -413,13 +423,14 @@ class _Kind:
 
 @dataclass(frozen=True)
 class _Diagonals:
-    """Pairs and blocks of each block diagonal, by (query group, key group).
+    """The pairs and blocks of each block diagonal between each (query group, key group).
 
-    Entries with pairs only, sorted by pair of groups; a run has one pair of groups.
+    There is one entry per diagonal and pair of groups that have query-key pairs. Entries are sorted
+    by pair of groups. A run is all entries of one pair of groups.
 
     diagonal, pairs, blocks: [entries].
     group_pair: [runs], query group * groups + key group.
-    start: [runs], first entry of the run.
+    start: [runs], the first entry of the run.
     """
 
     groups: int
@@ -434,8 +445,8 @@ class _Diagonals:
         blocks = len(owner)
         table = BlockPairs.make(mask, block, blocks)
         row, column = np.divmod(table.places, blocks + 1)
-        # Along a row, the number of allowed pairs changes at few blocks. Go from the main diagonal
-        # outwards and apply each row's changes in turn.
+        # Along a row of blocks, the number of allowed pairs changes in few places. So go from the
+        # main diagonal outwards, and change the value of a row only in these places.
         away = row - column + 1
         order = np.argsort(away, kind="stable")
         row, changes = row[order], table.changes[order]
@@ -469,9 +480,9 @@ class _Diagonals:
         return _Diagonals(groups, diagonal[order], pairs[order], number[order], pair[start], start)
 
     def between(self, chosen: IntArray) -> tuple[IntArray, IntArray]:
-        """Return pairs and blocks, [groups, groups] each.
+        """Return the pairs and blocks of the chosen diagonals, [groups, groups] each.
 
-        chosen: int64 [blocks], how many heads choose each diagonal.
+        chosen: int64 [blocks], number of heads that choose each diagonal.
         """
         pairs, blocks = np.zeros((2, self.groups * self.groups), np.int64)
         if len(self.start):
@@ -482,9 +493,9 @@ class _Diagonals:
 
 
 class _Latest:
-    """Cache the last diagonals only, because they are large.
+    """A cache of the last `_Diagonals` only, because they are large.
 
-    Counters of one layout under several exchanges share them.
+    Counters of one layout under several exchanges have equal diagonals.
     """
 
     def __init__(self) -> None:
@@ -507,30 +518,34 @@ def _digest(values: IntArray) -> bytes:
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """Return distinct values and inverse like `np.unique`, but unsorted and in linear time.
+    """Return the distinct values and the inverse, like `np.unique`, but unsorted and faster.
 
-    place: scratch array, longer than the largest value.
+    place: scratch array with more entries than the largest value.
     """
     each = np.arange(len(values))
     place[values] = each
-    one = place[values]  # the same place for equal values
+    one = place[values]  # equal values have the same entry of ``place``
     chosen = one == each
     return values[chosen], (np.cumsum(chosen) - 1)[one]
 
 
 @dataclass(frozen=True)
 class _ColumnCounter:
-    """Count the pairs that single columns add to the slashes, by query group and key group.
+    """Counts the pairs that single columns add to the slashes, by query group and key group.
 
-    Queries from the column to the end of its document see it. Pairs whose block lies on a slash do
-    not count again. Columns of one block and document form a segment; they differ only in the rows
-    of their own block.
+    The queries from a column to the end of its document see the column. Pairs in blocks that lie on
+    a slash do not count again. Columns of one block and one document form a segment. The columns of
+    a segment differ only in the rows of their own block that see them.
 
+    The blocks of a group consist of pieces. A piece is a run of adjacent blocks (stride 1) or, in a
+    striped layout, the blocks ``start, start + stride, ...``. With prefix sums over every stride-th
+    diagonal, the number of uncovered blocks of a piece is one difference.
+
+    owner: int64 [blocks], the group that holds each block.
     segment: [length], segment of each position without padding.
-    key_block, last: [segments], block of the segment, and last query that sees it.
-    stride, start: pieces of the groups' blocks. A piece is a run of adjacent blocks (stride 1), or
-        in a striped layout the residue class ``start, start + stride, ...``. With prefix sums over
-        every stride-th diagonal, the uncovered blocks of a piece are one difference.
+    key_block, last: [segments], block of the segment, and the last query that sees it.
+    stride: distance between adjacent blocks of a piece.
+    start: [pieces], first block of each piece.
     """
 
     length: int
@@ -561,9 +576,10 @@ class _ColumnCounter:
         )
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
-        """Return the number of columns without padding, and pairs [groups, groups].
+        """Return the number of columns without padding, and their pairs [groups, groups].
 
-        slashes: [rows, blocks]; columns: [rows, width]; one row per head and sequence.
+        slashes: [rows, blocks], with one row per head and sequence.
+        columns: [rows, width], positions.
         """
         pairs = np.zeros((self.groups, self.groups), np.int64)
         real = columns < self.length
@@ -581,14 +597,14 @@ class _ColumnCounter:
         end = last // self.block
         key_group = self.owner[own]
         off = ~slashes
-        # Rows of the column's own block that see it; rows of the last block if it is another one.
+        # Rows of the column's own block that see it. Then rows of the last block, if it is another.
         in_own = off[row, 0] * (
             number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
         )
         np.add.at(pairs, (key_group, key_group), in_own)
         in_last = off[row, end - own] * (end > own) * (last - end * self.block + 1) * number
         np.add.at(pairs, (self.owner[end], key_group), in_last)
-        # Blocks in between count with all their rows.
+        # In the blocks between these two, all rows see the column.
         below = self._sums(off)
         at_once = max(1, _AT_ONCE // len(self.start))
         order = np.argsort(key_group, kind="stable")
@@ -605,18 +621,21 @@ class _ColumnCounter:
         return int(real.sum()), pairs
 
     def _sums(self, off: NDArray[np.bool_]) -> IntArray:
-        """Return how many of the diagonals d, d - stride, ... above 0 are off, [rows, blocks]."""
+        """Return how many of the diagonals d, d - stride, ... > 0 are no slash, [rows, blocks]."""
         rows, blocks = off.shape
         table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
         table[:, 1:blocks] = off[:, 1:]
         return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
 
     def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
-        """Return how many blocks between own and end no slash covers, [segments, pieces]."""
+        """Return how many blocks of each piece between own and end no slash covers.
+
+        The result is [segments, pieces].
+        """
         base = (row * below.shape[1])[:, None]
         before_end, own = end[:, None] - 1, own[:, None]
         if self.stride > 1:
-            # Nothing precedes the first block of a residue class: subtract nothing.
+            # The sum starts at the first block of a piece, so there is nothing to subtract.
             distance = before_end - (before_end - self.start) % self.stride - own
             return below.ravel()[base + np.maximum(distance, 0)].astype(np.int64)
         # A run ends where the next one begins.
@@ -625,7 +644,7 @@ class _ColumnCounter:
 
 
 def _pieces(owner: IntArray) -> tuple[int, IntArray]:
-    """Return stride and start [pieces] for the fewest pieces; see `_ColumnCounter`."""
+    """Return the stride and start [pieces] that give the fewest pieces; see `_ColumnCounter`."""
     start = np.flatnonzero(np.diff(owner, prepend=-1))
     repeats = [int(p) for p in start[1:] if owner[p] == owner[0]]
     for period in repeats[:4]:

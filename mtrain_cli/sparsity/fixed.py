@@ -1,4 +1,4 @@
-"""Draw block diagonals and columns from a seed, for benchmarks and speed tests only."""
+"""Draw block diagonals and columns from a seed, whatever the data; for benchmarks only."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 @dataclass(frozen=True)
 class FixedPattern(FixedSettings):
-    """An index that each layer draws once, the same for every step and sequence.
+    """An index that each layer draws from its own seed, the same in every step.
 
-    seed: seed of layer 0; layer n uses seed + 1000 n.
+    Sequences of equal length have the same index.
+
+    seed: seed of layer 0. Layer n uses seed + 1000 n.
     """
 
     seed: int = 0
@@ -79,9 +81,12 @@ def _draw(
     blocks: int,
     device: torch.device,
 ) -> VerticalSlash:
-    """Draw the index from the token count of each sequence.
+    """Draw the index of a batch, each sequence by its number of tokens.
 
-    The draw must not use the padded length ``blocks``, which depends on workers and layout.
+    The draw does not depend on ``blocks``, because padding depends on workers and layout.
+
+    lengths: tokens of each sequence.
+    blocks: blocks of the padded sequences.
     """
     drawn = {length: pattern.draw(layer, 1, heads, max(1, length)) for length in set(lengths)}
     unused = blocks * pattern.block
@@ -106,13 +111,14 @@ def fixed_index(
     columns: int,
     density: float | None = None,
 ) -> VerticalSlash:
-    """Draw diagonals 0 and 1, further diagonals that favour the recent past, and uniform columns.
+    """Draw an index: diagonals 0 and 1, further diagonals, and columns.
 
-    Every head draws its own index, which all sequences of a batch share.
+    The further diagonals favour the recent past; columns are drawn with equal probability. Every
+    head draws its own index, which all sequences of the batch share.
 
     Args:
         slashes: diagonals per head, at least 1.
-        density: if given, ignore slashes and fill this share of the causal blocks with diagonals.
+        density: share of the causal blocks that the diagonals fill. If given, ignore slashes.
     """
     rng = np.random.default_rng(seed)
     blocks = -(-seq // block)
@@ -120,7 +126,7 @@ def fixed_index(
     positions = np.full((heads, columns), blocks * block, np.int32)
     area = blocks - np.arange(blocks)
     # Draw diagonal d with probability ((d + 1) / blocks)^(1/3) - (d / blocks)^(1/3), without
-    # replacement: sort exponential arrival times with these rates.
+    # replacement: give each diagonal an exponential arrival time with this rate, and sort.
     probabilities = np.diff(np.cbrt(np.arange(blocks + 1) / blocks))
     for h in range(heads):
         order = np.argsort(rng.standard_exponential(blocks) / probabilities)

@@ -1,4 +1,4 @@
-"""Mixture of block attention (MoBA, arXiv:2502.13189): queries choose large chunks of keys."""
+"""Mixture of block attention (MoBA, arXiv:2502.13189): each query chooses large chunks of keys."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _SCORE_BYTES = 1 << 28  # maximum bytes of scores at a time
 
 @dataclass(frozen=True)
 class MobaPattern(MobaSettings):
-    """Choose each query's own chunk and the chunks whose mean key scores highest.
+    """Choose ``top_k`` chunks: the query's own, and the others whose mean key scores highest.
 
-    Ties go to the earlier chunk. Means leave out padding. With ``gate="query"`` every query chooses
-    for itself, as in the paper. Otherwise a block of queries chooses by its mean query.
+    If scores are equal, the earlier chunk wins. Means leave out padding.
+
+    With ``gate="query"``, every query chooses for itself, as in the paper. With ``gate="block"``,
+    the mean query of each block chooses for the whole block.
     """
 
     @property
@@ -47,7 +49,7 @@ class MobaPattern(MobaSettings):
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> BlockBitmap:
-        """Choose chunks, with one collective: the key sums of all chunks."""
+        """Choose chunks. One collective sums the keys of each chunk over all workers."""
         heads, geometry = q.shape[2], masked.geometry
         blocks, size = geometry.blocks, self._chunk_size(masked)
         chunks, per_chunk = -(-blocks * self.block // size), size // self.block
@@ -110,12 +112,13 @@ class MobaPattern(MobaSettings):
     def _best_chunks(
         self, scores: torch.Tensor, position: torch.Tensor, first: torch.Tensor, size: int
     ) -> torch.Tensor:
-        """Return the chosen chunks, bool [heads, rows, chunks].
+        """Return which chunks each query chooses, bool [heads, queries, chunks].
 
         Args:
-            scores: [heads, rows, chunks].
-            position: [rows], position of each row's query.
-            first: [rows], first position that each query sees.
+            scores: [heads, queries, chunks].
+            position: [queries], position of each query.
+            first: [queries], first position that each query sees.
+            size: keys per chunk.
         """
         chunk = torch.arange(scores.shape[-1], device=scores.device)
         own = (position // size)[:, None]
@@ -124,7 +127,7 @@ class MobaPattern(MobaSettings):
         top_k = min(self.top_k, scores.shape[-1])
         lowest_kept = torch.topk(scores, top_k, dim=-1).values[..., -1:]
         above, equal = scores > lowest_kept, scores == lowest_kept
-        # Among ties for the last places, keep the earliest chunks.
+        # Chunks that tie for the last places: keep the earliest.
         room = top_k - above.sum(-1, keepdim=True)
         return (above | (equal & (equal.cumsum(-1) <= room))) & candidate
 
@@ -142,9 +145,12 @@ class MobaPattern(MobaSettings):
             lengths = np.array([[mask.length] for mask in masked.masks])
             size = self._chunk_size(masked)
             chunks = np.arange(-(-masked.geometry.blocks * self.block // size))
-            starts = ((masked.numbers * self.block, self.block), (chunks * size, size))
             counts = (
-                np.clip(lengths - start, 1, most).astype(np.float64) for start, most in starts
+                np.clip(lengths - starts, 1, most).astype(np.float64)
+                for starts, most in (
+                    (masked.numbers * self.block, self.block),
+                    (chunks * size, size),
+                )
             )
             masked.cache[key] = tuple(to_device(count, masked.device) for count in counts)
         return masked.cache[key]
@@ -157,7 +163,7 @@ def make_pattern(settings: MobaSettings, seed: int) -> MobaPattern:
 def _with_own_first(
     scores: torch.Tensor, candidate: torch.Tensor, own: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores that rank the query's own chunk first and chunks outside candidate last."""
+    """Return scores that rank the query's own chunk first, and all but ``candidate`` last."""
     scores = scores.nan_to_num(0.0).masked_fill(~candidate, float("-inf"))
     return scores.masked_fill(own, float("inf"))
 
@@ -169,14 +175,12 @@ def _pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _block_sums(tokens: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-    """Return the sum over each local block without padding: [batch, local blocks, heads, dim].
+    """Return the sum of the tokens of each local block, [batch, local blocks, heads, head_dim].
 
-    The dtype is float32, or float64 for float64 tokens.
+    Padding does not count. The dtype is float32, or float64 for float64 tokens.
     """
     block, dtype = masked.geometry.block, accumulation_dtype(tokens.dtype)
-    sums = torch.zeros(
-        len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype, device=tokens.device
-    )
+    sums = tokens.new_zeros(len(tokens), len(masked.numbers), *tokens.shape[2:], dtype=dtype)
     for b, total in enumerate(sums):
         # Positions ascend, so padding comes last.
         num_tokens = masked.num_tokens(b)

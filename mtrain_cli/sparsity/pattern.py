@@ -1,6 +1,7 @@
 """The contract of a pattern, which estimates a dynamic index from a layer's queries and keys.
 
-The tokens may be spread over several workers.
+The tokens of a sequence may be sharded over several workers. This module also selects the fewest
+candidates that hold a share of attention, in a way that gives every worker the same result.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ class IndexGroup(Protocol):
         ...
 
     def gather(self, mine: torch.Tensor) -> torch.Tensor:
-        """Stack ``mine`` of all workers, equally shaped, in rank order: [size, *mine.shape]."""
+        """Return ``mine`` of all workers in rank order, [size, *mine.shape].
+
+        ``mine`` has the same shape on every worker.
+        """
         ...
 
 
@@ -65,14 +69,14 @@ class SingleWorkerGroup:
 
 @dataclass(frozen=True)
 class MaskedPositions:
-    """The masks of a batch and one worker's shard, on the host and on the device.
+    """The masks of a batch and this worker's shard of it, on the host and on the device.
 
     masks: one per sequence.
-    geometry: this worker's blocks, the same for queries and keys.
-    shards: ascending block numbers of each worker, the same count on every worker.
+    geometry: the blocks of this worker's shard, as queries and as keys.
+    shards: block numbers of every worker, ascending. All workers have the same number of blocks.
     rank: this worker.
-    group: the workers that hold the shards.
-    cache: values that patterns derive from these fields, shared by all layers.
+    group: communicates with the other workers.
+    cache: what patterns derive from these fields. All layers share it.
     """
 
     masks: Sequence[SequenceMask]
@@ -94,12 +98,12 @@ class MaskedPositions:
         """Build the positions of one worker on the host, with `SingleWorkerGroup`.
 
         Args:
-            shards: ascending positions [tokens] of each worker, the same count on every worker;
-                None if one worker holds all.
-            bitmap: the index is a bitmap.
+            shards: int64 positions [tokens] of every worker, ascending; None if one worker has the
+                whole sequence.
+            bitmap: whether the index is a bitmap.
 
         Raises:
-            ValueError: a worker's positions are not whole blocks, or workers hold different numbers
+            ValueError: a shard does not consist of whole blocks, or workers have different numbers
                 of blocks.
         """
         padded = masks[0].padded
@@ -109,7 +113,7 @@ class MaskedPositions:
         if len(set(blocks_per_worker)) > 1 or sum(blocks_per_worker) != -(-padded // block):
             raise ValueError(
                 f"The workers hold {blocks_per_worker} blocks of {block}. An index needs whole "
-                "blocks, equally many on each worker."
+                "blocks, and the same number of them on each worker."
             )
         tables = MaskTables.make(masks, block, bitmap=bitmap, rows=numbers[rank])
         return MaskedPositions(masks, tables.between(shards[rank], shards[rank]), numbers, rank)
@@ -119,7 +123,7 @@ class MaskedPositions:
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     def with_group(self, group: IndexGroup) -> MaskedPositions:
-        """Return the positions for estimates with the workers of ``group``."""
+        """Return the same positions, with which patterns communicate through ``group``."""
         assert (group.rank, group.size) == (self.rank, len(self.shards))
         return replace(self, group=group)
 
@@ -133,12 +137,12 @@ class MaskedPositions:
 
     @property
     def numbers(self) -> IntArray:
-        """int64 [local blocks], block numbers of this worker, ascending."""
+        """Block numbers of this worker, int64 [local blocks], ascending."""
         return self.shards[self.rank]
 
     @cached_property
     def host_positions(self) -> IntArray:
-        """int64 [local blocks * block], positions of this worker's slots, padding included."""
+        """Positions of this worker's slots, padding included, int64 [local blocks * block]."""
         block = self.tables.block
         return (self.numbers[:, None] * block + np.arange(block)).reshape(-1)
 
@@ -151,17 +155,20 @@ class MaskedPositions:
 
     @property
     def padded(self) -> bool:
-        """Whether some sequence does not fill its blocks."""
+        """Whether some sequence has fewer tokens than its blocks have room for."""
         return any(mask.length < self.tables.blocks * self.tables.block for mask in self.masks)
 
     def num_tokens(self, sequence: int) -> int:
-        """Return the number of local slots of a sequence that hold a token; padding comes last."""
+        """Return how many of this worker's slots hold a token of a sequence, not padding.
+
+        These slots come first.
+        """
         return int(np.searchsorted(self.host_positions, self.masks[sequence].length))
 
     def visible(self, sequence: int, rows: torch.Tensor, keys: int) -> torch.Tensor:
-        """Return which of the first ``keys`` local keys each row sees, bool [rows, keys].
+        """Return which of the first ``keys`` local keys each query sees, bool [rows, keys].
 
-        rows: int64, query positions of one sequence.
+        rows: int64 [rows], positions of queries of one sequence.
         """
         position = self.positions[:keys]
         first = self.tables.first[sequence, rows][:, None]
@@ -176,11 +183,12 @@ def _numbers(blocks: IntArray) -> IntArray:
 class Pattern(Protocol):
     """Estimates an index from queries and keys.
 
-    The same queries and keys give the same index on any number of workers, up to rounding of ties.
+    The same queries and keys give the same index on any number of workers, but for ties that
+    rounding decides.
 
-    name: NAME of ``sparsity=NAME``.
-    synthetic: the index does not come from the data. Such a pattern is for benchmarks only, and
-        reports label it.
+    name: the value of the setting ``sparsity``, such as ``moba``.
+    synthetic: whether the index does not depend on the data. Such a pattern is for benchmarks only,
+        and reports mark it.
     """
 
     name: ClassVar[str]
@@ -191,37 +199,40 @@ class Pattern(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return one line for banners."""
+        """Return one line for banners that says what the pattern chooses."""
         ...
 
     def covers(self, seq: int) -> str | None:
-        """Return which setting allows every pair of ``seq`` tokens for any data, or None.
+        """Return which setting makes the index allow every pair whatever the data, or None.
 
-        A message adds "all of seq=..." to the text.
+        The text ends with a verb, such as "3 chunks of 4096 keys cover". Messages continue it with
+        "all of seq=...".
         """
         ...
 
     def probed_rows(self, length: int) -> torch.Tensor:
-        """Return int64 [rows], positions of the queries that choose the index for all others.
+        """Return the positions of the queries that decide for all others, int64 [rows].
 
-        Measure recall on other queries. Empty if every query chooses, or if a seed does.
+        Recall is measured on the other queries. Return no positions if every query decides for
+        itself, or if a seed decides.
         """
         ...
 
     def estimate(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, layer: int
     ) -> Index:
-        """Return the pairs worth computing.
+        """Return the index: the pairs worth computing.
 
-        Called without gradients, once per layer and step, by all workers of ``masked.group``
-        together.
+        All workers of ``masked.group`` call this together, once per layer and step, without
+        gradients.
 
         Args:
             q, k: this worker's [batch, tokens, heads, head_dim] and [batch, tokens, kv_heads,
                 head_dim], in the order of ``masked.positions``.
 
         Returns:
-            The whole index on every worker; for a bitmap, the rows of this worker's blocks.
+            The whole index, the same on every worker. A bitmap has only the query blocks of this
+            worker.
         """
         ...
 
@@ -230,11 +241,11 @@ NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 def display_name(pattern: Pattern) -> str:
-    """Return the name to show in reports, which marks a synthetic pattern."""
+    """Return the pattern's name for reports, marked if the pattern is synthetic."""
     return f"{pattern.name} (SYNTHETIC)" if pattern.synthetic else pattern.name
 
 
-# Integer units per 1.0 of mass: integer sums are exact in any order, on any worker.
+# Mass is a share of attention, between 0 and 1. Sums of integer units are exact in any order.
 MASS_UNITS = 2.0**38
 MOST_UNITS = (1 << 38) - 1
 _NUMBER_BITS = MOST_LINES.bit_length() - 1
@@ -247,20 +258,24 @@ def to_mass_units(mass: torch.Tensor) -> torch.Tensor:
 
 
 def base_rank_keys(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the part of `rank_keys` that does not depend on the mass, the same for all layers.
+    """Return the part of `rank_keys` that does not depend on the mass, int64 like forced.
 
-    forced: bool; numbers: int64 [candidates], below n. Returns int64 like forced.
+    forced: bool [..., candidates], candidates that rank first.
+    numbers: int64 [candidates], the candidates' numbers.
+    n: above all numbers; at most `MOST_LINES`.
     """
     assert n <= MOST_LINES
     return (forced.long() << 62) | (n - 1 - numbers)
 
 
 def rank_keys(units: torch.Tensor, without_mass: torch.Tensor) -> torch.Tensor:
-    """Return a distinct int64 key per candidate that ranks by forced, mass, and lower number.
+    """Return an int64 key per candidate: the larger the key, the better the rank.
 
-    Keys of several workers may be merged and sorted together.
+    Forced candidates rank first, then those with more mass, then those with a lower number. No two
+    keys are equal, so keys of several workers can be sorted together.
 
-    units: int64 [..., candidates], at most `MOST_UNITS`.
+    units: int64 [..., candidates], mass in units, at most `MOST_UNITS`.
+    without_mass: from `base_rank_keys`.
     """
     # Bits of a key: 1 for forced, 38 for the mass, 24 for the number.
     return torch.add(without_mass, units, alpha=1 << _NUMBER_BITS)
@@ -274,12 +289,14 @@ def select_ranked(
     at_most: int,
     n: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select as `select_by_mass` does, from keys of `rank_keys`.
+    """Select candidates as `select_by_mass` does, from their `rank_keys`.
 
     Args:
-        order: keys [..., candidates] that include the ``at_most`` largest of all candidates.
+        order: keys [..., candidates]. They must include the ``at_most`` largest keys of all
+            candidates.
         total: mass of all candidates in units, int64 [..., 1].
-        at_least: not below the number of forced candidates, which rank first.
+        at_least: at least the number of forced candidates.
+        n: as for `base_rank_keys`.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)
@@ -304,17 +321,19 @@ def select_by_mass(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Select the fewest candidates that hold a share of the mass (MTraining, algorithm 1).
 
-    The candidate that crosses the share is included. Of equal masses the lower number goes first.
+    The candidate that crosses the share is included. Of two candidates with equal mass, the one
+    with the lower number ranks higher.
 
     Args:
-        mass: non-negative float [..., n] whose rows sum to at most 1, or the same in units, int64.
-        share: share of each row's sum to hold, a number or [..., 1].
-        forced: bool, [n] or like mass; candidates to keep whatever their mass, ranked first.
-        at_least, at_most: bounds on the number kept, forced ones included.
+        mass: float [..., n], not negative, with sums of at most 1 over the last dimension; or the
+            same as int64 in units.
+        share: share of the sum that the selection must hold, a number or [..., 1].
+        forced: bool [n] or like mass, candidates to select whatever their mass. They rank first.
+        at_least, at_most: bounds on the number of selected candidates, forced ones included.
 
     Returns:
-        numbers: int64 [..., min(at_most, n)], candidates by falling rank.
-        kept: bool like numbers.
+        numbers: int64 [..., min(at_most, n)], the candidates with the best ranks, best first.
+        kept: bool like numbers, whether the candidate is selected.
     """
     n = mass.shape[-1]
     units = (to_mass_units(mass) if mass.is_floating_point() else mass).clamp(max=MOST_UNITS)

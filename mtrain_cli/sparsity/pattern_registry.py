@@ -11,7 +11,7 @@ from mtrain_cli.sparsity.pattern import Pattern
 def make_pattern(settings: PatternSettings, seed: int) -> Pattern | None:
     """Return the pattern of a run; None for dense attention.
 
-    The module of this package with the pattern's name makes it.
+    Call `make_pattern` of this package's module that has the pattern's name.
     """
     if settings.pattern == "dense":
         return None

@@ -19,10 +19,11 @@ _SCORE_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class XAttentionPattern(XAttentionSettings):
-    """Choose, for every query block, the fewest key blocks with a share of the antidiagonal mass.
+    """For every query block, choose the fewest key blocks that hold a share of antidiagonal mass.
 
-    The block on the diagonal and the first block are always kept. In a square of side ``stride``,
-    query r meets key stride - 1 - r, so an estimate costs seq^2 / stride products.
+    The scores are cut into squares of ``stride`` queries and keys. Only the antidiagonal of each
+    square is computed, in which query r meets key stride - 1 - r, so an estimate costs seq^2 /
+    stride products. The block on the diagonal and the first block are always kept.
     """
 
     def request(self) -> IndexRequest:
@@ -56,7 +57,9 @@ class XAttentionPattern(XAttentionSettings):
     def _pad_to_blocks(
         self, tokens: torch.Tensor, masked: MaskedPositions, sequence: int
     ) -> torch.Tensor:
-        """Return whole blocks, [local blocks, block, heads, head_dim]; padding is 0.
+        """Return a sequence's local tokens as blocks, [local blocks, block, heads, head_dim].
+
+        Slots without a token hold 0.
 
         tokens: [tokens, heads, head_dim].
         """
@@ -66,9 +69,9 @@ class XAttentionPattern(XAttentionSettings):
         return padded.unflatten(0, (-1, self.block))
 
     def _gather_sequence(self, mine: torch.Tensor, masked: MaskedPositions) -> torch.Tensor:
-        """Gather [batch, local blocks, block, heads, head_dim] of all workers.
+        """Return the tokens of all workers in sequence order, [batch, tokens, heads, head_dim].
 
-        Returns [batch, tokens, heads, head_dim] in sequence order.
+        mine: this worker's, [batch, local blocks, block, heads, head_dim].
         """
         if type(self).__name__ not in masked.cache:
             order = np.argsort(np.concatenate(masked.shards))
@@ -79,14 +82,15 @@ class XAttentionPattern(XAttentionSettings):
     def _choose(
         self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions, sequence: int
     ) -> torch.Tensor:
-        """Return the chosen blocks of one sequence, bool [heads, local blocks, blocks].
+        """Return the key blocks of each local query block, bool [heads, local blocks, blocks].
 
-        q: [local blocks, block, heads, head_dim]; k: [tokens, kv_heads, head_dim].
+        q: this worker's queries of one sequence, [local blocks, block, heads, head_dim].
+        k: all keys of the sequence, [tokens, kv_heads, head_dim].
         """
         heads, dim = q.shape[2:]
         kv_heads, blocks, stride = k.shape[1], masked.geometry.blocks, self.stride
-        # Concatenate a square's queries in reverse order, and its keys in order: their dot product
-        # sums the antidiagonal.
+        # Concatenate the queries of a square in reverse order, and the keys of a square in order.
+        # The dot product of the two is the sum of the square's antidiagonal.
         squares_of_q = q.flatten(0, 1).unflatten(0, (-1, stride)).flip(1)
         queries = squares_of_q.permute(2, 0, 1, 3).flatten(2).unflatten(0, (kv_heads, -1))
         keys = k.unflatten(0, (-1, stride)).permute(2, 0, 1, 3).flatten(2)
@@ -124,7 +128,7 @@ def make_pattern(settings: XAttentionSettings, seed: int) -> XAttentionPattern:
 def _products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return batched a @ b in the accumulation dtype.
 
-    Rounding these long sums would change which blocks are chosen.
+    Rounded to 16 bits, the products would choose other blocks.
     """
     high = accumulation_dtype(a.dtype)
     if a.is_cuda and a.dtype != high:

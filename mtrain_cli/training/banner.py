@@ -85,5 +85,5 @@ def _schedule(config: Config, resumed: int | None) -> str:
     schedule, steps = LearningRateSchedule.of(config), config.train.steps
     text = schedule.describe(steps)
     if resumed is not None and schedule.decay and config.optim.schedule_steps != "auto":
-        text += "; kept on resume, optim.rewarm=true starts a new one"
+        text += "; resuming keeps this schedule, optim.rewarm=true starts a new one"
     return text

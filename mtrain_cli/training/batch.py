@@ -22,7 +22,7 @@ from mtrain_cli.sparsity.pattern import Pattern
 
 
 class PackedSample(Protocol):
-    """One sequence; arrays are [seq]. Labels are already shifted; -100 marks an ignored label."""
+    """One sequence as arrays [seq]. Labels are already shifted. -100 marks an ignored label."""
 
     @property
     def tokens(self) -> NDArray[np.int32]: ...
@@ -124,7 +124,7 @@ class BatchMaker:
         positions = np.broadcast_to(self._positions, tokens.shape)
         numbers = torch.from_numpy(np.stack([tokens, positions, labels]).astype(np.int64))
         on_gpu = self.device.type == "cuda"
-        # Pinning needs the worker's device; new threads start on device 0.
+        # Memory is pinned for the current device, which in a new thread is device 0.
         with torch.cuda.device(self.device) if on_gpu else nullcontext():
             numbers = numbers.pin_memory() if on_gpu else numbers
             plan = self._plan(self._masks(samples))

@@ -1,4 +1,4 @@
-"""Hooks of a training run, for everything that watches, records or logs it."""
+"""Hooks of a training run, for code that watches, records or logs the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mtrain_cli.model.decoder import Attend
     from mtrain_cli.records.metrics import StepMetrics
     from mtrain_cli.training.batch import Batch, PackedSample
-    from mtrain_cli.training.trainer import StepResult
+    from mtrain_cli.training.step_result import StepResult
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Callback:
     needs_samples = False
 
     def before_training(self) -> None:
-        """Run before the first step, after a checkpoint has been loaded."""
+        """Run before the first step, and after loading a checkpoint if the run resumes."""
 
     def before_step(self) -> None:
         """Run before a step reads its data."""

@@ -188,7 +188,7 @@ def _checked(metadata: Any, folder: Path) -> Metadata:
     for name, entry in tensors.items():
         located = all(MetadataIndex(name, c.offsets) in metadata.storage_data for c in entry.chunks)
         if not located or not _covers(entry):
-            raise ValueError(f"does not locate all parts of {name}")
+            raise ValueError(f"does not say where all parts of {name} are")
     # DCP writes tensors uncompressed, so the tensors cannot take more bytes than the files.
     claimed = sum(e.size.numel() * e.properties.dtype.itemsize for e in tensors.values())
     if claimed > (stored := sum(sizes.values())):

@@ -6,7 +6,8 @@ checkpoints. When the disk is full, a save fails with a warning and training goe
 
     checkpoints/step-50/            complete: DCP's files, .metadata, manifest.json
     checkpoints/step-60.tmp-1/      being written, or left by a crash: never read, removed on start
-    checkpoints/step-50.replaced/   an older step-50; restored if its replacement never arrived
+    checkpoints/step-50.replaced/   the previous step-50 during its replacement: restored on start
+                                    if a crash prevented the replacement
 """
 
 from __future__ import annotations

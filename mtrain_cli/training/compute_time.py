@@ -12,16 +12,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from mtrain_cli.training.callback import Callback
+
+if TYPE_CHECKING:
+    from mtrain_cli.model.decoder import Attend
+    from mtrain_cli.training.batch import Batch
+
 LAYERS = 8  # number of layers timed, evenly spread
 
 
-class ComputeTimer:
-    """The compute timer of one worker."""
+class ComputeTimer(Callback):
+    """The compute timer of one worker.
+
+    seconds: what the timer measured in the previous step. 0 if not measured.
+    """
+
+    seconds = 0.0
 
     def __init__(self, layers: Sequence[nn.Module], device: torch.device) -> None:
         """Add a forward hook to each timed layer.
@@ -38,20 +49,13 @@ class ComputeTimer:
         for index in self._chosen:
             layers[index].register_forward_hook(self._layer_hook(index))
 
-    def start_step(self) -> float:
-        """Start a step. Return the seconds measured in the previous step; 0 if not measured.
-
-        The device must have finished the previous step.
-        """
+    def before_step(self) -> None:
+        """Read what the previous step measured. The device must have finished that step."""
         durations, self._durations, self._attention_ended = self._durations, {}, {}
-        if len(durations) < len(self._chosen):
-            return 0.0
-        return sum(
-            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1000
-            for t in durations.values()
-        )
+        complete = len(durations) == len(self._chosen)
+        self.seconds = sum(map(_seconds, durations.values())) if complete else 0.0
 
-    def wrap_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def wrap_attention(self, _batch: Batch, attend: Attend) -> Attend:
         """Return a function that calls `attend` and marks the end of a timed layer's attention."""
 
         def timed(q: Tensor, k: Tensor, v: Tensor, layer: int) -> Tensor:
@@ -62,7 +66,7 @@ class ComputeTimer:
         return timed
 
     def _mark_attention(self, layer: int) -> None:
-        # Recomputation calls attention again; time only the forward pass.
+        # Later micro-batches and recomputation call attention again. Time only the first call.
         if layer not in self._attention_ended and layer in self._chosen:
             if self._cuda:
                 self._events[layer][0].record()
@@ -82,3 +86,10 @@ class ComputeTimer:
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)
+
+
+def _seconds(duration: float | tuple[Any, Any]) -> float:
+    if isinstance(duration, float):
+        return duration
+    began, ended = duration
+    return began.elapsed_time(ended) / 1000

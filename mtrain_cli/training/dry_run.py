@@ -1,4 +1,4 @@
-"""`mtrain train --dry-run`: show the plan of a run, on any machine, in seconds."""
+"""Render the plan of a run, for `mtrain train --dry-run`. Needs no GPU and takes seconds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
 from mtrain_cli.training import initial_weights
 from mtrain_cli.training.flops import peak_flops
-from mtrain_cli.training.memory import GIB, estimate_memory
-from mtrain_cli.training.memory_search import longest_seq, refusal, search
+from mtrain_cli.training.memory import GIB
+from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
 from mtrain_cli.training.run_plan import (
     FITS,
@@ -34,14 +34,15 @@ from mtrain_cli.training.run_plan import (
     size,
 )
 
-# GiB that CUDA reports for common GPUs, smallest first, to compare plans for absent GPUs with.
+# Memory of common GPUs in GiB, as CUDA reports it, smallest first. A plan for absent GPUs names the
+# smallest one that it fits.
 GPU_MEMORY = (
     ("40 GB (A100)", 39.4),
     ("80 GB (A100, H100)", 79.2),
     ("141 GB (H200)", 139.8),
     ("180 GB (B200)", 178.3),
 )
-USUAL_MFU = 0.4  # of a well-tuned dense run; used only for the step time shown in a plan
+USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan shows
 
 
 def dry_run(config: Config) -> RenderableType:
@@ -228,27 +229,19 @@ def describe_activations(config: Config) -> str:
     which = "all" if layers_kept == layers else f"{layers_kept} of {layers}"
     products = f", MLP products of {which} layers kept" if layers_kept else ""
     if products and train.activation_checkpoint == "none":
-        products += " where the MLP is tiled, all otherwise"
+        products += " if the MLP is tiled, otherwise of all layers"
     return f"{train.activation_checkpoint}{kept}{offloaded}{products}"
 
 
 def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
-    """Return the total bytes of a worker for each kind of activation checkpointing."""
+    """Return a worker's bytes on its device for each value of train.activation_checkpoint."""
     totals = {}
     for kind in CHECKPOINTS:
         offload = plan.config.train.offload_activations if kind != "none" else False
         train = dataclasses.replace(
             plan.config.train, activation_checkpoint=kind, offload_activations=offload
         )
-        other = estimate_memory(
-            dataclasses.replace(plan.config, train=train),
-            workers=plan.dims.workers,
-            layout=plan.layout,
-            exchange=plan.exchange,
-            kernel=plan.kernel,
-            dtype_bytes=plan.dtype_bytes,
-            cuda=plan.environment.device == "cuda",
-        )
+        other = plan.estimate(dataclasses.replace(plan.config, train=train))
         totals[kind] = plan.device_bytes(other)
     return totals
 
@@ -262,11 +255,9 @@ def describe_fit(plan: RunPlan) -> Text:
         percent = f"{share:.0%}" if share >= 0.01 else "less than 1%"
         # "saving" marks a total that includes the copy for a checkpoint. The line must fit 80
         # columns.
-        saving = bool(plan.memory.host_peak)
-        who = "saving, it takes " if saving else ""
-        if workers > 1:
-            who = f"{workers}{', saving,' if saving else ' of them'} take "
-        return Text(f"{word}: {who}{percent} of {size(host_memory())}", style=style)
+        notes = [f"{workers} workers"] * (workers > 1) + ["saving"] * bool(plan.memory.host_peak)
+        who = f" ({', '.join(notes)})" if notes else ""
+        return Text(f"{word}: {percent} of {host_memory() / GIB:,.0f} GiB{who}", style=style)
     if plan.capacity is not None:
         share = plan.memory.total / plan.capacity
         of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"
@@ -371,7 +362,7 @@ def describe_workers(plan: RunPlan) -> str:
     if environment.nodes > 1:
         text += f", {environment.nodes} nodes of {environment.workers_per_node}"
     if plan.elsewhere and plan.config.topology.workers == "auto":
-        text += ", assumed for topology.workers=auto: give the number of GPUs"
+        text += ", assumed; set topology.workers to your number of GPUs"
     return text
 
 
@@ -401,10 +392,10 @@ def _layout_reason(plan: RunPlan) -> str:
     if plan.dims.cp == 1:
         return "auto: each worker holds whole sequences, so layouts do not differ"
     if plan.layout.name == "zigzag":
-        return "auto: dense attention without documents; zigzag balances it in the largest pieces"
+        return "auto: zigzag balances dense attention without documents, in two pieces per worker"
     pattern = config.sparsity.pattern
     uneven = "packed documents" if pattern == "dense" else f"the index of {pattern}"
-    return f"auto: stripes balance the work of {uneven}"
+    return f"auto: striping balances the uneven work of {uneven}"
 
 
 def describe_compile(plan: RunPlan) -> str:
@@ -413,7 +404,7 @@ def describe_compile(plan: RunPlan) -> str:
         why = "; train.compile=auto compiles only on GPUs" if auto else " (train.compile=false)"
         return f"off{why}"
     reason = "train.compile=auto, on GPUs" if auto else "train.compile=true"
-    return f"on ({reason}): the first step compiles first, which can take minutes"
+    return f"on ({reason}): the first step also compiles, which can take minutes"
 
 
 def describe_dtype(plan: RunPlan) -> str:
@@ -462,9 +453,3 @@ def flop(number: float) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}FLOP"
     return f"{number / 1e6:.3g} MFLOP"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds, for example as 41 s, 9.2 min or 2.5 h."""
-    unit, scale = ("s", 1) if seconds < 120 else ("min", 60) if seconds < 7200 else ("h", 3600)
-    return f"{seconds / scale:,.3g} {unit}"

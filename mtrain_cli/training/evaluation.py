@@ -69,12 +69,12 @@ class Evaluation:
     def line(self) -> str:
         """Summarise the evaluation in one line for the user."""
         by_context = ", ".join(
-            f"{format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
+            f"up to {format_size(b.end)} {b.loss:.4f}" for b in self.buckets if b.loss is not None
         )
         count = f"{self.sequences} sequence{'s' * (self.sequences != 1)}"
         return (
             f"held-out loss {self.loss:.4f} at step {self.step} ({self.attention}, {count}); "
-            f"up to context {by_context}"
+            f"by context: {by_context}"
         )
 
 

@@ -14,6 +14,7 @@ from math import prod
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.program import Recompute
 
 Shape = tuple[int, ...]
 
@@ -103,9 +104,20 @@ def attention_kept(train: TrainConfig) -> float:
     }[train.activation_checkpoint]
 
 
-def recomputes_attention(train: TrainConfig) -> bool:
-    """Return whether the backward pass recomputes attention and repeats its KV exchange."""
-    return train.activation_checkpoint != "none" and attention_kept(train) < 1
+def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Recompute:
+    """Return which part of a layer's forward exchange the backward pass runs again.
+
+    sharing: number of ranks that share heads.
+    """
+    if train.activation_checkpoint == "none":
+        return Recompute.NOTHING
+    return Recompute.of(_early_queries(train, layout, sharing), sharing)
+
+
+def _early_queries(train: TrainConfig, layout: Layout, sharing: int = 1) -> int:
+    """Return how many first queries of a worker, or of ranks that share heads, are recomputed."""
+    unit = layout.unit if layout.unit > 1 else None
+    return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
 
 def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
@@ -117,9 +129,7 @@ def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
-    early = early_queries(
-        layout.tokens_per_worker, attention_kept(train), layout.unit if layout.unit > 1 else None
-    )
+    early = _early_queries(train, layout)
     if early == layout.tokens_per_worker:
         return 1.0
     return _pairs_of_first(early, layout) / causal_pairs(layout.padded_seq)

@@ -79,8 +79,8 @@ def _beyond_reach(config: Config, reach: int) -> list[str]:
         else "Set model.rope.scaling=yarn or a larger model.rope.theta"
     )
     return [
-        f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that its rotary "
-        f"positions cover. {remedy}."
+        f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that the model's "
+        f"rotary positions cover. {remedy}."
     ]
 
 
@@ -89,7 +89,7 @@ def _tokenizer(config: Config, folder: Path) -> list[str]:
     if config.data.kind not in ("text", "stdlib"):
         return []
     if config.data.tokenizer == str(folder / "tokenizer.json"):
-        return ["its tokenizer.json encodes the text"]
+        return ["the folder's tokenizer.json encodes the text"]
     if config.data.tokenizer == "bytes":
         has = "" if (folder / "tokenizer.json").is_file() else ", since it has no tokenizer.json"
         return [

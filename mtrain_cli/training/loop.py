@@ -23,7 +23,8 @@ from mtrain_cli.training.checkpointer import Checkpointer, CheckpointError
 from mtrain_cli.training.evaluation import EvaluationWriter, evaluate
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
 from mtrain_cli.training.progress import TrainingProgress
-from mtrain_cli.training.trainer import NonFiniteError, Trainer
+from mtrain_cli.training.step_result import NonFiniteError
+from mtrain_cli.training.trainer import Trainer
 from mtrain_cli.training.watch import StragglerWatches
 
 MakeCallback = Callable[[Trainer, RunDir, Callable[..., None]], Callback]

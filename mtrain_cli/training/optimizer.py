@@ -205,9 +205,9 @@ class LearningRateSchedule:
         fall = f"decay to {self.end:.2e} from step {low} to step {high}"
         text = f"{self.kind}{first}: {warm}, {fall}"
         if high < steps:
-            return f"{text}; the last {steps - high} of {steps} steps stay there"
+            return f"{text}; the last {steps - high} of {steps} steps keep this rate"
         if high > steps:
-            return f"{text}; train.steps={steps} ends it at {self.rate(steps - 1):.2e}"
+            return f"{text}; train.steps={steps} ends the decay at {self.rate(steps - 1):.2e}"
         return text
 
 

@@ -269,7 +269,7 @@ def _mirror(decoder: nn.Module, masters: nn.Module) -> None:
     sharded = dict(decoder.named_parameters())
     first = next(iter(sharded.values()))
     assert isinstance(first, DTensor)
-    # On the device mesh, PyTorch would move host tensors to the device.
+    # Use a mesh of CPUs: on the device's mesh, PyTorch would move host tensors to the device.
     mesh = init_device_mesh("cpu", (first.device_mesh.size(),), mesh_dim_names=("shard",))
     for name, _ in list(masters.named_parameters()):
         parameter = sharded[name]

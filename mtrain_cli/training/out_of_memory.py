@@ -19,7 +19,7 @@ import re
 import sys
 import traceback
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -180,7 +180,7 @@ def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
 
 def _describe_room(counted: int, cuda: bool) -> str:
     if not cuda:
-        return f"tensors found: {size(counted)}, of {size(host_memory())} of this machine"
+        return f"tensors take {size(counted)} of the {size(host_memory())} of this machine"
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
     gaps = reserved - counted
@@ -245,19 +245,14 @@ def _change(kind: str, config: Config) -> str:
     if kind in (PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED):
         return "more workers, to share parameters and optimizer states"
     if kind == LOGITS:
-        return (
-            f"train.loss_chunk_mib={config.train.loss_chunk_mib // 4}"
-            if config.train.loss_chunk_mib > 64
-            else ""
-        )
+        chunk = config.train.loss_chunk_mib
+        return f"train.loss_chunk_mib={chunk // 4}" if chunk > 64 else ""
     if config.train.keep_mlp:
         return "train.keep_mlp=false"
     if config.train.activation_checkpoint != "full":
         return "train.activation_checkpoint=full"
-    if (
-        layers_on_host(config.train.offload_activations, config.model.num_layers)
-        < config.model.num_layers - 1
-    ):
+    layers = config.model.num_layers
+    if layers_on_host(config.train.offload_activations, layers) < layers - 1:
         return "train.offload_activations=true"
     return "train.micro_batch=1" if config.train.micro_batch > 1 else ""
 
@@ -271,9 +266,7 @@ def failure_location(error: BaseException) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name, file = frame.f_code.co_name, frame.f_code.co_filename
         backward = backward or name in ("backward", "_engine_run_backward")
-        module = next(
-            (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
-        )
+        module = _layer_in(frame)
         # In backward, only `ctx` of `feed_forward` knows the layer.
         layer = (
             module.index
@@ -296,7 +289,7 @@ def failure_location(error: BaseException) -> str:
     elif backward:
         parts.append("backward")
     if here is not None and here.doing and layer is None:
-        parts.append(f"last noted: {here.doing}")
+        parts.append(f"last activity: {here.doing}")
     return ", ".join(parts)
 
 
@@ -415,9 +408,7 @@ def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
     for frame in frames:
         if frame is own:
             continue
-        layer = next(
-            (value for value in frame.f_locals.values() if isinstance(value, DecoderLayer)), None
-        )
+        layer = _layer_in(frame)
         where = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
         for name, value in list(frame.f_locals.items()):
             for tensor in _members(value):
@@ -428,14 +419,16 @@ def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
                     )
 
 
-def _members(value: Any) -> Iterable[Tensor]:
-    if isinstance(value, Tensor) and not isinstance(value, DTensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [
-            item for item in value[:8] if isinstance(item, Tensor) and not isinstance(item, DTensor)
-        ]
-    return []
+def _layer_in(frame: FrameType) -> DecoderLayer | None:
+    """Return the decoder layer among the variables of a frame, or None."""
+    variables = frame.f_locals.values()
+    return next((value for value in variables if isinstance(value, DecoderLayer)), None)
+
+
+def _members(value: Any) -> list[Tensor]:
+    """Return `value` if it is a tensor, or the tensors among its first items if it is a list."""
+    values = value[:8] if isinstance(value, list | tuple) else [value]
+    return [v for v in values if isinstance(v, Tensor) and not isinstance(v, DTensor)]
 
 
 class _ShapeNames:
@@ -487,12 +480,9 @@ class _ShapeNames:
 
     def guess(self, number: int) -> tuple[str, str]:
         """Guess the kind and name of a block of `number` bytes that only the allocator knows."""
-        name = self._activations.get(number)
-        return (
-            (ACTIVATIONS, f"kept for backward, {name}")
-            if name
-            else (REST, "known only to the allocator")
-        )
+        if name := self._activations.get(number):
+            return ACTIVATIONS, f"kept for backward, {name}"
+        return REST, "known only to the allocator"
 
 
 def _unseen_blocks(seen: set[int]) -> Iterator[int]:

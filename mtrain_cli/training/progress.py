@@ -69,7 +69,7 @@ class TrainingProgress:
         self._started = self._finished = clock()
         self._durations: deque[float] = deque(maxlen=PACE_STEPS)
         self._steady: list[StepMetrics] = []
-        self._seen = 0  # steps since this start
+        self._seen = 0  # steps since the start or the last restart
         self._restarted = False
         self._first_step = self._last_loss = start_step + 1  # first and last step with a loss
         self._log = log.open("a", encoding="utf-8") if enabled and log is not None else None
@@ -220,7 +220,7 @@ class TrainingProgress:
         waited, took = sum(m.data_seconds or 0.0 for m in steady), sum(m.seconds for m in steady)
         if (waiting := waited / max(1e-9, took)) >= SHOWN_WAIT:
             cause = f"{waiting:.0%} of the time was spent waiting for data"
-            rows.append(("data", f"{cause}; `mtrain data prepare` makes reading cheap"))
+            rows.append(("data", f"{cause}; prepare the data once with `mtrain data prepare`"))
         if last.peak_memory_gib is not None:
             peak = max(m.peak_memory_gib or 0.0 for m in steady)
             rows.append(("memory", f"peak {peak:.2f} GiB"))

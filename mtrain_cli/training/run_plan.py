@@ -23,14 +23,14 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, choose_exchange
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.program import Recompute, ShardSizes
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
     parameters,
-    recomputes_attention,
+    recomputed_attention,
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
@@ -71,7 +71,7 @@ FITS = (
     "host's; gaps and other processes take the rest"
 )
 # How `train.memory=auto` chooses train.keep_mlp.
-KEPT = f"train.keep_mlp leaves {1 - ROOMY:.0%} of a GPU free"
+KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,7 @@ class RunPlan:
 
     @property
     def micro_batches(self) -> int:
-        """Forward and backward passes of a worker in an optimizer step."""
+        """Micro-batches of a worker in an optimizer step."""
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.dims.dp)
 
@@ -159,12 +159,17 @@ class RunPlan:
     def flops(self) -> FlopsPerToken:
         return training_flops(self.config, self.layout, dtype_bytes=self.dtype_bytes)
 
+    @property
+    def recompute(self) -> Recompute:
+        """The part of a layer's forward exchange that the backward pass runs again."""
+        return recomputed_attention(self.config.train, self.layout, self.exchange.heads)
+
     @cached_property
     def received(self) -> ReceivedBytes:
         """The bytes that reach one worker, from the schedule of its exchange and `StateMemory`.
 
-        If backward recomputes attention, in part or in full, it repeats the forward exchange. The
-        columns that a ring gathers once are not counted.
+        `backward` includes what recomputation sends again (`recompute`). The columns that a ring
+        gathers once are not counted.
         """
         model, train, layout = self.config.model, self.config.train, self.layout
         sizes = ShardSizes(
@@ -176,13 +181,12 @@ class RunPlan:
         )
         schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
-        forward, backward = (
-            int(lower(schedule, 0, backward=b, traits=traits).sent(sizes)) for b in (False, True)
-        )
+        forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
+        again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
         return ReceivedBytes(
-            forward=forward,
-            backward=backward + (forward if recomputes_attention(train) else 0),
+            forward=int(forward.sent(sizes)),
+            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
             weights=states.sent(),
             host=states.over_host_link(),
         )
@@ -225,6 +229,18 @@ class RunPlan:
         if self.environment.device == "cpu":
             return self.device_bytes(memory) * self.environment.local_workers <= host_memory()
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
+
+    def estimate(self, config: Config) -> MemoryEstimate:
+        """Estimate the memory of a worker if `config` changes only memory settings of this plan."""
+        return estimate_memory(
+            config,
+            workers=self.dims.workers,
+            layout=self.layout,
+            exchange=self.exchange,
+            kernel=self.kernel,
+            dtype_bytes=self.dtype_bytes,
+            cuda=self.environment.device == "cuda",
+        )
 
     def replan(self, config: Config) -> RunPlan:
         """Plan another configuration for the same device and number of workers.
@@ -323,7 +339,7 @@ def _refusal_here(config: Config) -> str | None:
 
 def needed_here(plan: RunPlan) -> str:
     """Describe the memory that CPU workers need and the memory that this machine has."""
-    return f"about {plan.host_bytes / GIB:,.0f} GiB where this machine {describe_host_memory()}"
+    return f"about {plan.host_bytes / GIB:,.0f} GiB, but this machine {describe_host_memory()}"
 
 
 def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun) -> RunPlan:
@@ -455,7 +471,7 @@ def _kernel_elsewhere(
         return kernel.name, reason
     others = f", else {possible[1]}" if possible[1] != "reference" else ""
     on = "Hopper" if gpu == ASSUMED_GPU else gpu
-    reason = f"assumed without a GPU: auto takes it on {on} with all packages installed{others}"
+    reason = f"assumed without a GPU: on {on} with all packages, auto takes this kernel{others}"
     return possible[0], reason
 
 

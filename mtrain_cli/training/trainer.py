@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment, describe_host_memory, describe_place
-from mtrain_cli.launch.failures import PeerLostError, RunError
+from mtrain_cli.launch.failures import PeerLostError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
 from mtrain_cli.model.init import initialize
@@ -63,70 +63,8 @@ from mtrain_cli.training.optimizer import (
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 from mtrain_cli.training.run_plan import RunPlan, plan_resolved, require_fit, with_auto_memory
+from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
 from mtrain_cli.training.watch import SpikeWatch
-
-
-class NonFiniteError(RunError):
-    """The loss or a gradient is not finite. The step did not change the weights."""
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What a rank tells all others at the end of a step, in one all-gather of float64 numbers.
-
-    loss: this rank's part of the mean loss, in nats.
-    squared_norm: squared norm of this rank's gradient shards, before clipping.
-    stop: 1 if this rank received a stop request, else 0.
-    compute_seconds: seconds that `ComputeTimer` measured in the previous step. 0 if not measured.
-    data_seconds: seconds that this rank waited for data.
-    index_sums: `index_metrics.local_index_sums` of a sparse step. Empty in a dense step.
-    """
-
-    loss: float
-    squared_norm: float
-    stop: float
-    compute_seconds: float
-    data_seconds: float
-    index_sums: tuple[float, ...] = ()
-
-    @staticmethod
-    def of(row: Sequence[float]) -> StepReport:
-        """Make a report from a rank's numbers, which come in the order of the fields."""
-        loss, norm, stop, compute_seconds, data_seconds, *index_sums = row
-        return StepReport(loss, norm, stop, compute_seconds, data_seconds, tuple(index_sums))
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """One optimizer step, equal on all workers.
-
-    loss: mean over the tokens with a label, in nats. None if no token has a label.
-    grad_norm: norm of the whole gradient, before clipping.
-    lr: learning rate of the step.
-    tokens: tokens of all sequences of the step.
-    pairs: computed query-key pairs: mean over heads and layers, sum over all sequences.
-    stop: whether any worker received a stop request.
-    reports: one per rank.
-    index: metrics of the dynamic index. None for a dense step.
-    skipped: whether the optimizer update was skipped.
-    warnings: lines for the user.
-    """
-
-    loss: float | None
-    grad_norm: float
-    lr: float
-    tokens: int
-    pairs: float
-    stop: bool
-    reports: tuple[StepReport, ...] = ()
-    index: IndexMetrics | None = None
-    skipped: bool = False
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def data_seconds(self) -> float:
-        """Seconds for which the slowest loader made its worker wait for data."""
-        return max((report.data_seconds for report in self.reports), default=0.0)
 
 
 def _check_host_memory(config: Config, environment: Environment, choices: ResolvedRun) -> None:
@@ -212,11 +150,11 @@ class Trainer:
         self._schedule = LearningRateSchedule.of(config)
         self.step = 0
         self.tokens = 0
-        self.callbacks: list[Callback] = []
+        self.compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
+        self.callbacks: list[Callback] = [self.compute_timer]
         self.recorder: Recorder | None = None
         self._batches: Any = None
         self.lacks_data = False  # whether a worker could not read its data, so that all stop
-        self._compute_timer = ComputeTimer(list(self.decoder.layers), self.device)
         self._spikes = SpikeWatch(config.run.spike_sigma)
         # Kinds of steps after which garbage was frozen: True for sparse, False for dense.
         self._frozen_after: set[bool] = set()
@@ -323,7 +261,6 @@ class Trainer:
             PeerLostError: another worker cannot read its data. Raised before the step.
         """
         progress_record.begin_step(self.step + 1)
-        compute_seconds = self._compute_timer.start_step()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         lr = self._schedule.rate(self.step)
@@ -332,14 +269,12 @@ class Trainer:
         batches, data_seconds = self._next_batches()
         valid, pairs = self.totals(batches)
         attends = [self._attention_of(batch) for batch in batches]
-        loss = self.forward_backward(
-            batches, [self._compute_timer.wrap_attention(attends[0]), *attends[1:]], valid
-        )
+        loss = self.forward_backward(batches, attends, valid)
         with profiler_labels.label(profiler_labels.OPTIMIZER):
             finite_check = torch.stack([loss.double(), self.states.squared_norm().double()])
         records = index_records(batch.attend for batch in batches)
-        reports = self._exchange_reports(finite_check, stop, compute_seconds, data_seconds, records)
-        self._check_finite(reports)
+        reports = self._exchange_reports(finite_check, stop, data_seconds, records)
+        check_finite(reports, self.step + 1)
         grad_norm = math.sqrt(sum(report.squared_norm for report in reports))
         mean_loss = sum(report.loss for report in reports) if valid else None
         # All workers decide from the same numbers, so all skip the update or none does.
@@ -388,7 +323,6 @@ class Trainer:
         self,
         finite_check: torch.Tensor,
         stop: bool,
-        compute_seconds: float,
         data_seconds: float,
         records: list[IndexRecord],
     ) -> list[StepReport]:
@@ -398,9 +332,8 @@ class Trainer:
             finite_check: float64 [2], this rank's loss and squared gradient norm, on the device.
             records: index estimates of this step. Empty for a dense step.
         """
-        timing = torch.tensor(
-            [float(stop), compute_seconds, data_seconds], dtype=torch.float64, device=self.device
-        )
+        numbers = [float(stop), self.compute_timer.seconds, data_seconds]
+        timing = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         local = torch.cat([finite_check, timing])
         if records:
             sums = local_index_sums(records, self.config.model.num_layers, self.device)
@@ -539,17 +472,6 @@ class Trainer:
         """Record the following steps with `recorder`. None stops recording."""
         self.recorder = recorder
         self.exchange.set_recorder(recorder)
-
-    def _check_finite(self, reports: Sequence[StepReport]) -> None:
-        """Raise NonFiniteError if a loss or gradient is not finite. The error names the ranks."""
-        for name, field in (("loss", "loss"), ("gradient", "squared_norm")):
-            ranks = [str(n) for n, r in enumerate(reports) if not math.isfinite(getattr(r, field))]
-            if ranks:
-                on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
-                raise NonFiniteError(
-                    f"step {self.step + 1}: the {name} is not finite on {on}; the step was not "
-                    "applied"
-                )
 
     def metrics(self, result: StepResult, seconds: float) -> StepMetrics:
         """Return the line of metrics.jsonl for a finished step that took `seconds`."""

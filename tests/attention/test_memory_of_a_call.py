@@ -15,7 +15,8 @@ from mtrain_cli.attention.index import BlockBitmap
 from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
 from mtrain_cli.attention.triton_kernel import make_tile_plan
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.training.memory import IndexShape, kernel_backward
+from mtrain_cli.training.attention_memory import kernel_backward
+from mtrain_cli.training.index_memory import IndexShape
 
 
 def shape_of(p: Problem) -> IndexShape:
@@ -26,7 +27,7 @@ def shape_of(p: Problem) -> IndexShape:
     )
     return IndexShape(
         sequences=sequences, heads=heads, block=16, blocks=index.blocks, bitmap=columns == 0,
-        kept=0, counted=0, columns=columns, ways=1,
+        kept=0, counted=0, column_width=columns // (sequences * heads), ways=1,
         rings=False, gathered=False,
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ def test_a_transformers_folder_survives_training_and_export(
         "topology.device=cpu", "topology.workers=1", "run.name=run",
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert ("its tokenizer.json encodes the text" in " ".join(run.stdout.split())) is (
+    assert ("the folder's tokenizer.json encodes the text" in " ".join(run.stdout.split())) is (
         tokenizer == "own"
     )
     exported = mtrain(tmp_path, "checkpoint", "export", "runs/run", "out", "--dtype", "float32")

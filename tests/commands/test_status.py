@@ -19,7 +19,8 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch import progress_record, run_dir, run_state
 from mtrain_cli.launch.restart import Restart, _append
-from mtrain_cli.launch.run_dir import RunDir, RunLock
+from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.run_lock import RunLock
 from mtrain_cli.launch.run_state import StateReporter
 
 WORKERS = ["node7, GPU 0 (NVIDIA H200)", "node7, GPU 1 (NVIDIA H200)", "node8, GPU 0 (NVIDIA H200)"]

@@ -279,7 +279,7 @@ def test_offload_activations_is_a_bool_or_a_number_in_old_and_new_files(tmp_path
     )
     assert load(file).train.offload_activations is False
     assert complaints(compose, ["train.offload_activations=most"]) == (
-        "train.offload_activations=most: expected true or false or a whole number",
+        "train.offload_activations=most: expected true, false or a whole number",
     )
 
 

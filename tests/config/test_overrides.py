@@ -58,8 +58,8 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("train.steps=nan", "expected a whole number"),
         ("train.steps=inf", "expected a whole number"),
         ("seq=inf", "expected a number of tokens"),
-        ("train.compile=yes", "expected true or false"),
-        ("train.compile=1", "expected true or false"),
+        ("train.compile=yes", "expected true, false or auto"),
+        ("train.compile=1", "expected true, false or auto"),
         ("topology.workers=four", "expected a whole number or auto"),
         ("model.rope.factor=twice", "expected a number or auto"),
         (

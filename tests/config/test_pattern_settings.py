@@ -62,14 +62,14 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ),
         (
             "sparsity=vertical_slash sparsity.max_columns=10",
-            "sparsity.max_columns=10: is below the 64 columns of sparsity.min_columns; give 0 (no "
-            "limit) or at least 64",
+            "sparsity.max_columns=10: is below sparsity.min_columns=64; give 0 (no limit) or "
+            "at least 64",
         ),
         (
             "sparsity=vertical_slash sparsity.max_columns=10 sparsity.min_columns=2 "
             "sparsity.sink_tokens=20",
-            "sparsity.max_columns=10: is below the 20 columns of sparsity.sink_tokens; give 0 (no "
-            "limit) or at least 20",
+            "sparsity.max_columns=10: is below sparsity.sink_tokens=20; give 0 (no limit) or "
+            "at least 20",
         ),
         (
             "sparsity=vertical_slash sparsity.max_slashes=1",
@@ -78,11 +78,11 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ),
         (
             "sparsity=vertical_slash sparsity.last_q=8k seq=4k",
-            "sparsity.last_q=8k: expected a whole number or null",
+            "sparsity.last_q=8k: expected a whole number",
         ),
         (
             "sparsity=vertical_slash sparsity.last_q=8192 seq=4k",
-            "sparsity.last_q=8192: is above seq=4096",
+            "sparsity.last_q=8192: is above seq=4096; give at most 4096",
         ),
         (
             "sparsity=vertical_slash seq=32m",
@@ -95,7 +95,7 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ),
         (
             "sparsity=xattention sparsity.stride=24",
-            "sparsity.stride=24: does not divide sparsity.block=128",
+            "sparsity.stride=24: does not divide sparsity.block=128; give a power of two up to it",
         ),
         (
             "sparsity=moba sparsity.chunk=100",
@@ -108,12 +108,13 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ),
         (
             "sparsity=moba sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: is not a key of sparsity.pattern=moba; its keys: block, "
-            "dense_steps, chunk, top_k, gate",
+            "sparsity.p_v=0.5: is not a key of sparsity.pattern=moba; allowed with "
+            "sparsity=vertical_slash",
         ),
         (
             "sparsity.p_v=0.5",
-            "sparsity.p_v=0.5: is not a key of sparsity.pattern=dense; its keys: none",
+            "sparsity.p_v=0.5: is not a key of sparsity.pattern=dense; allowed with "
+            "sparsity=vertical_slash",
         ),
         (
             "sparsity=fixed sparsity.density=0",
@@ -139,8 +140,8 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ("sparsity=moba sparsity.chunk=no", "sparsity.chunk=no: expected"),
         (
             "sparsity=vertical_slash sparsity.windows=65 seq=4k",
-            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; seq=4096 "
-            "has room for 64",
+            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; give at "
+            "most 64, which fill seq=4096",
         ),
         (
             f"sparsity=vertical_slash sparsity.min_slashes={10**20}",

@@ -23,7 +23,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["data.text_key=body"],
-            "data.text_key=body: has no effect, data.kind=stdlib reads no text",
+            "data.text_key=body: has no effect, data.kind=stdlib; only data.kind=text",
         ),
         (
             ["optim.warmup_steps=9", "train.steps=5"],
@@ -35,7 +35,7 @@ RING = ["topology.exchange=ring", "topology.device=cuda"]
         ),
         (
             ["data.token_dtype=uint32"],
-            "data.token_dtype=uint32: has no effect, data.kind=stdlib reads no .bin",
+            "data.token_dtype=uint32: has no effect, data.kind=stdlib; only data.kind=tokens",
         ),
         (
             ["topology.block_size=64", "topology.layout=zigzag"],

@@ -153,12 +153,12 @@ def _four_gpus(monkeypatch):
         (["topology.context_parallel=1", "train.global_batch=4"], 2),
         (
             ["topology.workers=4"],
-            "topology.workers=4 does not fit the 3 that are left. Resume with "
+            "topology.workers=4 does not fit the 3 remaining GPUs. Resume with "
             "topology.workers=auto.",
         ),
         (
             ["topology.context_parallel=4"],
-            "the run does not fit the 3 that are left: topology.context_parallel=4: does not "
+            "the run does not fit the 3 remaining GPUs: topology.context_parallel=4: does not "
             "divide topology.workers=3",
         ),
     ],

@@ -21,7 +21,7 @@ from mtrain_cli.launch.job import current_job
 
 HOLDER = """
 import sys, time
-from mtrain_cli.launch.run_dir import RunLock
+from mtrain_cli.launch.run_lock import RunLock
 from pathlib import Path
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)

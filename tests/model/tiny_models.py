@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +12,15 @@ from torch import Tensor
 
 from mtrain_cli.config.schema import ModelConfig, RopeConfig
 from mtrain_cli.model.decoder import Decoder
+from mtrain_cli.model.huggingface import write_folder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.model.layer_execution import LayerExecution
 from mtrain_cli.model.loss import LossOptions
 from mtrain_cli.model.parallelize import execute_layers
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.verify import causal_attend
+
+SEQ = 256  # tokens per sequence that an exported model was trained on
 
 PLAIN = RopeConfig(
     theta=10000.0,
@@ -103,3 +108,29 @@ def loss_and_gradients(
     loss = decoder(tokens, positions, labels, attend, scale)
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in decoder.named_parameters()}
+
+
+def export(
+    path: Path, model: ModelConfig, dtype: torch.dtype = torch.float32, **options: Any
+) -> dict[str, Tensor]:
+    """Write a random model; return its parameters, rounded to dtype."""
+    weights = {
+        name: value.detach().to(dtype) for name, value in make_decoder(model).named_parameters()
+    }
+    write_folder(
+        path,
+        model,
+        lambda names: {name: weights[name] for name in names},
+        rope_factor=rope_factor(model.rope, SEQ),
+        seq=SEQ,
+        dtype=dtype,
+        **options,
+    )
+    return weights
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= changes
+    config = {key: value for key, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))

@@ -111,7 +111,7 @@ def estimates(
     """By cell, this worker's index and counts; rank 0 also returns those of a single process."""
     dtype = getattr(torch, dtype_name)
     if fused:
-        import mtrain_cli.sparsity.vertical_slash as module
+        import mtrain_cli.sparsity.probe as module
 
         module.fused_probe_usable = lambda *_: True
     group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
@@ -234,7 +234,7 @@ def scattered(rank: int, world: int) -> list[bool]:
     group = make_context_group(rank, ParallelDims.of(world, cp=world), torch.device("cpu"))
     layout = layout_of("contiguous", world)
     mine = masked(PATTERNS["plain"], masks(False, layout.padded_seq), layout, group)
-    return [len(probe.held) > 0 for probe in vertical_slash().probes(mine)]
+    return [len(probe.local) > 0 for probe in vertical_slash().probes(mine)]
 
 
 def test_some_workers_hold_no_probed_query_and_some_only_padding():

@@ -9,17 +9,19 @@ from typing import Any
 import gloo
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
+from mtrain_cli.parallel.exchange import Exchange
 from mtrain_cli.parallel.exchange_registry import make_exchange
-from mtrain_cli.parallel.executor import _ARRANGE, Executor
+from mtrain_cli.parallel.executor import _ARRANGE, _RUN, Executor
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.mesh import make_context_group
-from mtrain_cli.parallel.program import Arrange, Operation, ShardSizes
+from mtrain_cli.parallel.program import Arrange, Operation, Post, Recompute, ShardSizes
 from mtrain_cli.parallel.running_attention import RunningAttention
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
@@ -103,3 +105,60 @@ def test_the_executor_can_do_every_copy_in_programs_and_no_other():
             operations = lower(schedule, 0, backward=backward, traits=traits).operations
             named |= {op.what for op in operations if isinstance(op, Arrange)}
     assert named == set(_ARRANGE)
+
+
+KEPT = (None, 1.0, 0.5, 0.0)  # shares of out; None: without checkpointing
+
+
+def posted(
+    rank: int, world: int, name: str, heads: int, options: dict[str, Any]
+) -> dict[float | None, list[int]]:
+    """Count the transfers of each pass of a layer, by the share of out that checkpointing keeps."""
+    passes: list[int] = []
+    post, transport = _RUN[Post], Exchange._transport
+
+    def counting(run: Executor, op: Post) -> None:
+        passes[-1] += 1
+        post(run, op)
+
+    def beginning(*args) -> Any:
+        passes.append(0)
+        return transport(*args)
+
+    group = make_context_group(
+        rank, ParallelDims.of(world, cp=world), torch.device("cpu"), per_node=2, heads=heads
+    )
+    layout = make_layout("zigzag", world, SEQ, 16, unit=16)
+    exchange = make_exchange(name, layout, group, **options)
+    masks = [SequenceMask.causal(SEQ, layout.padded_seq)]
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(_RUN, Post, counting)
+        patch.setattr(Exchange, "_transport", beginning)
+        for keep in KEPT:
+            passes.clear()
+            attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", keep=keep or 0.0)
+            q, k, v = (
+                torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
+                for n in (HEADS, KV_HEADS, KV_HEADS)
+            )
+            if keep is None:
+                out = attend(q, k, v, 0)
+            else:
+                out = checkpoint(attend, q, k, v, 0, use_reentrant=False)
+            out.sum().backward()
+            found[keep] = list(passes)
+    return found
+
+
+@pytest.mark.parametrize(("name", "heads", "options"), WAYS)
+def test_recomputation_sends_what_its_program_sends(name, heads, options):
+    schedule = make_schedule(name, ScheduleOptions(WORLD, 2, heads=heads, **options))
+    for rank, found in enumerate(gloo.run(WORLD, posted, name, heads, options)):
+        forward, backward = (lower(schedule, rank, backward=b) for b in (False, True))
+        for keep in KEPT:
+            early = 0 if keep == 1.0 else None if keep == 0.0 else 32
+            what = Recompute.NOTHING if keep is None else Recompute.of(early, heads)
+            again = forward.recomputed(what)
+            programs = [forward, *([again] if again.operations else []), backward]
+            assert found[keep] == [len(list(program.posts)) for program in programs], keep

@@ -19,7 +19,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.plan import Plan
-from mtrain_cli.training import memory
+from mtrain_cli.training import attention_memory
 
 TOKENS, DIM, BLOCK = 1024, 64, 16
 
@@ -151,7 +151,11 @@ def test_peak_memory_equals_the_closed_form(
         f"model.hidden_size={heads * DIM}",
     ]
     config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *shape])
-    monkeypatch.setattr(memory, "kernel_backward", lambda *_: (grad.itemsize, buffer))
+    monkeypatch.setattr(
+        attention_memory,
+        "kernel_backward",
+        lambda *_: attention_memory.KernelBuffers(grad.itemsize, buffer),
+    )
     how = ExchangeChoice(name, "", per_node=per_node or ranks, chunks=chunks)
-    told = memory._StepMemory(config, ranks, parts, how, "flash4", 2).exchange_in_backward()
+    told = attention_memory.AttentionMemory(config, parts, how, "flash4", 2).in_backward()
     assert held.most == pytest.approx(told, rel=0.04)

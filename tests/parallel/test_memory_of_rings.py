@@ -18,7 +18,7 @@ from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.plan import Plan
-from mtrain_cli.training import memory
+from mtrain_cli.training import attention_memory
 
 HEADS, KV_HEADS = 16, 8
 STEPS = 3  # of training, each with two layers
@@ -92,11 +92,13 @@ def test_pool_and_peak_are_those_of_the_program(
     model = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": DIM}
     words = [f"model.{key}={value}" for key, value in {**model, "hidden_size": HEADS * DIM}.items()]
     config = compose(["model=tiny", f"seq={TOKENS * ranks}", "train.dtype=bfloat16", *words])
-    monkeypatch.setattr(memory, "kernel_backward", lambda *_: (4, buffer))
+    monkeypatch.setattr(
+        attention_memory, "kernel_backward", lambda *_: attention_memory.KernelBuffers(4, buffer)
+    )
     choice = ExchangeChoice(
         name, "", min(per_node, ranks), heads=heads, prefetch=prefetch, circulates=circulates
     )
-    estimate = memory._StepMemory(config, ranks, layout, choice, "flash4", 2)
-    assert pool == estimate.pool()
+    estimate = attention_memory.AttentionMemory(config, layout, choice, "flash4", 2)
+    assert pool == estimate.pool
     # What is there before backward includes the pool.
-    assert peak - now + pool == pytest.approx(estimate.exchange_in_backward(), rel=0.04)
+    assert peak - now + pool == pytest.approx(estimate.in_backward(), rel=0.04)

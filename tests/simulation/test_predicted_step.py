@@ -9,6 +9,7 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
@@ -130,7 +131,9 @@ def test_flop_equal_training_and_bytes_equal_the_dry_run(pairs):
         found = plan_on(H200, config, workers=8, exchange="all_gather", layout=config.layout)
         scenario = Scenario(config, pairs.problem(config))
         if found.layout.name not in play:
-            play[found.layout.name] = evaluate(H200, scenario, found, bounds=False, recompute=True)
+            play[found.layout.name] = evaluate(
+                H200, scenario, found, bounds=False, recompute=Recompute.EVERYTHING
+            )
         one = with_step(H200, scenario, found, play[found.layout.name].attention, bounds=False).step
         density = play[found.layout.name].attention.facts["density"]
         flops = training_flops(
@@ -145,6 +148,32 @@ def test_flop_equal_training_and_bytes_equal_the_dry_run(pairs):
         assert one.over_host == pytest.approx(found.received.host + activations), way
         assert sum(one.parts.values()) == pytest.approx(one.seconds.value), way
         assert min(one.parts.values()) >= 0, way
+
+
+def test_with_ulysses_selective_recomputation_repeats_the_all_to_alls_only():
+    config = compose(["model=llama8b", "seq=64k"])
+    scenario = Scenario(config, DENSE.problem(config))
+
+    def predicted(kind: str) -> PredictedScenario:
+        train = dataclasses.replace(config.train, activation_checkpoint=kind)
+        plan = plan_on(
+            H200, dataclasses.replace(config, train=train), workers=8, exchange="ulysses"
+        )
+        return evaluate(H200, scenario, plan, bounds=False)
+
+    none, selective, full = map(predicted, ("none", "selective", "full"))
+    passes = selective.attention.passes
+    again, forward = passes["recompute"], passes["forward"]
+    assert "recompute" not in none.attention.passes
+    assert again.exposed == pytest.approx(forward.exposed)
+    assert 0 < again.spent["arrange"] < forward.spent["arrange"]
+    assert again.spent["attention"] == 0
+    assert again.work.total == 1
+    more = selective.step.parts["links"] / none.step.parts["links"]
+    assert more == pytest.approx(full.step.parts["links"] / none.step.parts["links"])
+    assert more == pytest.approx(1.5, rel=0.01)  # six all-to-alls instead of four
+    sent = [outcome.plan.received for outcome in (none, selective, full)]
+    assert sent[1].backward == sent[2].backward == 2 * sent[0].backward
 
 
 def test_mfu_of_recorded_documents_counts_pairs_as_training_does():
@@ -168,7 +197,11 @@ def test_saving_memory_costs_time():
     config = compose(base)
     scenario = Scenario(config, DENSE.problem(config))
     attention = evaluate(
-        H200, scenario, plan_on(H200, config, workers=8), bounds=False, recompute=True
+        H200,
+        scenario,
+        plan_on(H200, config, workers=8),
+        bounds=False,
+        recompute=Recompute.EVERYTHING,
     ).attention
 
     def made(*words: str, cluster: Cluster = H200) -> PredictedStep:

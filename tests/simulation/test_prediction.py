@@ -16,7 +16,7 @@ from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import lower
-from mtrain_cli.parallel.program import ShardSizes
+from mtrain_cli.parallel.program import Recompute, ShardSizes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
@@ -243,7 +243,15 @@ def test_a_simulation_reads_like_a_profile(tmp_path):
         ReplaySetup("striped", "hierarchical_ring", 16, 8),
     ]
     found = [
-        predict(cluster, problem(layers=2), s, number=i, rows=True, recompute=True, bounds=False)
+        predict(
+            cluster,
+            problem(layers=2),
+            s,
+            number=i,
+            rows=True,
+            recompute=Recompute.EVERYTHING,
+            bounds=False,
+        )
         for i, s in enumerate(setups)
     ]
     for i, prediction in enumerate(found):

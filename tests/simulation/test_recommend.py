@@ -98,6 +98,17 @@ def test_the_best_is_the_fastest_that_fits():
     assert "of 28.5 usable" in said
 
 
+def test_each_plan_is_predicted_with_the_attention_that_it_recomputes():
+    config = compose(["model=llama8b", "seq=64k"])
+    cluster = load_cluster("h200_1x8")
+    training = Scenario(config, PairSource("dense").problem(config))
+    found = recommend(cluster, training, 8, ["striped"], ["ulysses", "ring"])
+    assert len(found.ranked) > 4
+    for outcome in found.ranked:
+        alone = evaluate(cluster, training, outcome.plan, bounds=False)
+        assert outcome.step.seconds.value == alone.step.seconds.value, label(outcome.plan)
+
+
 def test_reasons_name_what_takes_longer():
     cluster = load_cluster("a100_4x8")
     one = scenario("model=qwen3b", "seq=512k", pairs=PairSource("local", 0.05, 2048))
@@ -302,7 +313,7 @@ def test_mlp_products_are_kept_if_memory_allows():
     best = found.best
     assert best.plan.config.train.keep_mlp == number
     assert f"selective recomputation, train.keep_mlp={number}" in label(best.plan)
-    assert "train.keep_mlp leaves 10% of a GPU free" in reasons(best, found.ranked[1])
+    assert "train.keep_mlp was chosen to leave 10% of a GPU free" in reasons(best, found.ranked[1])
     # As if it had been typed: plan, step, and that one layer more would leave less room.
     typed = [compose([*one.words, f"train.keep_mlp={n}"]) for n in (number, number + 1)]
     same, more = (

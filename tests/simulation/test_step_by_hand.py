@@ -304,7 +304,8 @@ def test_single_columns_are_summed_over_all_workers():
             traits=Traits(columns=True),
         )
         (post,) = (p for p in program.posts if p.transfer.payload == "columns")
-        message = mine.sum_of_columns(mine.bytes_of(post.payload))
+        move = mine.lockstep.column_sum(post.transfer)
+        message = mine.message(move, mine.bytes_of(post.sends))
         size = 2 * 16 * 128 * 128 * each
         found[direction] = float((message.latency + message.busy)[0])
         assert found[direction] == pytest.approx(79 + 2 * 7 / 8 * size / 322e3)

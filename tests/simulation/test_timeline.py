@@ -12,9 +12,9 @@ from simulation.event_loop import EventLoop
 from mtrain_cli.parallel.lowering import FROM_HEADS, FROM_TOKENS, TO_HEADS, TO_TOKENS, Traits, lower
 from mtrain_cli.parallel.program import Arrange, Merge, Reduce
 from mtrain_cli.parallel.recording import DIRECTIONS, KINDS
-from mtrain_cli.parallel.schedule import INNER, OUTER, Schedule, ScheduleOptions, make_schedule
+from mtrain_cli.parallel.schedule import INNER, OUTER, SUM, Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.records.record_files import LINKS
-from mtrain_cli.simulation.actions import PricedMessage, Prices, actions, collective_of_all
+from mtrain_cli.simulation.actions import PricedMessage, Prices, actions
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.timeline import Disturbances, PassTimes, play, together
 
@@ -52,38 +52,12 @@ class Given(Prices):
     def column_times(self):
         return np.full(self.lockstep.grid.workers, self.columns_us), None, None
 
-    def column_sum(self, post):  # noqa: ARG002
-        grid = self.lockstep.grid
-        return collective_of_all(
-            "columns",
-            grid.workers,
-            grid.heads,
-            (self.sum_us, 0.0),
-            self.share,
-            crosses=False,
-            size=1,
-        )
-
     def message(self, move: SpmdTransfer, post) -> PricedMessage:  # noqa: ARG002
         t, workers = move.first, self.lockstep.grid.workers
         latency, busy, outer, share = self.cost(t.number, t.channel, np.arange(workers), move)
-        return PricedMessage(
-            t.number,
-            t.channel,
-            t.payload,
-            move.queue,
-            t.after,
-            move.to,
-            move.source,
-            move.peers,
-            latency,
-            busy,
-            outer,
-            share,
-            10,
-            20,
-            move,
-        )
+        if t.kind == SUM:
+            latency, busy = latency + self.sum_us, np.zeros(workers)
+        return PricedMessage(move, latency, busy, outer, share, 10)
 
     def cost(self, number, channel, ranks, move):  # noqa: ARG002
         zero = np.zeros(len(ranks))
@@ -197,7 +171,8 @@ def test_an_outer_hop_has_a_turn_of_the_inner_ring_to_arrive():
 def test_a_flat_ring_waits_for_the_link_between_nodes_everywhere():
     class Across(Given):
         def cost(self, number, channel, ranks, move):  # noqa: ARG002
-            outer = self.lockstep.node(move.source) != self.lockstep.node(ranks)
+            per_node = self.lockstep.schedule.per_node
+            outer = move.source // per_node != ranks // per_node
             return np.zeros(len(ranks)), np.where(outer, 150.0, 10.0), outer, np.zeros(len(ranks))
 
     ring = of("ring", 4, 2)

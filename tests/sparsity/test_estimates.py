@@ -15,6 +15,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.fixed import FixedPattern, fixed_index
 from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import MaskedPositions, display_name
+from mtrain_cli.sparsity.probe import ProbedAttention
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 from mtrain_cli.sparsity.xattention import XAttentionPattern
 
@@ -186,7 +187,7 @@ def test_per_group_gives_one_index_to_the_heads_of_a_group():
 def test_chunked_scores_choose_the_same(monkeypatch):
     q, k, masked = inputs(3)
     whole = pattern().estimate(q, k, masked, 0)
-    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
+    monkeypatch.setattr("mtrain_cli.sparsity.probe._SCORE_BYTES", 1)
     assert same_index(pattern().estimate(q, k, masked, 0), whole)
 
 
@@ -449,9 +450,7 @@ def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, window
     for last_q in (20, 70):
         p = pattern(windows=windows, last_q=last_q)
         want = p.mass(q, k, masked)
-        monkeypatch.setattr(
-            "mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: True
-        )
+        monkeypatch.setattr("mtrain_cli.sparsity.probe.fused_probe_usable", lambda *_: True)
         got = p.mass(q, k, masked)
         monkeypatch.undo()
         for b in range(2):
@@ -467,7 +466,7 @@ def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, window
 )
 def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fused):
     """The small budget fits one probed block and 64 rows, and a joint budget computes all twice."""
-    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash.fused_probe_usable", lambda *_: fused)
+    monkeypatch.setattr("mtrain_cli.sparsity.probe.fused_probe_usable", lambda *_: fused)
     torch.manual_seed(0)
     dtype = torch.float32 if fused else torch.float64
     q, k = (
@@ -478,21 +477,16 @@ def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fu
     p = pattern(windows=3, last_q=40, p_s=0.4, **changed)
     assert all(len(probe.diagonals) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
     want, masses = p.estimate(q, k, masked, 0), p.mass(q, k, masked)
-    monkeypatch.setattr("mtrain_cli.sparsity.vertical_slash._SCORE_BYTES", 1)
+    monkeypatch.setattr("mtrain_cli.sparsity.probe._SCORE_BYTES", 1)
     tables = []
-    whole = VerticalSlashPattern._tables
+    whole = ProbedAttention.tables
 
-    def counted(self, *arguments):
-        made, size = whole(self, *arguments)
+    def counted(self):
+        for table in whole(self):
+            tables.append(table[2].shape[0])
+            yield table
 
-        def again():
-            for table in made():
-                tables.append(table[2].shape[0])
-                yield table
-
-        return again, size
-
-    monkeypatch.setattr(VerticalSlashPattern, "_tables", counted)
+    monkeypatch.setattr(ProbedAttention, "tables", counted)
     assert same_index(p.estimate(q, k, masked, 0), want)
     assert set(tables) == {1}
     assert len(tables) == sum(len(probe.diagonals) for probe in p.probes(masked)) * (

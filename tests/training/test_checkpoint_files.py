@@ -211,7 +211,7 @@ def test_a_tensor_with_missing_parts_is_refused(folder, chunks):
             }
 
     change_metadata(folder, change)
-    with pytest.raises(NoCheckpointError, match=f"does not locate all parts of {WEIGHT}$"):
+    with pytest.raises(NoCheckpointError, match=f"does not say where all parts of {WEIGHT} are$"):
         load_model_state(folder)
 
 

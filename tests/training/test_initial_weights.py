@@ -31,7 +31,7 @@ def banner_lines(folder: Path, *words: str, **changes: Any) -> list[str]:
 
 
 def test_a_setting_that_differs_is_shown_with_both_values(folder: Path) -> None:
-    tokenizer = "its tokenizer.json encodes the text"
+    tokenizer = "the folder's tokenizer.json encodes the text"
     assert banner_lines(folder) == [tokenizer]
     line = "differs from its folder: model.rope.theta=2000000 (the folder: 1000000)"
     assert banner_lines(folder, "model.rope.theta=2e6") == [line, tokenizer]
@@ -54,14 +54,15 @@ def test_a_setting_that_differs_is_shown_with_both_values(folder: Path) -> None:
 def test_positions_beyond_the_folders_reach_are_reported(folder: Path) -> None:
     (line, _) = banner_lines(folder, "seq=8k")
     assert line.startswith(
-        "seq=8k exceeds the 2k tokens that its rotary positions cover. "
+        "seq=8k exceeds the 2k tokens that the model's rotary positions cover. "
         "Set model.rope.scaling=yarn or a larger model.rope.theta."
     )
     assert len(banner_lines(folder, "seq=8k", "model.rope.scaling=yarn")) == 2
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     (line, _) = banner_lines(folder, "seq=8k", rope_scaling=yarn)
     assert line.startswith(
-        "seq=8k exceeds the 2k tokens that its rotary positions cover. Set model.rope.factor=auto."
+        "seq=8k exceeds the 2k tokens that the model's rotary positions cover. "
+        "Set model.rope.factor=auto."
     )
 
 

@@ -19,7 +19,8 @@ from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.trainer import NonFiniteError, StepReport, Trainer
+from mtrain_cli.training.step_result import NonFiniteError, StepReport
+from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
     "seq=96",

@@ -83,7 +83,7 @@ def test_the_fewest_layers_are_offloaded_and_the_host_holds_them():
     assert 1 < number < 35
     assert chosen_plan.chosen.memory.host == number * 3 * GIB <= 70 * GIB
     train = dataclasses.replace(chosen_plan.chosen.config.train, offload_activations=number - 1)
-    fewer = memory_search._memory(base, dataclasses.replace(chosen_plan.chosen.config, train=train))
+    fewer = base.estimate(dataclasses.replace(chosen_plan.chosen.config, train=train))
     assert not base.has_room_for(fewer)
     # With less room, no other number fits, either.
     crowded = dataclasses.replace(base, host_share=(number - 1) * 3 * GIB)
@@ -110,7 +110,7 @@ def test_mlp_products_of_as_many_layers_stay_as_there_is_room_for():
     more = dataclasses.replace(chosen_plan.chosen.config.train, keep_mlp=number + 1)
     assert base.has_room_for(chosen_plan.chosen.memory, memory_search.ROOMY)
     assert not base.has_room_for(
-        memory_search._memory(base, dataclasses.replace(chosen_plan.chosen.config, train=more)),
+        base.estimate(dataclasses.replace(chosen_plan.chosen.config, train=more)),
         memory_search.ROOMY,
     )
     assert (
@@ -425,7 +425,7 @@ def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch)
             moments=(), reserve=layers_with_products(config.train.keep_mlp, layers)
         )
 
-    monkeypatch.setattr(memory_search, "_memory", on_device)
+    monkeypatch.setattr(Counted, "estimate", on_device, raising=False)
     # At most all layers but one are offloaded; if that does not fit, no number is tried.
     expected = {0: True, 1: True, 2: layers - 2, 3: layers - 3, layers - 1: 1, layers: 1}
     for limit, number in expected.items():
@@ -444,7 +444,7 @@ def test_the_fewest_layers_are_offloaded_and_the_most_products_kept(monkeypatch)
     # A key that is not among the changes was set by the user.
     given = memory_search._with(base, away)
     assert memory_search._with_fewest_offloaded(Counted(2), given, {}) == (given, {})
-    monkeypatch.setattr(memory_search, "_memory", products)
+    monkeypatch.setattr(Counted, "estimate", products, raising=False)
     for limit, number in {0: False, 1: 1, 2: 2, layers - 1: layers - 1, layers: True}.items():
         config, changes = memory_search._with_most_products(
             Counted(limit), memory_search._with(base, kept), kept | {"train.shard": "full"}

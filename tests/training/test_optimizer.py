@@ -170,10 +170,10 @@ def test_a_schedule_describes_itself():
         "decay to 1.00e-04 from step 80 to step 100"
     )
     assert description("optim.schedule_steps=60").endswith(
-        "to step 60; the last 40 of 100 steps stay there"
+        "to step 60; the last 40 of 100 steps keep this rate"
     )
     assert description("optim.schedule_steps=200").endswith(
-        "to step 200; train.steps=100 ends it at 5.91e-04"
+        "to step 200; train.steps=100 ends the decay at 5.91e-04"
     )
     assert (
         description("optim.schedule=constant", "optim.warmup_steps=0")

@@ -24,7 +24,8 @@ from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
-from mtrain_cli.training.trainer import NonFiniteError, StepReport, StepResult, Trainer
+from mtrain_cli.training.step_result import NonFiniteError, StepReport, StepResult
+from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
     "seq=160",

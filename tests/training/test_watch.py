@@ -154,7 +154,8 @@ def stepped(
     for step in range(1, STRAGGLER_STEPS + STRAGGLER_WARM_UP + 5):
         trainer.decoder.forward = (lambda *a: 100 * whole(*a)) if step == spike else whole
         before = trainer.decoder.norm.weight.to_local().clone()
-        watches.before_step()
+        for callback in (*trainer.callbacks, watches):
+            callback.before_step()
         result = trainer.train_step(False)
         lines += result.warnings
         watches.after_step(FinishedStep(result, trainer.metrics(result, 1.0), last=False))

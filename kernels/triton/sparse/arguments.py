@@ -1,5 +1,7 @@
-"""Launch arguments that the kernels share: tile shapes, strides, and placeholders for unused
-tensors.
+"""Launch arguments that the kernels share.
+
+Every kernel takes the tensors of all its variants. For the tensors that a launch does not read, the
+functions here pass the tensor ``unused`` instead.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 class Tile:
     """Launch shape of a kernel.
 
-    moving: rows or keys per loop iteration; the program owns one whole block of the other side.
+    moving: keys per loop iteration of a program that computes a query block, or queries per
+        iteration of a program that computes a key block.
     warps, stages: Triton's num_warps and num_stages.
     """
 
@@ -34,7 +37,7 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
 
 
 def list_arguments(slashes: bool, plan: TilePlan, unused: torch.Tensor):
-    """Return entries, counts and width; without slashes, ``unused`` stands in for both tensors."""
+    """Return entries, counts and width of the plan; unused tensors and 0 without slashes."""
     if not slashes:
         return unused, unused, 0
     assert plan.entries is not None
@@ -42,9 +45,9 @@ def list_arguments(slashes: bool, plan: TilePlan, unused: torch.Tensor):
 
 
 def gate_arguments(plan: TilePlan, unused: torch.Tensor):
-    """Return gates, gate_slots, gate rows per head, words per row, and blocks per chunk.
+    """Return gates, gate_slots, rows of gates per head, words per row, and blocks per chunk.
 
-    Without gates, ``unused`` stands in for both tensors.
+    If the plan has no gates, return unused tensors.
     """
     if plan.gates is None:
         return unused, unused, 0, 0, 1
@@ -56,7 +59,7 @@ def column_arguments(
 ):
     """Return (packed k, packed v), positions, columns_below, covered and width.
 
-    Without columns, ``unused`` stands in for every tensor.
+    If columns is None, return unused tensors and width 0.
     """
     if columns is None:
         return (unused, unused), unused, unused, unused, 0

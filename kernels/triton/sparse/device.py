@@ -24,10 +24,12 @@ def block_ranges(
     BLOCK: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """Return (list, full_begin, full_end, end) for query block qb, local number i.
+    """Return (list, full_begin, full_end, end): where query block qb finds its entries.
 
-    Entries [0, full_begin) and [full_end, end) need an element mask. Every row sees entries
-    [full_begin, full_end) in full.
+    Entries [0, end) of the list hold the blocks to visit. Every query of qb sees all keys of the
+    blocks in [full_begin, full_end). The other entries need an element mask.
+
+    i: local number of qb.
     """
     if LISTED:
         row = bh * tl.num_programs(0) + i
@@ -57,7 +59,10 @@ def hidden_by_gates(
     CHUNK_BLOCKS,
     BLOCK: tl.constexpr,
 ):
-    """Return which rows of query block qb cannot see key block kb's chunk, bool like in_block."""
+    """Return which queries of block qb do not see the chunk of key block kb, bool like in_block.
+
+    in_block: offsets of the queries in block qb.
+    """
     row = bh * gate_rows + tl.load(GATE_SLOTS + qb) * BLOCK + in_block
     chunk = kb // CHUNK_BLOCKS
     return ((tl.load(GATES + row * gate_words + chunk // 32) >> (chunk % 32)) & 1) == 0
@@ -75,10 +80,10 @@ def column_ranges(
     BLOCK: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Return (begin, full_begin, full_end, end), the tiles of columns that query block qb visits.
+    """Return (begin, full_begin, full_end, end): the tiles of columns that query block qb visits.
 
-    Tiles [begin, end) hold all columns that the block may see. In tiles [full_begin, full_end)
-    every row sees every column that no chosen diagonal covers.
+    Tiles [begin, end) hold all columns that the block may see. In tiles [full_begin, full_end), the
+    mask allows every pair, so only the columns that a chosen diagonal covers must be skipped.
     """
     base = COLUMNS_BELOW + bh * (BLOCKS + 1)
     low = tl.minimum(tl.load(FIRST_MIN + b * BLOCKS + qb) // BLOCK, qb + 1)

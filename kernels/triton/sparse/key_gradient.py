@@ -1,7 +1,7 @@
 """Compute dk and dv of key blocks, and of packed columns.
 
-A program owns a key block, or a tile of columns and a part of the queries. It loops over the query
-blocks that see those keys.
+A program computes a key block, or a tile of columns over a part of the queries. It loops over the
+query blocks that see these keys.
 """
 
 from __future__ import annotations
@@ -16,15 +16,17 @@ from mtrain_cli.kernels.triton.sparse.tile_plan import TilePlan
 # By block size. Fastest of the shapes tried on an H200 with head_dim 128 (profiles/notes.md).
 _KEYS = {128: Tile(64, 8, 2), 64: Tile(64, 8, 2)}
 _COLUMNS_PER_TILE = 128
-_PROGRAMS_WANTED = 1024  # for the column gradient: enough to fill any GPU several times
+_PROGRAMS_WANTED = 1024  # of the column gradient: enough to fill any GPU several times
 
 
 @triton.jit
 def _key_gradient(q, k, v, do, lse, delta, hidden_t, dk, dv, scale, MASKED: tl.constexpr):
-    """Add one tile of queries to dk / scale and dv.
+    """Add one tile of queries to dk and dv. Multiply the final dk by scale.
 
-    k, v [keys, D]; q, do [queries, D]; lse in units of log2; hidden_t [keys, queries], read if
-    MASKED.
+    k, v: [keys, D].
+    q, do: [queries, D].
+    lse: [queries], times log2(e).
+    hidden_t: [keys, queries], pairs to mask; read only if MASKED.
     """
     s = tl.dot(k, tl.trans(q), input_precision="ieee") * (scale * LOG2E)
     p = tl.exp2(s - lse[None, :])
@@ -48,7 +50,7 @@ def _backward_keys(
     BLOCK_M: tl.constexpr,
     LISTED: tl.constexpr, HOLES: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    j = tl.program_id(0)  # start the longest programs first: most queries see the first keys
+    j = tl.program_id(0)  # the longest programs start first: most queries see the first keys
     b = tl.program_id(1).to(tl.int64) // (HEADS // GROUP)
     kv = tl.program_id(1).to(tl.int64) % (HEADS // GROUP)
     key_slots = j * BLOCK + tl.arange(0, BLOCK)
@@ -70,8 +72,8 @@ def _backward_keys(
     dv = tl.zeros([BLOCK, D], tl.float32)
     tile_offsets = tl.arange(0, BLOCK_M)
     SUB: tl.constexpr = BLOCK // BLOCK_M
-    # LAST never decreases along a sequence. Query blocks up to the first key's LAST see every key
-    # of the block; query blocks up to the last key's LAST see at least one.
+    # LAST, the last query that sees a key, never decreases along a sequence. Query blocks up to the
+    # LAST of the block's first key see every key; those up to the LAST of its last key see some.
     all_keys_until = (tl.load(LAST + b * SEQ + kb * BLOCK) + 1) // BLOCK - 1
     some_keys_until = tl.load(LAST + b * SEQ + kb * BLOCK + BLOCK - 1) // BLOCK
     for g in range(GROUP):
@@ -141,7 +143,7 @@ def _backward_keys(
                     )[None, :]
                 dk, dv = _key_gradient(q, k, v, do, lse, delta, hidden, dk, dv, scale, True)
         if not LISTED:
-            # Entries whose rows all see the whole key block: no element mask and no bounds.
+            # Entries whose queries all see the whole key block: no element mask and no bounds.
             for t in range(full_begin * SUB, full_end * SUB):
                 slot = kb + tl.load(list_start + t // SUB)
                 if HOLES:
@@ -200,8 +202,8 @@ def _backward_columns(
     highest = tl.max(tl.where(is_column, column_positions, -1), 0)
     if highest >= 0:
         last_query = LAST + b * SEQ
-        # Local query blocks [begin, end) see some column of the tile; in [full_begin, full_end)
-        # every row sees all columns. Each of PARTS programs takes an equal share of [begin, end).
+        # Local query blocks [begin, end) see some column of the tile. In [full_begin, full_end),
+        # every query sees all columns. Each of PARTS programs takes an equal share of [begin, end).
         begin = tl.load(QUERY_COUNT + lowest // BLOCK)
         end = tl.load(QUERY_COUNT + tl.load(last_query + highest) // BLOCK + 1)
         full_begin = tl.load(QUERY_COUNT + highest // BLOCK + 1)
@@ -227,8 +229,8 @@ def _backward_columns(
             covered_words
             + tl.minimum(full_begin, query_blocks - 1).to(tl.int64) * (column_width // 32)
         )
-        # Mask only what a diagonal covers: 32 columns per word, the next word loaded one tile
-        # ahead.
+        # Mask only the columns that a diagonal covers. A word has the bits of 32 columns. Load each
+        # word one tile ahead.
         for t in range(full_begin * SUB, full_end * SUB):
             next_bits = tl.load(
                 covered_words
@@ -317,8 +319,8 @@ def backward_columns(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dk and dv of the packed columns, float32 [parts, batch, heads, width, head_dim].
 
-    The caller adds the parts: each covers a share of the queries, so that few columns still fill a
-    GPU.
+    Each part covers a share of the queries, so that few columns still fill a GPU. The caller adds
+    up the parts.
     """
     assert plan.column_positions is not None
     batch, queries, heads, dim = q.shape

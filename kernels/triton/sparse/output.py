@@ -1,4 +1,4 @@
-"""The forward pass: a program owns a query block and loops over key blocks or packed columns."""
+"""The forward pass: a program computes a query block in a loop over key blocks or columns."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ _FORWARD_COLUMNS = {128: Tile(32, 4, 3), 64: Tile(32, 4, 3)}
 
 @triton.jit
 def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
-    """Add one tile of keys to the online softmax. hidden: pairs to mask, read only if MASKED.
+    """Add one tile of keys to the online softmax.
 
-    m: running maximum of the scaled scores, in units of log2. total: running sum of exponentials.
+    hidden: pairs to mask; read only if MASKED.
+    m: running maximum of the scaled scores, times log2(e).
+    total: running sum of the exponentials.
+    acc: running sum of the values, weighted by the exponentials.
     """
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
@@ -39,7 +42,7 @@ def _attend(q, k, v, hidden, m, total, acc, scale, MASKED: tl.constexpr):
     # Scale and subtract the maximum in one multiply-add. The scale is positive, so scaling the
     # maximum of the raw scores gives the maximum of the scaled ones.
     new_max = tl.maximum(m, tl.max(s, 1) * (scale * LOG2E))
-    # A row without keys so far has new_max = -inf; the bound avoids -inf - -inf = NaN below.
+    # A row that has seen no key yet has new_max = -inf. The bound avoids -inf - -inf = NaN below.
     base = tl.maximum(new_max, -1e30)
     p = tl.exp2(s * (scale * LOG2E) - base[:, None])
     decay = tl.exp2(m - base)
@@ -200,7 +203,7 @@ def _forward(
                 | (column_positions[None, :] > query_positions[:, None])
             )
             m, total, acc = _attend(q, k, v, hidden, m, total, acc, scale, True)
-    # Compare with != so that a NaN row stays NaN and does not pass for a row without keys.
+    # NaN != 0, so a row with a NaN stays NaN and does not count as a row that sees no key.
     sees_keys = may_see & (total != 0.0)
     out = tl.where(sees_keys[:, None], acc / tl.where(sees_keys, total, 1.0)[:, None], 0.0)
     lse = tl.where(sees_keys, m * LN2 + tl.log(tl.where(sees_keys, total, 1.0)), float("-inf"))
@@ -224,11 +227,11 @@ def forward(
     Args:
         columns: packed keys and values of ``plan.column_positions``; None for blocks only.
         slashes: compute the blocks; False for columns only.
-        partial: out and lse over other keys, to continue from.
-        dtype: dtype of out; None = q's dtype.
+        partial: out and lse over other keys. If given, the result covers these keys, too.
+        dtype: dtype of out; None for the dtype of q.
     """
-    # One launch each for blocks and columns: in a single kernel both loops share registers, and
-    # each runs slower than alone (profiles/notes.md).
+    # Launch once for the blocks and once for the columns. In a single kernel, both loops share
+    # registers, and each runs slower than alone (profiles/notes.md).
     if slashes and columns is not None:
         partial = _forward_pass(q, k, v, None, plan, scale, partial, torch.float32)
         return _forward_pass(q, k, v, columns, plan, scale, partial, dtype or q.dtype)
@@ -245,7 +248,7 @@ def _forward_pass(
     partial: tuple[torch.Tensor, torch.Tensor] | None,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the columns if there are any, otherwise the blocks."""
+    """Launch the kernel for the columns, or for the blocks if ``columns`` is None."""
     slashes = columns is None
     batch, queries, heads, dim = q.shape
     assert partial is None or all(t.is_contiguous() for t in partial), (

@@ -1,4 +1,4 @@
-"""Compute dq, with one program per query block, and delta = rowsum(out * dout)."""
+"""Compute dq, one program per query block, and delta = rowsum(out * dout)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,11 @@ def row_delta(out: torch.Tensor, dout: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _query_gradient(q, k, v, do, lse, delta, hidden, acc, scale, MASKED: tl.constexpr):
-    """Add one tile of keys to acc = dq / scale. lse: base 2. hidden: read only if MASKED."""
+    """Add one tile of keys to acc, which is dq / scale.
+
+    lse: times log2(e).
+    hidden: pairs to mask; read only if MASKED.
+    """
     s = tl.dot(q, tl.trans(k), input_precision="ieee") * (scale * LOG2E)
     p = tl.exp2(s - lse[:, None])
     if MASKED:
@@ -106,7 +110,7 @@ def _backward_queries(
     )
     lse_offsets = bh * queries + rows
     lse = tl.load(LSE + lse_offsets, mask=valid, other=float("-inf"))
-    # lse = +inf gives a row without keys zero probabilities: exp(s - inf) = 0.
+    # For a row that sees no key, set lse to +inf: exp(s - inf) = 0 gives it no probabilities.
     lse = tl.where((lse == float("-inf")) | (first > query_positions), float("inf"), lse * LOG2E)
     delta = tl.load(DELTA + lse_offsets, mask=valid, other=0.0)
     acc = tl.zeros([BLOCK, D], tl.float32)
@@ -246,8 +250,8 @@ def backward_queries(
     Args:
         columns: packed keys and values of ``plan.column_positions``; None for blocks only.
         slashes: compute the blocks; False for columns only.
-        partial: contiguous gradient from other keys, added to the result.
-        dtype: dtype of dq; None = q's dtype.
+        partial: dq over other keys, contiguous, to add to the result.
+        dtype: dtype of dq; None for the dtype of q.
     """
     assert partial is None or partial.is_contiguous()
     batch, queries, heads, dim = q.shape

@@ -1,4 +1,4 @@
-"""Define the pairs that a launch computes, and make its block lists and covered columns."""
+"""The query-key pairs that a launch computes, with the kernels that build tables for them."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ class TilePlan:
     first_min, first_max: [batch, blocks], minimum and maximum of first over each block. A query
         that sees nothing raises first_max above every position; a block of such queries raises
         first_min too.
-    entries, counts: the blocks that a query block visits; None if the launch computes columns
+    entries, counts: the key blocks that a query block visits; None if the launch computes columns
         only.
         Diagonals: chosen diagonals [batch * heads, width], ascending, and the number of chosen
             diagonals below each diagonal [batch * heads, blocks + 1].
         Lists: key blocks of each local query block [batch * heads, query blocks, width] and their
             number [batch * heads, query blocks], from `list_blocks`. Entries are int16 if that
             holds every block number.
-    entries_t, counts_t: the transpose, for the gradient of keys; None in the forward pass.
-    slash: uint8 [batch * heads, blocks], 1 for each chosen diagonal; all zero if listed.
+    entries_t, counts_t: the query blocks that a key block visits, for dk and dv. None in the
+        forward pass.
+    slash: uint8 [batch * heads, blocks], 1 for each chosen diagonal; all zero if ``listed``.
     column_positions: [batch * heads, width], ascending positions of single columns. Unused entries
-        hold ``blocks * block``; width is a multiple of 128.
+        hold ``blocks * block``. width is a multiple of 128.
     columns_below: [batch * heads, blocks + 1], number of columns below the start of each block.
     covered: [batch * heads, local query blocks, width / 32], one bit per column, from
         `covered_columns`.
-    listed: entries are block lists rather than diagonals.
-    holes: some query or key block of the sequence is absent, so the kernel may have to skip a block
-        that it visits.
-    gates: [batch * heads, held query blocks * block, words], for lists only. Bit c % 32 of word
-        c // 32 is 1 if the query sees the keys of chunk c. None: queries see all listed blocks.
-    gate_slots: [blocks], row of blocks in gates that holds each query block.
+    listed: whether entries are block lists rather than diagonals.
+    holes: whether some query or key block of the sequence is absent, so that a kernel may visit a
+        block that it must skip.
+    gates: [batch * heads, query blocks * block, words], for lists only. Bit c % 32 of word c // 32
+        is 1 if the query sees the keys of chunk c. None if queries see all listed blocks.
+    gate_slots: [blocks], the number of each query block among the query blocks of gates.
     chunk: keys per chunk, a multiple of block.
     """
 
@@ -110,10 +111,10 @@ def _covered_columns(
 def covered_columns(
     slash: torch.Tensor, column_positions: torch.Tensor, query_blocks: torch.Tensor, block: int
 ) -> torch.Tensor:
-    """Return int32 [batch * heads, query blocks, width / 32], one bit per column.
+    """Return which columns each query block must skip, one bit per column.
 
-    A set bit means that the query block must skip the column: a chosen diagonal already computes
-    it, or it lies in a later block.
+    A query block skips a column that a chosen diagonal already computes, or that is in a later
+    block. The result is int32 [batch * heads, query blocks, width / 32].
     """
     flat, width = column_positions.shape
     covered = torch.empty(
@@ -153,7 +154,7 @@ def _list_blocks(
         first = tl.load(FIRST_MIN + bh // HEADS * BLOCKS + q)
         valid = valid & (slot >= 0) & ((k + 1) * BLOCK > first)
         chosen = tl.load(BITS + (bh * held + slot) * BLOCKS + k, mask=valid, other=0).to(tl.int32)
-        # A prefix sum gives each chosen block its place, so the list is ascending without atomics.
+        # A prefix sum gives each chosen block its place, so the list ascends without atomics.
         target = count[:, None] + tl.cumsum(chosen, 1) - 1
         tl.store(
             row_start + target,
@@ -173,20 +174,20 @@ def list_blocks(
     block: int,
     transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """List the key blocks of each query block or, transposed, the query blocks of each key block.
+    """List each query block's key blocks or, if transposed, each key block's query blocks.
 
-    A pair of blocks is listed if its bit is set and the mask leaves any of its pairs.
+    A pair of blocks is listed if its bit is set and the mask allows any of its query-key pairs.
 
     Args:
-        bits: bool [batch, heads, held, blocks].
-        slots: int32 [blocks], row of bits that holds each query block, -1 if none does.
+        bits: bool [batch, heads, rows of bits, blocks].
+        slots: int32 [blocks], the row of bits of each query block, -1 if it has none.
         query_blocks, key_blocks, first_min: as in `TilePlan`.
 
     Returns:
-        entries: [batch * heads, rows, blocks of the other side], ascending global block numbers;
-            places beyond a row's count are undefined. int16 if that holds every number, so both
-            lists together take 4 bytes per pair of blocks.
-        counts: int32 [batch * heads, rows].
+        entries: [batch * heads, rows, blocks of the other side], ascending global block numbers.
+            Places beyond a row's count are undefined. The dtype is int16 if that holds every
+            number, so both lists together take 4 bytes per pair of blocks; otherwise int32.
+        counts: int32 [batch * heads, rows], number of entries of each row.
     """
     batch, heads, held, blocks = bits.shape
     own, others = (key_blocks, query_blocks) if transposed else (query_blocks, key_blocks)
@@ -195,7 +196,7 @@ def list_blocks(
         batch * heads, own.numel(), others.numel(), dtype=dtype, device=bits.device
     )
     counts = torch.empty(batch * heads, own.numel(), dtype=torch.int32, device=bits.device)
-    # Bits are contiguous along keys, and transposed tiles have keys as rows: take many rows there.
+    # Bits are contiguous along keys. Rows of transposed lists are keys, so take many rows at once.
     rows, wide = (32, 64) if transposed else (4, 512)
     _list_blocks[(triton.cdiv(own.numel(), rows), batch * heads)](
         bits.contiguous().view(torch.uint8), slots, own, others, first_min, entries, counts,

@@ -1,0 +1,167 @@
+"""Memory of one decoder layer: what it keeps for backward, and what its backward pass holds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mtrain_cli.config.schema import Config
+from mtrain_cli.model.tiling import layers_with_products, tile_rows
+from mtrain_cli.parallel.activation_offload import block_sizes
+from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.training.attention_memory import AttentionMemory
+from mtrain_cli.training.flops import attention_kept
+
+
+class BackwardBytes(NamedTuple):
+    """Bytes at the peak of one layer's backward pass.
+
+    layer: recomputed tensors and activation gradients.
+    exchange: KV and its gradients, and the kernel's buffers.
+    freed: bytes of the layer's kept activations that are freed before this peak.
+    """
+
+    layer: int
+    exchange: int
+    freed: int
+
+
+class LayerMemory:
+    """Bytes of one decoder layer on one worker, for one micro-batch.
+
+    hidden: bytes of a hidden state, e T C (symbols: `training.memory`).
+    first_with_products: layers from this number on, counted from 0, keep their MLP products.
+    """
+
+    def __init__(
+        self, config: Config, layout: Layout, attention: AttentionMemory, weights: int, e: int
+    ) -> None:
+        """Prepare the sizes of a layer.
+
+        Args:
+            weights: number of elements of the layer's weights.
+            e: bytes of the compute dtype.
+        """
+        model, train = config.model, config.train
+        self.model, self.attention, self.e = model, attention, e
+        self.weights = e * weights
+        self.tokens = layout.tokens_per_worker * train.micro_batch
+        self.hidden = e * self.tokens * model.hidden_size
+        self.out = e * self.tokens * model.num_heads * model.head_dim
+        self.kv = 2 * e * self.tokens * model.num_kv_heads * model.head_dim
+        self.lse = 4 * self.tokens * model.num_heads
+        # One MLP product: gate, up, silu(gate), or silu(gate) * up.
+        self.product = e * self.tokens * model.intermediate_size
+        # q and k before their norms (Qwen3), kept only without checkpointing.
+        self.before_norms = self.out + self.kv // 2 if model.qk_norm else 0
+        self.recomputes = train.activation_checkpoint != "none"
+        self.rows = tile_rows(
+            self.tokens, model.hidden_size, model.intermediate_size, e, train.tile_mib << 20
+        )
+        self.tiled = self.rows < self.tokens
+        keeping = layers_with_products(train.keep_mlp, model.num_layers)
+        if not self.recomputes and not self.tiled:
+            keeping = 0  # autograd keeps the products, and more
+        self.first_with_products = model.num_layers - keeping
+        # Backward recomputes attention for the first `early` of a worker's queries.
+        self.queries = layout.tokens_per_worker * attention.exchange.heads
+        self.early = (
+            early_queries(self.queries, attention_kept(train), config.sparsity.block)
+            if self.recomputes
+            else 0
+        )
+
+    @property
+    def products(self) -> int:
+        """Bytes that a layer with train.keep_mlp keeps more: x + attention, gate and up."""
+        return self.hidden + 2 * self.product
+
+    @property
+    def ring_kv(self) -> int:
+        """Bytes of the KV shard of a ring that the layer keeps for backward."""
+        return 0 if self.early else self.attention.ring_kv
+
+    @property
+    def gathered_columns(self) -> int:
+        """Bytes of gathered columns that the layer keeps for backward."""
+        return 0 if self.early else self.attention.gathered_columns
+
+    @property
+    def kept(self) -> int:
+        """Bytes that the layer keeps from forward to backward, without index and products."""
+        out = self.out + self.lse
+        if self.recomputes:
+            late = self.queries - self.early
+            return self.hidden + out * late // self.queries + self.ring_kv
+        attention = out + self.out + self.kv + self.before_norms
+        if self.tiled:
+            return 2 * self.hidden + attention
+        return 4 * self.hidden + attention + 4 * self.product
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of host memory if the layer is offloaded, in the blocks of `ActivationOffload`."""
+        late = self.queries - self.early
+        kept = [size * late // self.queries for size in (self.out, self.lse)]
+        tensors = [self.hidden, *kept, self.ring_kv, self.gathered_columns]
+        return sum(sum(block_sizes(size)) for size in tensors)
+
+    def in_backward(self, *, products: bool) -> BackwardBytes:
+        """Return the bytes at the MLP's gate or in attention, whichever takes more.
+
+        A recomputed layer first recomputes its normed input, q, k, v, and the output and lse that
+        it did not keep.
+
+        Args:
+            products: whether the layer kept its MLP products.
+        """
+        recomputed = self._recomputed() if self.recomputes else 0
+        gate = BackwardBytes(self._at_gate(products) + recomputed, self.attention.pool, 0)
+        attention = BackwardBytes(
+            self.hidden + self.out + recomputed,
+            self.attention.in_backward(),
+            self._freed_before_attention(products),
+        )
+        return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
+
+    def _recomputed(self) -> int:
+        """Return the bytes that a recomputed layer holds in addition, from its input to its out."""
+        recomputed = self.hidden + self.out + self.before_norms
+        if self.early:
+            recomputed += self.out + self.lse + self.attention.gathered_columns
+        # If forward kept a shard of the ring, backward does not use the recomputed k and v.
+        return recomputed + (0 if self.ring_kv else self.kv)
+
+    def _at_gate(self, products: bool) -> int:
+        """Return the bytes of the MLP's backward pass at its gate, without recomputed tensors.
+
+        Without checkpointing and tiles, all tensors of the MLP were kept. Backward adds the
+        gradients of product, silu and up.
+
+        Otherwise backward holds the gradients of the MLP's output, of x and of attention's output.
+        Each tile adds x + attention, its norm, gate, up, silu(gate), their product, and the
+        gradients of product and gate. Several tiles also hold float32 gradients of the weights.
+        """
+        if not (self.recomputes or self.tiled):
+            return self.products
+        model = self.model
+        hidden, product = self.e * model.hidden_size, self.e * model.intermediate_size  # per token
+        # A narrow MLP peaks at its norm: x + attention, the norm's gradient, and in float32 both
+        # and their product.
+        norm = (12 if self.e < 4 else 4) * model.hidden_size
+        wide_tensors, narrow_tensors = (4, 1) if products else (6, 2)
+        gate = self.rows * (max(wide_tensors * product, norm) + narrow_tensors * hidden)
+        gradients = 2 * self.hidden + self.out
+        if self.tiled:
+            width = model.num_heads * model.head_dim
+            in_float32 = 4 * model.hidden_size * (3 * model.intermediate_size + width)
+            return gradients + gate + max(0, in_float32 - self.weights)
+        # In one tile, the weights have no gradient at the gate yet. After it, two tensors of the
+        # MLP's width remain.
+        after = self.rows * max(2 * product + 3 * hidden, norm)
+        return gradients + max(gate - self.weights, after)
+
+    def _freed_before_attention(self, products: bool) -> int:
+        """Return the bytes of kept MLP tensors, which are freed before attention's backward."""
+        if not (self.recomputes or self.tiled):
+            return 4 * self.product + 2 * self.hidden
+        return self.products if products else 0

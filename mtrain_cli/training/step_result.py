@@ -1,0 +1,84 @@
+"""What an optimizer step returns: the report of each rank, and the result of all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mtrain_cli.launch.failures import RunError
+from mtrain_cli.training.index_metrics import IndexMetrics
+
+
+class NonFiniteError(RunError):
+    """The loss or a gradient is not finite. The step did not change the weights."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a rank tells all others at the end of a step, in one all-gather of float64 numbers.
+
+    loss: this rank's part of the mean loss, in nats.
+    squared_norm: squared norm of this rank's gradient shards, before clipping.
+    stop: 1 if this rank received a stop request, else 0.
+    compute_seconds: seconds that `ComputeTimer` measured in the previous step. 0 if not measured.
+    data_seconds: seconds that this rank waited for data.
+    index_sums: `index_metrics.local_index_sums` of a sparse step. Empty in a dense step.
+    """
+
+    loss: float
+    squared_norm: float
+    stop: float
+    compute_seconds: float
+    data_seconds: float
+    index_sums: tuple[float, ...] = ()
+
+    @staticmethod
+    def of(row: Sequence[float]) -> StepReport:
+        """Make a report from a rank's numbers, which come in the order of the fields."""
+        loss, norm, stop, compute_seconds, data_seconds, *index_sums = row
+        return StepReport(loss, norm, stop, compute_seconds, data_seconds, tuple(index_sums))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step, equal on all workers.
+
+    loss: mean over the tokens with a label, in nats. None if no token has a label.
+    grad_norm: norm of the whole gradient, before clipping.
+    lr: learning rate of the step.
+    tokens: tokens of all sequences of the step.
+    pairs: computed query-key pairs: mean over heads and layers, sum over all sequences.
+    stop: whether any worker received a stop request.
+    reports: one per rank.
+    index: metrics of the dynamic index. None for a dense step.
+    skipped: whether the optimizer update was skipped.
+    warnings: lines for the user.
+    """
+
+    loss: float | None
+    grad_norm: float
+    lr: float
+    tokens: int
+    pairs: float
+    stop: bool
+    reports: tuple[StepReport, ...] = ()
+    index: IndexMetrics | None = None
+    skipped: bool = False
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def data_seconds(self) -> float:
+        """Seconds for which the slowest loader made its worker wait for data."""
+        return max((report.data_seconds for report in self.reports), default=0.0)
+
+
+def check_finite(reports: Sequence[StepReport], step: int) -> None:
+    """Raise NonFiniteError if a loss or gradient is not finite. The error names the ranks."""
+    for name, field in (("loss", "loss"), ("gradient", "squared_norm")):
+        ranks = [str(n) for n, r in enumerate(reports) if not math.isfinite(getattr(r, field))]
+        if ranks:
+            on = f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+            raise NonFiniteError(
+                f"step {step}: the {name} is not finite on {on}; the step was not applied"
+            )

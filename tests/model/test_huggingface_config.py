@@ -1,0 +1,244 @@
+"""transformers and mtrain read the same model from a config.json, whoever wrote it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import LLAMA3, PLAIN, SEQ, YARN, edit_config, export, tiny_model
+
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.model.huggingface_config import read_config, remarks
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("rope", [PLAIN, YARN, LLAMA3], ids=["plain", "yarn", "llama3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral"])
+def test_a_config_survives_mtrains_writer_and_that_of_transformers(tmp_path, family, rope, tied):
+    transformers = pytest.importorskip("transformers")
+    model = tiny_model(family, tied=tied, rope=rope)
+    export(tmp_path / "hf", model)
+    expected = dataclasses.replace(
+        model, rope=dataclasses.replace(rope, original_max_position=SEQ if rope is PLAIN else 64)
+    )
+    got, max_position = read_config(tmp_path / "hf")
+    assert max_position == SEQ
+    assert dataclasses.replace(got, name="tiny") == expected
+    transformers.AutoConfig.from_pretrained(tmp_path / "hf").save_pretrained(tmp_path / "theirs")
+    got, _ = read_config(tmp_path / "theirs")
+    assert dataclasses.replace(got, name="tiny") == expected
+
+
+QWEN25_3B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151643, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 32768, "max_window_layers": 36,
+    "model_type": "qwen2", "num_attention_heads": 16, "num_hidden_layers": 36,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+LLAMA31_8B = {
+    "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "mlp_bias": False, "max_position_embeddings": 131072, "num_attention_heads": 32,
+    "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0, "vocab_size": 128256,
+}  # fmt: skip
+
+
+LLAMA32 = LLAMA31_8B | {
+    "rope_scaling": dict(LLAMA31_8B["rope_scaling"], factor=32.0),
+    "tie_word_embeddings": True,
+}
+
+
+QWEN25_14B = QWEN25_3B | {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_attention_heads": 40,
+    "num_hidden_layers": 48, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "tie_word_embeddings": False, "vocab_size": 152064,
+}  # fmt: skip
+
+
+QWEN3_14B = {
+    "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 5120,
+    "intermediate_size": 17408, "max_position_embeddings": 32768, "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+
+
+MISTRAL_7B = {
+    "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768,
+}  # fmt: skip
+
+
+PUBLISHED = {
+    "qwen3b": QWEN25_3B,
+    "qwen1.5b": QWEN25_3B
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 28,
+    },
+    "qwen14b": QWEN25_14B,
+    "qwen32b": QWEN25_14B | {"intermediate_size": 27648, "num_hidden_layers": 64},
+    "qwen3_14b": QWEN3_14B,
+    "qwen3_32b": QWEN3_14B
+    | {"intermediate_size": 25600, "num_attention_heads": 64, "num_hidden_layers": 64},
+    "qwen3_4b": QWEN3_14B
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "tie_word_embeddings": True,
+    },
+    "llama8b": LLAMA31_8B,
+    "llama1b": LLAMA32 | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
+    "llama3b": LLAMA32
+    | {
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 24,
+    },
+    "mistral7b": MISTRAL_7B,
+}
+
+
+@pytest.mark.parametrize("shape", PUBLISHED)
+def test_published_configs_equal_the_shipped_shapes(tmp_path, shape):
+    import yaml
+
+    raw = PUBLISHED[shape]
+
+    ships = yaml.safe_load(
+        (Path(__file__).parents[2] / "conf" / "model" / f"{shape}.yaml").read_text()
+    )
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    read = dataclasses.asdict(read_config(tmp_path)[0])
+    ships_rope, read_rope = ships.pop("rope"), read.pop("rope")
+    assert read | {"name": shape} == ships
+    assert read_rope["theta"] == ships_rope["theta"]
+    assert read_rope["original_max_position"] == ships_rope["original_max_position"]
+    assert read_rope["scaling"] == ("llama3" if shape.startswith("llama") else "none")
+    assert shape.startswith("llama") is (read_rope["factor"] == ships_rope["factor"])
+
+
+@pytest.mark.parametrize(
+    ("given", "rope"),
+    [
+        ({"rope_theta": 5e5}, {"theta": 5e5, "scaling": "none"}),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+            {"theta": 5e5, "scaling": "none"},
+        ),
+        ({}, {"theta": 10000.0}),
+        (
+            {
+                "rope_theta": 5e5,
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+                "original_max_position_embeddings": 64,
+            },
+            {"theta": 5e5, "scaling": "yarn", "factor": 4.0, "original_max_position": 64},
+        ),
+        (
+            {
+                "rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5},
+                "original_max_position_embeddings": 32,
+            },
+            {"theta": 5e5, "scaling": "llama3", "factor": 8.0, "original_max_position": 32},
+        ),
+    ],
+)
+def test_rotary_settings_are_read_from_every_place(tmp_path, given, rope):
+    export(tmp_path / "hf", tiny_model("llama"))
+    edit_config(
+        tmp_path / "hf",
+        **({"rope_theta": ..., "rope_scaling": ..., "rope_parameters": ...} | given),
+    )
+    read_rope = read_config(tmp_path / "hf")[0].rope
+    assert {name: getattr(read_rope, name) for name in rope} == rope
+
+
+def test_missing_kv_heads_default_to_those_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    shape = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 32,
+    }
+    for family in ("qwen2", "qwen3", "llama", "mistral"):
+        for given in (
+            ({}, {"num_key_value_heads": None}) if family != "mistral" else ({},)
+        ):  # null is not allowed for Mistral
+            raw = {"model_type": family, "sliding_window": None, **shape, **given}
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            model, max_position = read_config(tmp_path)
+            theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+            assert (model.num_kv_heads, max_position) == (
+                theirs.num_key_value_heads,
+                theirs.max_position_embeddings,
+            ), (family, given)
+            assert model.head_dim == getattr(theirs, "head_dim", 64 // 32)
+
+
+def test_dropout_and_code_in_a_folder_give_remarks(tmp_path):
+    export(tmp_path / "hf", tiny_model())
+    assert remarks(tmp_path / "hf") == []
+    edit_config(
+        tmp_path / "hf", attention_dropout=0.1, auto_map={"AutoModelForCausalLM": "own.Own"}
+    )
+    config = tmp_path / "hf" / "config.json"
+    assert remarks(tmp_path / "hf") == [
+        f"{config}: attention_dropout=0.1: mtrain trains without dropout",
+        f"{config}: auto_map: the folder brings its own code, which mtrain does not run",
+    ]
+
+
+def test_a_shape_that_transformers_refuses_is_not_written(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.num_heads=3: must divide model.hidden_size=40 in a llama model",
+    ):
+        export(tmp_path / "hf", tiny_model("llama", num_heads=3, num_kv_heads=1))
+    pytest.importorskip("transformers")
+    with pytest.raises(
+        ConfigError,
+        match=r"model.family=llama: transformers [\d.]+ rejects this shape \(.*initializer_range",
+    ):
+        export(tmp_path / "hf", tiny_model("llama", init_std=2.0))
+    assert not list(tmp_path.iterdir())
+    export(tmp_path / "hf", tiny_model("mistral", num_heads=3, num_kv_heads=1))
+
+
+def test_a_shape_without_a_family_is_not_written(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match=r"model.qkv_bias=False, model.qk_norm=True: a Hugging Face llama model has "
+        "qkv_bias=False, qk_norm=False",
+    ):
+        export(tmp_path / "hf", tiny_model("llama", qk_norm=True))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,32 @@
+"""The loss of every token equals cross entropy, in chunks of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtrain_cli.model.token_losses import token_losses
+
+ROWS, HIDDEN, VOCAB = 11, 6, 13
+
+
+@pytest.mark.parametrize("rows_per_chunk", [0, 1, 4, 100])
+def test_losses_equal_cross_entropy_and_ignored_labels_have_none(rows_per_chunk):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
+    labels = torch.randint(VOCAB, (ROWS,), generator=generator)
+    labels[[2, 7]] = -100
+    losses = token_losses(x, weight, labels, chunk_bytes=4 * VOCAB * rows_per_chunk)
+    log_probabilities = (x @ weight.t()).log_softmax(-1)
+    expected = -log_probabilities.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    expected[[2, 7]] = 0
+    torch.testing.assert_close(losses, expected)
+
+
+def test_low_precision_gives_float32_losses_without_gradients():
+    x = torch.randn(ROWS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    losses = token_losses(x, weight, torch.zeros(ROWS, dtype=torch.int32), chunk_bytes=100)
+    assert losses.dtype == torch.float32
+    assert not losses.requires_grad
