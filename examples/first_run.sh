@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small decoder on a CPU (or the GPUs there are) and draw the run.
+# Train a small decoder on the GPUs of this machine, or on its CPU, and report on the run.
 #   examples/first_run.sh [key=value ...]
 set -euo pipefail
 

@@ -13,7 +13,7 @@ if [[ -n ${MTRAIN_EXAMPLE_SMALL:-} ]]; then
     small=(seq=256 topology.block_size=16 train.steps=2)
 fi
 
-# Resumable. Give a tokenizer.json in place of bpe to keep the tokenizer of a model.
+# If interrupted, this continues. To use the tokenizer of a model, give its tokenizer.json, not bpe.
 mtrain data prepare "$folder" prepared --tokenizer bpe --vocab-size "$vocabulary"
 mtrain data show prepared
 

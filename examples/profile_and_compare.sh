@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure who waits under two layouts, then compare them, with what is within noise.
+# Measure which worker waits under two layouts, and compare them. The report marks what is noise.
 #   examples/profile_and_compare.sh [key=value ...]
 set -euo pipefail
 
@@ -15,4 +15,4 @@ for layout in zigzag striped; do
         "${what[@]}" "$@"
 done
 mtrain report zigzag striped --out compared    # ratios here, and compared/report.html
-mtrain profile what-if striped --workers 4,8   # the same index on more workers, by counting
+mtrain profile what-if striped --workers 4,8   # count the same index's work on more workers

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Continue Qwen2.5-3B at 512K tokens with sparse attention, on the GPUs of this machine.
 #   examples/qwen3b_512k.sh WEIGHTS DATA [key=value ...]
-# WEIGHTS: the Hugging Face folder of Qwen2.5-3B. DATA: what `mtrain data prepare` wrote with its
-# tokenizer.json (the recipe trains on ProLong's documents; any long ones will do).
+# WEIGHTS: the Hugging Face folder of Qwen2.5-3B.
+# DATA: a folder that `mtrain data prepare` wrote with the tokenizer.json of Qwen2.5-3B. The recipe
+# is for ProLong's documents, but any long documents will do.
 set -euo pipefail
 
 weights=${1:?Give the Hugging Face folder of Qwen2.5-3B}
@@ -15,7 +16,7 @@ if [[ -n ${MTRAIN_EXAMPLE_SMALL:-} ]]; then
         train.init_from=null train.global_batch=1 train.steps=2 train.memory=manual
         model.rope.scaling=none)
 else
-    # Does it fit, and which kernel, exchange and memory setting run? Exit code 1 if it does not.
+    # Print whether it fits, and the kernel, exchange and memory settings. Exit if it does not fit.
     mtrain train recipe=qwen3b_512k data.path="$data" train.init_from="$weights" --dry-run "$@"
 fi
 

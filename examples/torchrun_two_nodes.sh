@@ -15,7 +15,7 @@ if [[ -n ${MTRAIN_EXAMPLE_SMALL:-} ]]; then
     what=(topology.device=cpu seq=512 train.steps=2)
 fi
 
-# If a worker is lost, torchrun starts all again, and the line continues its own run.
+# If a worker is lost, torchrun restarts all workers, and they continue the run.
 torchrun --nnodes "$nodes" --nproc-per-node "$per_node" --node-rank "$NODE_RANK" \
     --rdzv-backend static --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     --max-restarts 3 -m mtrain_cli train run.name=two-nodes "${what[@]}" "$@"

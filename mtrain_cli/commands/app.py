@@ -91,9 +91,9 @@ class Group(TyperGroup):
 
 
 def reflow_help(group: typer.Typer) -> None:
-    """Join the lines of each help paragraph, so that they wrap at the terminal's width.
+    """Join the lines of each help paragraph, so that the paragraph fills the terminal's width.
 
-    Typer keeps the line breaks of docstrings. Indented lines, the examples, stay as they are.
+    Typer would keep the line breaks of the docstring. Indented lines, the examples, stay unchanged.
     """
     infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
     for info in infos:
@@ -119,7 +119,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         )
         raise typer.Exit(FAILURE) from error
     except _UsageError as error:
-        # `mtrain config` without a command: constructing the error has printed the help.
+        # `mtrain config` without a subcommand: creating this error has printed the help already.
         if type(error).__name__ == "NoArgsIsHelpError":
             raise typer.Exit() from error
         ctx = getattr(error, "ctx", None)
@@ -131,7 +131,7 @@ def _errors_as_lines(outer: Any = None) -> Iterator[None]:
         _print_problems((f"{_describe(error)} See `{command} --help`.",))
         raise typer.Exit(USAGE_ERROR) from error
     except OSError as error:
-        # The disk, the network or a file name: a traceback would not help.
+        # A failure of the disk or the network, or a wrong file name: a traceback would not help.
         if error.filename is None or isinstance(error, BrokenPipeError):
             raise
         _print_problems((f"{_clipped(os.fsdecode(error.filename))}: {error.strerror}",))
@@ -152,9 +152,9 @@ def _clipped(text: str) -> str:
 
 
 def _print_problems(problems: Iterable[str]) -> None:
-    """Print one line each on stderr, once per machine.
+    """Print each problem on a line of stderr.
 
-    In a torchrun or srun job all ranks find the same problems.
+    In a torchrun or srun job all ranks find the same problems, so one rank per machine prints them.
     """
     rank = job_rank()
     if rank and (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID")) != "0":
@@ -185,7 +185,7 @@ def _describe(error: Any) -> str:
 
 
 def _wrong_value(error: Any) -> str | None:
-    """Return ``--option=value: what is allowed`` if pydantic rejected an option's value.
+    """Return ``--option=value: what is allowed`` if pydantic rejected the value, else None.
 
     Pydantic's own message does not contain the value.
     """
@@ -206,7 +206,7 @@ def _wrong_value(error: Any) -> str | None:
     return f"{max(param.opts, key=len)}={detail['input']}: {reason}"
 
 
-# Subcommands inherit the names of the help option.
+# Subcommands inherit these names of the help option.
 app = typer.Typer(
     name="mtrain",
     cls=Group,

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED, argument, option
+from mtrain_cli.commands.options import LARGEST_TOLERANCE, MOST_COMPARED, argument, bounded, option
 from mtrain_cli.printable import printable
 
 app = typer.Typer(
@@ -76,8 +76,8 @@ def export_weights(
         Path | None,
         option(
             "DIR",
-            "Copy the tokenizer files, and the token ids of config.json, from this folder "
-            "instead of using the run's tokenizer.",
+            "Folder to copy the tokenizer files and the token ids of config.json from, instead "
+            "of the run's tokenizer.",
         ),
     ] = None,
 ) -> None:
@@ -90,7 +90,7 @@ def export_weights(
       [cyan]mtrain checkpoint export runs/x/checkpoints/step-20 hf --dtype float32[/cyan]
           Export a certain checkpoint in float32
       [cyan]mtrain checkpoint export runs/long my-model-hf --tokenizer Qwen2.5-3B[/cyan]
-          Add the tokenizer of another folder
+          Use the tokenizer of another folder
     """
     import torch
 
@@ -113,9 +113,7 @@ def verify_weights(
         Path,
         argument("HF_FOLDER_OR_RUN", "A Hugging Face folder, a run, or one of its step-N folders."),
     ],
-    tokens: Annotated[
-        int, option("N", "Number of random tokens.", least=1, most=MOST_COMPARED)
-    ] = 256,
+    tokens: Annotated[int, bounded("Number of random tokens.", 1, MOST_COMPARED)] = 256,
     tolerance: Annotated[
         float,
         option(
@@ -170,7 +168,7 @@ def verify_weights(
 
 
 def _report(line: str) -> None:
-    """Print progress on stderr, apart from the result."""
+    """Print a line of progress on stderr; the result goes to stdout."""
     print(printable(line), file=sys.stderr, flush=True)
 
 

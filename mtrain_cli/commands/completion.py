@@ -14,7 +14,7 @@ Candidate = tuple[str, str]  # text to insert, and its help
 
 
 def complete_overrides(incomplete: str) -> list[Candidate]:
-    """Complete one override, whether or not the shell has split it at its ``=``."""
+    """Complete a setting, even if the shell has split it at the ``=``."""
     try:
         groups = open_groups(_config_dir())
     except ConfigError:
@@ -24,14 +24,15 @@ def complete_overrides(incomplete: str) -> list[Candidate]:
         return candidates(incomplete, groups)
     key, value = split
     if key in keys.PATHS:
-        return []  # bash then completes file names itself, without a space after a folder
+        return []  # bash then completes file names itself and adds no space after a folder
     return [(name, help) for name, help in _values(key, groups) if name.startswith(value)]
 
 
 def candidates(incomplete: str, groups: Groups) -> list[Candidate]:
-    """Complete an unsplit word such as ``mo``, ``optim.w`` or ``model=qw``.
+    """Complete a whole word such as ``mo``, ``optim.w`` or ``model=qw``.
 
-    A single match comes with its values, so that the shell inserts ``model=`` without a space.
+    If only one name matches, return that name with each of its values: the shell then inserts the
+    common part, such as ``model=``, without a space.
     """
     key, equals, value = incomplete.partition("=")
     if equals:
@@ -96,21 +97,21 @@ def complete_kernels(incomplete: str) -> list[str]:
 
 
 def complete_clusters(incomplete: str) -> list[Candidate]:
-    """Complete a shipped cluster, or a file."""
+    """Complete the name of a shipped cluster, or the path of a file."""
     from mtrain_cli.simulation.cluster import shipped
 
     return _or_files([(name, summary(file)) for name, file in shipped().items()], incomplete)
 
 
 def complete_tokenizers(incomplete: str) -> list[Candidate]:
-    """Complete a tokenizer that needs no file, or a file."""
+    """Complete bytes, bpe or the path of a tokenizer file."""
     return _or_files(
         [("bytes", "raw bytes"), ("bpe", "a byte-level BPE trained on SOURCE")], incomplete
     )
 
 
 def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
-    """Complete the last name of a comma-separated list, without names that it has already."""
+    """Complete the last name of a comma-separated list, without names that are in the list."""
     before, comma, start = incomplete.rpartition(",")
     given = before.split(",")
     return [
@@ -120,7 +121,7 @@ def in_list(allowed: Sequence[str], incomplete: str) -> list[str]:
 
 def _or_files(words: Iterable[Candidate], incomplete: str) -> list[Candidate]:
     matches = [(word, help) for word, help in words if word.startswith(incomplete)]
-    # If nothing is offered, bash completes file names itself, without a space after a folder.
+    # Without candidates, bash completes file names itself and adds no space after a folder.
     return matches or ([] if _in_bash() else _files(incomplete))
 
 
@@ -136,7 +137,7 @@ def _names(groups: Groups, everything: bool) -> Iterable[Candidate]:
 
 
 def _values(name: str, groups: Groups) -> list[Candidate]:
-    """Return the options of a group, or the allowed words of a key, else its default."""
+    """Return the options of a group, the allowed words of a key, or else the key's default."""
     if name in groups.options:
         return [(option, summary(file)) for option, file in groups.options[name].items()]
     key = keys.all_keys().get(name)
@@ -187,10 +188,10 @@ def _files(prefix: str) -> list[Candidate]:
 
 
 def _split_by_bash() -> tuple[str, str] | None:
-    """Return key and partial value if bash has split ``key=value`` at the ``=``, else None.
+    """Return the key and the partial value if bash has split ``key=value`` at the ``=``.
 
-    ``=`` is in bash's COMP_WORDBREAKS. Bash then replaces only the text after the ``=``, so
-    candidates must come without the key.
+    Returns None for an unsplit word. Bash splits at the ``=``, which is in its COMP_WORDBREAKS, and
+    replaces only the text after it, so candidates must not repeat the key.
     """
     if not _in_bash():
         return None

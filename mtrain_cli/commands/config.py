@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 VALUE, ALLOWED = "value", "allowed"
-_READABLE = 44  # columns that values and descriptions need next to a key
+_READABLE = 44  # characters per line that values and descriptions need next to a key
 RECIPE = "recipe"  # a group whose options set keys of all other groups
 ConfigDir = Annotated[
     Path | None,
@@ -131,9 +131,10 @@ def _split(
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table that wraps at the terminal's width or COLUMNS; a pipe gets unwrapped columns.
+    """Print a table.
 
-    A wrapped table has the allowed values below the description, to save a column.
+    On a terminal, or if COLUMNS is set, the table wraps at that width. The allowed values then
+    stand below the description, which saves a column. A pipe gets columns without wrapping.
     """
     from rich.text import Text
 
@@ -188,7 +189,7 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _block(header: Sequence[str], row: Sequence[str]) -> list[RenderableType]:
-    """Return a row as separate lines, for terminals too narrow for a table."""
+    """Return a row as a block of lines, for terminals that are too narrow for a table."""
     from rich.padding import Padding
     from rich.text import Text
 

@@ -15,6 +15,7 @@ from mtrain_cli.commands.options import (
     MOST_IDS,
     MOST_THREADS,
     argument,
+    bounded,
     flag,
     option,
 )
@@ -52,8 +53,7 @@ def prepare(
     ] = "bytes",
     vocab_size: Annotated[
         int | None,
-        option(
-            "N",
+        bounded(
             "Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.",
             most=MOST_IDS,
         ),
@@ -68,8 +68,8 @@ def prepare(
         str | None,
         option(
             "A,B",
-            "Keep only these domains. A document's domain is its field 'domain', else its "
-            "first folder below SOURCE.",
+            "Keep only these domains. The domain of a document is its field 'domain', or else the "
+            "first folder of its path below SOURCE.",
         ),
     ] = None,
     min_tokens: Annotated[
@@ -79,25 +79,21 @@ def prepare(
         str, option("N", "Leave out documents with more tokens; 0 = no limit.")
     ] = "0",
     truncate: Annotated[
-        bool, flag("--truncate", "Cut longer documents at --max-tokens instead.")
+        bool, flag("--truncate", "Cut documents at --max-tokens instead of leaving them out.")
     ] = False,
     min_chars: Annotated[
         int,
-        option(
-            "N", "Leave out documents with fewer characters; 0 = no limit.", most=MOST_DOCUMENTS
-        ),
+        bounded("Leave out documents with fewer characters; 0 = no limit.", most=MOST_DOCUMENTS),
     ] = 0,
     threads: Annotated[
         int | None,
-        option(
-            "N", "CPU threads of the tokenizer; all cores by default.", least=1, most=MOST_THREADS
-        ),
+        bounded("CPU threads of the tokenizer; all cores by default.", 1, MOST_THREADS),
     ] = None,
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
-    Keeps document boundaries and domains. A tokenizer.json or BPE runs on all cores. If the command
-    is interrupted, run it again: it continues where it stopped, with the same result.
+    OUT keeps document boundaries and domains. A tokenizer.json or BPE runs on all cores. If you
+    interrupt the command, run it again: it continues where it stopped, with the same result.
 
     [bold]Examples[/bold]
 
@@ -183,12 +179,12 @@ def show(
         Path,
         argument(
             "PATH",
-            "A folder written by mtrain data prepare, a folder of MDS shards (or of such "
-            "folders), or a .npy or .bin file.",
+            "A folder that `mtrain data prepare` wrote, a folder of MDS shards or of such folders, "
+            "or a .npy or .bin file.",
         ),
     ],
     document: Annotated[
-        int, option("N", "Number of the document to show as text, from 0.", most=MOST_DOCUMENTS)
+        int, bounded("Number of the document to show as text, from 0.", most=MOST_DOCUMENTS)
     ] = 0,
     check: Annotated[bool, flag("--check", "Read everything and verify the checksums.")] = False,
     tokenizer: Annotated[

@@ -34,11 +34,14 @@ from mtrain_cli.data.tokenizers import Tokenizer
 _SNIPPET = 240  # tokens
 _SECONDS_PER_LINE = 10.0
 _SEARCHED = 1 << 24  # tokens of an array to search for the largest id without --check
-_BAR = 14  # columns of a full bar; the table must fit 80 columns whatever the lengths
+_BAR = 14  # characters of a full bar; the table must fit 80 characters for any lengths
 
 
 def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
-    """Print what a store holds. rounded: vocabulary size for the model."""
+    """Print the contents of a store.
+
+    rounded: vocabulary size for the model, a multiple of 8.
+    """
     meta = store.meta
     console.print(
         f"  {meta.num_documents:,} documents, {meta.num_tokens:,} tokens, "
@@ -53,7 +56,7 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in meta.left_out.items())
         console.print(f"  left out: {reasons}")
     if meta.cut:
-        console.print(f"  cut at --max-tokens: {meta.cut:,}, which have no end token")
+        console.print(f"  cut at --max-tokens: {meta.cut:,} documents, without an end token")
     _print_domains(console, _by_domain(store))
 
 
@@ -67,7 +70,10 @@ def show_store(
 ) -> None:
     """Print counts and lengths of a token store, and the start of a document.
 
-    tokenizer: replaces the one of the store.
+    Args:
+        document: number of the document, from 0.
+        check: whether to verify the checksums.
+        tokenizer: decodes the document; None for the tokenizer of the store.
     """
     meta = store.meta
     _require_document(store, document)
@@ -91,7 +97,10 @@ def show_array(
     check: bool,
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Print count and lengths of a token array, and the start of a document."""
+    """Print counts and lengths of a token array, and the start of a document.
+
+    check: whether to search the whole array for the largest id.
+    """
     _require_document(store, document)
     _print_size(console, store, path)
     searched = store.tokens if check else store.tokens[:_SEARCHED]
@@ -157,7 +166,7 @@ def _print_shards(console: Console, shards: MdsFolder, lengths: np.ndarray) -> N
 
 
 def _read_all(shards: MdsFolder) -> None:
-    """Read every sample, whole if all columns can be read."""
+    """Read every sample: all columns if mtrain can read them, else the tokens only."""
     readable = all(column.is_readable for column in shards.columns.values())
     columns = list(shards.columns) if readable else [TOKENS]
     for number in range(shards.num_samples):
@@ -165,7 +174,7 @@ def _read_all(shards: MdsFolder) -> None:
 
 
 def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the lengths of the samples of each domain that the shards name."""
+    """Return the lengths of samples, in tokens, by the domain that each sample names."""
     labels = np.array(
         [str(shards.sample(number, [DOMAIN])[DOMAIN]) for number in range(shards.num_samples)]
     )
@@ -173,7 +182,7 @@ def _samples_by_domain(shards: MdsFolder, lengths: np.ndarray) -> dict[str, np.n
 
 
 def _by_domain(store: TokenStore) -> dict[str, np.ndarray]:
-    """Return each domain's document lengths; of "" if there are no domains."""
+    """Return the lengths of documents, in tokens, by domain; "" if the store has no domains."""
     lengths = np.diff(store.offsets)
     if store.domains is None:
         return {"": lengths}
@@ -186,7 +195,7 @@ def _print_lengths(console: Console, by_domain: dict[str, np.ndarray]) -> None:
 
 
 def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
-    """Print a table of documents and lengths by domain, if a domain has a name."""
+    """Print a table of documents and lengths by domain, unless no domain has a name."""
     if not any(by_domain):
         return
     table = Table(title="by domain, lengths in tokens", title_justify="left", title_style="")
@@ -204,7 +213,7 @@ def _print_domains(console: Console, by_domain: dict[str, np.ndarray]) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[PreparationProgress], None]]:
-    """Yield a function that shows progress: as bars on a terminal, else as a line now and then."""
+    """Yield a function that shows progress: bars on a terminal, else a line every 10 seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(console)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_STEPS = 10**9  # as train.steps
 MOST_TOKENS = 2**26  # as seq
 MOST_WORKERS = 2**14  # as topology.workers
-MOST_SAMPLES = 10**6  # days of measuring
+MOST_SAMPLES = 10**6  # takes days to measure
 MOST_THREADS = 4096  # more than any machine has cores
 MOST_HEADS = 65_535  # as model.num_heads
 MOST_HEAD_DIM = 4096  # as model.head_dim
@@ -33,7 +33,7 @@ MOST_IDS = 2**31 - 1  # as model.vocab_size
 MOST_DOCUMENTS = 2**40  # at one token each, these fill the largest disks
 MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
 LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
-LARGEST_TOLERANCE = 1e3  # logit difference; above it everything agrees
+LARGEST_TOLERANCE = 1e3  # logit difference; a larger one would accept any logits
 MOST_DIGITS = 18  # digits of a whole number in a list
 
 T = TypeVar("T")
@@ -49,6 +49,16 @@ def option(
 ) -> Any:
     """Declare an option that takes a value from ``least`` to ``most``."""
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
+
+
+def bounded(help: str, least: float | None = None, most: float | None = None) -> Any:
+    """Declare an option that takes one number from ``least`` to ``most``."""
+    return option("N", help, least=least, most=most)
+
+
+def name_list(help: str, complete: Callable[..., Any] | None = None) -> Any:
+    """Declare an option that takes a comma-separated list of names."""
+    return option("NAME,...", help, complete=complete)
 
 
 def flag(names: str, help: str) -> Any:
@@ -71,17 +81,23 @@ SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only."
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
 Threads = Annotated[
     int | None,
-    option("N", "CPU threads; a worker has cores / workers.", least=1, most=MOST_THREADS),
+    bounded(
+        "CPU threads; torch's default if not given. In a run, a worker has cores / workers.",
+        1,
+        MOST_THREADS,
+    ),
 ]
 CalibrationOut = Annotated[Path | None, option("FILE", "Calibration file to write (JSON).")]
 
 
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
-    """Offer a dataclass's fields as options of a command, and call the command with the dataclass.
+    """Give a command an option for each field of a dataclass.
+
+    The command gets the dataclass, with the typed values, as its first argument.
 
     Args:
-        shared: dataclass whose fields are declared like the parameters of a command.
-        left_out: fields that the command does not offer; they keep their defaults.
+        shared: dataclass whose fields are annotated like the parameters of a command.
+        left_out: fields without an option; they keep their defaults.
     """
     fields = inspect.signature(shared, eval_str=True).parameters
     offered = [field for name, field in fields.items() if name not in left_out]
@@ -94,7 +110,7 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
             typed = shared(**{field.name: values.pop(field.name) for field in offered})
             command(typed, **values)
 
-        # Typer reads both.
+        # Typer reads the signature and the annotations.
         call.__signature__ = inspect.Signature([*own, *offered])  # type: ignore[attr-defined]
         call.__annotations__ = {field.name: field.annotation for field in (*own, *offered)}
         return call
@@ -117,7 +133,7 @@ def parse_names(option: str, text: str, allowed: Sequence[str] | None = None) ->
     """Split a comma-separated list of names and drop duplicates.
 
     Args:
-        allowed: the allowed names; None if the caller checks them, and the list may then be empty.
+        allowed: the allowed names. None: the caller checks the names, and ``text`` may be empty.
 
     Raises:
         ConfigError: the list is empty, or a name is not allowed.
@@ -195,11 +211,15 @@ def warn_of_unused_settings(
     exchange: str = "",
     device: str = "",
 ) -> None:
-    """Warn on stderr of each typed setting that has no effect, a line each.
+    """Print a warning on stderr for each typed setting that has no effect.
 
     Args:
-        config: None for commands that use only a few keys; they warn of repeated keys only.
-        exchange, device: what the topology's ``auto`` resolved to, if known.
+        words: settings as typed.
+        config: the composed configuration. None, for commands that use only a few keys: warn only
+            of keys that are given twice.
+        config_dir: folder of the user's own groups.
+        exchange: the exchange that ``topology.exchange=auto`` chose; "" if unknown.
+        device: the device that ``topology.device=auto`` chose; "" if unknown.
     """
     from mtrain_cli.config.unused_settings import repeated_keys, unused_keys
     from mtrain_cli.launch.job import job_rank
@@ -214,7 +234,7 @@ def warn_of_unused_settings(
 
 
 def print_summary(run: RunDir, as_json: bool) -> None:
-    """Print summary.json of a measurement, if asked for and written."""
+    """Print the summary.json of a measurement if --json asks for it and the file exists."""
     from mtrain_cli.records.record_files import SUMMARY
 
     if as_json and (run.path / SUMMARY).is_file():
@@ -222,7 +242,7 @@ def print_summary(run: RunDir, as_json: bool) -> None:
 
 
 def with_measurement_folder(config: Config, kind: str = "imbalance") -> Config:
-    """Point ``run.dir`` to measurements/, apart from runs that can be resumed."""
+    """Point ``run.dir`` to a folder in measurements/; runs/ is for runs that can be resumed."""
     run = config.run
     if run.dir != "auto":
         return config

@@ -46,7 +46,11 @@ def keys_for(pattern: str, words: Sequence[str]) -> list[str]:
 
 
 def set_threads(threads: int | None, device: str) -> None:
-    """Limit the CPU threads of torch, if asked for."""
+    """Limit the CPU threads of torch; None keeps torch's default.
+
+    Raises:
+        ConfigError: the device is a GPU.
+    """
     import torch
 
     if threads is None:
@@ -57,6 +61,7 @@ def set_threads(threads: int | None, device: str) -> None:
 
 
 def is_calibration(out: Path, kind: str = "kernels") -> bool:
+    """Return whether a file is a calibration of this kind."""
     try:
         document = json.loads(out.read_text(encoding="utf-8"))
     except ValueError:
@@ -67,18 +72,18 @@ def is_calibration(out: Path, kind: str = "kernels") -> bool:
 def check_output(
     out: Path | None, is_own: Callable[[Path], bool], description: str, option: str = "--out"
 ) -> str:
-    """Check before a long measurement that the file can be written, and create its folders.
+    """Check before a long measurement that a file can be written, and create its folders.
 
     Args:
-        out: None writes nothing.
-        is_own: whether an existing file is an earlier result, which may be replaced.
-        description: what the file holds, for messages.
+        out: the file; None if nothing is to be written.
+        is_own: returns whether an existing file is an earlier result, which may be replaced.
+        description: noun for the content of the file, for messages.
 
     Returns:
         A remark that an earlier result will be replaced, or "".
 
     Raises:
-        ConfigError: the file cannot be written, or something else would be lost.
+        ConfigError: the file cannot be written, or holds something else.
     """
     if out is None:
         return ""
@@ -95,7 +100,7 @@ def check_output(
                     f"{option} {out}: exists and is not a {description} of mtrain; "
                     "give another name, or remove it"
                 )
-            return f", in place of the {description} that was there"
+            return f", replacing an earlier {description}"
         out.parent.mkdir(parents=True, exist_ok=True)
         with out.open("xb"):
             pass
@@ -111,6 +116,7 @@ def check_output(
 
 @contextlib.contextmanager
 def reporting_out_of_memory() -> Iterator[None]:
+    """Turn an out-of-memory error of torch into a `RunError` that suggests smaller shapes."""
     import torch
 
     from mtrain_cli.launch.failures import RunError
@@ -125,7 +131,7 @@ def reporting_out_of_memory() -> Iterator[None]:
         ):
             raise
         raise RunError(
-            "The next of these shapes does not fit in memory; give shorter --seq, fewer --heads "
+            "The next shape does not fit in memory; give shorter --seq, fewer --heads "
             "or a smaller --head-dim"
         ) from error
 
@@ -134,10 +140,11 @@ def reporting_out_of_memory() -> Iterator[None]:
 def saving_partial_results(
     out: Path | None, save: Callable[[list[Any], Path], None]
 ) -> Iterator[tuple[list[Any], Callable[[Any], None]]]:
-    """Yield a list of times, and a function that adds one and saves all to a file next to ``out``.
+    """Yield a list of times, and a function that adds a time and saves all of them.
 
-    The file replaces ``out`` when the measurement is complete. If it stops early, an earlier
-    ``out`` stays, and a message names the partial file. With out=None nothing is saved.
+    They are saved in a partial file next to ``out``, which replaces ``out`` when the measurement is
+    complete. If the measurement stops early, an earlier ``out`` stays, and a message names the
+    partial file. With out=None nothing is saved.
     """
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")
@@ -152,7 +159,7 @@ def saving_partial_results(
         yield times, add
     except BaseException:
         if draft is not None and times:
-            print(f"stopped: {len(times)} times are kept in {draft}", file=sys.stderr)
+            print(f"stopped: {len(times)} measured times are saved in {draft}", file=sys.stderr)
         raise
     if draft is not None and out is not None:
         with writing(out):

@@ -14,7 +14,9 @@ from mtrain_cli.commands.options import (
     MOST_STEPS,
     Overrides,
     SummaryAsJson,
+    bounded,
     flag,
+    name_list,
     option,
     parse_names,
     print_summary,
@@ -37,52 +39,44 @@ def imbalance(
     overrides: Overrides = None,
     layout: Annotated[
         str,
-        option(
-            "NAME,...", "Layouts to compare; by default topology.layout.", complete=complete_layouts
-        ),
+        name_list("Layouts to compare; by default topology.layout.", complete_layouts),
     ] = "",
     exchange: Annotated[
         str,
-        option(
-            "NAME,...",
-            "Exchanges to compare; by default topology.exchange.",
-            complete=complete_exchanges,
-        ),
+        name_list("Exchanges to compare; by default topology.exchange.", complete_exchanges),
     ] = "",
     pattern: Annotated[
         str,
-        option(
-            "NAME,...",
-            "Patterns to compare, by default that of sparsity=. A sparsity.* key goes to each "
-            "pattern that has it.",
+        name_list(
+            "Patterns to compare; by default the one that sparsity= sets. A setting "
+            "sparsity.KEY=... applies to each pattern that has the key."
         ),
     ] = "",
     seq: Annotated[
         str, option("N,...", "Sequence lengths to compare; only with --attention-only.")
     ] = "",
-    steps: Annotated[
-        int, option("N", "Number of recorded steps per case.", least=1, most=MOST_SAMPLES)
-    ] = 5,
+    steps: Annotated[int, bounded("Recorded training steps per case.", 1, MOST_SAMPLES)] = 5,
     warmup: Annotated[
-        int, option("N", "Training steps before the first recorded one.", least=0, most=MOST_STEPS)
+        int, bounded("Training steps before the first recorded one.", 0, MOST_STEPS)
     ] = 1,
     every: Annotated[
         int,
-        option("N", "Training steps from one recorded step to the next.", least=1, most=MOST_STEPS),
+        bounded("Record one of every N training steps.", 1, MOST_STEPS),
     ] = 1,
     attention_only: Annotated[
         bool,
         flag(
             "--attention-only",
-            "Measure one layer's attention on random data, without a model: for lengths "
-            "that no model fits.",
+            "Measure the attention of one layer on random data. No model is needed, so sequences "
+            "may be longer than a model's memory allows.",
         ),
     ] = False,
     peer: Annotated[
         bool,
         flag(
             "--peer",
-            "With --attention-only on GPUs: also time PyTorch's context parallelism, dense.",
+            "With --attention-only on GPUs: also time dense attention with PyTorch's context "
+            "parallelism.",
         ),
     ] = False,
     as_json: SummaryAsJson = False,
@@ -90,9 +84,9 @@ def imbalance(
         str,
         option(
             "DEGREE=X,...",
-            "Exit with code 1 if the imbalance degree DEGREE of any case exceeds X. DEGREE: "
-            "worker, step, total or critical, for time; prefix it with work. (work.worker, ...) "
-            "for work.",
+            "Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker, "
+            "step, total or critical for imbalance of time, and work.worker, ... for imbalance of "
+            "work.",
         ),
     ] = "",
 ) -> None:
@@ -122,18 +116,14 @@ def imbalance(
     words = list(overrides or ())
     limits = _limits(fail_above)
     if not attention_only:
-        _require_one_training(seq, peer)
+        _refuse_attention_options(seq, peer)
     typed = {"--layout": layout, "--exchange": exchange, "--pattern": pattern, "--seq": seq}
     cases = _cases(words, {option: parse_names(option, text) for option, text in typed.items()})
     config = with_measurement_folder(cases[0][1])
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     warn_of_unused_settings(words)
-    if limits and environment.launcher != "mtrain":
-        raise ConfigError(
-            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
-            "summary.json instead"
-        )
+    _require_launcher(environment, fail_above)
     if peer:
         _require_peer(config, environment)
     # Imported late: it takes seconds, and mistakes are reported above.
@@ -150,14 +140,23 @@ def imbalance(
     raise typer.Exit(code)
 
 
-def _require_one_training(seq: str, peer: bool) -> None:
-    """Raise ConfigError for an option that only --attention-only allows."""
+def _refuse_attention_options(seq: str, peer: bool) -> None:
+    """Raise ConfigError for an option that needs --attention-only."""
     if seq:
         raise ConfigError(
             f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N"
         )
     if peer:
         raise ConfigError("--peer: compares one layer's attention; add --attention-only")
+
+
+def _require_launcher(environment: Environment, fail_above: str) -> None:
+    """Raise ConfigError if --fail-above cannot set the exit code."""
+    if fail_above and environment.launcher != "mtrain":
+        raise ConfigError(
+            f"--fail-above {fail_above}: torchrun and srun set the exit code here; read "
+            "summary.json instead"
+        )
 
 
 def _require_peer(config: Config, environment: Environment) -> None:
@@ -171,7 +170,10 @@ def _require_peer(config: Config, environment: Environment) -> None:
 
 
 def _limits(text: str) -> dict[tuple[str, str], float]:
-    """Parse ``worker=1.2,work.step=1.1`` to {("time", "worker"): 1.2, ("work", "step"): 1.1}."""
+    """Parse the limits of --fail-above.
+
+    ``worker=1.2,work.step=1.1`` gives {("time", "worker"): 1.2, ("work", "step"): 1.1}.
+    """
     from mtrain_cli.config.suggest import did_you_mean
 
     allowed = [f"{quantity}{name}" for quantity in ("", "work.") for name in DEGREES]
@@ -210,7 +212,7 @@ def _check(summary: dict[str, Any], limits: dict[tuple[str, str], float]) -> Non
         raise RunError("\n".join(problems))
 
 
-# The option that compares values of a key.
+# Keys whose values can be compared, and the option that lists these values.
 _COMPARED = {
     "seq": "--seq",
     "sparsity": "--pattern",
@@ -220,9 +222,13 @@ _COMPARED = {
 
 
 def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Config]]:
-    """Compose every combination with its label. Check all of them before anything runs.
+    """Compose the configuration of every combination, and return each with its label.
 
-    typed: values to compare, by option.
+    Args:
+        typed: values to compare, by option.
+
+    Raises:
+        ConfigError: a value or a combination is not allowed.
     """
     from mtrain_cli.composition.compose import compose
 
@@ -231,8 +237,8 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Con
         option = _COMPARED.get("sparsity" if key == "sparsity.pattern" else key)
         if option is not None and typed[option]:
             raise ConfigError(
-                f"{word}: {option} {','.join(typed[option])} compares it already; give one of the "
-                "two"
+                f"{word}: {option} {','.join(typed[option])} already compares this setting; give "
+                "only one of the two"
             )
     _check_values(typed)
     patterns = typed["--pattern"]
@@ -251,7 +257,7 @@ def _cases(words: list[str], typed: dict[str, list[str]]) -> list[tuple[str, Con
 
 
 def _check_values(typed: dict[str, list[str]]) -> None:
-    """Raise ConfigError if a value to compare is not allowed, under its option."""
+    """Raise ConfigError, naming the option, if a value to compare is not allowed."""
     from mtrain_cli.config import keys
     from mtrain_cli.config.pattern_settings import PATTERNS
 

@@ -16,7 +16,9 @@ from mtrain_cli.commands.options import (
     MOST_WORKERS,
     CalibrationOut,
     Threads,
+    bounded,
     flag,
+    name_list,
     option,
     parse_items,
     parse_names,
@@ -33,6 +35,7 @@ from mtrain_cli.commands.profile import (
 from mtrain_cli.config.schema import KERNELS, ConfigError
 
 if TYPE_CHECKING:
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 
 _BLOCKS = (16, 32, 64, 128)
@@ -51,43 +54,40 @@ def kernels(
     ] = "0.1,0.05,0.02",
     columns: Annotated[
         int | None,
-        option(
-            "N",
-            "Columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.",
-            least=0,
-            most=MOST_TOKENS,
+        bounded(
+            "Single key columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.",
+            0,
+            MOST_TOKENS,
         ),
     ] = None,
     heads: Annotated[str, option("Q/KV,...", "Numbers of query and key-value heads.")] = "16/2",
-    head_dim: Annotated[int, option("N", "Width of one head.", least=16, most=MOST_HEAD_DIM)] = 128,
+    head_dim: Annotated[int, bounded("Width of one head.", 16, MOST_HEAD_DIM)] = 128,
     block: Annotated[
         int | None, option("N", "Tokens per block; by default 128 on a GPU, 16 on a CPU.")
     ] = None,
     kernel: Annotated[
         str,
-        option(
-            "NAME,...",
-            "Kernels to time with an index; by default all that support it.",
-            complete=complete_kernels,
+        name_list(
+            "Kernels to time with an index; by default all that support it.", complete_kernels
         ),
     ] = "",
     workers: Annotated[
         str,
         option(
             "N,...",
-            "Also time the calls of one worker among N, such as 8,32: ring steps and gathered "
-            "keys.",
+            "Also time the kernel calls of one of N workers, in a ring and on gathered keys. "
+            "Such as 8,32.",
         ),
     ] = "",
     whole: Annotated[
         bool,
         flag(
             "--whole/--no-whole",
-            "Time whole sequences; --no-whole times only the calls of --workers.",
+            "Time whole sequences. --no-whole times only the calls that --workers adds.",
         ),
     ] = True,
     threads: Threads = None,
-    repeats: Annotated[int, option("N", "Samples per time.", least=1, most=MOST_SAMPLES)] = 7,
+    repeats: Annotated[int, bounded("Samples per measured time.", 1, MOST_SAMPLES)] = 7,
     out: CalibrationOut = None,
 ) -> None:
     """Time this machine's attention kernels, dense and with synthetic indices.
@@ -108,7 +108,7 @@ def kernels(
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.kernel_benchmark import KernelBench, profile_kernels, save_times
     from mtrain_cli.profiling.worker_calls import profile_worker_calls
-    from mtrain_cli.reporting.terminal_width import limit, say
+    from mtrain_cli.reporting.terminal_width import limit
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = _parse_cases(device, seq, density, columns, heads, head_dim, block)
@@ -122,8 +122,8 @@ def kernels(
     _require_a_kernel(bench, names, cases)
     replaced = check_output(out, is_calibration, "calibration")
     console = Console(highlight=False, soft_wrap=True)
-    columns_of = _Columns.fitting(limit(console), device)
-    console.print(columns_of.header)
+    shown = _Columns.fitting(limit(console), device)
+    console.print(shown.header)
     command = " ".join(["mtrain", *sys.argv[1:]])
     with (
         reporting_out_of_memory(),
@@ -132,18 +132,27 @@ def kernels(
         ) as (times, add),
     ):
         for time in profile_kernels(bench, cases if whole else []):
-            console.print(columns_of.line(time))
+            console.print(shown.line(time))
             add(time)
         if counts:
             console.print("calls of one worker")
-            for time in profile_worker_calls(bench, cases, counts):
-                console.print(columns_of.line_of_call(time))
-                add(time)
-    say(console, columns_of.legend)
+        for time in profile_worker_calls(bench, cases, counts):
+            console.print(shown.line_of_call(time))
+            add(time)
+    _print_remarks(console, shown, bench, cases)
+    if out is not None:
+        console.print(f"{len(times)} measured times in {out}{replaced}")
+
+
+def _print_remarks(
+    console: Console, shown: _Columns, bench: KernelBench, cases: list[KernelCase]
+) -> None:
+    """Print the legend, and the reason why a kernel cannot compute some or all cases."""
+    from mtrain_cli.reporting.terminal_width import say
+
+    say(console, shown.legend)
     for name, reason, everywhere in bench.unsupported(cases):
         console.print(f"{name}: {reason}" + ("" if everywhere else " (some of the shapes)"))
-    if out is not None:
-        console.print(f"{len(times)} times in {out}{replaced}")
 
 
 def _parse_cases(
@@ -214,7 +223,7 @@ def _parse_workers(workers: str, seq: str, cases: list[KernelCase]) -> list[int]
     """Return the numbers of workers whose calls are timed.
 
     Raises:
-        ConfigError: out of range, or no length divides into whole blocks for the workers.
+        ConfigError: a number is out of range, or no length divides into whole blocks for it.
     """
     counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
     for count in counts:
@@ -239,11 +248,10 @@ def _require_a_kernel(bench: KernelBench, names: list[str], cases: list[KernelCa
 
 @dataclass(frozen=True)
 class _Columns:
-    """The columns that fit the terminal.
+    """The columns of the table of times that fit the terminal.
 
-    narrow: without heads, FLOP/s and ratios.
-    speed: with FLOP/s. CPU kernels compute whole products and mask them, so theirs would be
-        meaningless.
+    narrow: leave out the columns of heads, FLOP/s and ratios.
+    speed: show FLOP/s. Kernels on a CPU compute masked pairs too, so their FLOP/s would mislead.
     """
 
     narrow: bool

@@ -11,6 +11,7 @@ import typer
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     MOST_WORKERS,
+    bounded,
     flag,
     option,
     overrides_argument,
@@ -25,11 +26,16 @@ from mtrain_cli.config.schema import ConfigError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from mtrain_cli.config.schema import Config
     from mtrain_cli.launch.environment import Environment
+    from mtrain_cli.launch.run_dir import RunDir
+    from mtrain_cli.profiling.link_benchmark import LinkBenchmarkPlan
 
 _SIZES = {"cuda": "4k,64k,1m,16m,64m,128m", "cpu": "4k,64k,1m,4m"}
 _LEAST, _MOST = 64, 4 << 30  # bytes
 _LABEL = len("device  ")  # width of the label that begins each line
+_WORDS = ("link", "operation")
+_NUMBERS = ("bytes", "us", "10-90 %", "GB/s", "us under load", "compute time")
 
 
 @app.command("links")
@@ -45,33 +51,29 @@ def links(
         str,
         option(
             "N,...",
-            "Bytes per message; for a collective, what each worker receives. auto = 4k to "
-            "128m on GPUs, 4k to 4m on CPUs.",
+            "Bytes per message; for a collective, the bytes that each worker receives. auto = "
+            "4k to 128m on GPUs, 4k to 4m on CPUs.",
         ),
     ] = "auto",
-    repeats: Annotated[int, option("N", "Samples per size.", least=3, most=MOST_SAMPLES)] = 7,
+    repeats: Annotated[int, bounded("Samples per size.", 3, MOST_SAMPLES)] = 7,
     load: Annotated[
-        bool, flag("--load/--no-load", "Measure again while all workers compute.")
+        bool, flag("--load/--no-load", "Measure a second time while all workers compute.")
     ] = True,
     cluster_out: Annotated[
         Path | None, option("FILE", "Cluster file to write, for `mtrain simulate --cluster FILE`.")
     ] = None,
     nodes: Annotated[
         int | None,
-        option(
-            "N",
-            "Number of nodes of the described cluster, if it has more than were measured.",
-            least=1,
-            most=MOST_WORKERS,
+        bounded(
+            "Nodes of the cluster to describe, if it has more than were measured.", 1, MOST_WORKERS
         ),
     ] = None,
     per_node: Annotated[
         int | None,
-        option(
-            "N",
-            "GPUs per node of that cluster, if more than were measured.",
-            least=1,
-            most=MOST_WORKERS,
+        bounded(
+            "GPUs per node of the cluster to describe, if it has more than were measured.",
+            1,
+            MOST_WORKERS,
         ),
     ] = None,
     as_json: Annotated[bool, flag("--json", "Print the measurement as JSON only.")] = False,
@@ -79,8 +81,8 @@ def links(
     """Measure messages between workers: ring hops, all-gather, reduce-scatter and all-to-all.
 
     Measures links within a node and between nodes separately, with idle and with computing workers,
-    and fits a latency and a bandwidth to each. With --cluster-out, writes them as a cluster, with
-    bounds that contain all samples. The measurement is saved in measurements/.
+    and fits a latency and a bandwidth to each link. --cluster-out writes the fits as a cluster,
+    with bounds that contain all samples. The measurement is saved in measurements/.
 
     [bold]Examples[/bold]
 
@@ -94,7 +96,6 @@ def links(
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
-    from mtrain_cli.launch.local import launch
 
     if cluster_out is not None and cluster_out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--cluster-out {cluster_out}: give a file that ends in .yaml")
@@ -106,19 +107,30 @@ def links(
     message_sizes = _parse_sizes(_SIZES[environment.device] if sizes == "auto" else sizes)
     _require_links(environment, nodes, cluster_out)
     # Imported late: it takes seconds, and mistakes are reported above.
+    from mtrain_cli.profiling.link_benchmark import CLUSTER, LinkBenchmarkPlan, cluster_text
+
+    name = f"measured_{environment.nodes}x{environment.workers_per_node}"
+    if cluster_out is not None:
+        name = cluster_out.stem
+    plan = LinkBenchmarkPlan(message_sizes, repeats, load, name, per_node, nodes, quiet=as_json)
+    run = run_dir.create(config, words)
+    document = _measure(plan, run, environment, config)
+    for path in filter(None, (run.path / CLUSTER, cluster_out)):
+        with writing(path):
+            path.write_text(cluster_text(document), encoding="utf-8")
+    if as_json:
+        typer.echo(json.dumps(document, indent=1))
+    else:
+        _show(document, run.path, cluster_out)
+
+
+def _measure(
+    plan: LinkBenchmarkPlan, run: RunDir, environment: Environment, config: Config
+) -> dict[str, Any]:
+    """Run the measurement and return its document. Exit if it did not complete."""
+    from mtrain_cli.launch.local import launch
     from mtrain_cli.profiling import link_benchmark
 
-    run = run_dir.create(config, words)
-    name = f"measured_{environment.nodes}x{environment.workers_per_node}"
-    plan = link_benchmark.LinkBenchmarkPlan(
-        message_sizes,
-        repeats,
-        load,
-        name if cluster_out is None else cluster_out.stem,
-        per_node,
-        nodes,
-        quiet=as_json,
-    )
     plan.save(run)
     code = launch(run, environment, resume=False, target=link_benchmark.TARGET, config=config)
     if code or not (run.path / link_benchmark.FILE).is_file():
@@ -126,24 +138,18 @@ def links(
     document = link_benchmark.read_links(run.path)
     if not document["complete"]:
         raise typer.Exit(1)
-    text = link_benchmark.cluster_text(document)
-    for path in filter(None, (run.path / link_benchmark.CLUSTER, cluster_out)):
-        with writing(path):
-            path.write_text(text, encoding="utf-8")
-    if as_json:
-        typer.echo(json.dumps(document, indent=1))
-        return
-    _show(document, run.path, cluster_out)
+    return document
 
 
 def _require_links(environment: Environment, nodes: int | None, cluster_out: Path | None) -> None:
-    """Raise ConfigError if the workers have no links to measure, or none of those asked for."""
+    """Raise ConfigError if the workers do not have the links that the options ask for."""
     dims = environment.dims
     if dims.workers < 2:
         raise ConfigError("topology.workers=1: there are no links to measure; give at least 2")
     if dims.dp > 1:
         raise ConfigError(
-            f"topology.context_parallel={dims.cp}: all workers take part; leave it out"
+            f"topology.context_parallel={dims.cp}: links are measured among all workers; leave it "
+            "out"
         )
     if nodes is not None and nodes > 1 and environment.nodes == 1:
         raise ConfigError(
@@ -204,20 +210,14 @@ def _show(document: dict[str, Any], folder: Path, cluster_out: Path | None) -> N
 
 
 def _table(document: dict[str, Any]) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
     from mtrain_cli.config.sizes import format_size
+    from mtrain_cli.reporting.terminal_width import new_table
 
     title = (
         f"{document['workers']} workers, {document['nodes']} x {document['per_node']}, "
         f"{document['backend']}: messages"
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in ("link", "operation"):
-        table.add_column(name)
-    for name in ("bytes", "us", "10-90 %", "GB/s", "us under load", "compute time"):
-        table.add_column(name, justify="right")
+    table = new_table((*_WORDS, *_NUMBERS), len(_WORDS), title=title)
     last = None
     for row in document["times"]:
         label = (row["link"], row["what"])

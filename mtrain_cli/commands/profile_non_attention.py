@@ -10,6 +10,7 @@ from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     CalibrationOut,
     Threads,
+    bounded,
     option,
     overrides_argument,
     parse_items,
@@ -39,16 +40,16 @@ def non_attention(
         ),
     ] = None,
     seq: Annotated[
-        str, option("N,...", "Tokens of one worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.")
+        str, option("N,...", "Tokens per worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.")
     ] = "auto",
     threads: Threads = None,
-    repeats: Annotated[int, option("N", "Samples per time.", least=1, most=MOST_SAMPLES)] = 5,
+    repeats: Annotated[int, bounded("Samples per measured time.", 1, MOST_SAMPLES)] = 5,
     out: CalibrationOut = None,
 ) -> None:
     """Time a training step without attention on one device: layers, loss and index estimate.
 
-    `mtrain simulate --calibration FILE` then uses these times instead of the cluster's constants,
-    for any number of workers. Whole steps are predicted for GPUs only.
+    `mtrain simulate --calibration FILE` uses these times instead of the cluster's constants, for
+    any number of workers. It predicts whole steps for GPUs only.
 
     [bold]Examples[/bold]
 
@@ -95,11 +96,15 @@ def non_attention(
         "All times are without attention and messages."
     )
     if out is not None:
-        console.print(f"{len(times)} times in {out}{replaced}")
+        console.print(f"{len(times)} measured times in {out}{replaced}")
 
 
 def _single_worker(words: list[str], length: int) -> Config:
-    """Compose a configuration in which one worker has all tokens, with only the timed layers."""
+    """Compose a configuration of one worker with ``length`` tokens and only the timed layers.
+
+    Raises:
+        ConfigError: a setting asks for several workers or sequences.
+    """
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.profiling.non_attention_benchmark import LAYERS
 

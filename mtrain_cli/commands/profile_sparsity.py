@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mtrain_cli.commands.options import (
     MOST_STEPS,
     MOST_TOKENS,
+    bounded,
+    name_list,
     option,
     overrides_argument,
     parse_names,
@@ -23,6 +26,7 @@ from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.config.schema import Config
+    from mtrain_cli.console import Console
     from mtrain_cli.profiling.pattern_quality import HeadRecord
     from mtrain_cli.sparsity.pattern import Pattern
 
@@ -34,38 +38,22 @@ def sparsity(
     ] = None,
     pattern: Annotated[
         str,
-        option(
-            "NAME,...",
-            "Patterns to measure on the same queries and keys; the model may train with "
-            "another one.",
+        name_list(
+            "Patterns to measure, all on the same queries and keys. sparsity= sets the pattern "
+            "that the model trains with, dense by default."
         ),
     ] = "vertical_slash",
     steps: Annotated[
         int,
-        option(
-            "N",
-            "Number of training steps; the first and the last are measured.",
-            least=1,
-            most=MOST_STEPS,
-        ),
+        bounded("Number of training steps; the first and the last are measured.", 1, MOST_STEPS),
     ] = 2,
     every: Annotated[
         int,
-        option(
-            "N",
-            "Also measure every N steps; 0 = only the first and the last.",
-            least=0,
-            most=MOST_STEPS,
-        ),
+        bounded("Also measure every N steps; 0 = only the first and the last.", 0, MOST_STEPS),
     ] = 0,
     rows: Annotated[
         int,
-        option(
-            "N",
-            "Sampled queries per layer, outside those that the patterns probe.",
-            least=1,
-            most=MOST_TOKENS,
-        ),
+        bounded("Queries to sample per layer, among those that no pattern probes.", 1, MOST_TOKENS),
     ] = 256,
     out: Annotated[
         Path | None,
@@ -78,18 +66,17 @@ def sparsity(
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    Only queries that the patterns did not probe count.
+    The coverage is measured on queries that no pattern probed to estimate its index.
 
     [bold]Examples[/bold]
 
       [cyan]mtrain profile sparsity[/cyan]
           Measure the tiny model at its first and second step
       [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
-          Compare two patterns as a model learns; a key goes to its own pattern
+          Compare two patterns as a model learns; each key applies to the pattern that has it
     """
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.pattern_quality import profile_sparsity
-    from mtrain_cli.reporting.tables import sparsity_table
     from mtrain_cli.sparsity.pattern import display_name
 
     if out is not None and out.suffix != ".parquet":
@@ -106,12 +93,7 @@ def sparsity(
 
     records = profile_sparsity(config, patterns, measured, rows, progress)
     names = {p.name: display_name(p) for p in patterns}
-    for name in dict.fromkeys(r.pattern for r in records):
-        for step in dict.fromkeys((measured[0], measured[-1])):
-            of_step = [
-                dataclasses.asdict(r) for r in records if r.pattern == name and r.step == step
-            ]
-            console.print(sparsity_table(of_step, f"{names[name]}, step {step}"))
+    _print_tables(console, records, names, measured)
     if out is None:
         about = {"patterns": list(names), "steps": measured, "rows": rows}
         folder = _save_measurement(config, words, records, about)
@@ -120,6 +102,18 @@ def sparsity(
     with writing(out):
         _write_parquet(records, out)
     console.print(f"{len(records)} rows in {out}{replaced}")
+
+
+def _print_tables(
+    console: Console, records: list[HeadRecord], names: dict[str, str], steps: list[int]
+) -> None:
+    """Print a table for each pattern at the first and at the last measured step."""
+    from mtrain_cli.reporting.tables import sparsity_table
+
+    measured = dict.fromkeys(r.pattern for r in records)
+    for name, step in itertools.product(measured, dict.fromkeys((steps[0], steps[-1]))):
+        rows = [dataclasses.asdict(r) for r in records if (r.pattern, r.step) == (name, step)]
+        console.print(sparsity_table(rows, f"{names[name]}, step {step}"))
 
 
 def _save_measurement(
@@ -150,7 +144,10 @@ def _save_measurement(
 def _patterns(overrides: list[str], names: str) -> tuple[Config, list[Pattern]]:
     """Return the configuration to train with, and the patterns to measure.
 
-    A key such as sparsity.chunk goes to each of these patterns that has it.
+    A setting such as sparsity.chunk=512 applies to each pattern that has this key.
+
+    Raises:
+        ConfigError: a pattern does not exist, or no pattern has a key.
     """
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.config.pattern_settings import PATTERNS

@@ -10,8 +10,8 @@ from mtrain_cli.commands.options import (
     MOST_STEPS,
     Overrides,
     SummaryAsJson,
+    bounded,
     flag,
-    option,
     print_summary,
     warn_of_unused_settings,
     with_measurement_folder,
@@ -29,23 +29,17 @@ def step(
     overrides: Overrides = None,
     warmup: Annotated[
         int | None,
-        option(
-            "N",
+        bounded(
             "Training steps before the first recorded one; by default sparsity.dense_steps + "
-            "2. They give the step time without recording; the first step, dense steps before "
-            "sparse ones and the first sparse step count only if there is no other.",
-            least=1,
-            most=MOST_STEPS,
+            "2. They also give the step time without recording. For that time, the first step, "
+            "dense steps of a sparse run and its first sparse step are left out if others remain.",
+            1,
+            MOST_STEPS,
         ),
     ] = None,
     steps: Annotated[
         int,
-        option(
-            "N",
-            "Number of recorded steps; reported values are means over these steps.",
-            least=1,
-            most=MOST_STEPS,
-        ),
+        bounded("Recorded steps; the report shows means over them.", 1, MOST_STEPS),
     ] = 1,
     trace: Annotated[
         bool,
@@ -59,9 +53,9 @@ def step(
     exposed communication and idle time.
 
     Trains like `mtrain train` with the same settings, but without checkpoints, evaluation and
-    profiles, and records the step after --warmup on every rank. Each instant belongs to one part,
-    by kernels on GPUs and by operators on CPUs, so the parts add up to the step. The records are
-    saved in measurements/, for `mtrain report`.
+    profiles, and records the step after --warmup on every rank. Each instant counts for one part,
+    chosen by the kernel that runs on a GPU or by the operator that runs on a CPU, so the parts add
+    up to the step. The records are saved in measurements/, for `mtrain report`.
 
     [bold]Examples[/bold]
 
@@ -100,7 +94,7 @@ def step(
 
 
 def _warmup(config: Config, warmup: int | None, steps: int) -> tuple[int, int]:
-    """Return the steps before the first recorded one, and how many steps are dense.
+    """Return the number of steps before the first recorded one, and the number of dense steps.
 
     Raises:
         ConfigError: the recorded steps would be dense, or come after the last step.
@@ -111,13 +105,12 @@ def _warmup(config: Config, warmup: int | None, steps: int) -> tuple[int, int]:
         warmup = dense + 2
     elif warmup <= dense:
         raise ConfigError(
-            f"--warmup {warmup}: sparsity.dense_steps={dense} leaves the steps up to {dense} "
-            f"dense; give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
+            f"--warmup {warmup}: with sparsity.dense_steps={dense}, steps 1 to {dense} are dense; "
+            f"give --warmup {dense + 1} or more, or sparsity.dense_steps=0"
         )
     if warmup + steps > config.train.steps:
         raise ConfigError(
-            f"--warmup {warmup} --steps {steps}: are {warmup + steps} steps, and "
-            f"train.steps={config.train.steps} ends first; give fewer, "
-            f"or train.steps={warmup + steps}"
+            f"--warmup {warmup} --steps {steps}: need {warmup + steps} training steps, more than "
+            f"train.steps={config.train.steps}; give fewer, or train.steps={warmup + steps}"
         )
     return warmup, dense

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,8 @@ from mtrain_cli.commands.options import (
     MOST_WORKERS,
     Json,
     argument,
+    bounded,
+    name_list,
     option,
     parse_items,
     parse_names,
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 
 _MOST_WORKERS = 512  # a schedule holds a step for every pair of workers
 _BAR = 32  # characters
+_BARS = "work of\neach worker"  # heading of the bars
 _DEGREES = ("worker", "step", "total", "critical")
 
 
@@ -41,23 +45,22 @@ def what_if(
         Path,
         argument(
             "RUN",
-            "A profile: its folder, its name under measurements/ or runs/, or an index.npz; the "
-            "newest by default.",
+            "A profile: its folder, its name under measurements/ or runs/, or an index.npz. By "
+            "default the newest one.",
         ),
     ] = Path("latest"),
-    layout: Annotated[str, option("NAME,...", "Layouts to compare.")] = "contiguous,zigzag,striped",
-    exchange: Annotated[str, option("NAME,...", "Exchanges to compare.")] = "ring,all_gather",
+    layout: Annotated[str, name_list("Layouts to compare.")] = "contiguous,zigzag,striped",
+    exchange: Annotated[str, name_list("Exchanges to compare.")] = "ring,all_gather",
     workers: Annotated[
-        str, option("N,...", "Numbers of workers that share a sequence; as recorded by default.")
+        str,
+        option("N,...", "Numbers of workers that share a sequence; by default the recorded one."),
     ] = "",
     per_node: Annotated[
         int | None,
-        option("N", "Workers per node; as recorded by default.", least=1, most=MOST_WORKERS),
+        bounded("Workers per node; by default the recorded number.", 1, MOST_WORKERS),
     ] = None,
     layers: Annotated[str, option("N,...", "Layers to replay; all by default.")] = "",
-    pattern: Annotated[
-        str, option("NAME,...", "Patterns to replay; all recorded ones by default.")
-    ] = "",
+    pattern: Annotated[str, name_list("Patterns to replay; all recorded ones by default.")] = "",
     as_json: Json = False,
 ) -> None:
     """Replay a profile's dynamic indices with other layouts, exchanges and worker counts.
@@ -83,36 +86,19 @@ def what_if(
 
     layouts = parse_names("--layout", layout, LAYOUTS)
     exchanges = parse_names("--exchange", exchange, EXCHANGES)
-    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
-    for count in counts:
-        if not 1 <= count <= _MOST_WORKERS:
-            raise ConfigError(
-                f"--workers {workers}: {count} is out of range; allowed: 1 to {_MOST_WORKERS}"
-            )
+    counts = _parse_workers(workers)
     wanted = parse_items("--layers", layers, parse_whole_number, "0,5") if layers else []
     recorded = load_indices(_index_file(run))
     patterns = list(recorded.patterns)
     if pattern:
         patterns = parse_names("--pattern", pattern, patterns)
-    for name in patterns:
-        for layer in wanted:
-            if layer not in recorded.layers(name):
-                available = ", ".join(map(str, recorded.layers(name)))
-                raise ConfigError(
-                    f"--layers {layers}: layer {layer} of {name} was not recorded; "
-                    f"allowed: {available}"
-                )
+    _require_layers(recorded, patterns, wanted, layers)
     made = recorded.setup
     setups = list(
-        setups_of(
-            layouts,
-            exchanges,
-            list(dict.fromkeys(counts)) or [made.workers],
-            per_node or made.per_node,
-        )
+        setups_of(layouts, exchanges, counts or [made.workers], per_node or made.per_node)
     )
-    layer_numbers = list(dict.fromkeys(wanted)) or None
-    replays = {name: _replay(recorded, name, setups, layer_numbers) for name in patterns}
+    numbers = list(dict.fromkeys(wanted)) or None
+    replays = {name: _replay(recorded, name, setups, numbers) for name in patterns}
     if as_json:
         typer.echo(json.dumps(_document(recorded, replays), indent=1))
         return
@@ -120,6 +106,33 @@ def what_if(
     for name, rows in replays.items():
         print_table(console, _table(recorded, name, rows), _SPARE)
     say(console, _LEGEND)
+
+
+def _parse_workers(workers: str) -> list[int]:
+    """Return the numbers of workers, without repeats.
+
+    Raises:
+        ConfigError: an item is not a number, or out of range.
+    """
+    counts = parse_items("--workers", workers, parse_whole_number, "8,32") if workers else []
+    for count in counts:
+        if not 1 <= count <= _MOST_WORKERS:
+            raise ConfigError(
+                f"--workers {workers}: {count} is out of range; allowed: 1 to {_MOST_WORKERS}"
+            )
+    return list(dict.fromkeys(counts))
+
+
+def _require_layers(
+    recorded: RecordedIndices, patterns: Sequence[str], layers: Sequence[int], typed: str
+) -> None:
+    """Raise ConfigError if a layer was not recorded for a pattern. typed: value of --layers."""
+    for name, layer in itertools.product(patterns, layers):
+        if layer not in recorded.layers(name):
+            available = ", ".join(map(str, recorded.layers(name)))
+            raise ConfigError(
+                f"--layers {typed}: layer {layer} of {name} was not recorded; allowed: {available}"
+            )
 
 
 # Columns that a narrow terminal omits, in this order.
@@ -168,8 +181,7 @@ def _replay(
 
 
 def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup]) -> Table:
-    from rich.box import SIMPLE
-    from rich.table import Table
+    from mtrain_cli.reporting.terminal_width import new_table
 
     setup, layers = recorded.setup, rows[0].layers
     layer_text = f"layer {layers[0]}" if len(layers) == 1 else f"{len(layers)} layers"
@@ -177,23 +189,20 @@ def _table(recorded: RecordedIndices, pattern: str, rows: Sequence[ReplayedSetup
         f"{pattern}, seq {setup.seq}, {layer_text} of iteration {setup.iteration}, recorded with "
         f"{setup.workers} workers, {setup.layout}"
     )
-    # Show both passes once if they have the same work, as they mostly have.
+    # Both passes usually have the same work; then one group of columns shows it.
     same = all(
         len({tuple(vars(replayed.degrees).values()) for replayed in row.passes.values()}) == 1
         for row in rows
     )
-    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("layout", "exchange"):
-        table.add_column(f"\n{column}")
-    table.add_column("\nworkers", justify="right")
-    for name in ("both passes",) if same else ("forward", "backward"):
-        for i, degree in enumerate(_DEGREES):
-            table.add_column(f"{'' if i else name}\n{degree}", justify="right")
-    table.add_column("\nlargest", justify="right")
-    table.add_column("\nsent", justify="right")
-    table.add_column("work of\neach worker")
+    passes = ("both passes",) if same else ("forward", "backward")
+    degrees = [
+        f"{'' if i else name}\n{degree}" for name in passes for i, degree in enumerate(_DEGREES)
+    ]
+    headings = ("\nlayout", "\nexchange", "\nworkers", *degrees, "\nlargest", "\nsent", _BARS)
+    table = new_table(headings, 2, title=title)
+    table.columns[-1].justify = "left"
     for row in rows:
-        table.add_row(*_cells(row, passes=1 if same else 2))
+        table.add_row(*_cells(row, len(passes)))
     return table
 
 

@@ -126,10 +126,10 @@ def _document(source: ReportSource) -> dict[str, Any]:
 
 
 def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
-    """Return the folder for the files. Create it if needed.
+    """Return the folder for the files, and create it if needed.
 
     Raises:
-        ConfigError: it is not given for several runs, or cannot be created or written to.
+        ConfigError: --out is missing for several runs, or the folder cannot be written to.
     """
     if len(sources) > 1 and out is None:
         raise ConfigError(
@@ -152,7 +152,7 @@ def _folder(out: Path | None, sources: list[ReportSource]) -> Path:
 def _write(
     folder: Path, sources: list[ReportSource], html: bool, csv: bool
 ) -> tuple[list[str], Path | None]:
-    """Write the files. Return a line about each kind, and the path of the page."""
+    """Write the page and the tables. Return a line about each, and the path of the page."""
     from mtrain_cli.reporting.html import write_page
     from mtrain_cli.reporting.sheets import sheets
     from mtrain_cli.reporting.sweeps import sheet as sweep_sheet

@@ -23,7 +23,9 @@ from mtrain_cli.commands.options import (
     MOST_WORKERS,
     Json,
     argument,
+    bounded,
     flag,
+    name_list,
     option,
     overrides_argument,
     with_options,
@@ -31,7 +33,7 @@ from mtrain_cli.commands.options import (
 from mtrain_cli.commands.simulate_args import DEFAULT_CLUSTER, DEFAULT_LAYOUTS, parse_job
 from mtrain_cli.config.schema import ConfigError
 
-# Options of an earlier version, and the commands that replace them.
+# Options of an earlier version, each with the command that replaces it.
 _FORMER = {"--sweep": "sweep", "--recommend": "recommend", "--validate": "validate"}
 # Typer bundles its own click and does not export this class.
 _UsageError: type[Any] = typer.BadParameter.__mro__[1]
@@ -44,13 +46,15 @@ class _Group(TyperGroup):
         _refuse_former_options(args, self.commands)
         first = args[0] if args else "="
         is_setting = first.startswith("-") or "=" in first
-        # While a shell completes a word, a setting may be split at its equals sign.
+        # In shell completion, a setting may be split at the equals sign, so it may have none.
         if ctx.resilient_parsing:
             is_setting = bool(args) and first not in self.commands
         if is_setting and first not in ctx.help_option_names:
             for before, word in itertools.pairwise(args):
                 if word in self.commands and not before.startswith("-"):
-                    raise ConfigError(f"{word}: give it first: `mtrain simulate {word} ...`")
+                    raise ConfigError(
+                        f"{word}: is a command; type it first: `mtrain simulate {word} ...`"
+                    )
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
@@ -89,7 +93,7 @@ def _refuse_former_options(args: Sequence[str], commands: Container[str]) -> Non
     if typed is None:
         return
     name = typed.partition("=")[0]
-    # The value of --sweep was its settings, and the new command replaces a typed one.
+    # The settings were the value of --sweep. The new command replaces a command that was typed.
     words = [
         word.removeprefix(f"{name}=")
         for before, word in itertools.pairwise(["", *args])
@@ -106,21 +110,22 @@ Calibrations = Annotated[
     str | None,
     option(
         "FILE,...",
-        "Times of your GPU, which `mtrain profile kernels` and `mtrain profile non-attention` "
-        "write with --out. They replace the shipped ones.",
+        "Times of your GPU: files that `mtrain profile kernels` and `mtrain profile "
+        "non-attention` wrote with --out. They replace the shipped times.",
     ),
 ]
 ClusterName = Annotated[
     str | None,
     option(
         "NAME|FILE",
-        f"Name in conf/cluster, or a YAML file like those; {DEFAULT_CLUSTER} by default.",
+        f"Name of a shipped cluster, or a YAML file in the same form; {DEFAULT_CLUSTER} by "
+        "default.",
         complete=complete_clusters,
     ),
 ]
 Nodes = Annotated[
     int | None,
-    option("N", "Number of nodes; by default the cluster's.", least=1, most=MOST_WORKERS),
+    bounded("Number of nodes; by default the cluster's.", 1, MOST_WORKERS),
 ]
 Out = Annotated[
     Path | None, option("DIR", "Folder for the files; by default a new one in measurements/.")
@@ -142,19 +147,14 @@ class SimulateOptions:
     ] = None
     layout: Annotated[
         str | None,
-        option(
-            "NAME,...",
-            f"Layouts to compare; {DEFAULT_LAYOUTS} by default.",
-            complete=complete_layouts,
-        ),
+        name_list(f"Layouts to compare; {DEFAULT_LAYOUTS} by default.", complete_layouts),
     ] = None
     exchange: Annotated[
         str | None,
-        option(
-            "NAME,...",
+        name_list(
             "Exchanges to compare. By default ring and all_gather, and hierarchical_ring between "
             "nodes.",
-            complete=complete_exchanges,
+            complete_exchanges,
         ),
     ] = None
     index: Annotated[
@@ -170,41 +170,44 @@ class SimulateOptions:
         str | None,
         option(
             "X",
-            "Share of the causal blocks on a synthetic index's slashes, such as 0.05 or 5%; 5% by "
-            "default, within sparsity.min_slashes and max_slashes.",
+            "Share of the causal blocks that the slashes of a synthetic index cover, such as 0.05 "
+            "or 5%. By default 5%, within sparsity.min_slashes and max_slashes.",
         ),
     ] = None
     columns: Annotated[
         int | None,
-        option(
-            "N",
-            "Columns per head of a synthetic index; 2048 by default.",
-            least=0,
-            most=MOST_TOKENS,
+        bounded(
+            "Single key columns per head of a synthetic index; 2048 by default.", 0, MOST_TOKENS
         ),
     ] = None
     layers: Annotated[
         int | None,
-        option(
-            "N",
-            "Number of layers with an index of their own; by default 1, or all of a recorded file.",
-            least=1,
-            most=MOST_WORKERS,
+        bounded(
+            "Layers that get an index each; by default 1, or all layers of a recorded index.",
+            1,
+            MOST_WORKERS,
         ),
     ] = None
     kernel: Annotated[
-        str, option("NAME", "Attention kernel; auto = train.kernel, or the GPU's usual one.")
+        str,
+        option(
+            "NAME", "Attention kernel; auto = the one of train.kernel, or else the GPU's usual one."
+        ),
     ] = "auto"
     calibration: Calibrations = None
     slow: Annotated[
         str,
-        option("RANK=X,...", "Ranks, among all workers, that take X times as long, such as 3=1.5."),
+        option(
+            "RANK=X,...",
+            "Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.",
+        ),
     ] = ""
     jitter: Annotated[
         float, option("X", "Spread of message times: standard deviation of their logarithm.")
     ] = 0.0
     tokens: Annotated[
-        str | None, option("N", "Tokens to train on, such as 20b; adds days and dollars.")
+        str | None,
+        option("N", "Tokens to train on, such as 20b. Adds the days and dollars of a training."),
     ] = None
     price: Annotated[
         float | None, option("X", "Dollars per GPU and hour; by default the cluster's.")
@@ -216,11 +219,11 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class RecommendOptions(SimulateOptions):
-    """The options of `recommend`, which compares all exchanges by default."""
+    """The options of `recommend`. By default it compares all exchanges."""
 
     exchange: Annotated[
         str | None,
-        option("NAME,...", "Exchanges to compare; all by default.", complete=complete_exchanges),
+        name_list("Exchanges to compare; all by default.", complete_exchanges),
     ] = None
 
 
@@ -229,8 +232,8 @@ def simulate() -> None:
     """Predict training steps on a cluster, without a GPU.
 
     Counts work exactly and plans memory as `mtrain train --dry-run` does. Times come from measured
-    kernels and from the cluster's constants, each with its source; best and worst show how far off
-    they may be. `run` is the default command.
+    kernels and from the constants of the cluster, each with its source. best and worst are the
+    bounds of a predicted time. `run` is the default command.
 
     [bold]Examples[/bold]
 
@@ -249,7 +252,8 @@ def run(
         bool,
         flag(
             "--attention-only",
-            "Predict one layer's attention only. A recorded --index without model= allows no more.",
+            "Predict the attention of one layer instead of whole steps. A recorded --index "
+            "without model= always does.",
         ),
     ] = False,
     recompute: Annotated[
@@ -303,8 +307,8 @@ def run(
 def sweep(typed: SimulateOptions) -> None:
     """Predict every combination of lengths, workers, nodes, densities or settings.
 
-    An override with several values is swept, and so are nodes=, workers=, density= and columns=.
-    An interrupted sweep continues if you give the same --out DIR again.
+    A setting with several values is swept, and so are nodes=, workers=, density= and columns=. To
+    continue an interrupted sweep, type it again with the same --out DIR.
 
     [bold]Examples[/bold]
 

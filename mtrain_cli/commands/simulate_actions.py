@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,27 +42,23 @@ def predict_steps(job: SimulateJob) -> None:
     """Predict a training step for every layout and exchange."""
     scenario = job.scenario()
     folder = files.folder_of(job)
-    outcomes: list[PredictedScenario] = []
-    for number, (layout, exchange) in enumerate(itertools.product(job.layouts, job.exchanges)):
-        with job.errors_by_option(exchange):
-            outcomes.append(
-                predict_training(
-                    job.cluster,
-                    scenario,
-                    job.workers,
-                    layout,
-                    exchange,
-                    number=number,
-                    rows=job.files,
-                )
-            )
+
+    def predict(number: int, layout: str, exchange: str) -> PredictedScenario:
+        return predict_training(
+            job.cluster,
+            scenario,
+            job.workers,
+            layout,
+            exchange,
+            number=number,
+            rows=job.typed.files,
+        )
+
+    outcomes = job.each(predict)
     predictions = [outcome.attention for outcome in outcomes]
     rows = [with_cost(row_of(outcome), job.tokens, job.price) for outcome in outcomes]
-    content = files.document(
-        job.cluster,
-        scenario.calibration,
-        **files.prediction_entries(scenario.problem, predictions, rows),
-    )
+    entries = files.prediction_entries(scenario.problem, predictions, rows)
+    content = files.document(job.cluster, scenario.calibration, **entries)
 
     def show(console: Console) -> None:
         output.print_pairs(console, job, scenario.problem.pattern)
@@ -91,26 +86,25 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
         scenario = job.scenario()
         config, workload, conditions = scenario.config, scenario.problem, scenario.conditions
     folder = files.folder_of(job)
-    predictions: list[Prediction] = []
-    for number, (layout, exchange) in enumerate(itertools.product(job.layouts, job.exchanges)):
-        with job.errors_by_option(exchange):
-            predictions.append(
-                predict_attention_alone(
-                    job.cluster,
-                    workload,
-                    config,
-                    layout,
-                    exchange,
-                    workers=job.workers,
-                    per_node=per_node,
-                    kernel=request.typed_kernel,
-                    conditions=conditions,
-                    calibration=own,
-                    recompute=Recompute.EVERYTHING if recompute else Recompute.NOTHING,
-                    number=number,
-                    rows=job.files,
-                )
-            )
+
+    def predict(number: int, layout: str, exchange: str) -> Prediction:
+        return predict_attention_alone(
+            job.cluster,
+            workload,
+            config,
+            layout,
+            exchange,
+            workers=job.workers,
+            per_node=per_node,
+            kernel=request.typed_kernel,
+            conditions=conditions,
+            calibration=own,
+            recompute=Recompute.EVERYTHING if recompute else Recompute.NOTHING,
+            number=number,
+            rows=job.typed.files,
+        )
+
+    predictions = job.each(predict)
     content = files.document(job.cluster, own, **files.prediction_entries(workload, predictions))
 
     def show(console: Console) -> None:
@@ -124,10 +118,10 @@ def predict_attention(job: SimulateJob, recompute: bool) -> None:
 
 
 def recommend(job: SimulateJob) -> None:
-    """Search the fastest configuration that fits. The exit code is 1 if nothing fits."""
+    """Search for the fastest configuration that fits. The exit code is 1 if nothing fits."""
     scenario = job.scenario()
     if job.request.slow and job.request.context_parallel(scenario.config) is None:
-        # A rank belongs to a group, and groups of different sizes are tried.
+        # The group of a rank depends on the size of groups, and several sizes are tried.
         raise ConfigError(
             f"--slow {job.request.slow}: groups of any size are tried; add "
             "topology.context_parallel=N, or leave --slow out"
@@ -196,13 +190,13 @@ def predict_sweep(
 
     Args:
         swept: values by axis.
-        workers: number of GPUs as typed.
+        workers: value of --workers; None if it was not typed.
     """
     _check_axes(job, swept, workers)
     todo = points(swept, job.layouts, job.exchanges)
     folder = files.folder_of(job)
     own = load_user_calibration(job.request.calibration)
-    # Identifies the sweep by content: a calibration file that was measured again differs.
+    # Identify the sweep by the contents of files: a calibration may be measured again.
     about = json.dumps([repr(own), repr(job.request), repr(job.cluster), workers])
     # Check all settings before anything is written.
     pair_lines: dict[str, None] = {}
@@ -239,8 +233,8 @@ def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]], workers: i
     """Raise ConfigError if an axis contradicts an option or the cluster."""
     if WORKERS in swept and workers is not None:
         raise ConfigError(
-            f"--workers {workers}: workers={','.join(swept[WORKERS])} sweeps it; give only one of "
-            "the two"
+            f"--workers {workers}: workers={','.join(swept[WORKERS])} already sweeps this number; "
+            "give only one of the two"
         )
     for value in swept.get(NODES, ()):
         job.cluster_with(int(value))
@@ -255,15 +249,10 @@ def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]], workers: i
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar if stderr is a terminal."""
-    columns = (
-        TextColumn("configurations"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
+    columns = (TextColumn("configurations"), BarColumn(), MofNCompleteColumn())
+    hidden, console = not sys.stderr.isatty(), Console(stderr=True)
     with Progress(
-        *columns, console=console, transient=True, disable=not sys.stderr.isatty()
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=hidden
     ) as bar:
         task = bar.add_task("")
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -35,17 +35,17 @@ def deliver(
     predictions: Sequence[Prediction],
     show: Callable[[Console], None],
 ) -> None:
-    """Write the files, and print the content as JSON or as tables.
+    """Write the files, and print the result as JSON or as tables.
 
     Args:
-        folder: None to write nothing.
-        content: summary.json.
-        predictions: those with records.
+        folder: folder for the files; None to write none.
+        content: content of summary.json.
+        predictions: predictions whose records are written.
         show: prints the tables.
     """
     if folder is not None:
         write_files(folder, content, predictions)
-    if job.as_json:
+    if job.typed.as_json:
         typer.echo(json.dumps(content, indent=1))
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -61,7 +61,10 @@ def _range(time: BoundedTime) -> dict[str, float]:
 
 
 def document(cluster: Cluster, calibration: Calibration | None, **more: Any) -> dict[str, Any]:
-    """Return the common part of a simulation's summary.json. calibration: the user's own."""
+    """Return the content of summary.json that all simulations share, with ``more`` added.
+
+    calibration: the user's own calibration; None for the shipped ones.
+    """
     constants = {**cluster.constants(), **CONSTANTS}
     return {
         "kind": "simulation",
@@ -92,7 +95,10 @@ def prediction_entries(
     predictions: Sequence[Prediction],
     steps: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Return the entries of predictions. steps: rows of whole steps (`sweep.row_of`), if any."""
+    """Return the entries of summary.json that describe predictions.
+
+    steps: rows of `sweep.row_of`, one per prediction, if whole steps were predicted.
+    """
     predicted: list[dict[str, Any]] = [
         {
             "label": p.facts["label"],
@@ -127,11 +133,11 @@ def folder_of(job: SimulateJob) -> Path | None:
     """Return the folder for the files, or None for --no-files.
 
     Raises:
-        ConfigError: it holds a profile or simulation already, or cannot be written.
+        ConfigError: the folder holds a profile or simulation already, or cannot be written.
     """
-    if not job.files:
+    if not job.typed.files:
         return None
-    folder = job.out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
+    folder = job.typed.out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / record_files.SUMMARY).exists():
         raise ConfigError(
             f"--out {folder}: already holds a profile or simulation; give a new folder"
@@ -141,7 +147,7 @@ def folder_of(job: SimulateJob) -> Path | None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise ConfigError if a folder cannot be written. Leave nothing there."""
+    """Raise ConfigError if a folder cannot be written. The check leaves no folder or file."""
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -168,7 +174,7 @@ def write_files(
         record_files.join_parts(folder)
         record_files.write_summary(folder, content)
         if rows:
-            # The summary's digest then covers the records too.
+            # With the digest of the records in the summary, the summary's digest covers both.
             content["records_sha256"] = digest(folder / record_files.RECORDS)
             record_files.write_summary(folder, content)
             results = analyse(record_files.open_records(folder))

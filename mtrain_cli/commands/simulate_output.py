@@ -1,18 +1,18 @@
-"""The terminal output and the files of `mtrain simulate`."""
+"""The terminal output of `mtrain simulate`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from rich.box import SIMPLE
 from rich.table import Table
 
-from mtrain_cli.commands.simulate_args import DENSE, SimulateJob
+from mtrain_cli.commands.simulate_args import SimulateJob
+from mtrain_cli.commands.simulate_request import DENSE
 from mtrain_cli.console import Console
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.exchange_selection import short_label
-from mtrain_cli.reporting.terminal_width import number, say
+from mtrain_cli.reporting.terminal_width import new_table, number, say
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
@@ -63,6 +63,7 @@ _LABEL = len("note   ")  # width of the label that begins each line
 
 
 def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers: int) -> str:
+    """Return the title of a table: cluster, number of workers, length, pattern and density."""
     made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
     return f"{cluster.name} ({nodes}), {workers} workers, seq {made.seq:,}, {shown}"
@@ -109,7 +110,7 @@ def _mean_degree(prediction: Prediction, of: str, name: str) -> float:
 
 
 def _computed(prediction: Prediction) -> float:
-    """Return the share of the passes in which the slowest worker computes."""
+    """Return the share of both passes' time in which the slowest worker computes."""
     both = [prediction.passes[name] for name in _BOTH]
     return sum(b.computed * b.duration.value for b in both) / sum(b.duration.value for b in both)
 
@@ -178,17 +179,23 @@ def _table(
     words: Sequence[str],
     styles: Sequence[str | None],
 ) -> Table:
-    """Return a table. words: columns that hold words. styles: style of each row."""
-    table = Table(title=heading, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="left" if name in words else "right")
+    """Return a table.
+
+    Args:
+        columns: cells by heading.
+        words: headings of the columns that hold words; the others hold numbers.
+        styles: style of each row.
+    """
+    table = new_table(list(columns), title=heading)
+    for column in table.columns:
+        column.justify = "left" if column.header in words else "right"
     for cells, style in zip(zip(*columns.values(), strict=True), styles, strict=True):
         table.add_row(*cells, style=style)
     return table
 
 
 def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
-    """Return the outcome to describe in detail: the fastest that fits, or the smallest."""
+    """Return the outcome to describe in detail: the fastest that fits, else the smallest one."""
     fitting = [o for o in outcomes if o.step.fits]
     if fitting:
         return min(fitting, key=lambda o: o.step.seconds.value)
@@ -196,7 +203,7 @@ def main_outcome(outcomes: Sequence[PredictedScenario]) -> PredictedScenario:
 
 
 def best_line(outcomes: Sequence[PredictedScenario]) -> str:
-    """Return which outcome to take, by how much it is faster, and what else to try."""
+    """Return a line on the fastest outcome that fits, its lead, and what else to try."""
     fitting = sorted((o for o in outcomes if o.step.fits), key=lambda o: o.step.seconds.value)
     if not fitting:
         return (
@@ -218,7 +225,12 @@ def best_line(outcomes: Sequence[PredictedScenario]) -> str:
 def step_lines(
     outcome: PredictedScenario, tokens: float | None, price: float | None
 ) -> Iterable[str]:
-    """Yield lines on the parts of step time and memory, and on the cost of the run."""
+    """Yield lines on the parts of the step time, on memory, and on the cost of the training.
+
+    Args:
+        tokens: tokens to train on; None yields no cost.
+        price: dollars per GPU and hour; None if unknown.
+    """
     step, plan = outcome.step, outcome.plan
     by_size = sorted(step.parts.items(), key=lambda item: -item[1])
     shares = [(name, seconds / step.seconds.value) for name, seconds in by_size]
@@ -257,14 +269,17 @@ def step_lines(
 
 
 def _days(days: BoundedTime) -> str:
-    """Return days, or hours or minutes below two."""
+    """Format in days; below two days in hours, and below two hours in minutes."""
     units = (("days", 1.0), ("hours", 24.0), ("minutes", 1440.0))
     unit, by = next((pair for pair in units if days.value * pair[1] >= 2), units[-1])
     return f"{days.value * by:.3g} {unit} ({days.low * by:.3g} - {days.high * by:.3g})"
 
 
 def _layers_with_products(plan: RunPlan) -> int:
-    """Return how many layers keep their MLP products: all, if nothing is recomputed or tiled."""
+    """Return the number of layers that keep their MLP products for backward.
+
+    All layers do if nothing is recomputed and the MLP is not tiled.
+    """
     model, train = plan.config.model, plan.config.train
     tokens = plan.layout.tokens_per_worker * train.micro_batch
     itemsize = 2 if plan.dtype == "bfloat16" else 4
@@ -277,7 +292,7 @@ def _layers_with_products(plan: RunPlan) -> int:
 def recommendation_lines(
     cluster: Cluster, result: Recommendation, words: Sequence[str]
 ) -> Iterable[str]:
-    """Yield the best and the runner-up with reasons, the command to run, and what was rejected."""
+    """Yield the best and the second-best configuration, reasons, a command, and rejected ones."""
     if not result.ranked:
         yield f"nothing fits {cluster.name}{_smallest(result)}. What would fit:"
         yield from (f"  {line}" for line in result.needed)
@@ -306,7 +321,7 @@ def recommendation_lines(
 
 
 def _smallest(result: Recommendation) -> str:
-    """Return how much memory the smallest configuration needs."""
+    """Return the memory that the smallest configuration needs, or "" if none was planned."""
     plan = result.least
     if plan is None:
         return ""
@@ -334,12 +349,12 @@ def _figures(outcome: PredictedScenario) -> str:
 
 
 def print_pairs(console: Console, job: SimulateJob, pairs: str) -> None:
+    """Print which pairs the prediction assumes. pairs: name of their pattern."""
     print_lines(console, [f"pairs  {job.request.describe_pairs(pairs)}"])
 
 
 def print_lines(console: Console, lines: Iterable[str]) -> None:
     """Print labeled lines. A command stays on one line, so that it can be copied."""
-
     for line in lines:
         if line.startswith("type "):
             console.print(line)
@@ -348,12 +363,13 @@ def print_lines(console: Console, lines: Iterable[str]) -> None:
 
 
 def print_notes(console: Console, remarks: Iterable[str]) -> None:
+    """Print each remark once."""
     for remark in dict.fromkeys(remarks):
         say(console, f"note   {brief_remark(remark)}", _LABEL, style="yellow")
 
 
 def brief_remark(remark: str) -> str:
-    """Shorten a list of guessed constants, whose names tell a first reader little."""
+    """Shorten the list of names in a remark on guessed constants; return others unchanged."""
     match = re.fullmatch(r"(.*) constants are guesses \((.*)\)", remark)
     names = match[2].split(", ") if match else []
     if match is None or len(names) <= _NAMED + 1:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import typer
-from rich.box import SIMPLE
 from rich.table import Table
 
 from mtrain_cli import __version__
@@ -24,7 +23,7 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
 from mtrain_cli.records.shipped_profiles import find_shipped
-from mtrain_cli.reporting.terminal_width import print_table, say
+from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.validation import (
@@ -49,7 +48,7 @@ FILE = "validation.json"
 _LABEL = len("imbalance  ")  # width of the label that begins each line
 # Columns that a narrow terminal omits, in this order.
 SPARE = ("step ID", "ranks", "worker ID", "steps", "best - worst")
-_SHOWN = 12  # names in one line
+_SHOWN = 12  # constants named in one line
 _PASS = ("measured", "predicted", "error", "best - worst", "in")
 _NUMBERS = (*_PASS, "steps", "ranks", "worker ID", "step ID")  # columns
 # The simulator's own constants, which no calibration replaces (`simulation.costs`).
@@ -66,9 +65,13 @@ def validate(
     files: bool,
     as_json: bool,
 ) -> None:
-    """Compare and print. With ``files``, write validation.json and any new predictions.
+    """Compare predictions with measurements, and print how far off they are.
 
-    saved: prediction files, or folders of them; if empty, new predictions are made.
+    Args:
+        runs: folders of profiles, or names of shipped ones.
+        saved: folders of predictions, or folders of such folders. If empty, predict the cases now.
+        out: folder for the files; None for a new one in measurements/.
+        files: write validation.json and, if there are any, the new predictions.
     """
     with _folder(out, files) as folder:
         measured = [open_run(run) for run in runs]
@@ -97,10 +100,10 @@ def validate(
 
 @contextmanager
 def _folder(out: Path | None, files: bool) -> Iterator[Path]:
-    """Yield a folder for the files; with --no-files, a temporary one.
+    """Yield a folder for the files, or a temporary folder if ``files`` is false.
 
     Raises:
-        ConfigError: it holds results already, or cannot be written.
+        ConfigError: the folder holds results already, or cannot be written.
     """
     if not files:
         if out is not None:
@@ -118,7 +121,7 @@ def _folder(out: Path | None, files: bool) -> Iterator[Path]:
 
 
 def _predictions_in(path: Path) -> list[Path]:
-    """Return the path of a prediction, or all predictions in a folder."""
+    """Return the path itself if it is a prediction, else the predictions in that folder."""
     if not path.is_dir() or (path / "summary.json").is_file():
         return [path]
     return sorted(file.parent for file in path.glob("*/summary.json")) or [path]
@@ -131,7 +134,7 @@ def _compare(
     calibration: Calibration | None,
     folder: Path,
 ) -> tuple[list[CaseComparison], list[str]]:
-    """Compare every measured case. Also return a line for each case without a prediction."""
+    """Compare the measured cases. Also return a line for each case that has no prediction."""
     given: dict[Any, PredictedCase] = {}
     for path in predictions:
         given |= open_prediction(path)
@@ -172,7 +175,6 @@ def _document(
     accuracy: PredictionAccuracy,
     missing: Sequence[str],
 ) -> dict[str, Any]:
-
     if predictions:
         first = record_files.open_records(predictions[0].expanduser()).summary
         described = first.get("cluster") or {}
@@ -208,8 +210,7 @@ def _document(
 def _device_mismatches(
     runs: Sequence[MeasuredRun], predictions: Sequence[Path], cluster: Cluster
 ) -> list[str]:
-    """Return a line for each run on a device that the cluster does not have."""
-
+    """Return a line for each run that was measured on a device that the cluster does not have."""
     if predictions:
         return []
 
@@ -327,19 +328,13 @@ def _seconds(text: str) -> float | None:
 
 
 def _table(compared: Sequence[CaseComparison]) -> Table:
-    table = Table(
-        title="predicted against measured", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0)
-    )
-    for name in ("case", "pass"):
-        table.add_column(name)
-    for name in _NUMBERS:
-        table.add_column(name, justify="right")
+    table = new_table(("case", "pass", *_NUMBERS), 2, title="predicted against measured")
     several = len({case.run for case in compared}) > 1
     for case in compared:
         lines = [[name, *_cells(p)] for name, p in case.passes.items()]
         whole = [f"{case.measured:.2f}", f"{case.predicted:.2f}", f"{case.error:+.1%}"]
         lines.append(["all", *whole, *[""] * (len(_NUMBERS) - len(whole))])
-        # One row per case, so that its name wraps next to its passes.
+        # A case is one row, so that a long name wraps next to the passes of the case.
         label = f"{Path(case.run).name}: {case.label}" if several else case.label
         table.add_row(label, *("\n".join(column) for column in zip(*lines, strict=True)))
     return table
@@ -362,7 +357,7 @@ def _cells(p: PassComparison) -> Iterator[str]:
 
 
 def _definition(compared: Sequence[CaseComparison]) -> str:
-    """Return which times were measured: with or without recording (bare in `mtrain report`)."""
+    """Return which measured times are compared: with or without recording."""
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
     bare = "without recording, the median (`mtrain report`: bare)"
     recorded = "while recording, the mean (`mtrain report`: pass ms)"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 WATCH_S = 2.0
 _PIPED = 400  # columns, if the output is not a terminal
-LOSSES = 200  # latest losses in the curve
+LOSSES = 200  # number of latest losses that the curve shows
 _COLORS = {
     "running": "green",
     "finished": "green",
@@ -59,7 +59,7 @@ def status(
 
     Shows step, loss, speed, time left, last checkpoint, workers, restarts, warnings, and whether
     the run is alive. Reads only the run's folder, so it works from any terminal, and from other
-    machines that share the disk: these recognize a crashed run after a minute.
+    machines that share the disk. Another machine notices a crash after a minute.
 
     [bold]Examples[/bold]
 
@@ -157,9 +157,9 @@ _COLUMNS = ("run", "state", "step", "loss", "tok/s/worker", "left", "saved")
 
 
 def _run_table(runs: list[RunStatus], width: int | None) -> RenderableType:
-    """Return one line per run, or two if the table is too wide.
+    """Return one line per run, or two if the terminal is too narrow for a table.
 
-    Names are never broken, since users copy them into the next command.
+    Names of runs are never wrapped, since users copy them into the next command.
     """
     from rich import box
     from rich.console import Group
@@ -257,8 +257,8 @@ def _rows(run: RunStatus) -> list[tuple[str, str]]:
             ("restarts", f"{len(run.restarts)}, the last one {_ago(last.time)}: {last.reason}"),
             (
                 "",
-                f"after step {last.reached}; from the checkpoint of step {last.step}, "
-                f"on {last.workers} workers",
+                f"stopped after step {last.reached}; resumed from step {last.step}, on "
+                f"{last.workers} workers",
             ),
         ]
     if written and written.warnings:

@@ -33,8 +33,8 @@ def train(
         bool,
         flag(
             "--dry-run",
-            "Print what would run, with memory and FLOP per worker, and exit; exit code 1 if "
-            "it does not fit.",
+            "Print the plan of the run, with memory and FLOP per worker, and exit. The exit code "
+            "is 1 if the run does not fit.",
         ),
     ] = False,
     resume: Annotated[
@@ -42,7 +42,7 @@ def train(
         option(
             "RUN",
             "Resume a run, given by its folder or its name under runs/. auto: resume the run "
-            "that the same command line started before, if there is one.",
+            "that this command line started earlier; if there is none, start a new one.",
             complete=complete_runs,
         ),
     ] = None,
@@ -50,7 +50,7 @@ def train(
         Path | None,
         option(
             "DIR",
-            "Folder of your own groups, such as DIR/model/mine.yaml; searched before the "
+            "Folder of your own groups, such as DIR/model/mine.yaml. It is searched before the "
             "shipped ones.",
         ),
     ] = None,
@@ -111,10 +111,10 @@ def _configuration(
 
 
 def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None) -> Path | None:
-    """Return the folder of the run to resume, or None for a new run.
+    """Return the folder of the run to resume, or None to start a new run.
 
     Raises:
-        ConfigError: there is no such run, or ``auto`` cannot identify it.
+        ConfigError: no run has that name, or ``auto`` cannot identify the run.
     """
     if resume not in (None, AUTO):
         return find_run(resume, "--resume ")
@@ -123,7 +123,7 @@ def _run_to_resume(resume: str | None, words: list[str], config_dir: Path | None
 
     job = current_job()
     if resume is None and (job is None or not job.name):
-        return None  # nothing restarts this command line
+        return None  # no job would start this command line again
     config = _configuration(words, config_dir, None)
     named = config.run.dir != "auto" or config.run.name != "auto"
     if resume == AUTO and job is None and not named:
@@ -206,7 +206,7 @@ def _launch(
     from mtrain_cli.launch.environment import resolve_environment
     from mtrain_cli.launch.local import launch
 
-    # First, so that sizes that do not fit this machine leave no folder behind.
+    # Before the run folder is created: a mistake must leave no folder behind.
     environment = resolve_environment(config)
     require_kernel(config, environment.device)
     warn_of_unused_settings(overrides, config, config_dir, device=environment.device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
 from mtrain_cli.config.option import (
     ABOVE_ZERO,
     FRACTION,
@@ -42,7 +42,7 @@ _LAYERS = at_least(0, "must be true, false or a number of layers, 0 or more")
 MIN_BLOCK = 16  # one tensor-core tile; smaller blocks would only enlarge the index
 
 LAYOUTS = ("contiguous", "zigzag", "striped")
-EXCHANGES = ("auto", *EXCHANGE_TRAITS, "ulysses")
+EXCHANGES = ("auto", *EXCHANGE_TRAITS, *HEAD_SHARING)
 KERNELS = ("auto", "reference", "sdpa", "triton", "flash4")
 DTYPES = ("auto", "float32", "bfloat16")
 MEMORIES = ("manual", "auto")

@@ -28,10 +28,10 @@ from typing import NoReturn
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import failures, progress_record
 from mtrain_cli.launch.failures import Failure
+from mtrain_cli.launch.guarded_streams import print_error
 from mtrain_cli.launch.job import PORT, SECRET, STORE_TIMEOUT, Job, job_store, listen, shared_key
 from mtrain_cli.launch.progress_record import WorkerActivity
 from mtrain_cli.launch.run_state import HEARTBEAT_S
-from mtrain_cli.printable import printable
 
 CAUSE_GRACE_S = 2.0
 VERDICT_WAIT_S = 15.0
@@ -266,7 +266,7 @@ class _Hub:
         print_cause(cause, progress_record.activity_lines(records, [cause.rank], time.time()))
         code = 2 if cause.kind == "config" else 1
         if code == 1 and (line := self._duties.on_failure(cause)):
-            _print_error(line)
+            print_error(line)
         self._dismiss_others(code)
         if code == 2:
             # This may delete the run's folder, and the other ranks write to it until they exit.
@@ -303,7 +303,7 @@ class _Hub:
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
         """Return the failure that explains the others.
 
-        It may be that of a rank that reported none but kept the others waiting.
+        It may be the failure of a rank that kept the others waiting and reported nothing.
         """
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
@@ -325,7 +325,7 @@ def _server(job: Job) -> socket.socket:
     try:
         return listen(job, int(given))
     except OSError as error:
-        reason = f"rank 0 cannot listen there ({error.strerror or error})"
+        reason = f"rank 0 cannot listen on this port ({error.strerror or error})"
         raise ConfigError(f"{PORT}={given}: {reason}. Give a free port.") from error
 
 
@@ -361,15 +361,9 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
         where: what each worker was doing, one line per worker.
     """
     if failure.kind == "config":
-        _print_error("\n".join(f"error: {line}" for line in failure.message.splitlines()))
+        print_error("\n".join(f"error: {line}" for line in failure.message.splitlines()))
     else:
-        _print_error(failures.format_report(failure, None, where))
-
-
-def _print_error(text: str) -> None:
-    # If the terminal is gone, the process must still exit with the right code.
-    with contextlib.suppress(OSError):
-        print(printable(text), file=sys.stderr, flush=True)
+        print_error(failures.format_report(failure, None, where))
 
 
 def exit_now(code: int) -> NoReturn:
@@ -390,4 +384,4 @@ def _lost(rank: int) -> Failure:
     message = (
         "is gone: its process was killed (host out of memory? see dmesg) or its machine failed"
     )
-    return Failure(rank, None, "died", message, "", time.time())
+    return Failure(rank, None, "died", message)

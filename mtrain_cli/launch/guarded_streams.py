@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
+from mtrain_cli.printable import printable
+
 CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reader is gone
 
 
@@ -31,7 +33,7 @@ class GuardedStream:
     """A text stream that fails at most once.
 
     After a failure its file descriptor refers to the null device. Later writes to the descriptor
-    then succeed, including those of libraries and child processes.
+    then succeed, even if a library or a child process writes.
 
     required: whether to raise OutputLostError at that failure.
     """
@@ -70,7 +72,7 @@ class GuardedStream:
             self._lose(error)
 
     def _lose(self, error: OSError | ValueError) -> None:
-        if isinstance(error, UnicodeError):  # the text cannot be encoded; the stream is intact
+        if isinstance(error, UnicodeError):  # the text cannot be encoded, but the stream is intact
             raise error
         self._lost = True
         # A closed stream has no descriptor, and neither has a stream in a test.
@@ -97,6 +99,12 @@ def guard_streams(output_required: bool) -> None:
             stream.required = required
         else:
             setattr(sys, name, cast(TextIO, GuardedStream(stream, required)))
+
+
+def print_error(text: str) -> None:
+    """Print to stderr, with control characters escaped. Ignore a terminal that is gone."""
+    with contextlib.suppress(OSError):
+        print(printable(text), file=sys.stderr, flush=True)
 
 
 def divert_native_output(log: TextIO) -> None:

@@ -223,7 +223,7 @@ def listen(job: Job, port: int) -> socket.socket:
     """Open a listening socket of rank 0 at ``job.address``.
 
     It listens on all interfaces in two cases:
-    - The address is not one of this machine. It may be that of a proxy.
+    - The address does not belong to this machine. It may be the address of a proxy.
     - Several machines must connect, but the host name resolves to loopback on this machine, as the
       file /etc/hosts of some systems says.
 

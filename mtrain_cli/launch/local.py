@@ -31,7 +31,6 @@ from mtrain_cli.launch.restart import (
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
 from mtrain_cli.launch.temporary_folders import private_folder
-from mtrain_cli.printable import printable
 
 if TYPE_CHECKING:
     from mtrain_cli.launch.agent import WorkerAgent
@@ -106,8 +105,9 @@ def launch(
                 for line in filter(None, (decision, _resume_hint(run_dir))):
                     _print_line(line)
                 return code
-            if not _wait_for_restart(run_dir, decision, requests):
-                return _stopped_before_restart(run_dir, requests)
+            stopped = _wait_for_restart(run_dir, decision, requests)
+            if stopped is not None:
+                return stopped
             environment, resume, devices = decision.environment, decision.resume, decision.devices
 
 
@@ -115,7 +115,8 @@ def launch(
 def _heartbeat(run_dir: RunDir) -> Iterator[None]:
     """Renew the time stamp of the run's lock every few seconds, on another thread.
 
-    This thread cannot: it may wait for workers, for a GPU that does not respond, or for a restart.
+    The calling thread cannot do this while it waits for workers, for a GPU that does not respond,
+    or for a restart.
     """
     ended = threading.Event()
 
@@ -135,25 +136,25 @@ def _heartbeat(run_dir: RunDir) -> Iterator[None]:
 
 def _wait_for_restart(
     run_dir: RunDir, decision: RestartDecision, requests: _SignalRequests
-) -> bool:
-    """Announce the restart and wait until it is due. Return False if the user asks to stop."""
-    requests.waiting = True
+) -> int | None:
+    """Announce the restart and wait until it is due.
+
+    Returns:
+        None, or the exit code if the user asks to stop in the meantime.
+    """
+    entry = decision.entry
     line = describe_restart(decision, decision.environment.restarts)
+    requests.waiting = True
     _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:
-        log.write(
-            f"lost a worker after step {decision.entry.reached}: {decision.entry.reason}\n{line}\n"
-        )
-    run_state.set_phase(run_dir, "restarting", decision.entry.reason)
+        log.write(f"lost a worker after step {entry.reached}: {entry.reason}\n{line}\n")
+    run_state.set_phase(run_dir, "restarting", entry.reason)
     deadline = time.monotonic() + decision.wait_s
     while not requests.requested and time.monotonic() < deadline:
         time.sleep(0.1)
     requests.waiting = False
-    return not requests.requested
-
-
-def _stopped_before_restart(run_dir: RunDir, requests: _SignalRequests) -> int:
-    assert requests.requested is not None
+    if not requests.requested:
+        return None
     run_dir.stop_request.unlink(missing_ok=True)
     run_state.set_phase(run_dir, "stopped", "on request, before a restart")
     _print_line(_resume_hint(run_dir) or NO_CHECKPOINT)
@@ -213,7 +214,7 @@ def _wait(
     The agent runs in another thread, so that this thread can handle signals.
 
     Returns:
-        As `_Workers.run`.
+        The exit code and the failure, as `_Workers.run` does.
     """
     problem: list[Exception] = []
 
@@ -335,14 +336,11 @@ def _print_line(line: str, over_display: bool = False) -> None:
     Args:
         over_display: whether a live display may be at the bottom of the terminal.
     """
-    line = printable(line)
     if over_display and sys.stderr.isatty():
         # The next refresh of the display clears the lines at and above the cursor. So print this
         # line and then enough empty lines for the display to clear.
         line = f"\n{line}" + "\n" * (DISPLAY_LINES - 1)
-    # After a hangup the terminal is gone.
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+    guarded_streams.print_error(line)
 
 
 def _restore_terminal() -> None:
@@ -355,9 +353,9 @@ def _restore_terminal() -> None:
 
 
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
-    """Return the environment variables to set for the workers. Those of the user take precedence.
+    """Return the environment variables to set for the workers.
 
-    The variables for loopback are an exception: mtrain always sets them.
+    A variable that the user has set keeps its value, except for the variables of loopback.
     """
     machine_has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if machine_has_affinity else os.cpu_count() or 1

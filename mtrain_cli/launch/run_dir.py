@@ -10,8 +10,9 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from mtrain_cli.config import documents, resolved_file
@@ -56,8 +57,7 @@ class RunDir:
 
     path: Path
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
-    _created: _Creation | None = field(default=None, repr=False, compare=False)
-    _before_rewrite: _PreviousContent | None = field(default=None, repr=False, compare=False)
+    _undo: Callable[[], bool] | None = field(default=None, repr=False, compare=False)
 
     resolved = _Inside("resolved.yaml")
     overrides = _Inside("overrides.txt")
@@ -128,17 +128,16 @@ class RunDir:
                     file: file.read_bytes() if file.exists() else None
                     for file in (self.resolved, self.overrides)
                 }
-                metrics = frozenset(map(hash, _whole_lines(self.metrics)))
-                before = _PreviousContent(files, metrics, self.last_commit())
-                rewritten = dataclasses.replace(self, _before_rewrite=before)
+                lines = frozenset(map(hash, _whole_lines(self.metrics)))
+                undo = partial(_undo_rewrite, self, files, lines, self.last_commit())
                 try:
                     resolved_file.save(config, self.resolved)
                     with self.overrides.open("a") as file:
                         file.writelines(f"{line}\n" for line in overrides)
                 except OSError:
-                    rewritten.discard()
+                    undo()
                     raise
-            return rewritten
+            return dataclasses.replace(self, _undo=undo)
 
         return _share_run(write)
 
@@ -150,40 +149,7 @@ class RunDir:
         Returns:
             Whether the run no longer exists.
         """
-        before, created = self._before_rewrite, self._created
-        if before is not None and not self._has_stepped_since(before):
-            for file, content in before.files.items():
-                _restore_file(file, content)
-        if created is None or any(self.checkpoints.glob("step-*")):
-            return False
-        if self.metrics.exists() and self.metrics.stat().st_size:
-            return False
-        _restore_latest(self.path, created.latest_before)
-        if created.is_new_folder:
-            for _ in range(3):  # another thread may still write to the folder
-                shutil.rmtree(self.path, ignore_errors=True)
-            with contextlib.suppress(OSError):  # another run may use the parent by now
-                for parent in created.new_parents:
-                    parent.rmdir()
-            return True
-        # Before `create` the folder was empty or had only the lock file. Another process may wait
-        # for the lock, so leave the lock file.
-        for file in (self.resolved, self.overrides, self.environment, self.metrics):
-            file.unlink(missing_ok=True)
-        for file in (self.log, self.state, self.restarts, self.stop_request):
-            file.unlink(missing_ok=True)
-        for folder in (self.logs, self.checkpoints):
-            shutil.rmtree(folder, ignore_errors=True)
-        return True
-
-    def _has_stepped_since(self, before: _PreviousContent) -> bool:
-        """Return whether a step has run since ``before``.
-
-        The number of lines of metrics.jsonl does not tell: a run that resumes cuts the lines after
-        its checkpoint. But if the last line is a new one, a step has run.
-        """
-        last = {hash(line) for line in _whole_lines(self.metrics)[-1:]}
-        return not last <= before.metrics or self.last_commit() > before.commit
+        return self._undo is not None and self._undo()
 
     def release(self) -> None:
         """Release the lock, if this object has it. The end of the process releases it, too."""
@@ -191,32 +157,57 @@ class RunDir:
             self._lock.release()
 
 
-@dataclass(frozen=True)
-class _Creation:
-    """What `create` found, so that `RunDir.discard` can undo it.
+def _undo_create(
+    run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest_before: str | None
+) -> bool:
+    """Remove a run that `create` made, unless a step has run. Return whether it is removed.
 
-    is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
-    new_parents: parent folders that `create` made, the nearest first.
-    latest_before: target of the link ``latest``, None if there was no such link.
+    Args:
+        is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
+        new_parents: parent folders that `create` made, the nearest first.
+        latest_before: target of the link ``latest`` before, None if there was no such link.
     """
+    if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
+        return False
+    _restore_latest(run.path, latest_before)
+    if is_new_folder:
+        for _ in range(3):  # another thread may still write to the folder
+            shutil.rmtree(run.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another run may use the parent by now
+            for parent in new_parents:
+                parent.rmdir()
+        return True
+    # Before `create` the folder was empty or had only the lock file. Another process may wait for
+    # the lock, so leave the lock file.
+    for file in (run.resolved, run.overrides, run.environment, run.metrics):
+        file.unlink(missing_ok=True)
+    for file in (run.log, run.state, run.restarts, run.stop_request):
+        file.unlink(missing_ok=True)
+    for folder in (run.logs, run.checkpoints):
+        shutil.rmtree(folder, ignore_errors=True)
+    return True
 
-    is_new_folder: bool
-    new_parents: tuple[Path, ...]
-    latest_before: str | None
 
+def _undo_rewrite(
+    run: RunDir, files: Mapping[Path, bytes | None], lines: frozenset[int], commit: int
+) -> bool:
+    """Restore the files that `RunDir.rewrite` changed, unless a step has run since.
 
-@dataclass(frozen=True)
-class _PreviousContent:
-    """What `RunDir.rewrite` found, so that `RunDir.discard` can undo it.
+    Args:
+        files: content of each file before, None if the file did not exist.
+        lines: hash of each line of metrics.jsonl before.
+        commit: result of `RunDir.last_commit` before.
 
-    files: content of each file that `rewrite` changes, None if the file did not exist.
-    metrics: hash of each line of metrics.jsonl.
-    commit: result of `RunDir.last_commit`.
+    Returns:
+        False: the run still exists.
     """
-
-    files: dict[Path, bytes | None]
-    metrics: frozenset[int]
-    commit: int
+    # The number of lines of metrics.jsonl does not tell whether a step has run: a run that resumes
+    # cuts the lines after its checkpoint. But if the last line is a new one, a step has run.
+    last_line = {hash(line) for line in _whole_lines(run.metrics)[-1:]}
+    if last_line <= lines and run.last_commit() <= commit:
+        for file, content in files.items():
+            _restore_file(file, content)
+    return False
 
 
 def create(config: Config, overrides: Sequence[str]) -> RunDir:
@@ -310,8 +301,8 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     with _as_config_error(wanted):
         parents = tuple(parent for parent in wanted.absolute().parents if not parent.exists())
         path, is_new = _make_folder(wanted, picks_folder and config.run.name == "auto")
-        creation = _Creation(is_new, parents, _latest_target(path.absolute().parent))
-        run = RunDir(path.absolute(), None, creation)
+        run = RunDir(path.absolute())
+        undo = partial(_undo_create, run, is_new, parents, _latest_target(run.path.parent))
         # A run that was discarded may have left its lock file.
         entries = sorted(entry.name for entry in path.iterdir() if entry.name != LOCK)
         if entries and not run.resolved.exists():
@@ -319,7 +310,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             problem = f"is not empty and holds no run ({shown})"
             raise ConfigError(f"run.dir={path}: {problem}. Choose a new or an empty folder.")
         try:
-            run = dataclasses.replace(run, _lock=RunLock(path))
+            run = dataclasses.replace(run, _lock=RunLock(path), _undo=undo)
             if run.resolved.exists():
                 run.release()
                 raise _occupied_error(path)
@@ -330,7 +321,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             named = dataclasses.replace(config.run, name=chosen, dir=str(run.path))
             resolved_file.save(dataclasses.replace(config, run=named), run.resolved)
         except OSError:
-            run.discard()
+            undo()
             run.release()
             raise
     if run.path.parent == RUNS.absolute():

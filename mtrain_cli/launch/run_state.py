@@ -6,8 +6,8 @@ workers fail, the launcher writes it.
 A process that is killed cannot update `state.json`. Whether the run is alive is therefore decided
 by the lock on the run's folder:
 - On the same machine: the operating system releases the lock when its process ends.
-- On other machines a lock that is held may look free. They look at the time stamp of the lock file,
-  which the process renews.
+- On other machines: a lock that is held may look free there, so the age of the lock file's time
+  stamp decides. The process renews the time stamp every HEARTBEAT_S seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,30 +109,17 @@ def set_phase(run: RunDir, phase: str, reason: str = "") -> None:
 class StateReporter:
     """Keeps the state of a run on rank 0, and writes it to `state.json`."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        *,
-        launcher: str,
-        steps: int,
-        step: int,
-        workers: Sequence[str],
-        records: str,
-    ) -> None:
-        before = read_state(run)
-        now = time.time()
+    def __init__(self, run: RunDir, **facts: Any) -> None:
+        """Write the state of a run that starts.
+
+        Args:
+            facts: launcher, steps, step, workers and records of `RunState`.
+        """
+        now, before = time.time(), read_state(run)
+        host, warnings = socket.gethostname(), before.warnings if before else ()
         self._run = run
         self._state = RunState(
-            phase="starting",
-            time=now,
-            began=now,
-            host=socket.gethostname(),
-            launcher=launcher,
-            step=step,
-            steps=steps,
-            workers=tuple(workers),
-            records=records,
-            warnings=before.warnings if before else (),
+            phase="starting", time=now, began=now, host=host, warnings=warnings, **facts
         )
         self._update()
 

@@ -35,13 +35,11 @@ from mtrain_cli.launch.failure_channel import FailureChannel, RankZeroDuties, ex
 from mtrain_cli.launch.job import STORE_TIMEOUT, Job, current_job, decide_on_rank_zero, job_store
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.safe_pickle import guard_collectives
-from mtrain_cli.launch.stop_request import StopFlag, mark_stopped, save_and_stop_on_signals
+from mtrain_cli.launch.stop_request import mark_stopped, save_and_stop_on_signals
 from mtrain_cli.launch.temporary_folders import own_folder, private_folder
 
 if TYPE_CHECKING:
     from torch.distributed import Store
-
-__all__ = ["StopFlag", "main", "run_in_job"]
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -103,7 +101,7 @@ def run_in_job(
     Args:
         resume: whether to resume from the newest checkpoint.
         target: ``module:function`` (see `local.launch`).
-        config: the configuration that this rank composed. It must be the same as that of rank 0.
+        config: the configuration that this rank composed. Rank 0 must have composed the same.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -249,7 +247,7 @@ def _require_same_config(mine: Config | None, agreed: Config, rank: int) -> None
     """Check that this rank and rank 0 have the same configuration.
 
     With different settings, ranks could wait for each other forever in different collectives. Keys
-    under ``run.`` may differ, because only those of rank 0 count.
+    under ``run.`` may differ, because ranks use their values from rank 0.
 
     Raises:
         ConfigError: other keys differ. The message has a line for each.

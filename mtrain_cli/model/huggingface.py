@@ -182,28 +182,23 @@ def load_into(decoder: Decoder, folder: Path | str) -> None:
     """Load the weights of a Hugging Face folder into a decoder.
 
     The parameters may be plain tensors or sharded by FSDP2, on any device. Each worker reads only
-    the rows of its shards. The decoder's rotary settings may differ from those of the folder, which
-    is how a model is extended to a longer context.
+    the rows of its shards. The decoder and the folder may have different rotary settings: this is
+    how a model is extended to a longer context.
 
     Raises:
         ConfigError: the folder cannot be read, or the decoder has another shape. No parameter has
             changed.
     """
     source = HuggingFaceFolder(folder)
-    _require_same_model(decoder.model_config, source)
+    differences = decoder.model_config.shape_differences(source.model)
+    if differences:
+        config = source.path / "config.json"
+        raise ConfigError(
+            *(f"{name}={ours}: {config} says {theirs}" for name, ours, theirs in differences)
+        )
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             _fill(parameter, partial(source.read, name))
-
-
-def _require_same_model(model: ModelConfig, source: HuggingFaceFolder) -> None:
-    config = source.path / "config.json"
-    problems = [
-        f"{name}={ours}: {config} says {theirs}"
-        for name, ours, theirs in model.shape_differences(source.model)
-    ]
-    if problems:
-        raise ConfigError(*problems)
 
 
 def _fill(parameter: Tensor, read: Callable[[int, int | None], Tensor]) -> None:
@@ -290,7 +285,7 @@ def require_new_folder(path: Path) -> None:
         ConfigError: it is a file or a folder that is not empty.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path}: already exists; give a new or empty folder")
+        raise ConfigError(f"{path}: already exists. Give a new or empty folder.")
 
 
 def _write_weights(

@@ -182,8 +182,8 @@ def _row_losses(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the cross entropy and the total loss of each row, and the gradient of the logits.
 
-    The two losses are not yet multiplied by ``scale``. The gradient is that of the scaled total:
-    ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
+    The two losses are not yet multiplied by ``scale``. The gradient belongs to the scaled total, so
+    it is ``scale`` * (softmax * (1 + 2 z_loss logsumexp) - one_hot).
 
     Args:
         logits_RV: overwritten. If it has ``gradient_dtype``, the gradient is written into it.

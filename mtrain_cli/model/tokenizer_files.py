@@ -88,7 +88,7 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
     """
     files = {name: _read(folder / name) for name in _FILES if (folder / name).is_file()}
     if not files.keys() - {GENERATION_CONFIG}:
-        raise ConfigError(f"{folder}: has no tokenizer files; give a folder with tokenizer.json")
+        raise ConfigError(f"{folder}: has no tokenizer files. Give a folder with tokenizer.json.")
     ids = token_ids(folder)
     if TOKENIZER in files:
         files, ids = _complete(files, ids, _named_eos(files, eos))

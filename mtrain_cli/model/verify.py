@@ -1,4 +1,4 @@
-"""Compare the decoder's logits with those of transformers for the same weights."""
+"""Compare the logits of the decoder and of transformers for the same weights."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def require_transformers() -> str:
         import transformers
     except ModuleNotFoundError:
         raise ConfigError(
-            f"transformers is not installed, but verify needs it; {install_command('hf')}"
+            f"transformers is not installed, but verify needs it. Run {install_command('hf')}"
         ) from None
     return transformers.__version__
 

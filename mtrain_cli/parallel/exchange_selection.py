@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, ExchangeTraits, exchange_name
+from mtrain_cli.config.exchanges import (
+    EXCHANGE_TRAITS,
+    HEAD_SHARING,
+    ExchangeTraits,
+    exchange_name,
+)
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.lowering import Traits, lower
-from mtrain_cli.parallel.program import Program, ShardSizes
+from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
 from mtrain_cli.parallel.schedule import CONTEXT, KV, QUERIES, ScheduleOptions, make_schedule
 
 # Gather KV only if it and its float32 gradient take at most _GATHER_SHARE of a GPU's memory; else
@@ -151,18 +156,24 @@ def short_label(label: str) -> str:
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
-def gathered_bytes(
-    tokens: int, kv_heads: int, head_dim: int, dtype_bytes: int, chunks: int = 1
-) -> int:
-    """Return the most bytes that gathered KV takes in the backward pass of one layer.
+def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int:
+    """Return the bytes of gathered KV, its gradients and their float32 sums in backward of a layer.
 
-    Counts gathered KV, its gradients and their float32 sums.
-
+    heads: ranks that share heads.
     chunks: parts of the heads gathered one after the other. With more than one, the next part's KV
         is already held while a part is computed.
     """
-    numbers = tokens * 2 * kv_heads * head_dim
-    return numbers // chunks * ((2 if chunks == 1 else 3) * dtype_bytes + _ACCUMULATION_BYTES)
+    one_token = ShardSizes(1, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
+    size = _gathered(needs.workers, heads, chunks).of(one_token, heads)
+    return int(size * needs.tokens // needs.workers)
+
+
+@cache
+def _gathered(workers: int, heads: int, chunks: int) -> Size:
+    options = ScheduleOptions(workers, workers, chunks, heads=heads)
+    buffers = lower(make_schedule("all_gather", options), 0, backward=True).buffers
+    names = ["keys 0", "dkeys 0", "shards 0", *(["keys 1"] if chunks > 1 else [])]
+    return total_size(buffers[name].size for name in names)
 
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
@@ -190,11 +201,9 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
     """
     heads = _head_ranks(topology, needs)
     groups = needs.workers // heads
-    if topology.exchange == "ulysses":
-        name, reason = (
-            "all_gather",
-            "as configured: every worker computes whole sequences for its heads",
-        )
+    if topology.exchange in HEAD_SHARING:
+        name = HEAD_SHARING[topology.exchange]
+        reason = "as configured: every worker computes whole sequences for its heads"
     elif topology.exchange != "auto":
         name, reason = topology.exchange, "as configured"
     elif groups == 1:
@@ -220,16 +229,17 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
 
 def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
     """Return the number of workers that trade tokens for heads; 1 if none do."""
-    key = "topology.exchange=ulysses"
-    heads = needs.workers if topology.exchange == "ulysses" else 1
+    key, among_all = f"topology.exchange={topology.exchange}", topology.exchange in HEAD_SHARING
+    heads = needs.workers if among_all else 1
     if topology.ulysses != "auto":
         assert isinstance(topology.ulysses, int)
-        key = f"topology.ulysses={topology.ulysses}"
-        if topology.exchange == "ulysses" and topology.ulysses != needs.workers:
+        if among_all and topology.ulysses != needs.workers:
             raise ConfigError(
-                f"{key}: topology.exchange=ulysses shares heads among all {needs.workers} workers "
-                "of a sequence. Choose another exchange to move keys between the head groups"
+                f"topology.ulysses={topology.ulysses}: {key} shares heads among all "
+                f"{needs.workers} workers of a sequence. Choose another exchange to move keys "
+                "between the head groups"
             )
+        key = f"topology.ulysses={topology.ulysses}"
         heads = topology.ulysses
     fits = [u for u in range(1, needs.workers + 1) if _heads_fit(u, needs)]
     if heads not in fits:
@@ -255,7 +265,7 @@ def _fastest(
 ) -> tuple[str, str]:
     given = topology.chunks if isinstance(topology.chunks, int) else None
     chunks = given or _fewest_chunks(needs, heads)
-    size = _gathered_bytes(needs, heads, chunks)
+    size = gathered_bytes(needs, heads, chunks)
     memory = needs.device_memory or _ASSUMED_MEMORY
     groups_per_node = max(1, needs.per_node // heads)
     across = groups > groups_per_node > 1
@@ -276,13 +286,6 @@ def _fastest(
     )
 
 
-def _gathered_bytes(needs: ExchangeNeeds, heads: int, chunks: int) -> int:
-    return (
-        gathered_bytes(needs.tokens, needs.kv_heads, needs.head_dim, needs.dtype_bytes, chunks)
-        // heads
-    )
-
-
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     """Return in how many parts to gather the heads, one after the other.
 
@@ -295,7 +298,7 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
     first = 2 if large and 2 in divisors else 1
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     return next(
-        (n for n in divisors if n >= first and _gathered_bytes(needs, heads, n) <= most),
+        (n for n in divisors if n >= first and gathered_bytes(needs, heads, n) <= most),
         divisors[-1],
     )
 

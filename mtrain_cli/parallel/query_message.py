@@ -13,18 +13,23 @@ class QueryMessage:
     It holds q, dout and lse, and out (if the kernel needs it) or delta.
     """
 
-    def __init__(self, rows: tuple[Any, ...], *, needs_out: bool) -> None:
-        q, dout, out, lse, delta = rows
-        self._needs_out = needs_out
-        parts = [q, dout, lse, out if needs_out else delta]
-        self._shapes = [(t.shape, t.dtype) for t in parts]
-        flat = [t.contiguous().view(-1).view(torch.uint8) for t in parts]
-        self._sizes = [len(t) for t in flat]
+    def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:
+        self._shapes, self._needs_out = shapes, needs_out
+        self._sizes = [shape.numel() * dtype.itemsize for shape, dtype in shapes]
         # Align every part to 256 bytes, as torch's allocator does.
         self._room = [-(-n // 256) * 256 for n in self._sizes]
-        self.packed = torch.empty(sum(self._room), dtype=torch.uint8, device=q.device)
-        for place, part in zip(self.packed.split(self._room), flat, strict=True):
-            place[: len(part)] = part
+
+    @staticmethod
+    def pack(rows: tuple[Any, ...], *, needs_out: bool) -> tuple[QueryMessage, torch.Tensor]:
+        """Pack q, dout, out, lse and delta. Return the format and the message, uint8 [bytes]."""
+        q, dout, out, lse, delta = rows
+        parts = [q, dout, lse, out if needs_out else delta]
+        message = QueryMessage([(t.shape, t.dtype) for t in parts], needs_out=needs_out)
+        packed = torch.empty(sum(message._room), dtype=torch.uint8, device=q.device)
+        for place, part in zip(packed.split(message._room), parts, strict=True):
+            flat = part.contiguous().view(-1).view(torch.uint8)
+            place[: len(flat)] = flat
+        return message, packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
         """Return q, dout, out, lse, delta; out or delta is None, whichever was not sent."""

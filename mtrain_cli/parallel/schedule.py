@@ -1,19 +1,35 @@
 """Schedules: the steps of an exchange for every rank of a context group, as plain data.
 
-A schedule needs no process group. `lowering.lower` turns it into a `Program`, which the executor
-runs and the simulator prices. Tests play it through without a device. A step is one kernel call
-with the transfers around it:
+Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
+node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
+it. Each rank runs the parts of a step in this order:
 
     post -> wait -> compute -> collect -> send
 
-Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
-node by node: rank = node * per_node + local.
+`lowering.lower` turns the steps of one rank into its operations (a `Program`). `Executor` runs the
+operations, and the simulator prices them. For example, rank 0 of 3 in step 1 of a ring's forward
+pass receives the last shard while it computes the one before. The step is
+
+    ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
+                 receives=(1,), to=1, source=2, after=0, ...),))
+
+In step 0, transfer 0 began to bring shard 2 from rank 2. `lowering._ring_forward` emits:
+
+    operation  reads       writes   what the executor does
+    Begin      -           -        tags the spans and messages that follow with step 1
+    Post       kv 2        kv 1     starts to send shard 2 to rank 1, and shard 1 from rank 2
+    Wait       -           -        waits for transfer 0, which brings shard 2
+    Compute    q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
+    Merge      part 1      total    merges them into out and lse so far; frees kv 0 and part 1
+
+Transfer 1 forwards what transfer 0 brings, so it starts behind transfer 0. Step 2 waits for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from itertools import count
 from typing import TypeVar
@@ -64,6 +80,26 @@ class Transfer:
     after: int | None = None
     part: tuple[int, int] = (0, 1)
 
+    @property
+    def shards(self) -> int:
+        """Number of shards in the tensor that a rank posts; 1 if the tensor is not per shard."""
+        if self.kind in (SUM, "all_to_all"):
+            return 1
+        return len(self.sends) + (len(self.receives) if self.kind == "reduce_scatter" else 0)
+
+    @property
+    def share(self) -> Fraction:
+        """Bytes that a rank sends per byte of the tensor that it posts. It receives as many bytes.
+
+        For a collective of n ranks this is the lower bound: a gather sends the tensor to n - 1
+        peers; a reduce-scatter and an all-to-all send one n-th of it to each peer; an all-reduce
+        does both with n-ths of it.
+        """
+        if self.kind == "p2p":
+            return Fraction(1)
+        n = len(self.peers)
+        return {"all_gather": n, SUM: 2}.get(self.kind, 1) * Fraction(n - 1, n)
+
 
 @dataclass(frozen=True)
 class ScheduleStep:
@@ -97,7 +133,7 @@ Steps = tuple[ScheduleStep, ...]
 
 
 class PerRank(Sequence[T]):
-    """One value per rank, made on first access: with a thousand ranks, each builds only its own."""
+    """One value per rank, made on first access. A rank of a thousand builds only its own value."""
 
     def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
         self._make = make
@@ -125,11 +161,11 @@ class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
     exchange: its name.
-    traits: the exchange's traits. Callers test these, not the name.
+    traits: properties of the exchange. Callers read them and never compare the name.
     workers: ranks of the context group.
     per_node: ranks of a node.
     forward, backward: the steps of each pass, by rank.
-    keeps: the key shards that a rank holds from forward to backward, by rank.
+    keeps: by rank, the key shards that the rank holds from forward to backward.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
     heads: ranks that share heads by all-to-all (Ulysses) around the exchange; 1 if none.
     """
@@ -150,12 +186,12 @@ class Schedule:
 
     @property
     def groups(self) -> int:
-        """Sets of ranks that share heads; keys or queries move between these sets."""
+        """Number of sets of ranks that share heads. Keys or queries move between these sets."""
         return self.workers // self.heads
 
     @property
     def gathers(self) -> bool:
-        """Whether all keys are on a rank before its kernel runs. Otherwise shards circulate."""
+        """Whether a rank has all keys before it calls the kernel. Otherwise shards circulate."""
         return self.traits.gathers
 
     @property
@@ -173,15 +209,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """What a schedule depends on.
+    """The sizes and choices from which `make_schedule` makes a schedule.
 
     workers: ranks of the context group.
     per_node: ranks of the group that share a node.
-    chunks: equal parts of the heads that an all-gather moves one after the other, each while the
-        part before is computed.
-    prefetch: hops that a ring posts ahead of the computation.
+    chunks: number of equal parts of the heads. An all-gather moves one part while the part before
+        it is computed.
+    prefetch: number of hops that a ring posts ahead of the computation.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
-    heads: ranks that share heads by all-to-all.
+    heads: ranks that share heads by all-to-all (Ulysses). 1 means none do.
     """
 
     workers: int
@@ -536,9 +572,10 @@ def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Wrap Ulysses around another exchange.
 
-    Ranks R * heads .. R * heads + heads - 1 first trade their tokens for parts of the heads. Then
-    each acts as shard R of the inner exchange for its part of the heads (DeepSpeed-Ulysses,
-    arXiv:2309.14509; USP, arXiv:2405.07719).
+    The ranks R * heads to R * heads + heads - 1 share heads. In an all-to-all they first trade
+    tokens of all heads for all their tokens of some heads. Then each of them acts as rank R of the
+    inner exchange, for its part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP,
+    arXiv:2405.07719).
     """
     heads = options.heads
 

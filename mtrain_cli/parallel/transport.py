@@ -24,7 +24,7 @@ from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.recording import NOTHING, WAIT, MessageTag, Recorder
-from mtrain_cli.parallel.schedule import Transfer
+from mtrain_cli.parallel.schedule import SUM, Transfer
 
 
 class ExchangeError(RuntimeError):
@@ -46,7 +46,8 @@ def explain_peer_loss(
         where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
         activity: text for `progress_record`, such as ``waits for kv from rank 1``.
         failure: text for the error, such as ``kv from rank 1 did not arrive``.
-        waits_for: the rank waited for, or `progress_record.SEVERAL`; None if it waits for none.
+        waits_for: the rank that this worker waits for, or `progress_record.SEVERAL`; None if
+            it waits for no rank.
 
     Raises:
         ExchangeError: a peer is gone, or did not answer in time.
@@ -64,10 +65,10 @@ def explain_peer_loss(
 
 
 class Buffers:
-    """Recycled message tensors, by shape, dtype and device.
+    """A pool of message tensors, by shape, dtype and device.
 
-    The shard that an exchange saves for backward is not released: autograd holds it for as long as
-    it may need it.
+    The shard that a forward pass saves for backward never returns to the pool: autograd may need it
+    for longer.
     """
 
     def __init__(self) -> None:
@@ -84,10 +85,10 @@ class Buffers:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Take a tensor back. The next `take` of its shape may overwrite it.
+        """Return a tensor to the pool. The next `take` of this shape may overwrite the tensor.
 
-        Everything that reads or writes it must already be queued on the current stream, or the
-        current stream must have waited for it. That orders the next user behind them.
+        Call this only after all reads and writes of the tensor are queued on the current stream, or
+        after the current stream has waited for them. The next user then runs after them.
         """
         self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
@@ -139,7 +140,7 @@ class Transport:
         assert transfer.source is not None
         group = self.group.channel(transfer.channel, transfer.payload)
         with self._posting(transfer):
-            self._record_post(transfer, leaving.nbytes, arriving.nbytes)
+            self._record_post(transfer, leaving)
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
@@ -151,8 +152,7 @@ class Transport:
     def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
         """Start an all-gather of a contiguous tensor. Returns [peers, ...], valid after `wait`."""
         with self._posting(transfer):
-            others = own.nbytes * (len(transfer.peers) - 1)
-            self._record_post(transfer, others, others)
+            self._record_post(transfer, own)
             gathered, work = start_all_gather(
                 own, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
             )
@@ -163,8 +163,7 @@ class Transport:
     def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Start a reduce-scatter of [peers, ...]. Returns this rank's sum, valid after `wait`."""
         with self._posting(transfer):
-            others = shards.nbytes // len(shards) * (len(transfer.peers) - 1)
-            self._record_post(transfer, others, others)
+            self._record_post(transfer, shards)
             own, work = start_reduce_scatter(
                 shards, self.group.channel(transfer.channel, transfer.payload)
             )
@@ -175,9 +174,8 @@ class Transport:
     def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """Send part i of [peers, ...] to peer i. Returns the parts received, ready to use."""
         arrived = torch.empty_like(parts)
-        others = parts.nbytes // len(parts) * (len(parts) - 1)
         with self._posting(transfer):
-            message = self._record_post(transfer, others, others)
+            message = self._record_post(transfer, parts)
             with self.span(WAIT, message), self._while_receiving(transfer.number):
                 dist.all_to_all_single(
                     arrived, parts, group=self.group.channel(transfer.channel, transfer.payload)
@@ -189,10 +187,11 @@ class Transport:
     def start_all_reduce(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         """Start to sum a tensor in place over all ranks that hold the same heads.
 
-        It is outside the schedule and has a communicator of its own. Only one may be in flight.
+        The all-reduce is not part of the schedule and has its own communicator. At most one may be
+        in flight.
         """
         with self._posting(transfer):
-            self._record_post(transfer, tensor.nbytes, tensor.nbytes)
+            self._record_post(transfer, tensor)
             work = dist.all_reduce(tensor, group=self.group.same_heads.whole, async_op=True)
             assert work is not None
             self._works[transfer.number] = [work]
@@ -219,8 +218,10 @@ class Transport:
         assert not self._works, "every transfer has been waited for"
         progress_record.note(f"after {self.pass_name}")
 
-    def _record_post(self, transfer: Transfer, sent: int, received: int) -> MessageTag:
-        """Record that a transfer is posted now. sent, received: bytes."""
+    def _record_post(self, transfer: Transfer, posted: torch.Tensor) -> MessageTag:
+        """Record that a transfer is posted now."""
+        # A profile counts the tensor of an all-reduce once.
+        moved = posted.nbytes if transfer.kind == SUM else int(posted.nbytes * transfer.share)
         ranks = self.group.ranks
         shard = leaving = -1
         if transfer.kind == "p2p":
@@ -237,8 +238,8 @@ class Transport:
             leaving,
             to,
             source,
-            sent,
-            received,
+            moved,
+            moved,
             transfer.number,
             peers,
         )
@@ -253,7 +254,7 @@ class Transport:
 
     @contextmanager
     def _posting(self, transfer: Transfer) -> Iterator[None]:
-        """Post inside this context: the transfer starts behind the one that it forwards (`after`).
+        """Order a transfer that is posted inside this context after `transfer.after`.
 
         On the same NCCL communicator, posting order is enough. On another communicator, a side
         stream waits for the earlier transfer, so that the compute stream does not have to. gloo has

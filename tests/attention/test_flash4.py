@@ -8,8 +8,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from attention.dense_problems import make_dense_problem
 
-from mtrain_cli.attention.flash4 import Flash4Kernel
+from mtrain_cli.attention.flash4 import Flash4Kernel, block_lists
 from mtrain_cli.attention.mask import KeySpans, SequenceMask
 from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
@@ -128,3 +129,35 @@ def test_calls_give_the_oracle_result(calls, name, expected):
         for part, a, b in zip(("dq", "dk", "dv"), got, want, strict=True):
             torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=part)
         assert calls == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_block_lists_equal_the_mask(seed):
+    spans, q, k, _, _ = make_dense_problem(seed, 4, 4)
+    tiles = Tiles.make(spans)
+    block = 8
+    by_query, by_key = block_lists(tiles.low, tiles.high, tiles.num_keys, block)
+    lists = dict(by_query)
+    for name in ("partial", "full"):
+        lists[f"{name}_t"], lists[f"{name}_t_count"] = by_key[name], by_key[f"{name}_count"]
+    slots = torch.arange(k.shape[1])
+    seen = (slots >= tiles.low[..., None]) & (slots < tiles.high[..., None])
+    rows, columns = -(-q.shape[1] // block), -(-k.shape[1] // block)
+    listed = {
+        name: {
+            (b, *((j, i) if name.endswith("_t") else (i, j)))
+            for b in range(2)
+            for i in range(columns if name.endswith("_t") else rows)
+            for j in lists[name][b, 0, i, : lists[f"{name}_count"][b, 0, i]].tolist()
+        }
+        for name in ("partial", "full", "partial_t", "full_t")
+    }
+    assert listed["partial"] == listed["partial_t"]
+    assert listed["full"] == listed["full_t"]
+    for b in range(2):
+        for i in range(rows):
+            for j in range(columns):
+                part = seen[b, i * block : (i + 1) * block, j * block : (j + 1) * block]
+                assert ((b, i, j) in listed["full"]) == bool(part.all())
+                if part.any() and not part.all():
+                    assert (b, i, j) in listed["partial"]

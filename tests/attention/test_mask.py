@@ -116,3 +116,9 @@ def test_a_rule_masks_documents_if_the_run_asks_for_it():
     assert whole(ids, 7, 9).pairs == parts(None, 7, 9).pairs == 7 * 8 // 2
     assert parts(ids, 7, 9).first.tolist() == SequenceMask.from_documents(ids, 9).first.tolist()
     assert parts(ids, 7, 9).length == 7
+
+
+def test_last_is_the_last_query_that_sees_a_key():
+    mask = SequenceMask.from_documents(np.array([0, 0, 0, 1, 2, 2, 2]), 9)
+    assert mask.last().tolist() == [2, 2, 2, 3, 6, 6, 6, 6, 6]
+    assert SequenceMask.causal(5, 6).last().tolist() == [4] * 6

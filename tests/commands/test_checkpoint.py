@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli import install_command
@@ -23,12 +24,9 @@ from mtrain_cli.model.init import initialize
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.conversion import export_checkpoint
 
-MODEL = [
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.head_dim=8",
-    "model.intermediate_size=48",
-]
+MODEL = split(
+    "model.hidden_size=32 model.num_layers=2 model.head_dim=8", "model.intermediate_size=48"
+)
 
 
 def decoder_of(model: ModelConfig) -> Decoder:
@@ -101,10 +99,10 @@ def test_a_given_checkpoint_is_exported(tmp_path):
 def test_auto_yarn_factor_is_exported_as_a_number(tmp_path):
     words = [
         *MODEL,
-        "seq=16k",
-        "model.rope.scaling=yarn",
-        "model.rope.factor=auto",
-        "model.rope.original_max_position=4096",
+        *split(
+            "seq=16k model.rope.scaling=yarn model.rope.factor=auto",
+            "model.rope.original_max_position=4096",
+        ),
     ]
     config = compose.compose(words)
     (tmp_path / "run").mkdir()
@@ -132,7 +130,7 @@ def test_verify_agrees_within_tolerance_and_fails_beyond_it(hf_folder, tmp_path)
     )
     mtrain("checkpoint", "import", hf_folder, tmp_path / "run")
     output = mtrain(
-        "checkpoint", "verify", tmp_path / "run", "--tokens", "32", "--tolerance", "1e-12", code=1
+        "checkpoint", "verify", tmp_path / "run", *split("--tokens 32 --tolerance 1e-12"), code=1
     )
     assert "DISAGREES at tolerance 1e-12" in output
     assert "largest logit difference" in output
@@ -311,10 +309,7 @@ def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
         "prepare",
         tmp_path / "text.md",
         tmp_path / "store",
-        "--tokenizer",
-        "bpe",
-        "--vocab-size",
-        "260",
+        *split("--tokenizer bpe --vocab-size 260"),
     )
     run = trained_run(
         tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto"
@@ -375,12 +370,9 @@ def test_data_without_a_tokenizer_use_that_of_the_weights(hf_folder, tmp_path):
 
 
 def test_a_shape_unsupported_by_transformers_is_reported_first(tmp_path):
-    shape = [
-        "model.family=llama",
-        "model.qkv_bias=false",
-        "model.num_heads=3",
-        "model.num_kv_heads=1",
-    ]
+    shape = split(
+        "model.family=llama model.qkv_bias=false model.num_heads=3", "model.num_kv_heads=1"
+    )
     run = trained_run(tmp_path / "run", *shape)
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints" / "step-1").mkdir(parents=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands.typed_line import split
 from launch.faulty_train import HANGS, Fault
 
 import mtrain_cli
@@ -21,20 +22,13 @@ TIMEOUT_S = 6
 # Includes finding the cause, ending the workers, and a busy machine.
 MARGIN_S = 12
 RUN = [
-    "seq=192",
-    "topology.block_size=16",
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.head_dim=8",
-    "model.intermediate_size=48",
-    "train.steps=50",
-    "sparsity=vertical_slash",
-    "sparsity.block=16",
-    "sparsity.last_q=16",
-    "sparsity.p_v=0.3",
-    "sparsity.p_s=0.3",
-    "sparsity.min_columns=4",
-    "topology.device=cpu",
+    *split(
+        "seq=192 topology.block_size=16 model.hidden_size=32 model.num_layers=2",
+        "model.head_dim=8 model.intermediate_size=48 train.steps=50",
+        "sparsity=vertical_slash sparsity.block=16 sparsity.last_q=16",
+        "sparsity.p_v=0.3 sparsity.p_s=0.3 sparsity.min_columns=4",
+        "topology.device=cpu",
+    ),
     f"topology.timeout_s={TIMEOUT_S}",
     "run.dir=run",
     "run.restarts=0",

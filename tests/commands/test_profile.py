@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 
 
 def run(*words: str):
-    return CliRunner().invoke(app, ["profile", *words])
+    return CliRunner().invoke(app, ["profile", *split(*words)])
 
 
 def _nothing_is_measured(*_):
@@ -20,73 +21,73 @@ def _nothing_is_measured(*_):
     ("words", "line"),
     [
         (
-            ["kernels", "--seq", "1k", "--workers", "1"],
+            ["kernels --seq 1k --workers 1"],
             "--workers 1: each must be at least 2 workers",
         ),
         (
-            ["kernels", "--seq", "1k", "--workers", "some"],
+            ["kernels --seq 1k --workers some"],
             "--workers some: some is not a number; give items such as 8,32",
         ),
         (
-            ["kernels", "--seq", "1k", "--block", "16", "--workers", "7"],
+            ["kernels --seq 1k --block 16 --workers 7"],
             "--workers 7: none of --seq 1k divides into whole blocks for 7 workers",
         ),
         (
-            ["kernels", "--seq", "1k", "--no-whole"],
+            ["kernels --seq 1k --no-whole"],
             "--no-whole: leaves nothing to time; add --workers N",
         ),
         (
-            ["sparsity", "--pattern", "mobb"],
+            ["sparsity --pattern mobb"],
             "--pattern mobb: no such pattern (did you mean moba?); allowed: ",
         ),
-        (["sparsity", "--pattern", "dense"], "--pattern dense: no such pattern; allowed: "),
-        (["sparsity", "--pattern", ","], "names nothing"),
+        (["sparsity --pattern dense"], "--pattern dense: no such pattern; allowed: "),
+        (["sparsity --pattern ,"], "names nothing"),
         (
-            ["sparsity", "sparsity.chunk=512"],
+            ["sparsity sparsity.chunk=512"],
             "sparsity.chunk=512: none of the patterns vertical_slash has this key",
         ),
-        (["sparsity", "--out", "x.csv"], "--out x.csv: give a file that ends in .parquet"),
+        (["sparsity --out x.csv"], "--out x.csv: give a file that ends in .parquet"),
         (
-            ["sparsity", "sparsity.pattern=moba"],
+            ["sparsity sparsity.pattern=moba"],
             "sparsity.pattern=moba: give the patterns to measure as --pattern NAME,...",
         ),
-        (["sparsity", "sparsity.p_v=2"], "sparsity.p_v=2: must be above 0 and at most 1"),
-        (["kernels", "--seq", "12q"], "--seq 12q: 12q is not a number"),
-        (["kernels", "--density", "0"], "--density 0: each must be above 0 and at most 1"),
+        (["sparsity sparsity.p_v=2"], "sparsity.p_v=2: must be above 0 and at most 1"),
+        (["kernels --seq 12q"], "--seq 12q: 12q is not a number"),
+        (["kernels --density 0"], "--density 0: each must be above 0 and at most 1"),
         (
-            ["kernels", "--heads", "16/3"],
+            ["kernels --heads 16/3"],
             "--heads 16/3: expected QUERY/KV heads, where KV divides QUERY",
         ),
-        (["kernels", "--block", "100"], "--block 100: must be 16, 32, 64 or 128"),
-        (["kernels", "--kernel", "flash5"], "--kernel flash5: no such kernel"),
-        (["kernels", "--seq", "0"], "--seq 0: each must be at least 2 tokens"),
-        (["kernels", "--seq", "-5"], "--seq -5: each must be at least 2 tokens"),
+        (["kernels --block 100"], "--block 100: must be 16, 32, 64 or 128"),
+        (["kernels --kernel flash5"], "--kernel flash5: no such kernel"),
+        (["kernels --seq 0"], "--seq 0: each must be at least 2 tokens"),
+        (["kernels --seq -5"], "--seq -5: each must be at least 2 tokens"),
         (
-            ["kernels", "--density", "101%"],
+            ["kernels --density 101%"],
             "--density 101%: each must be above 0 and at most 1, which is 100%",
         ),
         (
-            ["kernels", "--density", "5%%"],
+            ["kernels --density 5%%"],
             "--density 5%%: 5%% is not a number; give items such as 0.05 or 5%",
         ),
-        (["kernels", "--out", "folder"], "--out folder: is a folder; give a file"),
+        (["kernels --out folder"], "--out folder: is a folder; give a file"),
         (
-            ["kernels", "--out", "file/x.json"],
+            ["kernels --out file/x.json"],
             "--out file/x.json: a part of the path is a file, not a folder",
         ),
         (
-            ["kernels", "--out", "file"],
+            ["kernels --out file"],
             "--out file: exists and is not a calibration of mtrain; give another name, or remove "
             "it",
         ),
-        (["kernels", "--out", "/proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
-        (["sparsity", "--out", "folder.parquet"], "--out folder.parquet: is a folder; give a file"),
+        (["kernels --out /proc/x/y.json"], "--out /proc/x/y.json: cannot be written: "),
+        (["sparsity --out folder.parquet"], "--out folder.parquet: is a folder; give a file"),
         (
-            ["sparsity", "--out", "other.parquet"],
+            ["sparsity --out other.parquet"],
             "--out other.parquet: exists and is not a sparsity profile of mtrain",
         ),
         (
-            ["sparsity", "--out", "file/x.parquet"],
+            ["sparsity --out file/x.parquet"],
             "--out file/x.parquet: a part of the path is a file",
         ),
     ],

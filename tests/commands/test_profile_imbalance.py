@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import mtrain
+from commands.typed_line import split
 
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.recording import COMPUTING
@@ -19,18 +20,16 @@ from mtrain_cli.records.imbalance import imbalance
 from mtrain_cli.records.index_file import load_indices
 from mtrain_cli.records.record_files import open_records
 
-SMALL = ["seq=512", "topology.device=cpu", "topology.block_size=32", "model.num_layers=2"]
-SPARSE = [
-    "sparsity.block=32",
-    "sparsity.last_q=32",
-    "sparsity.min_slashes=3",
-    "sparsity.max_slashes=3",
-    "sparsity.max_columns=64",
-]
+SHAPE = "topology.device=cpu topology.block_size=32 model.num_layers=2"
+SMALL = ("seq=512", SHAPE)
+SPARSE = (
+    "sparsity.block=32 sparsity.last_q=32 sparsity.min_slashes=3",
+    "sparsity.max_slashes=3 sparsity.max_columns=64",
+)
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return mtrain(folder, "profile", "imbalance", *words)
+    return mtrain(folder, "profile", "imbalance", *split(*words))
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +37,8 @@ def profile(tmp_path_factory) -> Path:
     """Two layouts and two patterns on three workers, two steps."""
     folder = tmp_path_factory.mktemp("profile")
     words = [
-        "--layout",
-        "zigzag,striped",
-        "--pattern",
-        "dense,vertical_slash",
-        "--steps",
-        "2",
-        "topology.workers=3",
-        "topology.exchange=ring",
+        "--layout zigzag,striped --pattern dense,vertical_slash --steps 2",
+        "topology.workers=3 topology.exchange=ring",
     ]
     result = run(folder, *words, *SMALL, *SPARSE, "run.name=one")
     assert result.returncode == 0, result.stderr
@@ -239,17 +232,10 @@ def test_the_trace_has_the_format_of_viewers(profile):
 
 def test_attention_alone_at_several_lengths(tmp_path):
     words = [
-        "--attention-only",
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring,all_gather",
-        "--seq",
-        "512,1k",
-        "--steps",
-        "2",
+        "--attention-only --layout striped --exchange ring,all_gather --seq 512,1k",
+        "--steps 2",
     ]
-    result = run(tmp_path, *words, "topology.workers=2", *SMALL[1:], "run.name=one")
+    result = run(tmp_path, *words, "topology.workers=2", SHAPE, "run.name=one")
     assert result.returncode == 0, result.stderr
     assert (
         len(
@@ -272,15 +258,7 @@ def test_attention_alone_at_several_lengths(tmp_path):
 
 
 def test_json_and_fail_above_serve_scripts(tmp_path):
-    words = [
-        "--layout",
-        "contiguous,striped",
-        "--steps",
-        "1",
-        "--json",
-        "--fail-above",
-        "step=99,work.worker=1.3",
-    ]
+    words = ["--layout contiguous,striped --steps 1 --json --fail-above", "step=99,work.worker=1.3"]
     result = run(tmp_path, *words, "topology.workers=2", *SMALL, "data.document_mask=false")
     # Contiguous: the second of two workers has three quarters of the pairs.
     assert result.returncode == 1
@@ -297,52 +275,52 @@ def test_json_and_fail_above_serve_scripts(tmp_path):
     ("words", "message"),
     [
         (
-            ["--layout", "zigzig"],
+            ["--layout zigzig"],
             "--layout zigzig: no such layout (did you mean zigzag?); allowed: auto, contiguous, "
             "zigzag, striped",
         ),
         (
-            ["--pattern", "vertical"],
+            ["--pattern vertical"],
             "--pattern vertical: no such pattern (did you mean vertical_slash?); allowed: dense, "
             "vertical_slash",
         ),
         (
-            ["--peer", "--attention-only", "seq=512"],
+            ["--peer --attention-only seq=512"],
             "--peer: PyTorch's context parallelism with cuDNN needs GPUs",
         ),
         (
-            ["--peer", "seq=512"],
+            ["--peer seq=512"],
             "--peer: compares one layer's attention; add --attention-only",
         ),
-        (["--layout", ","], "--layout ',': names nothing"),
+        (["--layout ,"], "--layout ',': names nothing"),
         (
-            ["--layout", "zigzag", "topology.layout=zigzag"],
-            "topology.layout=zigzag: --layout zigzag compares it already",
+            ["--layout zigzag topology.layout=zigzag"],
+            "topology.layout=zigzag: --layout zigzag already compares this setting",
         ),
         (
-            ["--pattern", "moba", "sparsity=moba"],
-            "sparsity=moba: --pattern moba compares it already",
+            ["--pattern moba sparsity=moba"],
+            "sparsity=moba: --pattern moba already compares this setting",
         ),
         (
-            ["--pattern", "dense", "sparsity.p_v=0.5"],
+            ["--pattern dense sparsity.p_v=0.5"],
             "sparsity.p_v=0.5: none of the patterns dense has this key",
         ),
-        (["--seq", "512,1k"], "--seq 512,1k: several lengths need --attention-only"),
-        (["--seq", "512,x", "--attention-only"], "--seq x: expected"),
+        (["--seq 512,1k"], "--seq 512,1k: several lengths need --attention-only"),
+        (["--seq 512,x --attention-only"], "--seq x: expected"),
         (
-            ["--fail-above", "worse=1"],
+            ["--fail-above worse=1"],
             "--fail-above worse=1: no such degree (did you mean worker?); allowed: worker, step, "
             "total, critical, work.worker",
         ),
         (
-            ["--fail-above", "worker=much"],
+            ["--fail-above worker=much"],
             "--fail-above worker=much: expected DEGREE=X with a number",
         ),
-        (["--steps", "0"], "--steps=0: must be at least 1"),
+        (["--steps 0"], "--steps=0: must be at least 1"),
     ],
 )
 def test_invalid_comparisons_are_one_line(tmp_path, words, message):
-    result = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
+    result = run(tmp_path, *words, "topology.workers=2 topology.device=cpu")
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1

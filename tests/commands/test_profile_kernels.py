@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+from commands import typed_line
+from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.attention.mask import SequenceMask
@@ -15,7 +17,7 @@ from mtrain_cli.sparsity.fixed import fixed_index
 
 
 def run(*words: str):
-    return CliRunner().invoke(app, ["profile", *words])
+    return CliRunner().invoke(app, ["profile", *split(*words)])
 
 
 def _nothing_is_measured(*_):
@@ -43,10 +45,10 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what cannot 
 def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
     out = tmp_path / "calibration.json"
     result = run(
-        "kernels", "--seq", "256", "--density", "0.5,0.2", "--columns", "8", "--heads", "4/2",
-        "--head-dim", "16", "--block", "16", "--kernel", "sdpa", "--repeats", "1",
-        "--out", str(out),
-    )  # fmt: skip
+        "kernels --seq 256 --density 0.5,0.2 --columns 8 --heads 4/2 --head-dim 16",
+        "--block 16 --kernel sdpa --repeats 1 --out",
+        str(out),
+    )
     assert result.exit_code == 0, result.output
     document = json.loads(out.read_text())
     assert (document["schema"], document["kind"]) == (1, "kernels")
@@ -80,27 +82,9 @@ def test_kernels_are_compared_with_dense_and_write_a_calibration(tmp_path):
 
 
 def test_kernel_times_fit_80_columns():
-    words = (
-        "kernels",
-        "--seq",
-        "256",
-        "--density",
-        "0.2",
-        "--heads",
-        "2/1",
-        "--head-dim",
-        "16",
-        "--block",
-        "16",
-        "--kernel",
-        "sdpa",
-    )
-    shown = {
-        width: CliRunner(env={"COLUMNS": str(width), "TERM": "dumb"}).invoke(
-            app, ["profile", *words, "--repeats", "1", "--workers", "2"]
-        )
-        for width in (80, 200)
-    }
+    words = "profile kernels --seq 256 --density 0.2 --heads 2/1 --head-dim 16 --block 16"
+    more = "--kernel sdpa --repeats 1 --workers 2"
+    shown = {width: typed_line.run(words, more, columns=width) for width in (80, 200)}
     assert [found.exit_code for found in shown.values()] == [0, 0]
     assert max(map(len, shown[80].stdout.splitlines())) <= 80
     # The same calls, with fewer columns each.
@@ -132,7 +116,7 @@ def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
     monkeypatch.delenv(
         "TRITON_INTERPRET", raising=False
     )  # other tests of the same process run the kernel without a GPU
-    result = run(*KERNELS, "--kernel", "flash4,triton")
+    result = run(*KERNELS, "--kernel flash4,triton")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines() == [
         f"mtrain: --kernel {name}: needs a CUDA GPU" for name in ("flash4", "triton")
@@ -141,23 +125,17 @@ def test_kernels_that_cannot_run_are_refused_in_one_line_each(monkeypatch):
 
 @without_gpu
 def test_unsupported_kernels_are_listed_once_below_the_table():
-    lines = run(*KERNELS, "--density", "50%,0.2", "--kernel", "sdpa,flash4").stdout.splitlines()
+    lines = run(*KERNELS, "--density 50%,0.2 --kernel sdpa,flash4").stdout.splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["kernel", "sdpa", "sdpa", "sdpa"]
     assert lines[-1] == "flash4: needs a CUDA GPU"
     assert sum("flash4" in line for line in lines) == 1
 
 
 def test_used_columns_and_share_of_pairs_are_printed():
-    lines = run(
-        *KERNELS, "--density", "50%,5%", "--columns", "5000", "--kernel", "sdpa"
-    ).stdout.splitlines()
+    lines = run(*KERNELS, "--density 50%,5% --columns 5000 --kernel sdpa").stdout.splitlines()
     for line, density in zip(lines[2:4], ("50.0%", "5.0%"), strict=True):
         assert line.split()[3:7] == [density, "all", "64", "100.0%"]
-    few = (
-        run(*KERNELS, "--density", "5%", "--columns", "2", "--kernel", "sdpa")
-        .stdout.splitlines()[2]
-        .split()
-    )
+    few = run(*KERNELS, "--density 5% --columns 2 --kernel sdpa").stdout.splitlines()[2].split()
     assert few[3:5] == ["5.0%", "2"]
     diagonal = 4 * 16 * 17 // 2 / (64 * 65 // 2)
     assert diagonal < float(few[5].rstrip("%")) / 100 < diagonal + 2 * 64 / (64 * 65 // 2)
@@ -166,18 +144,16 @@ def test_used_columns_and_share_of_pairs_are_printed():
 def test_replacing_an_earlier_calibration_is_reported(tmp_path):
     out = tmp_path / "deep" / "calibration.json"
     first, second = (
-        run(*KERNELS, "--density", density, "--kernel", "sdpa", "--out", str(out))
+        run(*KERNELS, "--density", density, "--kernel sdpa --out", str(out))
         for density in ("0.5", "0.5,0.2")
     )
-    assert first.stdout.endswith(f"2 times in {out}\n")
-    assert second.stdout.endswith(f"3 times in {out}, in place of the calibration that was there\n")
+    assert first.stdout.endswith(f"2 measured times in {out}\n")
+    assert second.stdout.endswith(f"3 measured times in {out}, replacing an earlier calibration\n")
     assert len(json.loads(out.read_text())["times"]) == 3
 
 
 @without_gpu
 def test_shapes_that_exceed_memory_are_one_line():
-    result = run(
-        "kernels", "--seq", "4m", "--heads", "1024/1024", "--head-dim", "4096", "--kernel", "sdpa"
-    )
+    result = run("kernels --seq 4m --heads 1024/1024 --head-dim 4096 --kernel sdpa")
     assert result.exit_code == 1
     assert result.stderr.startswith("error: The next of these shapes does not fit in memory")

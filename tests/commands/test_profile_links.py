@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import mtrain
+from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
@@ -23,12 +24,7 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
         "profile",
         "links",
         *words,
-        "--cluster-out",
-        "my.yaml",
-        "--per-node",
-        "4",
-        "--json",
-        "run.name=one",
+        *split("--cluster-out my.yaml --per-node 4 --json run.name=one"),
     )
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
@@ -63,16 +59,10 @@ def test_two_processes_are_measured_as_a_cluster_for_the_simulator(tmp_path):
 
 @pytest.mark.slow
 def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
-    words = [
-        "topology.device=cpu",
-        "topology.workers=4",
-        "topology.gpus_per_node=2",
-        "--sizes",
-        "4k,64k",
-        "--repeats",
-        "3",
-        "--no-load",
-    ]
+    words = split(
+        "topology.device=cpu topology.workers=4 topology.gpus_per_node=2 --sizes",
+        "4k,64k --repeats 3 --no-load",
+    )
     result = mtrain(tmp_path, "profile", "links", *words, "run.name=four")
     assert result.returncode == 0, result.stderr
     document = json.loads((tmp_path / "measurements/four/links.json").read_text())
@@ -115,7 +105,7 @@ def test_links_within_and_between_nodes_are_measured_separately(tmp_path):
         ),
         (
             ["topology.context_parallel=1", "train.global_batch=2"],
-            "topology.context_parallel=1: all workers take part",
+            "topology.context_parallel=1: links are measured among all workers",
         ),
         (["--nodes", "2"], "--nodes 2: links between nodes were not measured"),
         (["--cluster-out", "mine.txt"], "--cluster-out mine.txt: give a file that ends in .yaml"),

@@ -6,23 +6,17 @@ import json
 
 import pytest
 from command import mtrain
+from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.commands.app import app
 
 
 def test_the_calibration_prices_simulated_steps(tmp_path):
-    words = [
-        "model=tiny",
-        "model.num_layers=2",
-        "sparsity=vertical_slash",
-        "--seq",
-        "128,256",
-        "--repeats",
-        "1",
-        "--threads",
-        "1",
-    ]
+    words = split(
+        "model=tiny model.num_layers=2 sparsity=vertical_slash --seq 128,256",
+        "--repeats 1 --threads 1",
+    )
     result = mtrain(
         tmp_path, "profile", "non-attention", *words, "--out", "mine/non-attention.json"
     )
@@ -32,7 +26,7 @@ def test_the_calibration_prices_simulated_steps(tmp_path):
     assert [line.split()[:2] for line in lines[1:9]] == [
         [part, n] for n in ("128", "256") for part in ("forward", "backward", "loss", "index")
     ]
-    assert lines[-1] == "8 times in mine/non-attention.json"
+    assert lines[-1] == "8 measured times in mine/non-attention.json"
     document = json.loads((tmp_path / "mine/non-attention.json").read_text())
     assert (document["kind"], document["dtype"], document["pattern"]) == (
         "non_attention",
@@ -41,19 +35,14 @@ def test_the_calibration_prices_simulated_steps(tmp_path):
     )
     again = mtrain(
         tmp_path,
-        "profile",
-        "non-attention",
-        "model=tiny",
-        "--seq",
-        "128",
-        "--repeats",
-        "1",
-        "--out",
-        "mine/non-attention.json",
+        *split(
+            "profile non-attention model=tiny --seq 128 --repeats 1 --out",
+            "mine/non-attention.json",
+        ),
     )
     assert (
         again.stdout.splitlines()[-1]
-        == "3 times in mine/non-attention.json, in place of the calibration that was there"
+        == "3 measured times in mine/non-attention.json, replacing an earlier calibration"
     )
 
 
@@ -103,20 +92,9 @@ def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
     monkeypatch.chdir(tmp_path)
     words = {
         "non-attention": ["model=tiny", "--seq", "128"],
-        "kernels": [
-            "--seq",
-            "128",
-            "--density",
-            "0.3",
-            "--columns",
-            "8",
-            "--heads",
-            "4/2",
-            "--head-dim",
-            "16",
-            "--kernel",
-            "sdpa",
-        ],
+        "kernels": split(
+            "--seq 128 --density 0.3 --columns 8 --heads 4/2 --head-dim 16 --kernel", "sdpa"
+        ),
     }
     assert (
         CliRunner()
@@ -142,6 +120,6 @@ def test_an_interrupted_measurement_keeps_partial_times_and_the_old_file(
         app, ["profile", command, *words[command], "--repeats", "1", "--out", "mine.json"]
     )
     assert result.exit_code == 130
-    assert "stopped: 1 times are kept in mine.json.partial" in result.output
+    assert "stopped: 1 measured times are saved in mine.json.partial" in result.output
     assert (tmp_path / "mine.json").read_bytes() == earlier
     assert len(json.loads((tmp_path / "mine.json.partial").read_text())["times"]) == 1

@@ -8,6 +8,7 @@ import io
 import threading
 
 import pytest
+from commands.typed_line import split
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -16,22 +17,15 @@ from mtrain_cli.commands.profile_sparsity import _patterns
 from mtrain_cli.profiling.pattern_quality import HeadRecord
 from mtrain_cli.reporting.tables import sparsity_table
 
-SMALL = [
-    "seq=256",
-    "topology.block_size=16",
-    "model.hidden_size=32",
-    "model.num_layers=2",
-    "model.head_dim=8",
-    "model.intermediate_size=48",
-    "sparsity.block=16",
-    "sparsity.last_q=32",
-    "sparsity.chunk=32",
-    "sparsity.top_k=3",
-]
+SHAPE = (
+    "seq=256 topology.block_size=16 model.hidden_size=32 model.num_layers=2 model.head_dim=8 "
+    "model.intermediate_size=48 sparsity.block=16"
+)
+SMALL = f"{SHAPE} sparsity.last_q=32 sparsity.chunk=32 sparsity.top_k=3"
 
 
 def run(*words: str):
-    return CliRunner().invoke(app, ["profile", *words])
+    return CliRunner().invoke(app, ["profile", *split(*words)])
 
 
 def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
@@ -40,16 +34,8 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     out = tmp_path / "found" / "sparsity.parquet"
     result = run(
         "sparsity",
-        *SMALL,
-        "--pattern",
-        "vertical_slash,moba",
-        "--steps",
-        "3",
-        "--every",
-        "2",
-        "--rows",
-        "40",
-        "--out",
+        SMALL,
+        "--pattern vertical_slash,moba --steps 3 --every 2 --rows 40 --out",
         str(out),
     )
     assert result.exit_code == 0, result.output
@@ -61,14 +47,8 @@ def test_sparsity_measures_every_layer_and_head_of_the_given_steps(tmp_path):
     )
     again = run(
         "sparsity",
-        *SMALL[:7],
-        "--pattern",
-        "fixed",
-        "--steps",
-        "1",
-        "--rows",
-        "4",
-        "--out",
+        SHAPE,
+        "--pattern fixed --steps 1 --rows 4 --out",
         str(tmp_path / "again.parquet"),
     )
     assert "fixed (SYNTHETIC), step 1" in again.output
@@ -88,14 +68,8 @@ def test_sparsity_leaves_no_thread_running(tmp_path):
     before = set(threading.enumerate())
     result = run(
         "sparsity",
-        *SMALL[:7],
-        "--pattern",
-        "fixed",
-        "--steps",
-        "1",
-        "--rows",
-        "4",
-        "--out",
+        SHAPE,
+        "--pattern fixed --steps 1 --rows 4 --out",
         str(tmp_path / "s.parquet"),
     )
     assert result.exit_code == 0, result.output
@@ -136,8 +110,8 @@ def test_every_column_has_a_name_and_fits_60_columns(of_mask, columns):
 
 
 def test_a_key_goes_to_every_pattern_that_has_it():
-    words = ["sparsity=moba", "sparsity.chunk=512", "sparsity.p_v=0.5", "sparsity.block=64"]
-    config, (measured,) = _patterns(words, "vertical_slash")
+    words = "sparsity=moba sparsity.chunk=512 sparsity.p_v=0.5 sparsity.block=64"
+    config, (measured,) = _patterns(words.split(), "vertical_slash")
     assert (config.sparsity.pattern, config.sparsity.chunk, config.sparsity.block) == (
         "moba",
         512,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from command import mtrain, python_path
+from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
@@ -25,33 +26,27 @@ from mtrain_cli.records.step_breakdown import OF_GPU
 from mtrain_cli.reporting.report_source import open_source
 from mtrain_cli.reporting.step_tables import lines
 
-SMALL = [
-    "seq=512",
-    "topology.device=cpu",
-    "topology.workers=2",
-    "topology.block_size=32",
-    "model.num_layers=2",
-    "topology.exchange=ring",
-]
-SPARSE = [
-    "sparsity=vertical_slash",
-    "sparsity.block=32",
-    "sparsity.last_q=32",
-    "sparsity.min_slashes=3",
-    "sparsity.max_slashes=3",
-]
+SMALL = split(
+    "seq=512 topology.device=cpu topology.workers=2 topology.block_size=32",
+    "model.num_layers=2 topology.exchange=ring",
+)
+SPARSE = split(
+    "sparsity=vertical_slash sparsity.block=32 sparsity.last_q=32",
+    "sparsity.min_slashes=3 sparsity.max_slashes=3",
+)
 # The learning rate depends on the number of steps.
-SETTINGS = [*SMALL, *SPARSE, "train.steps=6", "optim.schedule=cosine", "optim.warmup_steps=1"]
+SCHEDULE = "train.steps=6 optim.schedule=cosine optim.warmup_steps=1"
+SETTINGS = [*SMALL, *SPARSE, *split(SCHEDULE)]
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return mtrain(folder, "profile", "step", *words)
+    return mtrain(folder, "profile", "step", *split(*words))
 
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("step")
-    result = run(folder, "--warmup", "4", "--steps", "2", *SETTINGS, "run.name=one")
+    result = run(folder, "--warmup 4 --steps 2", *SETTINGS, "run.name=one")
     assert result.returncode == 0, result.stderr
     assert "USDT" not in result.stderr, "the profiler talks"
     (folder / "stdout").write_text(result.stdout)
@@ -338,8 +333,8 @@ def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
 
 
 def test_one_warmup_step_is_enough(tmp_path):
-    words = [*SMALL, "topology.workers=1", "model.num_layers=1", "topology.exchange=auto"]
-    found = run(tmp_path, "--warmup", "1", "--json", "--no-trace", *words)
+    words = [*SMALL, "topology.workers=1 model.num_layers=1 topology.exchange=auto"]
+    found = run(tmp_path, "--warmup 1 --json --no-trace", *words)
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)
     assert "(the first step, which compiles and loads)" in lines(document)[0]
@@ -350,8 +345,8 @@ def test_one_warmup_step_is_enough(tmp_path):
 def test_json_without_trace_records_a_sparse_step_after_dense_ones(
     tmp_path,
 ):
-    words = [*SMALL, *SPARSE, "sparsity.dense_steps=2", "topology.workers=1", "model.num_layers=1"]
-    result = run(tmp_path, "--json", "--no-trace", *words)
+    words = [*SMALL, *SPARSE, "sparsity.dense_steps=2 topology.workers=1 model.num_layers=1"]
+    result = run(tmp_path, "--json --no-trace", *words)
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     (folder,) = (tmp_path / "measurements").iterdir()
@@ -372,21 +367,21 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--steps", "0"], "--steps=0: must be at least 1"),
-        (["--warmup", "0"], "--warmup=0: must be at least 1"),
-        (["--warmup", "x"], "--warmup=x: expected a whole number"),
+        (["--steps 0"], "--steps=0: must be at least 1"),
+        (["--warmup 0"], "--warmup=0: must be at least 1"),
+        (["--warmup x"], "--warmup=x: expected a whole number"),
         (
             ["train.steps=2"],
-            "--warmup 2 --steps 1: are 3 steps, and train.steps=2 ends first; give fewer, or "
+            "--warmup 2 --steps 1: need 3 training steps, more than train.steps=2; give fewer, or "
             "train.steps=3",
         ),
         (
-            ["--warmup", "2", "sparsity=vertical_slash", "sparsity.dense_steps=5"],
-            "--warmup 2: sparsity.dense_steps=5 leaves the steps up to 5 dense; give --warmup 6 or "
+            ["--warmup 2 sparsity=vertical_slash sparsity.dense_steps=5"],
+            "--warmup 2: with sparsity.dense_steps=5, steps 1 to 5 are dense; give --warmup 6 or "
             "more, or sparsity.dense_steps=0",
         ),
         (["sequence=512"], "sequence"),
-        (["--out", "x"], "--out"),
+        (["--out x"], "--out"),
         (
             ["topology.layout=zigzig"],
             "topology.layout=zigzig: expected one of auto, contiguous, zigzag, striped (did "
@@ -395,7 +390,7 @@ def test_json_without_trace_records_a_sparse_step_after_dense_ones(
     ],
 )
 def test_invalid_options_are_one_line(tmp_path, words, expected):
-    result = run(tmp_path, *words, "topology.workers=2", "topology.device=cpu")
+    result = run(tmp_path, *words, "topology.workers=2 topology.device=cpu")
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert expected in line
@@ -411,7 +406,7 @@ def test_a_folder_with_files_is_left_unchanged(profile, summary):
 
 
 def test_stopping_before_a_recorded_step_leaves_no_folder(tmp_path):
-    words = ["profile", "step", "--warmup", "2000", "train.steps=3000", *SMALL, "run.name=one"]
+    words = split("profile step --warmup 2000 train.steps=3000", *SMALL, "run.name=one")
     environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
     started = subprocess.Popen(
         [sys.executable, "-m", "mtrain_cli", *words],

@@ -6,32 +6,20 @@ import json
 import os
 
 import pytest
+from commands import typed_line
 from simulation.recordings import SEQ, record
-from typer.testing import CliRunner
-
-from mtrain_cli.commands import app as command_line
 
 
 def run(*words: str, columns: int = 80):
-    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
-    return CliRunner(env=environment).invoke(
-        command_line.app, ["profile", "what-if", *words], prog_name="mtrain"
-    )
+    return typed_line.run("profile what-if", *words, columns=columns)
 
 
 def test_every_configuration_is_one_row_at_any_width(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     record(tmp_path / "measurements/one", "vertical_slash", "moba")
     words = [
-        "one",
-        "--layout",
-        "zigzag,striped",
-        "--exchange",
-        "ring,hierarchical_all_gather",
-        "--workers",
-        "2,4",
-        "--per-node",
-        "2",
+        "one --layout zigzag,striped --exchange ring,hierarchical_all_gather",
+        "--workers 2,4 --per-node 2",
     ]
     for columns in (40, 80, 300):
         result = run(*words, columns=columns)
@@ -56,16 +44,7 @@ def test_json_matches_the_table(tmp_path):
     path = record(tmp_path, "vertical_slash", "dense")
     result = run(
         str(path),
-        "--json",
-        "--exchange",
-        "ring",
-        "--workers",
-        "1,6",
-        "--per-node",
-        "8",
-        "--layers",
-        "3",
-        "--pattern",
+        "--json --exchange ring --workers 1,6 --per-node 8 --layers 3 --pattern",
         "vertical_slash",
     )
     assert result.exit_code == 0, result.stderr
@@ -93,40 +72,40 @@ def test_json_matches_the_table(tmp_path):
     ("words", "message"),
     [
         (
-            ["--layout", "zigzig"],
-            "--layout zigzig: unknown (did you mean zigzag?); allowed: contiguous, zigzag, striped",
+            ["--layout zigzig"],
+            "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag",
         ),
         (
-            ["--exchange", "rong"],
-            "--exchange rong: unknown (did you mean ring?); allowed: auto, all_gather,",
+            ["--exchange rong"],
+            "--exchange rong: no such exchange (did you mean ring?); allowed: auto, all_gather,",
         ),
-        (["--layout", ","], "--layout ',': names nothing; allowed: contiguous"),
+        (["--layout ,"], "--layout ',': names nothing; allowed: contiguous"),
         (
-            ["--pattern", "mobo"],
-            "--pattern mobo: unknown (did you mean moba?); allowed: vertical_slash, moba",
+            ["--pattern mobo"],
+            "--pattern mobo: no such pattern (did you mean moba?); allowed: vertical_slash, moba",
         ),
         (
-            ["--workers", "8,x"],
+            ["--workers 8,x"],
             "--workers 8,x: x is not a number; give items such as 8,32",
         ),
-        (["--workers", "8,"], "--workers 8,: an empty item is not a number"),
-        (["--workers", "0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
+        (["--workers 8,"], "--workers 8,: an empty item is not a number"),
+        (["--workers 0"], "--workers 0: 0 is out of range; allowed: 1 to 512"),
         (
-            ["--workers", "64"],
+            ["--workers 64"],
             "--workers 64: 1000 tokens in blocks of 16 are too few for 64 workers; "
             "allowed: 1 to 62",
         ),
         (
-            ["--workers", "6", "--per-node", "4"],
+            ["--workers 6 --per-node 4"],
             "--per-node 4: does not divide 6 workers; allowed: 1, 2, 3, 6",
         ),
-        (["--per-node", "0"], "--per-node=0: must be at least 1"),
+        (["--per-node 0"], "--per-node=0: must be at least 1"),
         (
-            ["--layers", "0,4"],
+            ["--layers 0,4"],
             "--layers 0,4: layer 4 of vertical_slash was not recorded; allowed: 0, 3, 5",
         ),
         (
-            ["--exchange", "ulysses", "--workers", "8"],
+            ["--exchange ulysses --workers 8"],
             "--exchange ulysses: cannot share 4 query heads and 2 key-value heads among 8",
         ),
     ],
@@ -144,7 +123,7 @@ def test_a_run_without_indices_is_one_line(tmp_path):
     (tmp_path / "text").write_text("text")
     for name, message in {
         "other": "holds no index.npz; `mtrain profile imbalance` and",
-        "absent": "no such folder, run or measurement",
+        "absent": "no such run, measurement or shipped profile",
         "text": "not an index file of mtrain, or damaged",
     }.items():
         result = run(str(tmp_path / name))
@@ -164,7 +143,7 @@ def test_the_default_is_the_newest_profile(tmp_path, monkeypatch):
         if hour < 2:
             os.utime(record(folder, "moba" if hour else "vertical_slash"), (hour, hour))
     (tmp_path / "runs/goes-on/metrics.jsonl").write_text("{}\n")
-    result = run("--layout", "striped", "--exchange", "ring")
+    result = run("--layout striped --exchange ring")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("moba")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command import mtrain
+from commands.typed_line import split
 from launch.faulty_train import Fault
 
 import mtrain_cli
@@ -202,11 +203,7 @@ def test_under_torchrun_the_same_command_line_resumes_its_run(named):
     ]
     torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--max-restarts=2",
+        *split("-m torch.distributed.run --standalone --nproc-per-node=2", "--max-restarts=2"),
     ]
     command = [
         *torchrun,

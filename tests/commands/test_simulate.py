@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from typer.testing import CliRunner
-
-from mtrain_cli.commands import app as command_line
+from commands.typed_line import run, split
 
 
 @pytest.fixture(autouse=True)
@@ -13,104 +11,102 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str, columns: int = 80):
-    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
-    return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--price", "-1"], "--price -1: expected dollars per GPU and hour, at least 0"),
-        (["--tokens", "many"], "--tokens many: expected a number of tokens such as 20b"),
-        (["--tokens", "0"], "--tokens 0: expected a number of tokens"),
+        (["--price -1"], "--price -1: expected dollars per GPU and hour, at least 0"),
+        (["--tokens many"], "--tokens many: expected a number of tokens such as 20b"),
+        (["--tokens 0"], "--tokens 0: expected a number of tokens"),
         (["sweep"], "nothing to sweep: give NAME=VALUE,..., such as seq=128k,512k nodes=1,2,4"),
-        (["sweep", "nods=1,2"], "nods=1,2: nods cannot be swept (did you mean nodes?)"),
-        (["sweep", "nodes=0"], "mtrain: nodes=0: expected a whole number of at least 1"),
+        (["sweep nods=1,2"], "nods=1,2: nods cannot be swept (did you mean nodes?)"),
+        (["sweep nodes=0"], "mtrain: nodes=0: expected a whole number of at least 1"),
         (
-            ["sweep", "nodes=2"],
+            ["sweep nodes=2"],
             "nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or --cluster "
             "a100_4x8, ",
         ),
-        (["sweep", "workers=4,9"], "workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
-        (["sweep", "seq=32k,long"], "seq=long: expected a number of tokens"),
+        (["sweep workers=4,9"], "workers=9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
+        (["sweep seq=32k,long"], "seq=long: expected a number of tokens"),
         (
-            ["sweep", "seq=256,512", "--density", "5%"],
+            ["sweep seq=256,512 --density 5%"],
             "seq=256,512: 256 tokens in blocks of 128 are too few for",
         ),
         (
-            ["sweep", "nodes=1", "--slow", "1=2"],
+            ["sweep nodes=1 --slow 1=2"],
             "--slow: is an option of `mtrain simulate run`, `mtrain simulate recommend`",
         ),
-        (["recommend", "--recompute"], "--recompute: is an option of `mtrain simulate run`\n"),
-        (["--prediction", "x"], "--prediction: is an option of `mtrain simulate validate`\n"),
+        (["recommend --recompute"], "--recompute: is an option of `mtrain simulate run`\n"),
+        (["--prediction x"], "--prediction: is an option of `mtrain simulate validate`\n"),
         (
-            ["validate", "--workers", "4"],
+            ["validate --workers 4"],
             "--workers: is an option of `mtrain simulate run`, `mtrain simulate sweep`, "
             "`mtrain simulate recommend`\n",
         ),
-        (["--fail-above", "1"], "No such option: --fail-above"),
+        (["--fail-above 1"], "No such option: --fail-above"),
         (["nodes=2"], "nodes=2: give --nodes 2, or use `mtrain simulate sweep` for several values"),
         (["workers=2,4"], "workers=2,4: give --workers 2, or use `mtrain simulate sweep` for"),
-        (["recommend", "columns=5"], "columns=5: give --columns 5, or use `mtrain simulate sweep`"),
+        (["recommend columns=5"], "columns=5: give --columns 5, or use `mtrain simulate sweep`"),
         (["density="], "density=: give --density ..., or use `mtrain simulate sweep`"),
         (
-            ["sweep", "workers=2,4", "--workers", "8"],
-            "--workers 8: workers=2,4 sweeps it; give only one of the two",
+            ["sweep workers=2,4 --workers 8"],
+            "--workers 8: workers=2,4 already sweeps this number; give only one of the two",
         ),
-        (["sweep", "nodes=1", "workers=2"], "nodes and workers: both set the number of GPUs"),
-        (["sweep", "layout=zigzag,striped"], "use --layout zigzag,striped to compare these"),
+        (["sweep nodes=1 workers=2"], "nodes and workers: both set the number of GPUs"),
+        (["sweep layout=zigzag,striped"], "use --layout zigzag,striped to compare these"),
         (
-            ["model=tiny", "--sweep", "seq=32k,64k workers=2,4"],
+            ["model=tiny --sweep 'seq=32k,64k workers=2,4'"],
             "--sweep: is now a command; type `mtrain simulate sweep model=tiny seq=32k,64k "
             "workers=2,4`",
         ),
         (
-            ["sweep", "--recommend", "model=tiny"],
+            ["sweep --recommend model=tiny"],
             "--recommend: is now a command; type `mtrain simulate recommend model=tiny`",
         ),
         (
-            ["recommend", "model=tiny", "--sweep=seq=1k,2k", "--out", "run"],
+            ["recommend model=tiny --sweep=seq=1k,2k --out run"],
             "--sweep: is now a command; type `mtrain simulate sweep model=tiny seq=1k,2k --out "
             "run`",
         ),
         (
-            ["model=tiny", "recommend", "--sweep"],
+            ["model=tiny recommend --sweep"],
             "--sweep: is now a command; type `mtrain simulate sweep model=tiny`",
         ),
-        (["model=tiny", "seq=16k", "recommend"], "recommend: give it first"),
-        (["run", "--recommend"], "--recommend: is now a command; type `mtrain simulate recommend"),
-        (["--validate", "x"], "--validate: is now a command; type `mtrain simulate validate "),
+        (
+            ["model=tiny seq=16k recommend"],
+            "recommend: is a command; type it first: `mtrain simulate recommend ...`",
+        ),
+        (["run --recommend"], "--recommend: is now a command; type `mtrain simulate recommend"),
+        (["--validate x"], "--validate: is now a command; type `mtrain simulate validate "),
         (["recomend"], "No such command recomend. Did you mean recommend?"),
         (["--recompute"], "--recompute: only with --attention-only"),
-        (["--layers", "5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
+        (["--layers 5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
         (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 only"),
         (
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
         ),
         (["sparsity=moba"], "sparsity=moba: there are no synthetic block lists"),
-        (["sparsity=dense", "--index", "local"], "--index local: contradicts sparsity=dense"),
+        (["sparsity=dense --index local"], "--index local: contradicts sparsity=dense"),
         (
-            ["sparsity=vertical_slash", "--columns", "5000"],
+            ["sparsity=vertical_slash --columns 5000"],
             "--columns 5000: sparsity.max_columns=4096 allows at most 4096; give fewer, or set "
             "sparsity.max_columns=5000",
         ),
         (
-            ["recommend", "sparsity=vertical_slash", "sparsity.max_columns=64", "--columns", "65"],
+            ["recommend sparsity=vertical_slash sparsity.max_columns=64 --columns 65"],
             "--columns 65: sparsity.max_columns=64 allows at most 64",
         ),
         (
-            ["sweep", "sparsity=vertical_slash", "sparsity.max_columns=64", "columns=64,65"],
+            ["sweep sparsity=vertical_slash sparsity.max_columns=64 columns=64,65"],
             "columns=65: sparsity.max_columns=64 allows at most 64",
         ),
-        (["sparsity=fixed", "--columns", "3"], "--columns 3: sparsity=fixed has its own keys"),
+        (["sparsity=fixed --columns 3"], "--columns 3: sparsity=fixed has its own keys"),
         (
-            ["sparsity=vertical_slash", "sparsity.max_slashes=9", "--density", "50%"],
+            ["sparsity=vertical_slash sparsity.max_slashes=9 --density 50%"],
             "--density 0.5: contradicts sparsity.max_slashes=9; give only one of the two",
         ),
         (
-            ["sparsity=fixed", "--index", "uniform"],
+            ["sparsity=fixed --index uniform"],
             "--index uniform: contradicts sparsity=fixed, which draws its own index",
         ),
         (
@@ -124,77 +120,76 @@ def run(*words: str, columns: int = 80):
             "train.global_batch=1: must be a multiple of 2 = 2 context groups",
         ),
         (
-            ["--layout", "zigzig"],
+            ["--layout zigzig"],
             "--layout zigzig: no such layout (did you mean zigzag?); allowed: contiguous, zigzag, "
             "striped",
         ),
-        (["--exchange", "rong"], "--exchange rong: no such exchange (did you mean ring?)"),
+        (["--exchange rong"], "--exchange rong: no such exchange (did you mean ring?)"),
         (
-            ["--kernel", "flsh4"],
+            ["--kernel flsh4"],
             "--kernel flsh4: no such kernel (did you mean flash4?); allowed: auto, reference, "
             "sdpa, triton, flash4",
         ),
-        (["--cluster", "h200"], "--cluster h200: no such cluster"),
-        (["--nodes", "0"], "--nodes=0: must be at least 1"),
-        (["--columns", "-1"], "--columns=-1: must be at least 0"),
-        (["--workers", "9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
-        (["--workers", "65"], "--workers 65: h200_1x8 has 8 GPUs; allowed: 1 to 8 on its one node"),
+        (["--cluster h200"], "--cluster h200: no such cluster"),
+        (["--nodes 0"], "--nodes=0: must be at least 1"),
+        (["--columns -1"], "--columns=-1: must be at least 0"),
+        (["--workers 9"], "--workers 9: h200_1x8 has 8 GPUs; allowed: 1 to 8"),
+        (["--workers 65"], "--workers 65: h200_1x8 has 8 GPUs; allowed: 1 to 8 on its one node"),
         (
-            ["--workers", "65", "--cluster", "a100_4x8"],
+            ["--workers 65 --cluster a100_4x8"],
             "--workers 65: a100_4x8 has 32 GPUs; allowed: 1 to 32, or more with --nodes 9",
         ),
         (
-            ["recommend", "--workers", "65", "cluster=a100_4x8", "--nodes", "9"],
+            ["recommend --workers 65 cluster=a100_4x8 --nodes 9"],
             "--workers 65: a100_4x8 has nodes of 8 GPUs, and several nodes must be filled; "
             "allowed: 1 to 8, or multiples of 8 such as 64 or 72",
         ),
         (
-            ["sweep", "workers=65", "cluster=a100_4x8", "--nodes", "9"],
+            ["sweep workers=65 cluster=a100_4x8 --nodes 9"],
             "topology.workers=65: a100_4x8 has nodes of 8 GPUs",
         ),
         (
-            ["cluster=a100_4x8", "--cluster", "h100_4x8"],
+            ["cluster=a100_4x8 --cluster h100_4x8"],
             "cluster=a100_4x8: --cluster h100_4x8 names another; give one of them",
         ),
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster (did you mean a100_4x8?)"),
         (
-            ["--index", "nothing"],
+            ["--index nothing"],
             "--index nothing: no such index; allowed: dense, local, clustered, uniform, drifting, "
             "fixed, fixed-512k-4xh200, ",
         ),
-        (["--density", "0"], "--density 0: must be above 0 and at most 1"),
+        (["--density 0"], "--density 0: must be above 0 and at most 1"),
         (
-            ["--density", "120%"],
+            ["--density 120%"],
             "--density 120%: must be above 0 and at most 1, such as 0.05 or 5%",
         ),
-        (["--density", "few"], "--density few: must be above 0 and at most 1, such as 0.05 or 5%"),
+        (["--density few"], "--density few: must be above 0 and at most 1, such as 0.05 or 5%"),
         (
-            ["sweep", "density=5,20%"],
+            ["sweep density=5,20%"],
             "mtrain: density=5: must be above 0 and at most 1, such as 0.05 or 5%",
         ),
-        (["--slow", "9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
-        (["--slow", "fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
-        (["--jitter", "-1"], "--jitter -1: must be between 0 and 2"),
+        (["--slow 9=2"], "--slow 9=2: there is no rank 9; allowed: 0 to 7"),
+        (["--slow fast"], "--slow fast: expected RANK=X, such as 3=1.5"),
+        (["--jitter -1"], "--jitter -1: must be between 0 and 2"),
         (
-            ["--calibration", "no.json"],
+            ["--calibration no.json"],
             "--calibration no.json: no such calibration; allowed: kernels-h200, ",
         ),
         (
-            ["seq=1k", "--cluster", "h100_4x8", "--layout", "striped"],
+            ["seq=1k --cluster h100_4x8 --layout striped"],
             "--workers 32: 1024 tokens in blocks of",
         ),
         (["model=huge"], "model=huge: no such model"),
         (
-            ["--exchange", "ulysses", "--cluster", "h100_4x8"],
+            ["--exchange ulysses --cluster h100_4x8"],
             "heads among 32 workers in nodes of 8; allowed",
         ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, words, message):
+    words = split(*words)
     before = sorted(tmp_path.iterdir())
-    shape = (
-        [] if any(w.startswith(("seq=", "model=")) for w in words) else ["model=tiny", "seq=16k"]
-    )
+    shape = [] if any(w.startswith(("seq=", "model=")) for w in words) else ["model=tiny seq=16k"]
     command = [word for word in words[:1] if "=" not in word and not word.startswith("-")]
     found = run("simulate", *command, *shape, *words[len(command) :])
     assert found.exit_code == 2
@@ -206,8 +201,8 @@ def test_mistakes_are_one_line(tmp_path, words, message):
 
 @pytest.mark.parametrize(("limit", "columns"), [(64, 64), (0, 65)])  # 0 = no limit
 def test_columns_up_to_the_patterns_limit_are_allowed(limit, columns):
-    words = ("model=tiny", "seq=16k", "sparsity=vertical_slash", f"sparsity.max_columns={limit}")
-    found = run("simulate", *words, "--columns", str(columns), "--exchange", "ring", "--no-files")
+    words = ("model=tiny seq=16k sparsity=vertical_slash", f"sparsity.max_columns={limit}")
+    found = run("simulate", *words, "--columns", str(columns), "--exchange ring --no-files")
     assert (found.exit_code, found.stderr) == (0, "")
 
 
@@ -226,7 +221,7 @@ def test_help_of_exchange_says_what_each_command_compares():
 
 
 def test_an_index_can_be_a_shipped_profile():
-    words = ("--index", "real-512k-4xh200", "--workers", "4", "--layers", "1", "--no-files")
-    found = run("simulate", *words, "--exchange", "ring", "--layout", "striped", columns=200)
+    words = ("--index real-512k-4xh200 --workers 4 --layers 1 --no-files",)
+    found = run("simulate", *words, "--exchange ring --layout striped", columns=200)
     assert (found.exit_code, found.stderr) == (0, "")
     assert "real-512k-4xh200/index.npz (vertical_slash)" in found.stdout

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import yaml
+from commands.typed_line import DENSE, STRIPED, document, run
 from simulation.recordings import SEQ, record
-from typer.testing import CliRunner
 
-from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.simulation.cluster import shipped
 
@@ -20,26 +18,13 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str, columns: int = 80):
-    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
-    return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
-
-
 def test_recorded_indices_on_another_cluster(tmp_path):
     path = record(tmp_path / "measurements/one", "vertical_slash")
     for index in (str(path), str(path.parent)):
         found = run(
-            "simulate",
-            "--index",
+            "simulate --index",
             index,
-            "--cluster",
-            "a100_4x8",
-            "--workers",
-            "8",
-            "--exchange",
-            "ring",
-            "--json",
-            "--no-files",
+            "--cluster a100_4x8 --workers 8 --exchange ring --json --no-files",
         )
         assert found.exit_code == 0, found.stderr
         document = json.loads(found.stdout)
@@ -53,17 +38,7 @@ def test_recorded_indices_on_another_cluster(tmp_path):
 def test_dense_attention_on_an_own_cluster(tmp_path):
     content = yaml.safe_load(shipped()["a800_4x8"].read_text()) | {"nodes": 2, "gpus_per_node": 4}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    found = run(
-        "simulate",
-        "model=tiny",
-        "seq=16k",
-        "--cluster",
-        "mine.yaml",
-        "--index",
-        "dense",
-        "--json",
-        "--no-files",
-    )
+    found = run("simulate model=tiny seq=16k --cluster mine.yaml --index dense --json --no-files")
     assert found.exit_code == 0, found.stderr
     document = json.loads(found.stdout)
     assert (document["cluster"]["name"], document["workers"]) == ("mine", 8)
@@ -72,29 +47,10 @@ def test_dense_attention_on_an_own_cluster(tmp_path):
 
 def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     words = (
-        "simulate",
-        "sweep",
-        "model=tiny",
-        "--columns",
-        "64",
-        "--cluster",
-        "a100_4x8",
-        "--layout",
-        "striped,zigzag",
-        "--exchange",
-        "ring",
+        "simulate sweep model=tiny --columns 64 --cluster a100_4x8 --layout",
+        "striped,zigzag --exchange ring",
     )
-    found = run(
-        *words,
-        "seq=1k,32k",
-        "nodes=1,2,4",
-        "--tokens",
-        "1e9",
-        "--price",
-        "1",
-        "--out",
-        "swept",
-    )
+    found = run(*words, "seq=1k,32k nodes=1,2,4 --tokens 1e9 --price 1 --out swept")
     assert (found.exit_code, found.stderr) == (0, "")
     assert (
         len([line for line in found.stdout.splitlines() if line.strip().startswith(("1k", "32k"))])
@@ -123,31 +79,20 @@ def test_a_sweep_prints_a_table_and_can_be_reported(tmp_path):
     assert len(summary["remarks"]) >= 4
     assert all("cannot" in row or row["dollars"]["value"] > 0 for row in summary["sweep"])
     assert len((tmp_path / "swept/sweep.csv").read_text().splitlines()) == 13
-    shown = run("report", "swept", columns=200)
+    shown = run("report swept", columns=200)
     assert shown.exit_code == 0, shown.stderr
     assert "predicted for a100_4x8" in shown.stdout
     page = (tmp_path / "swept/report.html").read_text()
     assert "Scaling" in page
     assert "Predicted steps" in page
-    again = run(*words, "nodes=1", "--out", "swept")
+    again = run(*words, "nodes=1 --out swept")
     assert again.exit_code == 2
     assert "--out swept: already holds a profile or simulation" in again.stderr
 
 
 def test_a_recommendation_is_reasoned_and_reported(tmp_path):
-    words = (
-        "simulate",
-        "recommend",
-        "model=tiny",
-        "seq=32k",
-        "--columns",
-        "64",
-        "--cluster",
-        "a100_4x8",
-        "--nodes",
-        "2",
-    )
-    found = run(*words, "--out", "best", "--price", "1", columns=200)
+    words = ("simulate recommend model=tiny seq=32k --columns 64 --cluster a100_4x8 --nodes 2",)
+    found = run(*words, "--out best --price 1", columns=200)
     assert (found.exit_code, found.stderr) == (0, "")
     for start in (
         "best   ",
@@ -164,20 +109,12 @@ def test_a_recommendation_is_reasoned_and_reported(tmp_path):
         summary["recommended"]["ranked"][0]["seconds"] == summary["predicted"][0]["step"]["seconds"]
     )
     assert len(summary["cases"]) == len(summary["results"]) == 1
-    assert run("report", "best").exit_code == 0
+    assert run("report best").exit_code == 0
     content = yaml.safe_load(shipped()["a100_4x8"].read_text())
     content["gpu"]["hbm_gib"] = {"value": 1, "source": "guess"}
     (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))
     none = run(
-        "simulate",
-        "recommend",
-        "model=tiny",
-        "seq=32k",
-        "--cluster",
-        "small.yaml",
-        "--exchange",
-        "ring",
-        "--no-files",
+        "simulate recommend model=tiny seq=32k --cluster small.yaml --exchange ring --no-files"
     )
     assert none.exit_code == 1
     assert "nothing fits small: a GPU needs at least " in none.stdout
@@ -190,17 +127,8 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
     del content["gpu"]["gemm_tflops"]
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(content))
     found = run(
-        "simulate",
-        "model=qwen3b",
-        "seq=64k",
-        "--cluster",
-        "new.yaml",
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring",
-        "--no-files",
-        "--json",
+        "simulate model=qwen3b seq=64k --cluster new.yaml --layout striped",
+        "--exchange ring --no-files --json",
     )
     assert found.exit_code == 0, found.stderr
     document = json.loads(found.stdout)
@@ -211,27 +139,9 @@ def test_an_unmeasured_gpu_gets_wide_bounds(tmp_path):
     assert (gemm["value"], gemm["low"], gemm["high"], gemm["source"]) == (385, 250, 475, "guess")
 
 
-DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
-
-
-STRIPED = ("--layout", "striped", "--exchange", "ring")
-
-
-def simulate(*words: str, columns: int = 200):
-    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
-        command_line.app, ["simulate", *words], prog_name="mtrain"
-    )
-
-
-def document(*words: str) -> dict[str, Any]:
-    result = simulate(*words, "--json", "--no-files")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def test_a_slow_rank_may_be_in_any_group():
     """A slow rank costs the same in any group, and the slowest of several groups counts."""
-    words = (*DENSE, "train.global_batch=2", "topology.context_parallel=4", *STRIPED)
+    words = (DENSE, "train.global_batch=2 topology.context_parallel=4", STRIPED)
     for more in ((), ("--attention-only",)):
 
         def result(slow: str, more: tuple[str, ...] = more) -> tuple[float, str]:
@@ -250,7 +160,7 @@ def test_a_slow_rank_may_be_in_any_group():
 
 def test_attention_only_equals_the_attention_of_the_step():
     """Settings of topology, groups and kernel apply as in a step."""
-    words = (*DENSE, "--workers", "4", *STRIPED)
+    words = (DENSE, "--workers 4", STRIPED)
     usual = document(*words, "--attention-only")
     (case,), (ms,) = usual["cases"], [p["ms"] for p in usual["predicted"]]
     assert (case["cp"], case["kernel"], case["exchange"]) == (4, "sdpa", "ring")
@@ -263,11 +173,7 @@ def test_attention_only_equals_the_attention_of_the_step():
         assert alone["cases"][0][fact] == step["cases"][0][fact] == value
         assert alone["predicted"][0]["ms"] == step["predicted"][0]["ms"] != ms
     of_processes = document(
-        *words,
-        "topology.device=cpu",
-        "topology.prefetch=2",
-        "train.kernel=sdpa",
-        "--attention-only",
+        *words, "topology.device=cpu topology.prefetch=2 train.kernel=sdpa --attention-only"
     )["cases"][0]
     assert (of_processes["exchange"], of_processes["kernel"]) == ("ring (2 hops ahead)", "sdpa")
     sparse = (
@@ -277,40 +183,32 @@ def test_attention_only_equals_the_attention_of_the_step():
         "64",
         "train.kernel=triton",
         "--attention-only",
-        *STRIPED,
+        STRIPED,
     )
     assert document(*sparse)["cases"][0]["kernel"] == "triton"
 
 
 def test_missing_measurements_are_reported():
     """Index times come from one kind of GPU; the simulator's own constants have sources too."""
-    words = (
-        "model=qwen3b",
-        "seq=8k",
-        "--columns",
-        "64",
-        "--workers",
-        "1",
-        "--attention-only",
-        *STRIPED,
-    )
+    rest = ("--workers 1 --attention-only", STRIPED)
+    words = ("model=qwen3b seq=8k --columns 64", *rest)
     message = (
         "estimating an index was measured for vertical_slash with 16 heads on NVIDIA H200, not for "
     )
     (here,) = document(*words)["predicted"]
     assert not [line for line in here["remarks"] if line.startswith("estimating")]
-    result = document(*words, "--cluster", "a100_4x8")
+    result = document(*words, "--cluster a100_4x8")
     by = (
         ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are "
         "wider"
     )
     assert f"{message}16 heads on NVIDIA A100-SXM4-40GB{by}" in result["predicted"][0]["remarks"]
-    (more,) = document("model=llama8b", *words[1:])["predicted"]
+    (more,) = document("model=llama8b seq=8k --columns 64", *rest)["predicted"]
     assert (
         message + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads"
         in more["remarks"]
     )
-    (dense,) = document("model=llama8b", "seq=8k", "--index", "dense", *words[4:])["predicted"]
+    (dense,) = document("model=llama8b seq=8k --index dense", *rest)["predicted"]
     assert not [line for line in dense["remarks"] if line.startswith("estimating")]
     constants = result["cluster"]["constants"]
     assert constants["costs.index_together_us"] | {"note": ""} == {

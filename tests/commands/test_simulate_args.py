@@ -6,23 +6,16 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import yaml
 from command import python_path
+from commands.typed_line import DENSE, STRIPED, document, run, simulate
 from simulation.recordings import SEQ, record
-from typer.testing import CliRunner
 
 from mtrain_cli import resource_dir
-from mtrain_cli.commands import app as command_line
-from mtrain_cli.commands.simulate_args import SimulateRequest
+from mtrain_cli.commands.simulate_request import SimulateRequest
 from mtrain_cli.simulation.sweep_axes import axes
-
-DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
-
-
-STRIPED = ("--layout", "striped", "--exchange", "ring")
 
 
 @pytest.fixture(autouse=True)
@@ -30,20 +23,8 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def simulate(*words: str, columns: int = 200):
-    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
-        command_line.app, ["simulate", *words], prog_name="mtrain"
-    )
-
-
-def document(*words: str) -> dict[str, Any]:
-    result = simulate(*words, "--json", "--no-files")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def test_a_slow_rank_needs_a_group_of_one_size():
-    words = ("recommend", *DENSE, "train.global_batch=8", "--slow", "3=2", "--no-files", *STRIPED)
+    words = ("recommend", DENSE, "train.global_batch=8 --slow 3=2 --no-files", STRIPED)
     refused = simulate(*words)
     assert refused.exit_code == 2, refused.output
     assert (
@@ -53,8 +34,8 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     fixed = simulate(*words, "topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output
     # Ranks are numbered over all workers and groups.
-    assert simulate(*words, "--slow", "7=2", "topology.context_parallel=4").exit_code == 0
-    beyond = simulate(*words, "--slow", "8=2", "topology.context_parallel=4")
+    assert simulate(*words, "--slow 7=2 topology.context_parallel=4").exit_code == 0
+    beyond = simulate(*words, "--slow 8=2 topology.context_parallel=4")
     assert (
         beyond.exit_code,
         "--slow 8=2: there is no rank 8; allowed: 0 to 7" in beyond.stderr,
@@ -66,7 +47,7 @@ def test_a_slow_rank_needs_a_group_of_one_size():
 def test_without_a_model_ineffective_settings_are_refused(tmp_path):
     path = record(tmp_path / "one", "vertical_slash")
     for word in ("topology.prefetch=2", "train.kernel=sdpa"):
-        refused = simulate("--index", str(path), word, "--workers", "4", "--no-files", *STRIPED)
+        refused = simulate("--index", str(path), word, "--workers 4 --no-files", STRIPED)
         assert refused.exit_code == 2
         assert (
             f"{word}: --index {path} without model= gives only the shape of attention; add model="
@@ -80,7 +61,7 @@ def test_cpu_workers_get_no_message_about_cuda(tmp_path):
     for gpu in ({"name": "AMD EPYC 9654"}, {"name": "some chip", "device": "cpu"}):
         made["gpu"] |= gpu
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(made))
-        words = ("model=tiny", "seq=16k", "--columns", "64", "--cluster", "mine.yaml", *STRIPED)
+        words = ("model=tiny seq=16k --columns 64 --cluster mine.yaml", STRIPED)
         for more in (("run",), ("recommend",), ("sweep", "workers=2,4")):
             refused = simulate(*more, *words, "--no-files")
             assert refused.exit_code == 2
@@ -93,9 +74,9 @@ def test_cpu_workers_get_no_message_about_cuda(tmp_path):
         alone = document(*words, "--attention-only")
         assert alone["cases"][0]["kernel"] == "sdpa"
         assert not [remark for remark in alone["predicted"][0]["remarks"] if "triton" in remark]
-        typed = document(*words, "topology.device=cpu", "--attention-only")
+        typed = document(*words, "topology.device=cpu --attention-only")
         assert alone["predicted"] == typed["predicted"]
-        refused = simulate(*words, "topology.device=cuda", "--attention-only", "--no-files")
+        refused = simulate(*words, "topology.device=cuda --attention-only --no-files")
         assert (
             f"topology.device=cuda: mine has {gpu['name']}, a CPU; allowed: cpu" in refused.stderr
         )
@@ -132,24 +113,10 @@ for word in {wrong}:
     assert done.returncode == 0, done.stderr
 
 
-def run(*words: str, columns: int = 80):
-    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
-    return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
-
-
 def test_a_density_may_be_a_percentage():
     words = (
-        "simulate",
-        "model=tiny",
-        "seq=16k",
-        "--columns",
-        "64",
-        "--layout",
-        "zigzag",
-        "--exchange",
-        "ring",
-        "--json",
-        "--no-files",
+        "simulate model=tiny seq=16k --columns 64 --layout zigzag --exchange",
+        "ring --json --no-files",
     )
     found = [run(*words, "--density", density).stdout for density in ("20%", "0.2", "5%")]
     assert len({json.loads(text)["cases"][0]["density"] for text in found}) == 2
@@ -195,21 +162,16 @@ def test_an_index_of_another_model_is_refused(tmp_path):
         ),
         (["model.num_layers=6"], "train.micro_batch=1: --index {} holds 2 sequences"),
     ):
-        found = run("simulate", *shape, *more, "--index", str(path), "--json", "--no-files")
+        found = run("simulate", *shape, *more, "--index", str(path), "--json --no-files")
         assert found.exit_code == 2
         assert message.format(path) in found.stderr
         assert len(found.stderr.strip().splitlines()) == 1
     good = run(
         "simulate",
         *shape,
-        "model.num_layers=6",
-        "train.micro_batch=2",
-        "--workers",
-        "4",
-        "--index",
+        "model.num_layers=6 train.micro_batch=2 --workers 4 --index",
         str(path),
-        "--json",
-        "--no-files",
+        "--json --no-files",
     )
     assert good.exit_code == 0, good.stderr
     assert all(
@@ -219,13 +181,13 @@ def test_an_index_of_another_model_is_refused(tmp_path):
 
 def test_an_index_of_another_shape_is_refused(tmp_path):
     path = record(tmp_path, "vertical_slash")
-    found = run("simulate", "model=qwen3b", "seq=32k", "--index", str(path))
+    found = run("simulate model=qwen3b seq=32k --index", str(path))
     assert found.exit_code == 2
     lines = found.stderr.strip().splitlines()
     assert f"seq=32768: --index {path} was recorded with {SEQ}; leave it out" in lines[0]
     assert any("model.num_heads=16" in line for line in lines)
     for option, value in (("--density", "0.03"), ("--columns", "0")):
-        found = run("simulate", "--index", str(path), option, value)
+        found = run("simulate --index", str(path), option, value)
         assert found.exit_code == 2
         assert (
             f"{option} {value}: --index {path} has its own pairs; give only one of the two"

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from commands.typed_line import DENSE, SMALL, STRIPED, document, run, simulate
 
 from mtrain_cli import resource_dir
-from mtrain_cli.commands import app as command_line
 from mtrain_cli.commands.simulate_validate import _kernel_source
-
-SMALL = ("model=tiny", "seq=16k", "--columns", "64", "--density", "0.1")
 
 
 @pytest.fixture(autouse=True)
@@ -20,26 +16,12 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str, columns: int = 80):
-    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
-    return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
-
-
 def test_its_files_can_be_reported_like_a_profile(tmp_path):
     found = run(
         "simulate",
-        *SMALL,
-        "train.activation_checkpoint=full",
-        "--layers",
-        "2",
-        "--out",
-        "mine",
-        "--exchange",
-        "ring",
-        "--slow",
-        "3=2",
-        "--jitter",
-        "0.1",
+        SMALL,
+        "train.activation_checkpoint=full --layers 2 --out mine --exchange ring",
+        "--slow 3=2 --jitter 0.1",
     )
     assert found.exit_code == 0, found.stderr
     assert "mtrain report mine" in found.stdout
@@ -52,31 +34,13 @@ def test_its_files_can_be_reported_like_a_profile(tmp_path):
             assert result["passes"][name]["duration_ms"]["mean"] == pytest.approx(
                 predicted["passes"][name]["ms"]["value"], rel=1e-3
             )
-    shown = run("report", "mine", columns=200)
+    shown = run("report mine", columns=200)
     assert shown.exit_code == 0, shown.stderr
     assert "rank 3" in shown.stdout
     assert (tmp_path / "mine/report.html").is_file()
-    again = run("simulate", *SMALL, "--out", "mine", "--exchange", "ring")
+    again = run("simulate", SMALL, "--out mine --exchange ring")
     assert again.exit_code == 2
     assert "--out mine: already holds a profile or simulation" in again.stderr
-
-
-DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
-
-
-STRIPED = ("--layout", "striped", "--exchange", "ring")
-
-
-def simulate(*words: str, columns: int = 200):
-    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
-        command_line.app, ["simulate", *words], prog_name="mtrain"
-    )
-
-
-def document(*words: str) -> dict[str, Any]:
-    result = simulate(*words, "--json", "--no-files")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def shipped_file():
@@ -85,7 +49,7 @@ def shipped_file():
 
 def test_the_used_calibration_is_reported():
     files = ["kernels-h200.json", "non-attention-h200.json", "worker-calls-h200.json"]
-    words = ("model=tiny", "seq=4k", "--workers", "1", *STRIPED)
+    words = ("model=tiny seq=4k --workers 1", STRIPED)
     for more in (
         ("run",),
         ("run", "--attention-only"),
@@ -99,7 +63,7 @@ def test_the_used_calibration_is_reported():
             "own": False,
             "scaled": False,
         }
-    other = document(*words, "--cluster", "a100_4x8", "--calibration", str(shipped_file()))
+    other = document(*words, "--cluster a100_4x8 --calibration", str(shipped_file()))
     assert other["calibration"] == {
         "device": "NVIDIA H200",
         "files": files[:1],
@@ -115,7 +79,7 @@ def test_the_used_calibration_is_reported():
         (f"{shipped_file()}, {rest}", [files[0], files[1]]),
         (rest, [files[1], *files]),
     ):
-        both = document(*words, "--calibration", str(own))
+        both = document(*words, "--calibration", f"'{own}'")
         assert both["calibration"] == {
             "device": "NVIDIA H200",
             "files": used,
@@ -138,19 +102,12 @@ def test_an_unwritable_folder_is_refused_before_computing(tmp_path, monkeypatch)
     for place in ("prediction", "scenario"):
         monkeypatch.setattr(f"mtrain_cli.simulation.{place}.predict", None)
     for more in (("run",), ("run", "--attention-only"), ("recommend",), ("sweep", "workers=2,4")):
-        refused = simulate(*more, *DENSE, *STRIPED, "--out", "file/in/it")
+        refused = simulate(*more, DENSE, STRIPED, "--out file/in/it")
         assert refused.exit_code == 2, refused.output
         assert refused.stderr.startswith(
             "mtrain: --out file/in/it: cannot be written (Not a directory); give another folder"
         )
-    assert (
-        simulate(*DENSE, *STRIPED, "--out", "/proc").exit_code == 2
-    )  # is there, and takes no file
+    assert simulate(DENSE, STRIPED, "--out /proc").exit_code == 2  # is there, and takes no file
     # A mistake that is found later leaves no new folders either.
-    assert (
-        simulate(
-            *DENSE, "--exchange", "ulysses", "--layout", "zigzag", "--out", "new/one"
-        ).exit_code
-        == 2
-    )
+    assert simulate(DENSE, "--exchange ulysses --layout zigzag --out new/one").exit_code == 2
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

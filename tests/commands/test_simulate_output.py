@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from mtrain_cli.commands import app as command_line
-
-SMALL = ("model=tiny", "seq=16k", "--columns", "64", "--density", "0.1")
+from commands.typed_line import DENSE, SMALL, STRIPED, document, run, simulate
 
 
 @pytest.fixture(autouse=True)
@@ -18,14 +13,9 @@ def _here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words: str, columns: int = 80):
-    environment = {"COLUMNS": str(columns), "TERM": "dumb"}
-    return CliRunner(env=environment).invoke(command_line.app, list(words), prog_name="mtrain")
-
-
 def test_every_configuration_is_one_row_at_any_width(tmp_path):
     for columns in (40, 200):
-        found = run("simulate", *SMALL, "--no-files", columns=columns)
+        found = run("simulate", SMALL, "--no-files", columns=columns)
         assert (found.exit_code, found.stderr) == (0, "")
         rows = [
             line
@@ -40,19 +30,10 @@ def test_every_configuration_is_one_row_at_any_width(tmp_path):
 
 
 def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
-    words = (
-        "simulate",
-        "model=tiny",
-        "seq=16k",
-        "--layout",
-        "zigzag",
-        "--exchange",
-        "ring",
-        "--no-files",
-    )
+    words = "model=tiny seq=16k --layout zigzag --exchange ring --no-files"
 
     def first(*more: str, command: str = "run") -> str:
-        found = run("simulate", command, *words[1:], *more, columns=200)
+        found = run("simulate", command, words, *more, columns=200)
         assert found.exit_code == 0, found.stderr
         return found.stdout.splitlines()[0]
 
@@ -61,15 +42,15 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     assert first() == dense + asks
     assert first(command="recommend") == dense + asks
     assert first("--attention-only") == dense + asks
-    assert first("sparsity=dense") == first("--index", "dense") == dense
+    assert first("sparsity=dense") == first("--index dense") == dense
     assert first("seq=16k,32k", command="sweep") == dense + asks
     drawn = "each sequence one document; use --index for those of a profile"
     assert (
-        first("--density", "5%")
+        first("--density 5%")
         == first("density=5%,10%", command="sweep")
         == f"pairs  synthetic (clustered), {drawn}"
     )
-    assert first("--columns", "64", "--index", "local") == f"pairs  synthetic (local), {drawn}"
+    assert first("--columns 64 --index local") == f"pairs  synthetic (local), {drawn}"
     assert (
         first("sparsity=vertical_slash")
         == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
@@ -78,22 +59,14 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
         first("sparsity=fixed") == "pairs  as drawn by sparsity=fixed, each sequence one document"
     )
     (default,), (typed,) = (
-        json.loads(run(*words, *more, "--json").stdout)["predicted"]
+        json.loads(run("simulate", words, *more, "--json").stdout)["predicted"]
         for more in ((), ("sparsity=dense",))
     )
     assert default == typed
     assert default["step"]["mfu"] > 0
     # A recipe sets the sparsity as a typed setting does.
     recipe = run(
-        "simulate",
-        "recipe=stdlib_64k",
-        "--workers",
-        "1",
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring",
-        "--no-files",
+        "simulate recipe=stdlib_64k --workers 1 --layout striped --exchange ring --no-files",
         columns=200,
     )
     assert "for sparsity=vertical_slash" in recipe.stdout.splitlines()[0], recipe.stderr
@@ -101,18 +74,9 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
 
 def test_step_parts_and_training_cost_are_printed():
     words = (
-        "simulate",
-        "model=qwen3b",
-        "seq=8k",
-        "--density",
-        "5%",
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring",
-        "--no-files",
+        "simulate model=qwen3b seq=8k --density 5% --layout striped --exchange ring --no-files",
     )
-    found = run(*words, "--tokens", "1b", "--json")
+    found = run(*words, "--tokens 1b --json")
     (entry,) = json.loads(found.stdout)["predicted"]
     step = entry["step"]
     assert sum(step["parts_s"].values()) == pytest.approx(step["seconds"]["value"], rel=1e-4)
@@ -121,63 +85,26 @@ def test_step_parts_and_training_cost_are_printed():
         1e9 / 8 / step["tokens_per_second_per_gpu"]["value"] / 86400, rel=1e-4
     )
     dry = run(
-        "train", "model=qwen3b", "seq=8k", "sparsity=vertical_slash", "sparsity.max_columns=2048",
-        "topology.exchange=ring", "topology.workers=8", "topology.device=cuda", "--dry-run",
-    )  # fmt: skip
+        "train model=qwen3b seq=8k sparsity=vertical_slash",
+        "sparsity.max_columns=2048 topology.exchange=ring topology.workers=8",
+        "topology.device=cuda --dry-run",
+    )
     total = next(line for line in dry.stdout.splitlines() if line.startswith("total"))
     assert f"{step['memory_bytes'] / 2**30:.2f} GiB" in total
-    shown = run(*words, "--tokens", "1b", "--price", "2")
+    shown = run(*words, "--tokens 1b --price 2")
     assert (
         f"memory {step['memory_bytes'] / 2**30:.2f} GiB of 139.8 (132.8 usable) at its peak"
         in " ".join(shown.stdout.split())
     )
     assert "at $2 per GPU and hour" in " ".join(shown.stdout.split())
-    unknown = run(
-        "simulate",
-        *SMALL,
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring",
-        "--no-files",
-        "--tokens",
-        "1b",
-    )
+    unknown = run("simulate", SMALL, "--layout striped --exchange ring --no-files --tokens 1b")
     assert "cost unknown, give --price X" in " ".join(unknown.stdout.split())
-    priced = run(
-        "simulate",
-        *SMALL,
-        "--layout",
-        "striped",
-        "--exchange",
-        "ring",
-        "--no-files",
-        "--price",
-        "2",
-    )
+    priced = run("simulate", SMALL, "--layout striped --exchange ring --no-files --price 2")
     assert "--price 2: has no effect without --tokens" in priced.stderr.replace("2.0", "2")
 
 
-DENSE = ("model=tiny", "seq=32k", "sparsity=dense")
-
-
-STRIPED = ("--layout", "striped", "--exchange", "ring")
-
-
-def simulate(*words: str, columns: int = 200):
-    return CliRunner(env={"COLUMNS": str(columns), "TERM": "dumb"}).invoke(
-        command_line.app, ["simulate", *words], prog_name="mtrain"
-    )
-
-
-def document(*words: str) -> dict[str, Any]:
-    result = simulate(*words, "--json", "--no-files")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
 def test_mfu_is_shown_for_dense_attention_only():
-    words = ("model=tiny", "seq=16k", "--workers", "2", *STRIPED)
+    words = ("model=tiny seq=16k --workers 2", STRIPED)
     (dense,), (sparse,) = (
         document(*words, *more)["predicted"] for more in (("--index", "dense"), ("--columns", "64"))
     )
@@ -191,9 +118,9 @@ def test_mfu_is_shown_for_dense_attention_only():
     "words",
     [
         ("model=qwen3b", "seq=64k", "--cluster", "a100_4x8"),
-        ("recommend", *DENSE, "train.global_batch=8"),
-        ("sweep", "model=tiny", "seq=1k,32k", "workers=2,16", "--cluster", "a100_4x8", *STRIPED),
-        (*DENSE, "--attention-only", "--recompute"),
+        ("recommend", DENSE, "train.global_batch=8"),
+        ("sweep", "model=tiny", "seq=1k,32k", "workers=2,16", "--cluster", "a100_4x8", STRIPED),
+        (DENSE, "--attention-only", "--recompute"),
     ],
     ids=["steps", "recommend", "sweep", "attention"],
 )
@@ -211,9 +138,9 @@ def test_output_fits_80_columns(words):
 
 def test_the_choice_of_auto_is_printed():
     words = (
-        "model=qwen3b", "seq=128k", "--cluster", "h100_4x8", "--layout", "striped",
-        "--exchange", "all_gather", "--no-files", "--density", "5%",
-    )  # fmt: skip
+        "model=qwen3b seq=128k --cluster h100_4x8 --layout striped --exchange",
+        "all_gather --no-files --density 5%",
+    )
     message = " ".join(simulate(*words, "train.memory=auto").stdout.split())
     assert "note train.memory=auto takes train.shard=gradients" in message
     assert "auto takes" not in simulate(*words).stdout

@@ -159,7 +159,7 @@ def test_the_sheet_shows_progress_and_health(monkeypatch):
         "            rank 2 on node8: 1 x NVIDIA H200 (0)",
         "restarts    1, the last one 1:00:00 ago: rank 1 was killed by SIGKILL",
     ]
-    assert lines[9] == "            after step 9; from the checkpoint of step 8, on 3 workers"
+    assert lines[9] == "            stopped after step 9; resumed from step 8, on 3 workers"
     assert lines[10] == "warnings    1, the last one 0 s ago: step 11 is a spike: loss 9.9"
 
 
@@ -250,8 +250,8 @@ def test_watching_a_finished_run_prints_it_once(words, monkeypatch):
         ([], "mtrain: there are no runs in runs/. Give the folder of a run.\n"),
         (
             ["nothing"],
-            "mtrain: nothing: no run of that name, and no folder with a resolved.yaml; there are "
-            "no runs in runs/\n",
+            "mtrain: nothing: no such run; allowed: a folder with a resolved.yaml; there are no "
+            "runs in runs/\n",
         ),
         (["--all"], "mtrain: --all: there are no runs in runs/\n"),
         (["--all", "x"], "mtrain: --all: shows every run under runs/; give it without x\n"),

@@ -2,7 +2,6 @@
 
 import io
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.data.corpora import Corpus
 from mtrain_cli.data.dataset import PackedDataset
 from mtrain_cli.data.labels import IGNORED
-from mtrain_cli.data.open_dataset import open_dataset
-from mtrain_cli.data.store import StoreMeta, StoreWriter, TokenStore
-from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
+from mtrain_cli.data.store import StoreWriter, TokenStore
+from mtrain_cli.data.tokenizers import ByteTokenizer
 
 
 def _store(lengths: list[int]) -> TokenStore:
@@ -141,100 +138,3 @@ def test_a_billion_tokens_open_at_once_and_a_sequence_reads_only_its_slice(tmp_p
     assert time.process_time() - begin < 2
     assert len(dataset) == -(-documents * length // 4096)
     assert sample.documents[-1] in (1, 2)
-
-
-def test_open_dataset_reads_the_standard_library_by_default(base_config: Config) -> None:
-    dataset = open_dataset(base_config)
-    assert len(dataset) > 500
-    assert dataset.num_tokens > 4 << 20
-    assert dataset.vocab_size == 264
-    assert len(dataset.fingerprint) == 64
-    assert "standard library of Python 3" in dataset.describe()
-    sample = dataset[0]
-    valid = sample.labels != IGNORED
-    assert np.array_equal(sample.labels[:-1][valid[:-1]], sample.tokens[1:][valid[:-1]])
-
-
-def test_open_dataset_reads_text_with_both_tokenizers(
-    make_config, jsonl: Callable[..., Path], bpe_file: Path
-) -> None:
-    path = str(jsonl(["the quick dog", "", "a lazy fox"] * 20))
-    by_bytes = open_dataset(make_config(kind="text", path=path, shuffle=False))
-    assert by_bytes.num_tokens == 20 * (13 + 1 + 10 + 1)
-    assert ByteTokenizer().decode(by_bytes[0].tokens).startswith("the quick doga lazy fox")
-    by_bpe = open_dataset(
-        make_config(kind="text", path=path, tokenizer=str(bpe_file), vocab_size=300)
-    )
-    assert by_bpe.num_tokens < by_bytes.num_tokens
-    assert by_bpe.fingerprint != by_bytes.fingerprint
-
-
-def _line(config: Config) -> str:
-    with pytest.raises(ConfigError) as caught:
-        open_dataset(config)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def test_a_corpus_shorter_than_one_sequence_is_refused_with_both_numbers(
-    make_config, jsonl: Callable[..., Path]
-) -> None:
-    path = jsonl(["short"])
-    assert _line(make_config(kind="text", path=str(path))) == (
-        f"seq=64: data.path={path} holds only 6 tokens, less than one sequence of 64. Give a "
-        "longer corpus or a smaller seq."
-    )
-
-
-@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n{"text": null}\n'])
-def test_an_empty_corpus_is_refused(make_config, tmp_path: Path, content: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(content)
-    assert _line(make_config(kind="text", path=str(path))) == f"data.path={path}: holds no text"
-
-
-def test_a_vocabulary_larger_than_the_models_is_refused_with_both_sizes(
-    make_config, tmp_path: Path, bpe_file: Path
-) -> None:
-    assert (
-        _line(make_config(vocab_size=256))
-        == "model.vocab_size=256: data.tokenizer=bytes has 264 ids. "
-        "Set model.vocab_size=264 or more, or auto."
-    )
-    _prepared(tmp_path / "s", [50])
-    line = _line(make_config(kind="tokens", path=str(tmp_path / "s"), vocab_size=100))
-    assert line.startswith("model.vocab_size=100: the token store")
-    assert "has 264 ids. Set model.vocab_size=264 or more" in line
-    needed = open_tokenizer(str(bpe_file)).vocab_size
-    assert f"data.tokenizer={bpe_file} has {needed} ids" in _line(
-        make_config(tokenizer=str(bpe_file), vocab_size=needed - 1)
-    )
-
-
-def _prepared(folder: Path, lengths: list[int]) -> StoreMeta:
-    store = _store(lengths)
-    folder.mkdir()
-    store.tokens.tofile(folder / "tokens.bin")
-    store.offsets.tofile(folder / "documents.bin")
-    store.meta.write(folder)
-    return store.meta
-
-
-def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_path: Path) -> None:
-    meta = _prepared(tmp_path / "s", [50, 60, 70])
-    config = make_config(kind="tokens", path=str(tmp_path / "s"))
-    dataset = open_dataset(config)
-    assert (dataset.num_tokens, dataset.fingerprint) == (180, meta.sha256)
-    assert f"mapped from {tmp_path / 's'}" in dataset.describe()
-    content = np.fromfile(tmp_path / "s" / "tokens.bin", "<u2")
-    content[:] = 999
-    content.tofile(tmp_path / "s" / "tokens.bin")
-    with pytest.raises(
-        ConfigError, match=r"token 999 is outside the store's vocabulary of 264 ids\. The store is"
-    ):
-        open_dataset(config)[0]
-    (tmp_path / "s" / "tokens.bin").write_bytes(b"")
-    assert "tokens.bin has 0 bytes, but meta.json implies 360" in _line(config)
-    assert _line(make_config(kind="tokens", path=None)).startswith(
-        "data.path=null: data=tokens needs a folder"
-    )

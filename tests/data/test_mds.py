@@ -21,10 +21,7 @@ import numpy as np
 import pytest
 
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.data.dataset import PackedDataset
-from mtrain_cli.data.labels import IGNORED
 from mtrain_cli.data.mds import MdsFolder
-from mtrain_cli.data.mds_source import MdsSource
 from mtrain_cli.data.open_dataset import open_dataset
 
 REAL = Path(__file__).parent / "mds"
@@ -184,85 +181,6 @@ def test_documents_of_the_real_writer_are_read(name: str) -> None:
     assert lengths.tolist() == [sample["length"] for sample in samples]
 
 
-@pytest.mark.parametrize("name", ["packed", "packed_nd"])
-def test_packed_samples_become_sequences_with_their_documents(name: str) -> None:
-    """A sample as long as a sequence is one sequence. The first token of a document is not a
-    target.
-    """
-    source = MdsSource(REAL / name, name)
-    dataset = PackedDataset(source, 32, vocab_size=1000, shuffle=False)
-    assert len(dataset) == (5 if name == "packed" else 3)
-    for number in range(len(dataset)):
-        sample, cut = dataset[number], 10 + number
-        assert np.array_equal(sample.tokens, np.arange(32) + 50 * number)
-        assert sample.documents.tolist() == [0] * cut + [1] * (32 - cut)
-        expected = np.append(sample.tokens[1:], IGNORED)
-        expected[cut - 1] = IGNORED
-        assert np.array_equal(sample.labels, expected)
-    whole = PackedDataset(source, 32, vocab_size=1000, shuffle=False, document_mask=False)[0]
-    assert not whole.documents.any()
-    assert IGNORED not in whole.labels
-
-
-def test_samples_are_shuffled_whole_and_cut_into_shorter_sequences(
-    make_config: Callable[..., Any],
-) -> None:
-    config = make_config(kind="mds", path=str(REAL / "packed"), seq=32, vocab_size=1000)
-    dataset = open_dataset(config)
-    firsts = [int(dataset[number].tokens[0]) for number in range(5)]
-    assert sorted(firsts) == [0, 50, 100, 150, 200] != firsts
-    halves = open_dataset(
-        make_config(kind="mds", path=str(REAL / "packed"), seq=16, vocab_size=1000)
-    )
-    assert len(halves) == 10
-    assert np.array_equal(np.concatenate([halves[0].tokens, halves[1].tokens]), dataset[0].tokens)
-    # A document ends at token 10 of a sample, which is token 2 of its second sequence of eight.
-    second = PackedDataset(MdsSource(REAL / "packed", "packed"), 8, vocab_size=1000, shuffle=False)[
-        1
-    ]
-    assert second.documents.tolist() == [0] * 2 + [1] * 6
-    assert (second.labels == IGNORED).nonzero()[0].tolist() == [1]
-
-
-def test_tokens_outside_spans_and_masks_are_not_targets(tmp_path: Path) -> None:
-    samples = packed_samples()[:1]
-    samples[0]["indices"] = [[2, 10], [12, 32]]
-    samples[0]["mask"][20:24] = 0
-    dataset = PackedDataset(
-        MdsSource(write_mds(tmp_path / "s", PACKED, samples), "s"),
-        32,
-        vocab_size=1000,
-        shuffle=False,
-    )
-    targets = set((np.flatnonzero(dataset[0].labels != IGNORED) + 1).tolist())
-    # Tokens 2 and 12 begin a document.
-    assert targets == {*range(3, 10), *range(13, 20), *range(24, 32)}
-
-
-def test_raw_documents_are_packed_end_to_end_and_may_be_compressed(tmp_path: Path) -> None:
-    plain = PackedDataset(MdsSource(REAL / "raw", "raw"), 20, vocab_size=1000, seed=3)
-    gz = PackedDataset(
-        MdsSource(
-            write_mds(tmp_path / "gz", RAW, raw_samples(), compression="gz", hashes=("sha1",)), "gz"
-        ),
-        20,
-        vocab_size=1000,
-        seed=3,
-    )
-    zstd = PackedDataset(MdsSource(REAL / "raw_zstd", "zstd"), 20, vocab_size=1000, seed=3)
-    assert len(plain) == 5
-    for number in range(5):
-        for other in (gz, zstd):
-            assert all(
-                np.array_equal(getattr(plain[number], name), getattr(other[number], name))
-                for name in ("tokens", "labels", "documents")
-            )
-    everything = np.concatenate([plain[number].tokens for number in range(5)])[: plain.num_tokens]
-    assert sorted(everything.tolist()) == sorted(
-        np.concatenate([sample["input_ids"] for sample in raw_samples()]).tolist()
-    )
-
-
 def _corrupt(folder: Path, name: str, change: Callable[[bytes], bytes]) -> None:
     (folder / name).write_bytes(change((folder / name).read_bytes()))
 
@@ -343,12 +261,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "sizes that contradict": (
         lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
-        "index.json gives column input_ids the size null in column_sizes, but its encoding "
-        "ndarray:uint32:5 needs 20",
+        "index.json has column_sizes [null, null, 8], but the encodings (domain (str), input_ids "
+        "(ndarray:uint32:5), length (int)) need [null, 20, 8]",
     ),
     "another number of sizes": (
         lambda f: _every(f, column_sizes=[8]),
-        "has column_sizes [8], but the encodings need [",
+        "has column_sizes [8], but the encodings (",
     ),
     "mixed columns": (
         lambda f: _first(f, column_names=["a", "b", "c"]),
@@ -417,28 +335,6 @@ def test_tokens_beyond_the_models_vocabulary_fail_at_the_start(
         match=r"token \d+ does not fit model.vocab_size=40: these tokens are from another",
     ):
         _read_all(config)
-
-
-@pytest.mark.parametrize(
-    ("spans", "expected"),
-    [
-        ([[0, 40]], "must be increasing spans within its 32 tokens"),
-        ([[5, 3]], "must be increasing spans"),
-        ([[0, 20], [10, 32]], "must be increasing spans"),
-        ("text", "is not a list of (begin, end)"),
-        ([[1, 2, 3]], "is not a list of (begin, end)"),
-    ],
-)
-def test_invalid_spans_are_refused(tmp_path: Path, spans: object, expected: str) -> None:
-    samples = packed_samples()[:1]
-    samples[0]["indices"] = spans
-    dataset = PackedDataset(
-        MdsSource(write_mds(tmp_path / "s", PACKED, samples), "mine"), 32, vocab_size=1000
-    )
-    with pytest.raises(ConfigError) as caught:
-        dataset[0]
-    assert str(caught.value).startswith("mine: sample 0: indices")
-    assert expected in str(caught.value)
 
 
 def test_a_shard_that_unpacks_to_another_size_is_refused(tmp_path: Path) -> None:

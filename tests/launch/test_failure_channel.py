@@ -137,7 +137,8 @@ def test_the_user_can_set_the_hubs_port(monkeypatch):
     with _server(job_at("127.0.0.1", nodes=1)) as server:
         assert server.getsockname()[1] == port
         with pytest.raises(
-            ConfigError, match=rf"{PORT}={port}: rank 0 cannot listen there .*\. Give a free port"
+            ConfigError,
+            match=rf"{PORT}={port}: rank 0 cannot listen on this port .*\. Give a free port",
         ):
             _server(job_at("127.0.0.1", nodes=1))
     monkeypatch.setenv(PORT, "http")

@@ -316,7 +316,7 @@ def test_everything_written_follows_the_umask(tmp_path, max_file_bytes):
 def test_an_existing_folder_is_not_touched(tmp_path):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "precious").write_text("x")
-    with pytest.raises(ConfigError, match="already exists; give a new or empty folder"):
+    with pytest.raises(ConfigError, match=r"already exists\. Give a new or empty folder"):
         export(tmp_path / "hf", tiny_model())
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["precious"]
 

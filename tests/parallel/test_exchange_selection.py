@@ -42,15 +42,21 @@ def asked(**keys) -> TopologyConfig:
 
 def test_gathered_bytes_count_kv_gradients_and_float32_sums():
     numbers = 2 * 1000 * 2 * 128  # keys and values
-    assert gathered_bytes(1000, 2, 128, 2) == numbers * (2 + 2 + 4)
+    needs = replace(NEEDS, tokens=1000)
+    assert gathered_bytes(needs) == numbers * (2 + 2 + 4)
     # For a part: its own and the next part's KV, its gradients and their sums.
-    assert gathered_bytes(1000, 2, 128, 2, 2) == numbers // 2 * (2 + 2 + 2 + 4)
+    assert gathered_bytes(needs, chunks=2) == numbers // 2 * (2 + 2 + 2 + 4)
+    # Two ranks that share heads have one key-value head each.
+    assert gathered_bytes(needs, heads=2) == numbers // 2 * (2 + 2 + 4)
+    # Of four ranks, two have the same one.
+    four = replace(needs, workers=8)
+    assert gathered_bytes(four, heads=4) == numbers // 2 * (2 + 2 + 4)
 
 
 @pytest.mark.parametrize(("kv_heads", "chunks"), [(1, 1), (2, 2), (3, 3), (8, 8)])
 def test_auto_takes_the_ring_once_a_gather_exceeds_its_share_of_memory(kv_heads, chunks):
     needs = replace(NEEDS, heads=24, kv_heads=kv_heads)
-    fits = int(0.1 * (8 << 30)) // gathered_bytes(1, kv_heads, 128, 2, chunks)
+    fits = int(0.1 * (8 << 30)) // gathered_bytes(replace(needs, tokens=1), 1, chunks)
     chosen = choose_exchange(AUTO, replace(needs, tokens=fits))
     assert (chosen.name, chosen.chunks) == ("all_gather", chunks)
     chosen = choose_exchange(AUTO, replace(needs, tokens=fits + 1))
@@ -60,7 +66,7 @@ def test_auto_takes_the_ring_once_a_gather_exceeds_its_share_of_memory(kv_heads,
 
 def test_a_large_gather_takes_two_parts_and_more_if_memory_is_short():
     needs = replace(NEEDS, heads=32, kv_heads=8)
-    of_two = gathered_bytes(1, 8, 128, 2, 2)
+    of_two = gathered_bytes(replace(needs, tokens=1), 1, 2)
     for tokens, chunks in (
         (1 << 14, 1),
         (1 << 16, 2),
@@ -106,7 +112,7 @@ def test_one_worker_takes_parts_if_its_float32_query_gradients_are_large():
 
 def test_a_given_number_of_parts_is_used_in_the_choice():
     needs = replace(NEEDS, heads=32, kv_heads=8, device_memory=80 << 30, tokens=1 << 20)
-    whole, of_two = gathered_bytes(1 << 20, 8, 128, 2), gathered_bytes(1 << 20, 8, 128, 2, 2)
+    whole, of_two = gathered_bytes(needs), gathered_bytes(needs, chunks=2)
     assert of_two > 0.1 * (80 << 30)
     assert choose_exchange(AUTO, needs).chunks == 8
     one = choose_exchange(asked(chunks=1), needs)
@@ -127,9 +133,10 @@ def test_a_given_number_of_parts_is_used_in_the_choice():
 
 def test_parts_divide_the_heads_that_a_rank_has_left():
     needs = replace(NEEDS, heads=32, kv_heads=8, workers=8, per_node=8, device_memory=80 << 30)
-    chosen = choose_exchange(asked(ulysses=4), replace(needs, tokens=1 << 21))
+    needs = replace(needs, tokens=1 << 21)
+    chosen = choose_exchange(asked(ulysses=4), needs)
     assert (chosen.name, chosen.heads, chosen.chunks) == ("all_gather", 4, 2)
-    assert f"{gathered_bytes(1 << 21, 8, 128, 2, 2) / 4 / 2**30:.1f} GiB at once" in chosen.reason
+    assert f"{gathered_bytes(needs, 4, 2) / 2**30:.1f} GiB at once" in chosen.reason
     assert choose_exchange(asked(ulysses=8), needs).chunks == 1, "nothing is gathered"
 
 

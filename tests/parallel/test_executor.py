@@ -27,8 +27,6 @@ from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.sparsity.fixed import FixedPattern
 
 WORLD, SEQ, HEADS, KV_HEADS, HEAD_DIM, COLUMNS = 4, 256, 8, 4, 16, 6
-# Columns travel in tiles of 128.
-SIZES = ShardSizes(SEQ // WORLD, HEADS, KV_HEADS, HEAD_DIM, 4, COLUMNS, 128)
 WAYS: list[tuple[str, int, dict[str, Any]]] = [
     ("ring", 1, {}),
     ("ring", 1, {"circulates": "queries"}),
@@ -48,8 +46,12 @@ def nbytes(found: Any) -> int:
     return sum(nbytes(part) for part in found)
 
 
-def watched(rank: int, world: int, name: str, heads: int, options: dict[str, Any]) -> list[int]:
+def watched(
+    rank: int, world: int, name: str, heads: int, options: dict[str, Any], kv_heads: int
+) -> list[int]:
     """Count the operations of each pass; compare the executor's tensors after each of them."""
+    # Columns travel in tiles of 128.
+    sizes = ShardSizes(SEQ // WORLD, HEADS, kv_heads, HEAD_DIM, 4, COLUMNS, 128)
     seen: list[int] = []
     run = Executor.run
 
@@ -63,7 +65,7 @@ def watched(rank: int, world: int, name: str, heads: int, options: dict[str, Any
             assert set(self.tensors) == left, (op, set(self.tensors) ^ left)
             for buffer in left:
                 found = self.tensors[buffer]
-                size = self.program.buffers[buffer].size.of(SIZES, heads)
+                size = self.program.buffers[buffer].size.of(sizes, heads)
                 # A size of 0 stands for a view. The running output starts in the compute dtype.
                 if size and not isinstance(found, RunningAttention):
                     assert nbytes(found) == size, (op, buffer)
@@ -82,15 +84,19 @@ def watched(rank: int, world: int, name: str, heads: int, options: dict[str, Any
             attend = ContextAttention.make(exchange, SdpaKernel(), masks, "cpu", index)
             q, k, v = (
                 torch.randn(1, layout.tokens_per_worker, n, HEAD_DIM, requires_grad=True)
-                for n in (HEADS, KV_HEADS, KV_HEADS)
+                for n in (HEADS, kv_heads, kv_heads)
             )
             attend(q, k, v, 0).sum().backward()
     return seen
 
 
-@pytest.mark.parametrize(("name", "heads", "options"), WAYS)
-def test_the_executor_holds_the_buffers_of_the_program(name, heads, options):
-    for seen in gloo.run(WORLD, watched, name, heads, options):
+@pytest.mark.parametrize(
+    ("name", "heads", "options", "kv_heads"),
+    # With more ranks that share heads than key-value heads, these are repeated.
+    [*((*way, KV_HEADS) for way in WAYS), ("all_gather", 4, {}, 2), ("ring", 4, {}, 1)],
+)
+def test_the_executor_holds_the_buffers_of_the_program(name, heads, options, kv_heads):
+    for seen in gloo.run(WORLD, watched, name, heads, options, kv_heads):
         assert len(seen) == 4
         assert min(seen) > 5
 

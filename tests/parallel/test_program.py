@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from parallel.test_schedule import cases
 
+from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
@@ -28,6 +29,7 @@ from mtrain_cli.parallel.schedule import (
     UNSCHEDULED,
     Schedule,
     ScheduleOptions,
+    Transfer,
     make_schedule,
 )
 
@@ -191,6 +193,87 @@ def test_a_ring_of_keys_step_by_step():
     merges = [op for op in program.operations if isinstance(op, Merge)]
     rows = SIZES.tokens * SIZES.heads * SIZES.head_dim
     assert [op.moves.of(SIZES) for op in merges] == [0, 16 * rows, 10 * rows, 10 * rows]
+
+
+@pytest.mark.parametrize("circulates", ["kv", "queries"])
+@pytest.mark.parametrize(("name", "per_node"), [("ring", 6), ("hierarchical_ring", 3)])
+def test_a_ring_frees_the_shards_of_a_step_at_its_end(name, per_node, circulates):
+    """Gradients of a step, which may have the same shape, cannot take over their memory."""
+    schedule = make_schedule(name, ScheduleOptions(6, per_node, circulates=circulates))
+    for backward in (False, True):
+        program = lower(schedule, 1, backward=backward)
+        begins = [at for at, op in enumerate(program.operations) if isinstance(op, Begin)]
+        last = {after - 1 for after in begins[1:]}
+        word = "queries" if backward and circulates == "queries" else "kv"
+        found = [
+            at
+            for at, op in enumerate(program.operations)
+            for name in op.frees
+            if name.startswith(f"{word} ")
+        ]
+        assert len(found) >= 5
+        # After the last step the pass casts its results.
+        assert all(at in last or at > begins[-1] for at in found), found
+
+
+def test_the_pool_of_a_ring_of_keys_in_float32_by_hand():
+    """In float32, gradients and shards share buffers.
+
+    A step in backward holds six of them: the shard that it computes, the one before, which has
+    left, and the one that arrives; this rank's part of a gradient, and the gradients that arrive
+    and leave.
+    """
+    schedule = make_schedule("ring", ScheduleOptions(6, 6))
+    backward = lower(schedule, 1, backward=True)
+    shard = 2 * SIZES.tokens * SIZES.kv_heads * SIZES.head_dim * 4
+    assert pool_bytes([backward], replace(SIZES, dtype_bytes=4)) == 6 * shard
+
+
+@pytest.mark.parametrize("name", ["all_gather", "hierarchical_all_gather"])
+def test_one_part_of_the_heads_is_scattered_at_a_time(name):
+    """The shards of a part take over the memory of the part before."""
+    schedule = make_schedule(name, ScheduleOptions(4, 2, chunks=4))
+    program = lower(schedule, 0, backward=True)
+    live: set[str] = set()
+    most = 0
+    for op in program.operations:
+        live.update(op.writes)
+        most = max(most, sum(name.startswith("shards ") for name in live))
+        live.difference_update(op.frees)
+    assert most == 1
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_an_all_reduce_of_columns_sends_its_payload_almost_twice(heads):
+    """A ring all-reduce of n ranks sends 2 (n - 1) / n of the payload."""
+    sizes = replace(SIZES, columns=6, column_width=128)
+    program = lower(
+        make_schedule("ring", ScheduleOptions(8, 8, heads=heads)), 0, traits=Traits(columns=True)
+    )
+    (post,) = (p for p in program.posts if p.transfer.number == UNSCHEDULED)
+    payload = 2 * (SIZES.heads // heads) * 128 * SIZES.head_dim * SIZES.dtype_bytes
+    ranks = 8 // heads
+    assert post.payload.of(sizes, heads) == payload
+    assert post.sends.of(sizes, heads) == payload * 2 * (ranks - 1) / ranks
+
+
+def test_the_ring_step_in_the_docstring_is_the_program():
+    schedule_ = make_schedule("ring", ScheduleOptions(3, 3))
+    step = schedule_.forward[0][1]
+    (hop,) = step.post
+    assert (step.queries, step.keys, step.wait) == ((0,), (2,), (0,))
+    assert hop == Transfer(
+        1, "p2p", "kv", "context", sends=(2,), receives=(1,), to=1, source=2, after=0
+    )
+    lines = (schedule.__doc__ or "").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation  reads"))
+    table = [line[4:34] for line in lines[start + 1 : lines.index("", start)]]
+    shown = [(row[:11].strip(), row[11:23].strip(), row[23:].strip()) for row in table]
+    assert shown == [
+        (type(op).__name__, ", ".join(op.reads) or "-", ", ".join(op.writes) or "-")
+        for op in lower(schedule_, 0).operations
+        if op.step == 1
+    ]
 
 
 def test_gradients_of_queries_come_home():

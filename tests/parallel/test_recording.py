@@ -34,6 +34,7 @@ WAYS = [
     ("all_gather", 1, {"context"}),
     ("hierarchical_all_gather", 1, {"inner", "outer"}),
     ("ring", 2, {"context", "heads"}),
+    ("all_gather", 2, {"context", "heads"}),
 ]
 
 

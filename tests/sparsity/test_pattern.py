@@ -1,4 +1,4 @@
-"""Budgets: the fewest candidates that reach a share, including the one that crosses it."""
+"""Budgets keep the fewest candidates that reach a share, and patterns say what they cover."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparsity.small_batch import BLOCK, SEQ, inputs, pattern
 
+from mtrain_cli.sparsity.fixed import FixedPattern
+from mtrain_cli.sparsity.moba import MobaPattern
 from mtrain_cli.sparsity.pattern import select_by_mass
+from mtrain_cli.sparsity.xattention import XAttentionPattern
 
 
 def kept(
@@ -79,3 +83,38 @@ def test_rows_are_selected_independently(seed):
     for b in range(2):
         for h in range(3):
             assert candidates[b, h][keep[b, h]].tolist() == kept(mass[b, h].tolist(), 0.7)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        MobaPattern(BLOCK, 64, 3, "query"), MobaPattern(BLOCK, 64, 2, "query"),
+        MobaPattern(BLOCK, 64, 10**20, "query"),
+        MobaPattern(BLOCK, BLOCK << 60, 1, "query"),
+        XAttentionPattern(BLOCK, 4, 0.01), FixedPattern(BLOCK, 10, 0, 0.0, 0), FixedPattern(BLOCK,
+        9, 0, 0.0, 0),
+        FixedPattern(BLOCK, 0, 0, 1.0, 0), FixedPattern(BLOCK, 0, 0, 0.5, 0), FixedPattern(BLOCK,
+        1, SEQ, 0.0, 0),
+        pattern(min_slashes=10), pattern(min_slashes=9), pattern(min_columns=SEQ, max_columns=0),
+        pattern(min_columns=60, max_columns=0),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_claims_to_cover_everything_does(made):
+    q, k, masked = inputs(7)
+    everywhere = torch.arange(SEQ)
+    dense = masked.visible(0, everywhere, SEQ)
+    seen = made.estimate(q, k, masked, 0).allowed(everywhere, everywhere) & dense
+    assert (made.covers(SEQ) is not None) == bool((seen == dense).all())
+
+
+@pytest.mark.parametrize("name", ["xattention", "vertical_slash", "fixed"])
+@pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK, 2 * BLOCK + 1])
+def test_a_short_sequence_is_covered(name, length):
+    made = {
+        "xattention": XAttentionPattern(BLOCK, 4, 0.01),
+        "vertical_slash": pattern(last_q=1, p_v=0.01, p_s=0.01, min_columns=0),
+        "fixed": FixedPattern(BLOCK, 1, 0, 0.0, 0),
+    }[name]
+    assert (made.covers(length) is not None) == (
+        length <= (2 * BLOCK if name == "xattention" else BLOCK)
+    )

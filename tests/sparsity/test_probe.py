@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention.equal_indices import same_index
+from sparsity import small_batch
+from sparsity.small_batch import HEADS, KV_HEADS, SEQ, inputs
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.sparsity.pattern import MaskedPositions
+from mtrain_cli.sparsity.probe import ProbedAttention
 from mtrain_cli.sparsity.recall import recall
 from mtrain_cli.sparsity.vertical_slash import VerticalSlashPattern
 
@@ -159,3 +163,67 @@ def test_diagonal_1_takes_precedence_over_noise():
     assert len(chosen_diagonals(min_slashes=3)) == 3
     assert chosen_diagonals(min_slashes=3)[:2] == [0, 1]
     assert chosen_diagonals(min_slashes=1, max_slashes=1) == [0]
+
+
+def test_chunked_scores_choose_the_same(monkeypatch):
+    q, k, masked = inputs(3)
+    whole = small_batch.pattern().estimate(q, k, masked, 0)
+    monkeypatch.setattr("mtrain_cli.sparsity.probe._SCORE_BYTES", 1)
+    assert same_index(small_batch.pattern().estimate(q, k, masked, 0), whole)
+
+
+@pytest.mark.parametrize(
+    ("windows", "documents"),
+    [(1, False), (1, True), *(pytest.param(3, d, marks=pytest.mark.slow) for d in (False, True))],
+)
+def test_the_fused_probe_computes_the_same_masses(monkeypatch, documents, windows):
+    torch.manual_seed(0)
+    q, k = torch.randn(2, SEQ, HEADS, 16), torch.randn(2, SEQ, KV_HEADS, 16)
+    _, _, masked = inputs(0, documents, length=SEQ - 3)
+    for last_q in (20, 70):
+        p = small_batch.pattern(windows=windows, last_q=last_q)
+        want = p.mass(q, k, masked)
+        monkeypatch.setattr("mtrain_cli.sparsity.probe.fused_probe_usable", lambda *_: True)
+        got = p.mass(q, k, masked)
+        monkeypatch.undo()
+        for b in range(2):
+            torch.testing.assert_close(got[b], want[b], atol=1e-7, rtol=1e-5)
+            torch.testing.assert_close(want[b].sum((0, 2)), torch.ones(HEADS))
+
+
+# Triton's interpreter runs the fused probe, slowly.
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "changed",
+    [{}, {"joint": True, "p_v": 0.9}, {"index_per": "kv_group", "joint": True, "p_v": 0.9}],
+)
+def test_the_index_does_not_depend_on_the_memory_budget(monkeypatch, changed, fused):
+    """The small budget fits one probed block and 64 rows, and a joint budget computes all twice."""
+    monkeypatch.setattr("mtrain_cli.sparsity.probe.fused_probe_usable", lambda *_: fused)
+    torch.manual_seed(0)
+    dtype = torch.float32 if fused else torch.float64
+    q, k = (
+        torch.randn(2, SEQ, HEADS, 16, dtype=dtype),
+        torch.randn(2, SEQ, KV_HEADS, 16, dtype=dtype),
+    )
+    _, _, masked = inputs(0, True, length=SEQ - 3)
+    p = small_batch.pattern(windows=3, last_q=40, p_s=0.4, **changed)
+    assert all(len(probe.diagonals) > 3 and len(probe.rows) > 64 for probe in p.probes(masked))
+    want, masses = p.estimate(q, k, masked, 0), p.mass(q, k, masked)
+    monkeypatch.setattr("mtrain_cli.sparsity.probe._SCORE_BYTES", 1)
+    tables = []
+    whole = ProbedAttention.tables
+
+    def counted(self):
+        for table in whole(self):
+            tables.append(table[2].shape[0])
+            yield table
+
+    monkeypatch.setattr(ProbedAttention, "tables", counted)
+    assert same_index(p.estimate(q, k, masked, 0), want)
+    assert set(tables) == {1}
+    assert len(tables) == sum(len(probe.diagonals) for probe in p.probes(masked)) * (
+        2 if changed else 1
+    )
+    for a, b in zip(p.mass(q, k, masked), masses, strict=True):
+        assert torch.equal(a, b) if fused else torch.allclose(a, b, atol=1e-12)

@@ -89,3 +89,15 @@ def test_batches_with_other_documents_have_plans_of_their_own():
     for lengths in ((SEQ,), (16, 48), (32, 32), (SEQ,), (16, 48)):
         expected = sum(length * (length + 1) // 2 for length in lengths)
         assert pairs(*lengths) == (expected, expected)
+
+
+def test_a_sequence_that_ends_early_has_a_plan_of_its_own():
+    """Its mask leaves out the padding, even if it starts with one document."""
+    exchange = make_exchange("all_gather", make_layout("striped", 1, SEQ, 16), ContextGroup.alone())
+    make = BatchMaker(
+        exchange, SdpaKernel(), torch.device("cpu"), mask=MaskRule(document_mask=True)
+    )
+    tokens = np.arange(SEQ, dtype=np.int32)
+    for length in (SEQ, 40, SEQ):
+        batch = make([Sample(tokens, tokens, np.zeros(length, dtype=np.int32))])
+        assert batch.pairs == length * (length + 1) // 2

@@ -12,7 +12,7 @@ from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training import loop
 from mtrain_cli.training.callback import Callback, FinishedStep
-from mtrain_cli.training.step_result import NonFiniteError, StepReport
+from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite
 from mtrain_cli.training.trainer import Trainer
 
 
@@ -98,7 +98,7 @@ def fails(rank: int, world: int, folder: str) -> list[tuple]:
 
     def poisoned(self: Trainer, stop: bool):
         if self.step == 1:
-            self._check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)])
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
         return step(self, stop)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,7 +18,7 @@ from rich.console import Console
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
-from mtrain_cli.parallel.exchange_selection import gathered_bytes
+from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, gathered_bytes
 from mtrain_cli.parallel.program import Program
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training import attention_memory, run_plan
@@ -227,7 +227,8 @@ def test_the_same_gpu_is_assumed_everywhere():
     plan = make_plan(
         compose(["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"])
     )
-    assert 0.1 * 80 < gathered_bytes(2**22, 8, 128, 2, 8) / GIB < 0.1 * 139
+    needs = ExchangeNeeds(64, 8, 2**22, 32, 8, 128, 2)
+    assert 0.1 * 80 < gathered_bytes(needs, chunks=8) / GIB < 0.1 * 139
     assert plan.exchange.name == "all_gather"
     printed = " ".join(text(module.render(plan), 1000).split())
     assert "assumed NVIDIA H200 GPUs" in printed

@@ -19,7 +19,7 @@ from mtrain_cli.launch.failures import PeerLostError, RunError, read_failure
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
 from mtrain_cli.training.loop import train
-from mtrain_cli.training.step_result import NonFiniteError, StepReport
+from mtrain_cli.training.step_result import NonFiniteError, StepReport, check_finite
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
@@ -163,7 +163,7 @@ def fails_while_saving(rank: int, world: int, folder: str) -> bool:
 
     def poisoned(self: Trainer, stop: bool):
         if self.step == 2:
-            self._check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)])
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
         return step(self, stop)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -24,7 +24,7 @@ from mtrain_cli.parallel.context_attention import DynamicIndex
 from mtrain_cli.training.checkpointer import Checkpointer
 from mtrain_cli.training.loop import train
 from mtrain_cli.training.optimizer import local_gradients, make_optimizer, squared_norm
-from mtrain_cli.training.step_result import NonFiniteError, StepReport, StepResult
+from mtrain_cli.training.step_result import NonFiniteError, StepReport, StepResult, check_finite
 from mtrain_cli.training.trainer import Trainer
 
 SMALL = [
@@ -294,7 +294,7 @@ def poisoned_run(rank: int, world: int, folder: str, checkpoint_every: int) -> l
 
     def poisoned_step(self: Trainer, stop: bool) -> StepResult:
         if self.step == 2:
-            self._check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)])
+            check_finite([StepReport(float("nan"), 1.0, 0.0, 0.0, 0.0)], self.step + 1)
         return healthy(self, stop)
 
     def refuse(*_: object) -> None:

@@ -1,52 +1,25 @@
-"""Every CPU kernel equals the float64 oracle, with empty rows and uneven sizes."""
+"""PyTorch's attention equals the float64 oracle, with empty rows and uneven sizes."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from attention.dense_problems import SCALE, make_dense_problem
 
 import mtrain_cli.attention.sdpa as sdpa
-from mtrain_cli.attention.flash4 import block_lists
-from mtrain_cli.attention.mask import KeySpans, SequenceMask
-from mtrain_cli.attention.partials import merge, row_delta
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.partials import row_delta
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.tiles import Tiles
-
-SCALE = 0.3
-
-
-def problem(seed: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64):
-    """Make two sequences with documents and padding; the shards leave some rows without keys."""
-    rng = np.random.default_rng(seed)
-    padded = int(rng.integers(2, 90))
-    queries, keys = (np.sort(rng.permutation(padded)[: max(1, padded // 2)]) for _ in range(2))
-    spans = []
-    for _ in range(2):
-        length = int(rng.integers(1, padded + 1))
-        ids = np.sort(rng.integers(0, rng.integers(1, 6), length))
-        spans.append(SequenceMask.from_documents(ids, padded).spans(queries, keys))
-    torch.manual_seed(seed)
-    q, k, v, dout = (
-        torch.randn(2, n, h, 16, dtype=dtype)
-        for n, h in (
-            (len(queries), heads),
-            (len(keys), kv_heads),
-            (len(keys), kv_heads),
-            (len(queries), heads),
-        )
-    )
-    return spans, q, k, v, dout
 
 
 def test_the_problems_have_empty_rows():
     assert any(
         (s.low >= s.high).any() and (s.low < s.high).any()
         for seed in range(12)
-        for s in problem(seed, 4, 4)[0]
+        for s in make_dense_problem(seed, 4, 4)[0]
     )
 
 
@@ -55,7 +28,7 @@ def test_the_problems_have_empty_rows():
 @pytest.mark.parametrize("seed", range(4))
 def test_sdpa_equals_the_oracle(monkeypatch, heads, kv_heads, rows_per_call, seed):
     monkeypatch.setattr(sdpa, "_ROWS_PER_CALL", rows_per_call)
-    spans, q, k, v, dout = problem(seed, heads, kv_heads)
+    spans, q, k, v, dout = make_dense_problem(seed, heads, kv_heads)
     tiles = Tiles.make(spans)
     want_out, want_lse = ReferenceKernel().forward(q, k, v, tiles, SCALE)
     out, lse = SdpaKernel().forward(q, k, v, tiles, SCALE)
@@ -114,57 +87,15 @@ def test_the_surrogate_out_gives_delta(dtype, precision, kind):
     assert ((again - delta).abs() <= precision * delta.abs() + torch.finfo(again.dtype).tiny).all()
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_merged_parts_equal_the_whole(seed):
-    spans, q, k, v, _ = problem(seed, 4, 2)
-    kernel, keys = ReferenceKernel(), k.shape[1]
-    want_out, want_lse = kernel.forward(q, k, v, Tiles.make(spans), SCALE)
-    edges = sorted({0, keys // 3, keys // 2, keys})
-    out = torch.zeros_like(q)
-    lse = torch.full(want_lse.shape, float("-inf"), dtype=torch.float64)
-    for a, b in pairwise(edges):
-        part = Tiles.make(
-            [KeySpans(np.clip(s.low, a, b) - a, np.clip(s.high, a, b) - a, b - a) for s in spans]
-        )
-        merge(out, lse, *kernel.forward(q, k[:, a:b], v[:, a:b], part, SCALE))
-    torch.testing.assert_close(out, want_out, atol=1e-12, rtol=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-12, rtol=0)
-
-
-def test_merging_handles_very_different_scores():
-    out, lse = torch.zeros(1, 2, 1, 1), torch.tensor([[[-400.0, 400.0]]])
-    merge(out, lse, torch.ones(1, 2, 1, 1), torch.tensor([[[400.0, -400.0]]]))
-    assert out.flatten().tolist() == [1.0, 0.0]
-    assert lse.flatten().tolist() == [400.0, 400.0]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_block_lists_equal_the_mask(seed):
-    spans, q, k, _, _ = problem(seed, 4, 4)
+def test_masks_are_reused_by_other_layers_unless_they_are_large(monkeypatch):
+    spans, q, k, v, _ = make_dense_problem(1, 4, 2)
     tiles = Tiles.make(spans)
-    block = 8
-    by_query, by_key = block_lists(tiles.low, tiles.high, tiles.num_keys, block)
-    lists = dict(by_query)
-    for name in ("partial", "full"):
-        lists[f"{name}_t"], lists[f"{name}_t_count"] = by_key[name], by_key[f"{name}_count"]
-    slots = torch.arange(k.shape[1])
-    seen = (slots >= tiles.low[..., None]) & (slots < tiles.high[..., None])
-    rows, columns = -(-q.shape[1] // block), -(-k.shape[1] // block)
-    listed = {
-        name: {
-            (b, *((j, i) if name.endswith("_t") else (i, j)))
-            for b in range(2)
-            for i in range(columns if name.endswith("_t") else rows)
-            for j in lists[name][b, 0, i, : lists[f"{name}_count"][b, 0, i]].tolist()
-        }
-        for name in ("partial", "full", "partial_t", "full_t")
-    }
-    assert listed["partial"] == listed["partial_t"]
-    assert listed["full"] == listed["full_t"]
-    for b in range(2):
-        for i in range(rows):
-            for j in range(columns):
-                part = seen[b, i * block : (i + 1) * block, j * block : (j + 1) * block]
-                assert ((b, i, j) in listed["full"]) == bool(part.all())
-                if part.any() and not part.all():
-                    assert (b, i, j) in listed["partial"]
+    want = SdpaKernel().forward(q, k, v, tiles, SCALE)
+    assert len(tiles.cache) == len(spans)
+    monkeypatch.setattr(sdpa, "_CACHED_MASK_BYTES", 0)
+    again = Tiles.make(spans)
+    got = SdpaKernel().forward(q, k, v, again, SCALE)
+    assert not any(
+        isinstance(mask, torch.Tensor) for calls in again.cache.values() for _, _, mask in calls
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,94 @@
+"""Tables by block equal a count of single pairs, and geometry finds where blocks lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.attention.mask_tables import NOTHING, BlockPairs, MaskTables, whole_blocks
+
+
+@pytest.mark.parametrize("block", [1, 3, 16, 128, 181, 182, 200])
+@pytest.mark.parametrize("documents", [0, 1, 4, 60])
+def test_block_pairs_equal_the_enumerated_pairs(block, documents):
+    rng = np.random.default_rng(block + documents)
+    padded, blocks = 333, -(-333 // block)
+    masks = [
+        SequenceMask.from_documents(np.sort(rng.integers(0, documents, length)), padded)
+        if documents
+        else SequenceMask.causal(length, padded)
+        for length in (333, 330, 200, 1)
+    ]
+    seen = torch.zeros(len(masks), blocks * block, blocks * block, dtype=torch.bool)
+    for table, mask in zip(seen, masks, strict=True):
+        for q in range(mask.length):
+            table[q, mask.first[q] : q + 1] = True
+    want = seen.unflatten(-1, (-1, block)).unflatten(-3, (-1, block)).sum((-1, -3))
+    actual = MaskTables.make(masks, block, bitmap=True).per_block
+    assert actual.dtype == (torch.int16 if block <= 181 else torch.int32)
+    assert torch.equal(actual.long(), want)
+    rows = np.sort(rng.permutation(blocks)[: blocks // 2])
+    some = MaskTables.make(masks, block, bitmap=True, rows=rows)
+    assert torch.equal(some.per_block.long(), want[:, torch.from_numpy(rows)])
+    for mask, pairs in zip(masks, want.numpy(), strict=True):
+        assert np.array_equal(BlockPairs.make(mask, block, blocks, rows).table(), pairs[rows])
+        table, diagonals = BlockPairs.make(mask, block, blocks), range(blocks)
+        per_diagonal, touched = table.by_diagonal()
+        assert per_diagonal.tolist() == [np.trace(pairs, -d) for d in diagonals]
+        assert touched.tolist() == [np.trace(pairs > 0, -d) for d in diagonals]
+
+
+def test_geometry_refuses_shards_that_are_not_whole_blocks():
+    mask = SequenceMask.causal(100, 100)
+    with pytest.raises(ValueError, match="whole blocks"):
+        MaskTables.make([mask], 16).between(np.arange(8, 100), np.arange(100))
+
+
+def test_padding_prevents_full_blocks_but_positions_past_the_end_do_not():
+    documents = np.repeat([0, 1, 2], [20, 16, 5])
+    actual = MaskTables.make(
+        [
+            SequenceMask.from_documents(documents, 41),
+            SequenceMask.causal(41, 41),
+            SequenceMask.causal(40, 41),
+        ],
+        16,
+    )
+    assert actual.first_min.tolist() == [[0, 0, 20], [0, 0, 0], [0, 0, 0]]
+    assert actual.first_max.tolist() == [[0, 20, 36], [0, 0, 0], [0, 0, NOTHING]]
+
+
+@pytest.mark.parametrize("padded", [41, 48])
+def test_a_mask_is_plain_only_without_documents_and_padding(padded):
+    whole, short = SequenceMask.causal(padded, padded), SequenceMask.causal(padded - 1, padded)
+    documents = SequenceMask.from_documents(np.repeat([0, 1], [20, padded - 20]), padded)
+    assert MaskTables.make([whole, whole], 16).plain
+    assert not MaskTables.make([whole, short], 16).plain
+    assert not MaskTables.make([documents, whole], 16).plain
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_geometry_finds_slots_and_diagonals_of_any_two_shards(seed):
+    rng = np.random.default_rng(seed)
+    block, padded = 4, 45
+    blocks = -(-padded // block)
+    tables = MaskTables.make([SequenceMask.causal(padded, padded)], block)
+    query, key = (np.sort(rng.permutation(blocks)[: rng.integers(1, blocks)]) for _ in range(2))
+    shards = [
+        np.concatenate([np.arange(b * block, min(padded, (b + 1) * block)) for b in numbers])
+        for numbers in (query, key)
+    ]
+    assert np.array_equal(whole_blocks(shards[0], block, padded), query)
+    geometry = tables.between(*shards)
+    assert geometry.query_blocks.tolist() == query.tolist()
+    assert geometry.key_blocks.tolist() == key.tolist()
+    for slots, numbers in ((geometry.query_slot, query), (geometry.key_slot, key)):
+        places = {int(number): slot for slot, number in enumerate(numbers)}
+        assert slots.tolist() == [places.get(number, -1) for number in range(blocks)]
+    assert geometry.query_count.tolist() == [int((query < n).sum()) for n in range(blocks + 1)]
+    met = {int(q - k) for q in query for k in key}
+    assert geometry.diagonals.tolist() == [d in met for d in range(blocks)]
+    assert geometry.holes == (len(query) < blocks or len(key) < blocks)
+    assert geometry.all_keys == (len(key) == blocks)

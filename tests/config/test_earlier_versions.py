@@ -1,0 +1,42 @@
+"""Files of earlier versions."""
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import keys
+from mtrain_cli.config.earlier_versions import (
+    LATER,
+    RENAMED,
+    RENAMED_METRICS,
+    completed,
+    renamed,
+)
+from mtrain_cli.config.resolved_file import load, save
+
+
+def test_former_names_get_the_current_ones():
+    assert renamed({"sparsity.bars": 3, "seq": 4}) == {"sparsity.columns": 3, "seq": 4}
+    assert renamed({"bars": 3}, RENAMED_METRICS) == {"columns": 3}
+    assert not set(RENAMED) & set(keys.all_keys()), "an old name must not be in use again"
+
+
+def test_missing_keys_get_the_behaviour_of_the_version_that_lacked_them():
+    assert completed({"seq": 4096})["train.shard"] == "full"
+    assert completed({"train.shard": "gradients"})["train.shard"] == "gradients"
+    assert completed({"sparsity.pattern": "moba"})["sparsity.gate"] == "block"
+    assert "sparsity.gate" not in completed({"sparsity.pattern": "dense"})
+
+
+def test_only_existing_keys_have_a_value_for_older_files():
+    assert set(LATER) <= set(keys.all_keys())
+    assert set(RENAMED.values()) <= set(keys.all_keys())
+
+
+def test_a_file_without_a_newer_key_loads_with_its_old_behavior(tmp_path):
+    config = compose([])
+    save(config, tmp_path / "resolved.yaml")
+    kept = [
+        line
+        for line in (tmp_path / "resolved.yaml").read_text().splitlines()
+        if "offload_gradients" not in line
+    ]
+    (tmp_path / "resolved.yaml").write_text("\n".join(kept))
+    assert load(tmp_path / "resolved.yaml") == config

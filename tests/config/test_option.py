@@ -1,0 +1,52 @@
+"""Fields of the schema as keys with a help text and allowed values."""
+
+import dataclasses
+
+import pytest
+
+from mtrain_cli.config import keys
+from mtrain_cli.config.option import FRACTION, POSITIVE, SHARE, Range, at_least, option
+
+
+def test_an_option_is_a_field_with_its_facts():
+    @dataclasses.dataclass
+    class Settings:
+        steps: int = option("number of steps", POSITIVE, default=3)
+
+    [item] = dataclasses.fields(Settings)
+    assert Settings().steps == 3
+    assert item.metadata == {"help": "number of steps", "allowed": POSITIVE, "tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("bounds", "inside", "outside"),
+    [(POSITIVE, 1, 0), (SHARE, 1, 0), (FRACTION, 0, 1.1), (at_least(7), 7, 6)],
+)
+def test_a_range_has_inclusive_ends(bounds, inside, outside):
+    assert bounds.fits(inside)
+    assert not bounds.fits(outside)
+
+
+def test_only_a_rule_without_an_upper_end_has_a_limit():
+    assert SHARE.limit is None
+    limited = POSITIVE.up_to(5, "five are enough")
+    assert limited.limit.reason == "five are enough"
+    assert limited.is_beyond(6)
+    assert not limited.is_beyond(5)
+    assert not limited.is_beyond("auto")
+    power = Range("must be a power of two", lambda value: int(value) & (int(value) - 1) == 0)
+    assert power.limit is not None
+
+
+@pytest.mark.parametrize("name", [key.name for key in keys.all_keys().values() if key.range])
+def test_every_number_has_an_upper_limit_with_a_reason(name):
+    """Without limits, 1e15 tokens fill the memory and 1e30 seconds overflow."""
+    key = keys.all_keys()[name]
+    message = key.out_of_range(2.0**100)
+    assert message is not None
+    limit = key.range.limit
+    assert limit is None or (
+        message.startswith("must be at most ")
+        and limit.reason in message
+        and (limit.reason in key.allowed or limit.value >= 1e9)
+    )

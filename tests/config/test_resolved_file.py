@@ -1,0 +1,70 @@
+"""Saving a configuration, and loading it again."""
+
+import re
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config import keys
+from mtrain_cli.config.resolved_file import load, save
+from mtrain_cli.config.schema import ConfigError
+
+
+def complaints(function, *arguments) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments)
+    return caught.value.problems
+
+
+def test_numbers_survive_saving_bit_for_bit(tmp_path):
+    config = compose(
+        [
+            "optim.lr=0.1234567890123456",
+            "optim.eps=1e-30",
+            "optim.betas=[0,0.999]",
+            "run.name=on",
+            "seq=1m",
+        ]
+    )
+    save(config, tmp_path / "resolved.yaml")
+    assert load(tmp_path / "resolved.yaml") == config
+    assert not list(tmp_path.glob("*.part")), "no partial file is left"
+    assert keys.nested(config)["optim"]["betas"] == [0.0, 0.999]
+
+
+def test_a_broken_resolved_yaml_is_one_line_each(tmp_path):
+    file = tmp_path / "resolved.yaml"
+    assert "No such file" in complaints(load, file)[0]
+    for text in ("a: [1", "\x00", "- 1\n", "", "3"):
+        file.write_text(text)
+        assert complaints(load, file)[0].startswith(f"{file}: ")
+    save(compose(), file)
+    text = re.sub(r"(?m)^  lr: .*$", "  lr: fast\n  momentum: 1", file.read_text())
+    file.write_text(re.sub(r"(?m)^seed: .*\n", "", text))
+    *wrong, missing = complaints(load, file)
+    assert wrong == [
+        f"{file}: optim.lr=fast: expected a number or auto",
+        f"{file}: no key is called optim.momentum",
+    ]
+    assert missing.startswith(f"{file}: seed: missing; add it to the file, or to LATER in ")
+
+
+def test_offload_activations_is_a_bool_or_a_number_in_old_and_new_files(tmp_path):
+    file = tmp_path / "resolved.yaml"
+    for word, value in (("true", True), ("false", False), ("1", 1), ("0", 0)):
+        save(compose([f"train.offload_activations={word}"]), file)
+        assert f"  offload_activations: {word}\n" in file.read_text()
+        found = load(file).train.offload_activations
+        assert (found, type(found)) == (value, type(value))
+    # Files of versions without these keys.
+    file.write_text(
+        re.sub(
+            r"(?m)^  (offload_activations|gpu_memory_gib|shard|tile_mib|z_loss): .*\n",
+            "",
+            file.read_text(),
+        )
+    )
+    assert load(file).train.offload_activations is False
+    assert complaints(compose, ["train.offload_activations=most"]) == (
+        "train.offload_activations=most: expected true, false or a whole number",
+    )
