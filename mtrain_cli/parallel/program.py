@@ -350,7 +350,7 @@ class Program:
         """Return the bytes that the rank sends."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
-    def _live(self) -> Iterator[tuple[Operation, set[str]]]:
+    def live(self) -> Iterator[tuple[Operation, set[str]]]:
         """Yield each operation with the buffers that exist while it runs."""
         live = set(self.inputs)
         for op in self.operations:
@@ -373,7 +373,7 @@ class Program:
                 total_size(self.buffers[name].size for name in live - apart),
                 op.scratch if isinstance(op, Arrange) else NOTHING,
             )
-            for op, live in self._live()
+            for op, live in self.live()
         )
 
     def peak_bytes(self, sizes: ShardSizes, scratch: Mapping[str, int]) -> int:
@@ -394,7 +394,7 @@ class Program:
         """For each set of pooled buffers that are live together: each size with its count."""
         return frozenset(
             frozenset(Counter(self.buffers[name].size for name in live & self.pooled).items())
-            for _, live in self._live()
+            for _, live in self.live()
         )
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
