@@ -23,6 +23,7 @@ from mtrain_cli.commands.options import (
 )
 from mtrain_cli.commands.profile import app
 from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.config.sizes import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -213,15 +214,8 @@ def _cells(row: ReplayedSetup, passes: int) -> Iterator[str]:
     for replayed in list(row.passes.values())[:passes]:
         yield from (f"{getattr(replayed.degrees, name):.2f}" for name in _DEGREES)
     yield f"{row.shares.max():.1%} / {1 / workers:.1%}"
-    yield _readable(sum(replayed.sent for replayed in row.passes.values()))
+    yield format_bytes(sum(replayed.sent for replayed in row.passes.values()))
     yield _bar(row.shares.tolist())
-
-
-def _readable(size: float) -> str:
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size >= scale:
-            return f"{size / scale:.1f} {unit}"
-    return f"{size:.0f} B"
 
 
 def _bar(shares: Sequence[float]) -> str:

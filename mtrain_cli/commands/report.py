@@ -69,7 +69,7 @@ def report(
     if as_json:
         typer.echo(json.dumps([_document(source) for source in sources], indent=1))
         return
-    recorded = [source for source in sources if not source.tables_only]
+    recorded = [source for source in sources if source.shipped is None]
     all_shipped = all(report_source.ships(path) for path in paths)
     if out is not None and not recorded:
         raise ConfigError(

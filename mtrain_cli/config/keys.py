@@ -35,7 +35,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
 # Integer keys that the user may set to auto. `composition/derived.py` replaces auto by a number.
 DERIVED = frozenset({"model.vocab_size"})
 
-_VAST_LIMIT = 10**9  # a table omits upper limits from here on
+_UNSHOWN_LIMIT = 10**9  # `ConfigKey.allowed` leaves out upper limits from this number on
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class ConfigKey:
             return kind
         rule, limit = self.range.rule.removeprefix("must be "), self.range.limit
         least = rule if rule.startswith(("auto", "true")) else f"{kind}, {rule}"
-        if limit is None or limit.value >= _VAST_LIMIT:
+        if limit is None or limit.value >= _UNSHOWN_LIMIT:
             return least
         return f"{least}, {self._limit_text(limit)}"
 

@@ -33,22 +33,11 @@ def _lines(config: Config, defaults: Config) -> Iterator[tuple[str, bool]]:
         written = yaml.safe_dump(
             [plain], default_flow_style=True, width=10_000, allow_unicode=True
         ).strip()[1:-1]
-        comments = []
-        if keys.all_keys()[name].counts_tokens and sizes.format_size(value) != str(value):
+        counts_tokens, comments = keys.all_keys()[name].counts_tokens, []
+        if counts_tokens and sizes.format_size(value) != str(value):
             comments.append(sizes.format_size(value))
-        if value != before[name]:
-            comments.append(f"default {_short(name, before[name])}")
-        yield (
-            "  " * len(parents)
-            + f"{leaf}: {written}"
-            + (f"  # {'; '.join(comments)}" if comments else ""),
-            value != before[name],
-        )
-
-
-def _short(name: str, value: object) -> str:
-    return (
-        sizes.format_size(value)
-        if keys.all_keys()[name].counts_tokens and isinstance(value, int)
-        else keys.show(value)
-    )
+        if differs := value != before[name]:
+            shown = sizes.format_size if counts_tokens and before[name] else keys.show
+            comments.append(f"default {shown(before[name])}")
+        comment = f"  # {'; '.join(comments)}" if comments else ""
+        yield f"{'  ' * len(parents)}{leaf}: {written}{comment}", differs

@@ -47,6 +47,14 @@ def format_size(tokens: int) -> str:
     return str(tokens)
 
 
+def format_bytes(size: float) -> str:
+    """Format bytes for people: ``1.5 GiB``, ``12.0 MiB``, ``3.2 KiB`` or ``17 B``."""
+    for unit, scale in (("GiB", K**3), ("MiB", K**2), ("KiB", K)):
+        if size >= scale:
+            return f"{size / scale:.1f} {unit}"
+    return f"{size:.0f} B"
+
+
 def parse_share(text: str) -> float:
     """Parse ``0.05`` or ``5%`` to 0.05.
 

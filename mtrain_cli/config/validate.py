@@ -21,7 +21,6 @@ from mtrain_cli.config.schema import (
     ConfigError,
     DataConfig,
     ModelConfig,
-    OptimConfig,
     TopologyConfig,
     TrainConfig,
 )
@@ -55,8 +54,6 @@ def problems(config: Config) -> list[str]:
         *_optim(config),
         *_train(config.train, config.topology),
         *_offload(config.train, config.model.num_layers),
-        *_gradients(config.optim),
-        *_evaluation(config),
         *_run(config),
     ]
 
@@ -302,6 +299,11 @@ def _optim(config: Config) -> Iterator[str]:
         )
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas={keys.show(optim.betas)}: each must be at least 0 and below 1"
+    if optim.offload_gradients and not optim.offload:
+        yield (
+            "optim.offload_gradients=true: needs optim.offload=true, which runs the optimizer in "
+            "host memory; give both"
+        )
     yield from schedule(config)
 
 
@@ -349,14 +351,6 @@ def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
         yield f"{offload}: {why}; allowed with it: {others}"
 
 
-def _gradients(optim: OptimConfig) -> Iterator[str]:
-    if optim.offload_gradients and not optim.offload:
-        yield (
-            "optim.offload_gradients=true: needs optim.offload=true, which runs the optimizer in "
-            "host memory; give both"
-        )
-
-
 def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
     if train.kernel == "flash4":
         if topology.device == "cpu":
@@ -385,15 +379,12 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
             yield f"{given}: has no config.json; give a Hugging Face folder"
 
 
-def _evaluation(config: Config) -> Iterator[str]:
+def _run(config: Config) -> Iterator[str]:
     if config.train.eval_every > 0 and config.data.eval_sequences == 0:
         yield (
             f"train.eval_every={config.train.eval_every}: no held-out sequences to evaluate on; "
             "add data.eval_sequences=4, for example"
         )
-
-
-def _run(config: Config) -> Iterator[str]:
     if not re.fullmatch(r"[\w.+=-]+", config.run.name) or config.run.name in (".", ".."):
         yield (
             f"run.name={config.run.name}: may only contain letters, digits and . _ - + =, since it "

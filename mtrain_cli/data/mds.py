@@ -196,8 +196,13 @@ class MdsFolder:
             raise self._error(f"{INDEX} {error}") from None
         self.encodings = dict(zip(names, encodings, strict=True))
         self.columns = {name: Encoding.parse(text) for name, text in self.encodings.items()}
-        for entry in content["shards"]:
-            self._check_column_sizes(entry.get("column_sizes"))
+        expected = [encoding.size for encoding in self.columns.values()]
+        for sizes in (entry.get("column_sizes") for entry in content["shards"]):
+            if sizes not in (None, expected):
+                raise self._error(
+                    f"{INDEX} has column_sizes {json.dumps(sizes)}, but the encodings "
+                    f"({self.describe_columns()}) need {json.dumps(expected)}"
+                )
         self.starts = np.cumsum([0, *(shard.samples for shard in self.shards)])
         identity = json.dumps(content["shards"], sort_keys=True)
         self.identity = hashlib.sha256(identity.encode()).hexdigest()
@@ -291,24 +296,6 @@ class MdsFolder:
         if not inside:
             return ""
         return f" Its subfolders {', '.join(inside[:8])} have one: name them in data.mix."
-
-    def _check_column_sizes(self, sizes: Any) -> None:
-        """Raise ConfigError if ``column_sizes`` of a shard contradicts the column encodings."""
-        expected = {name: encoding.size for name, encoding in self.columns.items()}
-        if sizes is None:
-            return
-        if not isinstance(sizes, list) or len(sizes) != len(expected):
-            raise self._error(
-                f"{INDEX} has column_sizes {json.dumps(sizes)}, but the encodings need "
-                f"{json.dumps(list(expected.values()))}"
-            )
-        for (name, needed), size in zip(expected.items(), sizes, strict=True):
-            if size != needed:
-                raise self._error(
-                    f"{INDEX} gives column {name} the size {json.dumps(size)} in column_sizes, but "
-                    f"its encoding {self.encodings[name]} needs {json.dumps(needed)}. Write the "
-                    "index again."
-                )
 
     def _bounds(
         self, raw: np.ndarray, offsets: np.ndarray

@@ -88,13 +88,10 @@ class MixtureSampler(Sampler):
         of the first corpus, then of the second, and so on.
     weights: weight of each corpus.
     seed: chooses all permutations.
-    consumed: as in `Sampler`.
     """
 
-    def __init__(
-        self, sizes: list[int], weights: list[float], seed: int, consumed: int = 0
-    ) -> None:
-        super().__init__(sum(sizes), seed, consumed)
+    def __init__(self, sizes: list[int], weights: list[float], seed: int) -> None:
+        super().__init__(sum(sizes), seed)
         self.sizes = sizes
         self._in_order_from = 0
         self._block = functools.lru_cache(_KEPT_BLOCKS)(self._deal_block)

@@ -25,6 +25,7 @@ _DICTIONARY = 2  # the kind of a dictionary page
 _EXPANDED_BYTES = 1 << 28
 # Field types of the compact encoding.
 _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 1, 2, 3, 7, 8, 9, 10, 11, 12
+_FIXED_BYTES = {_TRUE: 1, _FALSE: 1, _BYTE: 1, _DOUBLE: 8}  # as elements of a list or map
 
 
 def rows_per_read(
@@ -122,12 +123,10 @@ class _Head:
         return fields
 
     def _skip(self, kind: int) -> None:
-        if kind in (_TRUE, _FALSE, _BYTE):
-            self.at += 1
+        if kind in _FIXED_BYTES:
+            self.at += _FIXED_BYTES[kind]
         elif kind < _DOUBLE:
             self._read_unsigned()
-        elif kind == _DOUBLE:
-            self.at += 8
         elif kind == _BINARY:
             length = self._read_unsigned()  # moves self.at
             self.at += length

@@ -18,14 +18,10 @@ class Sampler:
     consumed: sequences that the run has read so far, over all workers and epochs.
     """
 
-    def __init__(self, num_sequences: int, seed: int, consumed: int = 0) -> None:
+    def __init__(self, num_sequences: int, seed: int) -> None:
         if num_sequences < 1:
             raise ValueError(f"A sampler needs at least one sequence, not {num_sequences}.")
-        if consumed < 0:
-            raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")
-        self.num_sequences = num_sequences
-        self.seed = seed
-        self.consumed = consumed
+        self.num_sequences, self.seed, self.consumed = num_sequences, seed, 0
 
     def sequence(self, number: int) -> int:
         """Return the dataset index of the run's sequence ``number``."""

@@ -189,10 +189,6 @@ def _require_ids(documents: Sequence[np.ndarray], tokenizer: Tokenizer) -> None:
 def _import_tokenizers(key: str) -> Any:
     try:
         import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
     except ImportError:
         advice = f"{install_command('data')}. Or use the byte tokenizer."
         raise ConfigError(f"{key}: needs the tokenizers package: {advice}") from None

@@ -168,16 +168,10 @@ class WorkerAgent(LocalElasticAgent):
             return []
         self._last_check = time.monotonic()
         latest = time.time() - self._timeout_s - OVERDUE_S
+        limit = f"topology.timeout_s={self._timeout_s:g}"
+        problem = "waited longer than this for another worker, and nothing ended its wait"
         self._overdue = [
-            Failure(
-                rank,
-                None,
-                "peer lost",
-                f"topology.timeout_s={self._timeout_s:g}: rank {rank} waited longer than this for "
-                "another worker, and nothing ended its wait",
-                "",
-                record.time,
-            )
+            Failure(rank, None, "peer lost", f"{limit}: rank {rank} {problem}", time=record.time)
             for rank, record in self._activities().items()
             if record.waits_for is not None and record.time <= latest
         ]

@@ -384,4 +384,4 @@ def _lost(rank: int) -> Failure:
     message = (
         "is gone: its process was killed (host out of memory? see dmesg) or its machine failed"
     )
-    return Failure(rank, None, "died", message, "", time.time())
+    return Failure(rank, None, "died", message)

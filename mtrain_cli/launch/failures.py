@@ -15,7 +15,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,15 +88,15 @@ class Failure:
         ``silent``: the worker kept the others waiting and reported nothing.
     message: one or more lines for the user.
     trace: traceback, or empty.
-    time: seconds since the epoch.
+    time: when the worker failed, in seconds since the epoch. The default is now.
     """
 
     rank: int
     exit_code: int | None
     kind: str
     message: str
-    trace: str
-    time: float
+    trace: str = ""
+    time: float = field(default_factory=time.time)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def failure_from(error: BaseException) -> Failure:
     else:
         message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     trace = "" if isinstance(error, RunError) else "".join(traceback.format_exception(error))
-    return Failure(-1, 1, kind, message, trace, time.time())
+    return Failure(-1, 1, kind, message, trace)
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -199,7 +199,7 @@ def find_silent_rank(
             f" without reporting an error: {'one of them' if several else 'it'} hangs or is slow. "
             "If it is slow, increase the value."
         )
-    return Failure(ranks[0], None, "silent", message, "", time.time())
+    return Failure(ranks[0], None, "silent", message)
 
 
 def is_timeout(error: BaseException) -> bool:
@@ -235,7 +235,7 @@ def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
         return Failure(rank, exit_code, **json.loads(path.read_text())["mtrain"])
     if not exit_code:
         return None
-    return Failure(rank, exit_code, "died", _describe_exit(exit_code), "", time.time())
+    return Failure(rank, exit_code, "died", _describe_exit(exit_code))
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:

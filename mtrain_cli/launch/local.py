@@ -115,7 +115,8 @@ def launch(
 def _heartbeat(run_dir: RunDir) -> Iterator[None]:
     """Renew the time stamp of the run's lock every few seconds, on another thread.
 
-    This thread cannot: it may wait for workers, for a GPU that does not respond, or for a restart.
+    The calling thread cannot do this while it waits for workers, for a GPU that does not respond,
+    or for a restart.
     """
     ended = threading.Event()
 
@@ -213,7 +214,7 @@ def _wait(
     The agent runs in another thread, so that this thread can handle signals.
 
     Returns:
-        As `_Workers.run`.
+        The exit code and the failure, as `_Workers.run` does.
     """
     problem: list[Exception] = []
 

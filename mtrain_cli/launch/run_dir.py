@@ -202,7 +202,7 @@ def _undo_rewrite(
         False: the run still exists.
     """
     # The number of lines of metrics.jsonl does not tell whether a step has run: a run that resumes
-    # cuts the lines after its checkpoint. But a new last line tells.
+    # cuts the lines after its checkpoint. But if the last line is a new one, a step has run.
     last_line = {hash(line) for line in _whole_lines(run.metrics)[-1:]}
     if last_line <= lines and run.last_commit() <= commit:
         for file, content in files.items():

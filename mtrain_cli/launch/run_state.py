@@ -6,8 +6,8 @@ workers fail, the launcher writes it.
 A process that is killed cannot update `state.json`. Whether the run is alive is therefore decided
 by the lock on the run's folder:
 - On the same machine: the operating system releases the lock when its process ends.
-- On other machines a lock that is held may look free. They look at the time stamp of the lock file,
-  which the process renews.
+- On other machines: a lock that is held may look free there, so the age of the lock file's time
+  stamp decides. The process renews the time stamp every HEARTBEAT_S seconds.
 """
 
 from __future__ import annotations

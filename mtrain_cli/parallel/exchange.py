@@ -68,7 +68,7 @@ class Exchange:
 
     shared_columns: whether to gather the KV of an index's single columns once if shards circulate.
         The steps then compute block diagonals only.
-    inside: the layout between the two all-to-alls, in which ranks that share heads are one.
+    inside: the layout between the two all-to-alls. It counts ranks that share heads as one rank.
     part: (i, n), the part of the model's heads that this rank computes.
     own: the shard of this rank, or of the ranks that share heads with it.
     """
@@ -104,7 +104,7 @@ class Exchange:
         self.recorder = recorder
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
-        """Return what this rank executes in a pass."""
+        """Return this rank's program of a pass."""
         key = backward, traits or Traits()
         if key not in self._programs:
             self._programs[key] = lower(
@@ -229,8 +229,8 @@ class Exchange:
     def kept_for_recompute(self, saved: Saved, early: int) -> Saved:
         """Return the part of ``saved`` to keep for `recompute` of the first ``early`` queries.
 
-        That is out and lse of the later queries. If ``early`` is 0, also keep the KV that came from
-        other ranks: with grouped heads it takes fewer bytes than this rank's own activations, and
+        These are out and lse of the later queries. If ``early`` is 0, also keep the KV from other
+        ranks. With grouped heads that KV takes fewer bytes than this rank's own activations, and
         fetching it again would stall the backward pass.
         """
         _, keys, out, lse, *columns = saved

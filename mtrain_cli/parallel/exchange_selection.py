@@ -125,6 +125,32 @@ class ExchangeNeeds:
         return self.tokens // self.workers
 
 
+_LABEL = re.compile(
+    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
+    rf"(?P<name>{'|'.join(EXCHANGE_TRAITS)})?(?: \((?P<more>.*)\))?"
+)
+
+
+def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleOptions] | None:
+    """Return the exchange and the schedule's options for an `ExchangeChoice.label`.
+
+    The exchange is ``all_gather`` if workers only share heads. The result is None if this version
+    does not know the label.
+    """
+    match = _LABEL.fullmatch(label)
+    if match is None or (match["name"] is None and match["heads"] is None):
+        return None
+    details = match["more"].split(", ") if match["more"] else []
+    ahead, parts = (
+        next((int(words.split()[0]) for words in details if words.endswith(end)), 1)
+        for end in ("hops ahead", "parts of the heads")
+    )
+    circulates = QUERIES if any(words.startswith("queries") for words in details) else KV
+    heads = int(match["heads"] or 1)
+    options = ScheduleOptions(workers, per_node, parts, ahead, circulates, heads)
+    return match["name"] or "all_gather", options
+
+
 def short_label(label: str) -> str:
     """Shorten `ExchangeChoice.label` for a table: ``all_gather in 2``; the legend explains it."""
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)

@@ -1,11 +1,12 @@
 """Run the program of a pass on tensors.
 
-The executor holds one tensor per live buffer. It runs the operations in order and drops the buffers
-that each one frees. Pooled buffers return to the pool. A method keeps no reference beyond its
-operation, because that would add to the next kernel's peak memory.
+`Executor.tensors` holds one tensor per live buffer. `Executor.run` calls one method per operation,
+such as `_compute` for `Compute`, then drops the buffers that the operation frees. Pooled buffers
+return to the pool. A method must not keep a tensor after its operation, because the tensor would
+add to the next kernel's peak memory.
 
 k and v travel as one message [2, batch, tokens, kv_heads, head_dim]. Partial outputs and gradients
-are summed in float32 (float64 for float64 inputs); gradients also travel in that dtype.
+are summed in float32 (float64 for float64 inputs). Gradients travel in that dtype, too.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Executor:
     exchange: provides the layout and the pool.
     transport: runs the transfers and records times.
     columns: the single columns that are gathered once, or None.
-    tensors: the live buffers by name; at first the program's inputs.
+    tensors: the live buffers by name. Initially these are the program's inputs.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Executor:
         for op in operations:
             _RUN[type(op)](self, op)
             for name in op.frees:
-                # A step whose tiles are empty writes nothing.
+                # The results of a step without pairs do not exist.
                 tensor = self.tensors.pop(name, None)
                 if tensor is not None and name in self.program.pooled:
                     self.buffers.release(tensor)
@@ -192,14 +193,14 @@ class Executor:
             self.tensors[name] = tensor
 
     def _arrange_span(self, op: Arrange) -> AbstractContextManager[None]:
-        # FROM_HEADS makes views; the copies follow in ADD_HEADS, in a gap.
+        # FROM_HEADS only makes views. ADD_HEADS copies them; a profile shows that time as a gap.
         timed = op.timed and op.what != lowering.FROM_HEADS
         return self.transport.span(ARRANGE) if timed else nullcontext()
 
     def _read(self, op: Operation) -> list[Any]:
         return [self.tensors[name] for name in op.reads]
 
-    # What `Arrange` does. Each method returns the tensors that the operation writes.
+    # One method per `Arrange.what`. Each returns the tensors that the operation writes.
 
     def _pack(self, op: Arrange) -> Sequence[Any]:
         return (torch.stack(self._read(op)),)

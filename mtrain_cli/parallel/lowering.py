@@ -1,8 +1,12 @@
 """Lower a schedule to the program of one rank in one pass (`program.Program`).
 
-There is one function per direction and kind of exchange. Each emits a rank's operations in order.
-The Ulysses all-to-alls, which trade tokens for heads, wrap any of them. This module names the
-buffers; their lifetimes follow from the operations.
+Each pass of a kind of exchange has one function, such as `_ring_forward`. The function emits the
+operations in order through `_Builder`. Under Ulysses, `_trade_heads` adds the all-to-alls before
+and after them.
+
+A buffer's name is its kind and a number. "kv 2", "dkv 2" and "queries 2" belong to shard 2.
+"keys 1", "part 1", "dq 1" and "dkeys 1" belong to step 1. "gathered 3" and "sum 3" arrive by
+transfer 3. `_Builder.program` derives from the operations when each buffer is freed.
 
 The simulator charges the bytes in an operation's `moves`. If one charge covers several copies, the
 first copy carries it.
@@ -81,7 +85,8 @@ TO_HEADS, FROM_TOKENS = "to_heads", "from_tokens"  # before and after tokens are
 TO_TOKENS, FROM_HEADS = "to_tokens", "from_heads"  # before and after heads are traded for tokens
 ADD_HEADS = "add_heads"  # concatenate heads, and add the gradients of repeated ones
 
-# Bytes that copies and additions move. ADDED: two sums and a part. COPIED: a part and a sum.
+# Bytes that memory reads and writes. ADDED: reads a result and the sum, writes the sum. COPIED:
+# copies a result into the sum, or the sum into a result.
 _ADDED, _COPIED = 2 * high(ROWS) + low(ROWS), high(ROWS) + low(ROWS)
 _KEYS_ADDED, _KEYS_COPIED = 2 * high(KEYS) + low(KEYS), high(KEYS) + low(KEYS)
 # By payload of a gradient: the first word of its buffers, and the bytes that adding it moves.
@@ -93,11 +98,11 @@ _Lowering = Callable[["_Builder", Steps], None]
 
 @dataclass(frozen=True)
 class Traits:
-    """What a program depends on in addition to its schedule.
+    """Properties of the kernel and the index on which a program depends.
 
-    needs_out: whether the kernel needs out in backward, and derives delta from it.
+    needs_out: whether the kernel reads out in backward and derives delta from it.
     columns: whether single columns of the index are gathered once, outside the steps of a ring.
-    copies_parts: whether the kernel copies out and dout if it gets a part of the heads.
+    copies_parts: whether the kernel copies out and dout when it computes a part of the heads.
     """
 
     needs_out: bool = False
@@ -106,13 +111,16 @@ class Traits:
 
 
 def query_message(traits: Traits) -> Size:
-    """Return the size of q, dout, lse, and out or delta, which the gradients of queries need."""
+    """Return the size of the message from which other ranks compute gradients of queries.
+
+    It holds q, dout and lse, and out (if the kernel needs it) or delta.
+    """
     return 2 * low(ROWS) + high(STATS) + (low(ROWS) if traits.needs_out else high(STATS))
 
 
 @cache
 def _payload(payload: str, parts: int, traits: Traits) -> Size:
-    """Return the bytes of one rank's shard in one of ``parts`` equal parts of the heads."""
+    """Return the bytes of one rank's shard, for one of ``parts`` equal parts of the heads."""
     message = query_message(traits)
     return {KV: low(KEYS), DKV: high(KEYS), DQ: high(ROWS), QUERIES: message}[payload] / parts
 
@@ -143,13 +151,14 @@ def lower(
 
 
 def _ring_forward(b: _Builder, steps: Steps) -> None:
-    """Circulate key shards; merge what each step computes into the output so far."""
+    """Circulate key shards; merge the attention over each shard into the output so far."""
     b.begin(0, steps[0])
     b.arrange(PACK, ("k", "v"), (f"kv {b.own}",), 2 * low(KEYS))
     if b.traits.columns:
         b.arrange(PICK, (f"kv {b.own}",), ("columns",), 2 * low(COLUMNS))
         b.sum_columns("columns", low(WIDE_COLUMNS))
-    # The first part becomes the output so far. The second merge casts it to float32.
+    # The first merge moves nothing: its result becomes the output so far. The second merge casts
+    # the output to float32.
     merged = {0: NOTHING, 1: _ADDED + _COPIED}
     for at, step in enumerate(steps):
         b.begin(at, step)
@@ -166,7 +175,10 @@ def _ring_forward(b: _Builder, steps: Steps) -> None:
 
 
 def _keys_backward(b: _Builder, steps: Steps) -> None:
-    """Send key shards home. Each rank adds its part to the gradient that follows a shard."""
+    """Send key shards back to their owners.
+
+    The gradient of a shard follows one step behind. Each rank adds its own part to it.
+    """
     b.begin(0, steps[0])
     rows = b.begin_backward(2 * low(ROWS) + high(ROWS))
     for at, step in enumerate(steps):
@@ -184,7 +196,7 @@ def _keys_backward(b: _Builder, steps: Steps) -> None:
 
 
 def _queries_backward(b: _Builder, steps: Steps) -> None:
-    """Keep the keys. Circulate queries with what their gradients need; the gradients follow."""
+    """Keep the keys in place. Circulate messages of queries; their gradients follow."""
     b.begin(0, steps[0])
     rows = b.begin_backward(6 * low(ROWS) + high(ROWS))  # includes the message
     b.arrange(MESSAGE, rows, (f"queries {b.own}",))
@@ -221,7 +233,7 @@ def _gather_forward(b: _Builder, steps: Steps) -> None:
 
 
 def _gather_backward(b: _Builder, steps: Steps) -> None:
-    """Gather as in forward. The gradients of a part return while the next one is computed."""
+    """Gather as in forward. Reduce-scatter a part's gradients while the next part is computed."""
     parts = len(steps)
     cut = (low(KEYS) + high(KEYS)) * b.schedule.groups / parts
     copies = b.traits.copies_parts and b.schedule.groups > 1 and parts > 1
@@ -242,7 +254,7 @@ def _gather_backward(b: _Builder, steps: Steps) -> None:
         sums.append(b.scatter_gradients(at, step, made[1], cut))
     b.wait(b.under_way)
     b.arrange(OWN, (own, *(sums or ["dkv"])), ("dk", "dv"), timed=False, renames=not sums)
-    # Under Ulysses the simulator charges this with the last copy.
+    # Under Ulysses the last operation, ADD_HEADS, carries this charge.
     moves = NOTHING if b.sharing > 1 else _joined(parts)
     b.arrange(JOIN, dq or ["dq"], ("dq",), moves, timed=False)
 
@@ -270,13 +282,13 @@ def _trade_heads(b: _Builder, steps: Steps, inside: _Lowering, *, backward: bool
     by_rank = [f"{name} by rank" for name in back]
     b.arrange(FROM_HEADS, ("traded tokens",), by_rank, moves)
     joined = _joined(len(steps) - 1) if backward and b.schedule.gathers else NOTHING
-    # These are views of what arrived, which stays until they are copied.
+    # The tensors by rank are views of "traded tokens", which must live until they are copied.
     b.arrange(ADD_HEADS, by_rank, [f"own {name}" for name in back], joined, timed=False)
     b.hold("traded tokens")
 
 
 class _Builder:
-    """Collects operations. Ranks that share heads count as one shard."""
+    """Collects the operations of one rank. The shards of ranks that share heads count as one."""
 
     def __init__(self, schedule: Schedule, rank: int, traits: Traits) -> None:
         self.schedule, self.traits = schedule, traits
@@ -357,13 +369,13 @@ class _Builder:
             self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
 
     def hold(self, *names: str) -> None:
-        """Do not free these buffers before this point."""
+        """Keep these buffers until after the latest operation."""
         self._held |= dict.fromkeys(names, len(self._operations) - 1)
 
     def end_step(self, step: ScheduleStep, *computed: str) -> None:
-        """Hold this step's results, and the buffers that it finished sending, until it ends.
+        """End a step. Free the shards that it computed and the buffers that it finished sending.
 
-        Otherwise the step's gradients would take over their memory.
+        Until here they are held, so that the step's gradients do not take over their memory.
         """
         left = (self._transfers[n].reads for n in step.wait if n in self._transfers)
         self.hold(*computed, *(name for names in left for name in names))
@@ -378,7 +390,7 @@ class _Builder:
         self._post(transfer, (name,), (name,), size)
 
     def gather_keys(self, at: int, step: ScheduleStep) -> str:
-        """Gather this part of the heads and the next. Return the buffer of this part's keys."""
+        """Post the gathers of a step and order its keys. Return the name of the ordered buffer."""
         own, keys = f"kv {self.own}", f"keys {at}"
         for t in step.post:
             source, piece, leaving = f"gathered {t.after}", (0, 1), []
@@ -399,7 +411,10 @@ class _Builder:
         return keys
 
     def scatter_gradients(self, at: int, step: ScheduleStep, made: str, moves: Size) -> str:
-        """Cut key gradients into shards and start to sum them. Return the buffer of the sum."""
+        """Cut key gradients into shards and reduce-scatter them. Return the name of the sum.
+
+        made: the buffer of dk and dv that the kernel returned.
+        """
         name = f"shards {at}"
         among = len(step.send[0].peers) if len(step.send) > 1 else 0
         # Shards in node order are a copy of those in rank order.
@@ -411,7 +426,7 @@ class _Builder:
                 t, (name,), (f"sum {t.number}",), _payload(t.payload, t.part[1], self.traits)
             )
             name = f"sum {t.number}"
-        # What the kernel returned stays until the sum has started.
+        # The kernel's dk and dv stay until the reduce-scatter has started.
         self.hold(made)
         return name
 
@@ -431,9 +446,9 @@ class _Builder:
             self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
 
     def begin_backward(self, moves: Size) -> tuple[str, ...]:
-        """Start the sum of dq, with gathered columns if there are any.
+        """Start the sum of dq. With gathered columns, compute their gradients first.
 
-        Return the buffers, other than the keys, that a kernel reads.
+        Return the names of the buffers that a kernel reads in addition to the keys.
         """
         columns = self.traits.columns
         delta = ("delta",) if columns or not self.traits.needs_out else ()
@@ -445,11 +460,11 @@ class _Builder:
         return rows
 
     def end_backward(self, gradient: str) -> None:
-        """Add the gradients of gathered columns, and cast the sums."""
+        """Add the gradients of gathered columns, if any. Cast the sums to the compute dtype."""
         self._pooled.add(gradient)
         if self.traits.columns:
             self.wait((UNSCHEDULED,))
-            # Every rank adds the share of the columns that is among its keys.
+            # Each rank adds only those columns that are among its own keys.
             moves = 3 * high(COLUMNS) / self.schedule.workers
             self.emit(AddColumns, ("dcolumns",), (gradient,), moves=moves)
         reads = ("q", "dq_sum", gradient)
@@ -489,7 +504,10 @@ class _Builder:
         )
 
     def _last_uses(self) -> dict[str, int]:
-        """Return each buffer's last operation. A sent buffer is in use until its `Wait`."""
+        """Return the index of the last operation that uses each buffer.
+
+        A buffer that is being sent is in use until the transfer's `Wait`.
+        """
         waits = {op.number: at for at, op in enumerate(self._operations) if isinstance(op, Wait)}
         found = dict(self._held)
         for at, op in enumerate(self._operations):
@@ -501,12 +519,12 @@ class _Builder:
         return found
 
     def piece(self, part: Part) -> Part:
-        """Turn a part of the model's heads into a part of this rank's heads."""
+        """Convert (i, n) from parts of the model's heads to parts of this rank's heads."""
         own = part[1] // self.sharing
         return part[0] % own, own
 
     def _forwards(self, t: Transfer) -> bool:
-        """Whether a transfer sends what another one delivered."""
+        """Return whether a transfer forwards a shard that another transfer delivered."""
         return t.after is not None and t.after >= self._first_number
 
     def _post(
@@ -529,7 +547,7 @@ class _Builder:
         self._in_flight[transfer.number] = self._transfers[transfer.number] = post
 
     def _size(self, name: str, sizes: dict[str, Size]) -> Size:
-        """Return the bytes of a buffer, by its name or by the first word of it."""
+        """Return the bytes of a buffer. sizes: by name, or by the first word of a name."""
         word, _, number = name.partition(" ")
         if word in ("gathered", "leaving", "sum"):
             post = self._transfers[int(number)]

@@ -33,7 +33,7 @@ WHOLE_SEQUENCE: Shards = (-1,)  # stands for all key shards, in sequence order
 #   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
 ROWS, KEYS, OWN_KEYS, STATS = "rows", "keys", "own_keys", "stats"
 COLUMNS, WIDE_COLUMNS = "columns", "wide_columns"
-# How wide the numbers are: as in the compute dtype, as in a sum, or as a kernel returns dk and dv.
+# Precisions. LOW: the compute dtype. HIGH: float32, for sums. MADE: the dtype of a kernel's dk, dv.
 LOW, HIGH, MADE = "low", "high", "made"
 _SUM_BYTES = 4
 
@@ -42,13 +42,13 @@ _SUM_BYTES = 4
 class ShardSizes:
     """The numbers that determine a shard's bytes.
 
-    tokens: a worker's tokens per sequence, times micro-batch.
-    heads, kv_heads, head_dim: the model's.
+    tokens: tokens of one rank, over all sequences of a micro-batch.
+    heads, kv_heads, head_dim: the model's numbers of heads, and the numbers per head.
     dtype_bytes: bytes per number in the compute dtype.
-    columns: single columns of the index per head, or 0.
+    columns: single columns of the index per head. 0 without an index of columns.
     column_width: `columns`, rounded up to whole tiles.
     sequences: sequences of a micro-batch.
-    made_bytes: of a number in the dk and dv that a kernel returns; 0 for `dtype_bytes`.
+    made_bytes: bytes per number of the dk and dv that a kernel returns. 0 means `dtype_bytes`.
     """
 
     tokens: int
@@ -62,15 +62,15 @@ class ShardSizes:
     made_bytes: int = 0
 
     def width(self, precision: str) -> int:
-        """Return the bytes of a number."""
+        """Return the bytes per number. precision: LOW, HIGH or MADE."""
         widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
         return widths[precision] or self.dtype_bytes
 
     def count(self, unit: str, sharing: int) -> int | Fraction:
-        """Return how many numbers a unit has if ``sharing`` ranks share heads.
+        """Return the number of numbers in a unit, such as KEYS, on one rank.
 
-        Each of these ranks has a part of the heads for the tokens of all these ranks. Key-value
-        heads are repeated if there are fewer than ranks.
+        sharing: ranks that share heads. Each holds 1 / sharing of the heads, for the tokens of all
+            of them, so most units do not depend on it.
         """
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
@@ -112,7 +112,7 @@ class Size:
         return int(total) if total.denominator == 1 else float(total)
 
     def shape(self, sizes: ShardSizes) -> Shape:
-        """Return what decides whether two buffers can stand in for each other."""
+        """Return a key that is equal for two buffers if one can be reused as the other."""
         return tuple((count, unit, sizes.width(precision)) for count, unit, precision in self.terms)
 
 
@@ -139,9 +139,9 @@ NOTHING = Size()
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One thing that a rank does.
+    """One action of a rank.
 
-    step: number of the step in the schedule.
+    step: index of the step in the schedule.
     reads, writes: names of buffers. A buffer that is written again changes in place.
     frees: buffers that no later operation uses.
     """
@@ -165,11 +165,11 @@ class Arrange(Operation):
 
     what: one of the names in `lowering`.
     moves: bytes that memory reads and writes.
-    timed: whether a profile shows a span for it. Otherwise it is part of a gap.
-    piece: the part of this rank's heads that it copies.
-    among: ranks of a node if the shards come from, or go to, a hierarchical collective; else 0.
-    scratch: bytes that it needs in addition to its buffers.
-    renames: whether what it writes is the memory of what it frees.
+    timed: whether a profile shows the copy as a span. Otherwise its time is part of a gap.
+    piece: (i, n), the part of this rank's heads to copy.
+    among: ranks per node if a hierarchical collective delivers or takes the shards; else 0.
+    scratch: bytes of temporary memory, in addition to the buffers.
+    renames: whether the written buffers reuse the memory of the freed ones.
     """
 
     what: str
@@ -183,13 +183,13 @@ class Arrange(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Post(Operation):
-    """Start a transfer, which the `Wait` with the same number completes.
+    """Start a transfer. The `Wait` with the transfer's number completes it.
 
-    A hop or a collective writes the buffer that arrives. An all-reduce changes its buffer in place.
-    A gather of a part of the heads also writes the copy that leaves.
+    A hop or a collective reads the buffer to send and writes the buffer that arrives. An all-reduce
+    changes one buffer in place. A gather of a part of the heads also writes the copy that it sends.
 
     payload: bytes of one shard, or of the whole tensor if the tensor is not per shard.
-    piece: the part of this rank's heads that it sends.
+    piece: (i, n), the part of this rank's heads to send.
     """
 
     transfer: Transfer
@@ -213,12 +213,15 @@ class Wait(Operation):
 class Compute(Operation):
     """Call the kernel once.
 
-    Forward reads (q, keys) and writes out and lse. Backward reads (q, dout, out, lse, delta, keys),
-    without delta if there is none, or (message, keys). It writes dq and the gradients of the keys.
+    Forward reads (q, keys) and writes one buffer with out and lse. Backward reads
+    (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
+    writes dq, and dk with dv. Some programs have no delta.
 
-    queries, keys: shards; keys may be `WHOLE_SEQUENCE`. Ranks that share heads have one shard.
-    part: (i, n) among the model's heads. piece: the same heads as (i, n) among this rank's heads.
-    with_columns: whether to compute the index's single columns, too.
+    queries, keys: one shard each, or `WHOLE_SEQUENCE` for keys. Ranks that share heads count as one
+        shard.
+    part: (i, n), the heads to compute as the i-th of n equal parts of the model's heads.
+    piece: (i, n), the same heads as a part of this rank's heads.
+    with_columns: whether to compute the single columns of the index, too.
     """
 
     queries: Shards
@@ -230,21 +233,21 @@ class Compute(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeColumns(Operation):
-    """Compute attention of this rank's queries over single columns that were gathered once."""
+    """Compute attention over the single columns of the index, which are gathered once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddColumns(Operation):
-    """Add the gradients of single columns to those of this rank's keys."""
+    """Add the gradients of gathered columns to the gradients of this rank's keys."""
 
     moves: Size = NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Operation):
-    """Merge what one step computed into the sums. Do nothing if the step computed nothing.
+    """Merge the results of one step into the running sums, if the step has any.
 
-    begins: the sums that start with this step.
+    begins: sums to overwrite instead of adding to them.
     """
 
     moves: Size = NOTHING
@@ -253,14 +256,14 @@ class Merge(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Reduce(Operation):
-    """Add a received gradient to this rank's part."""
+    """Add a received gradient to this rank's own part of that gradient."""
 
     moves: Size = NOTHING
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Memory of a pass. pooled: whether it returns to the pool, for later passes."""
+    """Memory that a pass uses. pooled: whether it returns to the pool when it is freed."""
 
     size: Size
     pooled: bool = False
@@ -347,7 +350,7 @@ class Program:
         """Return the bytes that the rank sends."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
-    def _live(self) -> Iterator[tuple[Operation, set[str]]]:
+    def live(self) -> Iterator[tuple[Operation, set[str]]]:
         """Yield each operation with the buffers that exist while it runs."""
         live = set(self.inputs)
         for op in self.operations:
@@ -359,7 +362,10 @@ class Program:
 
     @cached_property
     def _held(self) -> frozenset[tuple[str, Size, Size]]:
-        """What runs, the size of all buffers then without inputs and pool, and its scratch."""
+        """Each operation's name, the size of the live buffers, and the scratch.
+
+        Live buffers leave out the pass's inputs and pooled buffers.
+        """
         apart = self.pooled.union(self.inputs)
         return frozenset(
             (
@@ -367,13 +373,13 @@ class Program:
                 total_size(self.buffers[name].size for name in live - apart),
                 op.scratch if isinstance(op, Arrange) else NOTHING,
             )
-            for op, live in self._live()
+            for op, live in self.live()
         )
 
     def peak_bytes(self, sizes: ShardSizes, scratch: Mapping[str, int]) -> int:
         """Return the most bytes that a pass holds in addition to its inputs and the pool.
 
-        scratch: bytes that operations need at least, by `Arrange.what` or class name.
+        scratch: least bytes of temporary memory, by `Arrange.what` or an operation's class name.
         """
         return int(
             max(
@@ -385,14 +391,14 @@ class Program:
 
     @cached_property
     def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:
-        """The sizes of pooled buffers that exist at once, each with its number."""
+        """For each set of pooled buffers that are live together: each size with its count."""
         return frozenset(
             frozenset(Counter(self.buffers[name].size for name in live & self.pooled).items())
-            for _, live in self._live()
+            for _, live in self.live()
         )
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
-        """Return how many buffers of each shape a pass needs, without the one that it saves."""
+        """Return the most live pooled buffers of each shape. Leaves out saved buffers."""
         saved = self.pooled.intersection(self.saved)
         kept = Counter(self.buffers[name].size.shape(sizes) for name in saved)
         most: Counter[Shape] = Counter()
@@ -407,8 +413,8 @@ class Program:
 def pool_bytes(programs: Iterable[Program], sizes: ShardSizes) -> int:
     """Return the bytes of the pool after these passes have run for many layers.
 
-    A forward pass takes the buffer that it saves out of the pool. In float32, sums and shards of
-    the compute dtype share buffers.
+    A buffer that a forward pass saves for backward leaves the pool. If the compute dtype is
+    float32, shards and gradient sums of equal size use the same buffers.
     """
     most: Counter[Shape] = Counter()
     sharing = 1

@@ -1,13 +1,28 @@
 """Schedules: the steps of an exchange for every rank of a context group, as plain data.
 
-A schedule needs no process group. `lowering.lower` turns it into a `Program`, which the executor
-runs and the simulator prices. Tests play it through without a device. A step is one kernel call
-with the transfers around it:
+Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
+node by node: rank = node * per_node + local. A step is one kernel call with the transfers around
+it. Each rank runs the parts of a step in this order:
 
     post -> wait -> compute -> collect -> send
 
-Shard s is what rank s of the context group owns: its queries, keys and values. Ranks are numbered
-node by node: rank = node * per_node + local.
+`lowering.lower` turns the steps of one rank into its operations (a `Program`). `Executor` runs the
+operations, and the simulator prices them. For example, rank 0 of 3 in step 1 of a ring's forward
+pass receives the last shard while it computes the one before. The step is
+
+    ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
+                 receives=(1,), to=1, source=2, after=0, ...),))
+
+In step 0, transfer 0 began to bring shard 2 from rank 2. `lowering._ring_forward` emits:
+
+    operation  reads       writes   what the executor does
+    Begin      -           -        tags the spans and messages that follow with step 1
+    Post       kv 2        kv 1     starts to send shard 2 to rank 1, and shard 1 from rank 2
+    Wait       -           -        waits for transfer 0, which brings shard 2
+    Compute    q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
+    Merge      part 1      total    merges them into out and lse so far; frees kv 0 and part 1
+
+Transfer 1 forwards what transfer 0 brings, so it starts behind transfer 0. Step 2 waits for it.
 """
 
 from __future__ import annotations
@@ -115,10 +130,11 @@ class ScheduleStep:
 
 
 Steps = tuple[ScheduleStep, ...]
+_NONE: tuple[Transfer, ...] = ()
 
 
 class PerRank(Sequence[T]):
-    """One value per rank, made on first access: with a thousand ranks, each builds only its own."""
+    """One value per rank, made on first access. A rank of a thousand builds only its own value."""
 
     def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
         self._make = make
@@ -146,11 +162,11 @@ class Schedule:
     """The steps of an exchange. All ranks have the same number of steps, on the same channels.
 
     exchange: its name.
-    traits: the exchange's traits. Callers test these, not the name.
+    traits: properties of the exchange. Callers read them and never compare the name.
     workers: ranks of the context group.
     per_node: ranks of a node.
     forward, backward: the steps of each pass, by rank.
-    keeps: the key shards that a rank holds from forward to backward, by rank.
+    keeps: by rank, the key shards that the rank holds from forward to backward.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
     heads: ranks that share heads by all-to-all (Ulysses) around the exchange; 1 if none.
     """
@@ -171,12 +187,12 @@ class Schedule:
 
     @property
     def groups(self) -> int:
-        """Sets of ranks that share heads; keys or queries move between these sets."""
+        """Number of sets of ranks that share heads. Keys or queries move between these sets."""
         return self.workers // self.heads
 
     @property
     def gathers(self) -> bool:
-        """Whether all keys are on a rank before its kernel runs. Otherwise shards circulate."""
+        """Whether a rank has all keys before it calls the kernel. Otherwise shards circulate."""
         return self.traits.gathers
 
     @property
@@ -194,15 +210,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class ScheduleOptions:
-    """What a schedule depends on.
+    """The sizes and choices from which `make_schedule` makes a schedule.
 
     workers: ranks of the context group.
     per_node: ranks of the group that share a node.
-    chunks: equal parts of the heads that an all-gather moves one after the other, each while the
-        part before is computed.
-    prefetch: hops that a ring posts ahead of the computation.
+    chunks: number of equal parts of the heads. An all-gather moves one part while the part before
+        it is computed.
+    prefetch: number of hops that a ring posts ahead of the computation.
     circulates: what circulates in a ring's backward pass, ``kv`` or ``queries``.
-    heads: ranks that share heads by all-to-all.
+    heads: ranks that share heads by all-to-all (Ulysses). 1 means none do.
     """
 
     workers: int
@@ -267,57 +283,29 @@ def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
 def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
     workers, chunks = options.workers, options.chunks
     everyone = tuple(range(workers))
-    per_node = workers // nodes
-
-    def collectives(
-        rank: int, payload: str, part: tuple[int, int], number: count[int]
-    ) -> tuple[Transfer, ...]:
-        gathers = payload == KV
-        kind = "all_gather" if gathers else "reduce_scatter"
-
-        def collective(peers, holds, group_shards, channel, after=None) -> Transfer:
-            others = tuple(s for s in group_shards if s not in holds)
-            sends, receives = (holds, others) if gathers else (others, holds)
-            route = channel, sends, receives
-            return Transfer(
-                next(number), kind, payload, *route, peers=peers, after=after, part=part
-            )
-
-        if 1 in (nodes, per_node):
-            return (collective(everyone, (rank,), everyone, CONTEXT),)
-        node, local = divmod(rank, per_node)
-        counterparts = tuple(n * per_node + local for n in range(nodes))
-        node_ranks = tuple(node * per_node + m for m in range(per_node))
-        if gathers:
-            outer = collective(counterparts, (rank,), counterparts, OUTER)
-            return outer, collective(node_ranks, counterparts, everyone, INNER, outer.number)
-        inner = collective(node_ranks, counterparts, everyone, INNER)
-        return inner, collective(counterparts, (rank,), counterparts, OUTER, inner.number)
 
     def steps(rank: int, backward: bool) -> Steps:
         if workers == 1:
             return tuple(ScheduleStep((0,), (0,), (c, chunks)) for c in range(chunks))
-        number = count()
+        make = partial(_collectives, rank, workers, nodes, count())
         result: list[ScheduleStep] = []
         before: tuple[Transfer, ...] = ()
         # The first part has nothing to overlap with: step 0 posts it and waits for it. Every other
         # part is gathered while the part before it is computed.
-        ready = collectives(rank, KV, (0, chunks), number)
+        ready = make(KV, (0, chunks))
         for c in range(chunks):
-            following = collectives(rank, KV, (c + 1, chunks), number) if c + 1 < chunks else ()
-            gradients = collectives(rank, DKV, (c, chunks), number) if backward else ()
-            posted = (*ready, *following) if c == 0 else following
-            result.append(
-                ScheduleStep(
-                    (rank,),
-                    everyone,
-                    (c, chunks),
-                    (ready[-1].number,),
-                    posted,
-                    tuple(t.number for t in before),
-                    gradients,
-                )
+            following = make(KV, (c + 1, chunks)) if c + 1 < chunks else ()
+            gradients = make(DKV, (c, chunks)) if backward else ()
+            step = ScheduleStep(
+                (rank,),
+                everyone,
+                (c, chunks),
+                wait=(ready[-1].number,),
+                post=(*ready, *following) if c == 0 else following,
+                collect=_numbers(before),
+                send=gradients,
             )
+            result.append(step)
             ready, before = following, gradients
         return tuple(result)
 
@@ -325,6 +313,38 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
     keeps = PerRank(workers, lambda r: (r,))
     traits = EXCHANGE_TRAITS[name]
     return Schedule(name, traits, workers, options.per_node, forward, backward, keeps)
+
+
+def _collectives(
+    rank: int, workers: int, nodes: int, number: count[int], payload: str, part: tuple[int, int]
+) -> tuple[Transfer, ...]:
+    """Gather keys, or reduce-scatter their gradients: across nodes and inside each, if both exist.
+
+    Keys cross nodes first. Gradients take the way back.
+    """
+    everyone = tuple(range(workers))
+    gathers = payload == KV
+
+    def collective(peers, holds, channel, after=None) -> Transfer:
+        group_shards = everyone if channel != OUTER else peers
+        others = tuple(s for s in group_shards if s not in holds)
+        kind, sends, receives = (
+            ("all_gather", holds, others) if gathers else ("reduce_scatter", others, holds)
+        )
+        route = channel, sends, receives
+        return Transfer(next(number), kind, payload, *route, peers=peers, after=after, part=part)
+
+    per_node = workers // nodes
+    if 1 in (nodes, per_node):
+        return (collective(everyone, (rank,), CONTEXT),)
+    node, local = divmod(rank, per_node)
+    counterparts = tuple(n * per_node + local for n in range(nodes))
+    node_ranks = tuple(node * per_node + m for m in range(per_node))
+    if gathers:
+        outer = collective(counterparts, (rank,), OUTER)
+        return outer, collective(node_ranks, counterparts, INNER, outer.number)
+    inner = collective(node_ranks, counterparts, INNER)
+    return inner, collective(counterparts, (rank,), OUTER, inner.number)
 
 
 def ring(options: ScheduleOptions) -> Schedule:
@@ -382,39 +402,21 @@ class _Rings:
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, KV, direction=-1, first=1))
-        number = _numbers_after(steps)
-        to_inner, from_inner = self.rank(node, local - 1), self.rank(node, local + 1)
-        to_outer, from_outer = self.rank(node - 1, local), self.rank(node + 1, local)
-        inner: list[Transfer] = []  # arriving here; the next step adds it
-        outer: list[Transfer] = []  # arriving here; the last step of the next phase adds it
+        inner, outer = self._gradient_hops(rank, DKV, -1, _numbers_after(steps))
+        from_inner = _NONE  # arrives here; the next step adds it
+        from_outer = _NONE  # arrives here; the last step of a phase adds it
         for index, step in enumerate(steps):
             phase, turn = divmod(index, self.size)
-            collect, inner = inner, []
-            send = []
-            now = step.keys[0]
+            collect, from_inner = from_inner, _NONE
+            send = _NONE
             if turn < self.size - 1:
-                inner = [
-                    self._make_hop(
-                        number, DKV, self.inner, now, steps[index + 1].keys[0], to_inner, from_inner
-                    )
-                ]
-                send = inner
+                send = from_inner = (inner(step.keys[0], steps[index + 1].keys[0]),)
             else:
-                collect, outer = collect + outer, []
+                collect, from_outer = collect + from_outer, _NONE
                 if phase < self.nodes - 1:
-                    outer = [
-                        self._make_hop(
-                            number,
-                            DKV,
-                            OUTER,
-                            now,
-                            self.rank(node + phase + 2, local),
-                            to_outer,
-                            from_outer,
-                        )
-                    ]
-                    send = outer
-            steps[index] = replace(step, collect=tuple(t.number for t in collect), send=tuple(send))
+                    arriving = self.rank(node + phase + 2, local)
+                    send = from_outer = (outer(step.keys[0], arriving),)
+            steps[index] = replace(step, collect=_numbers(collect), send=send)
         return tuple(steps)
 
     def backward_of_queries(self, rank: int) -> Steps:
@@ -427,69 +429,45 @@ class _Rings:
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
-        number = _numbers_after(steps)
-        to_inner, from_inner = self.rank(node, local + 1), self.rank(node, local - 1)
-        to_outer, from_outer = self.rank(node + 1, local), self.rank(node - 1, local)
-        inner: list[Transfer] = []
-        outer: list[Transfer] = []
-        for index in range(len(steps)):
+        inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
+
+        def to_next_node(phase: int) -> tuple[Transfer, ...]:
+            """Return the hop that ends a phase. The first phase keeps this rank's own gradient."""
+            shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
+            return (outer(*shards),) if phase else ()
+
+        from_inner = _NONE
+        from_outer = _NONE
+        for index, step in enumerate(steps):
             phase, turn = divmod(index, self.size)
-            collect, inner = inner, []
-            send: list[Transfer] = []
+            collect, from_inner = from_inner, _NONE
+            send = _NONE
             if turn > 0:
-                inner = [
-                    self._make_hop(
-                        number,
-                        DQ,
-                        self.inner,
-                        steps[index].queries[0],
-                        self.rank(node - phase, local - turn - 1),
-                        to_inner,
-                        from_inner,
-                    )
-                ]
-                send = inner
+                arriving = self.rank(node - phase, local - turn - 1)
+                send = from_inner = (inner(step.queries[0], arriving),)
             elif phase > 0:
-                collect, outer, send = self._pass_to_next_node(
-                    number, phase - 1, node, local, collect + outer, to_outer, from_outer
-                )
-            steps[index] = replace(
-                steps[index], collect=tuple(t.number for t in collect), send=tuple(send)
-            )
-        collect, outer, send = self._pass_to_next_node(
-            number, self.nodes - 1, node, local, inner + outer, to_outer, from_outer
-        )
+                collect += from_outer
+                send = from_outer = to_next_node(phase - 1)
+            steps[index] = replace(step, collect=_numbers(collect), send=send)
+        collect, send = from_inner + from_outer, to_next_node(self.nodes - 1)
         if collect or send:
-            steps.append(
-                ScheduleStep((), (), collect=tuple(t.number for t in collect), send=tuple(send))
-            )
-        if outer:
-            steps.append(ScheduleStep((), (), collect=tuple(t.number for t in outer)))
+            steps.append(ScheduleStep((), (), collect=_numbers(collect), send=send))
+        if send:
+            steps.append(ScheduleStep((), (), collect=_numbers(send)))
         return tuple(steps)
 
-    def _pass_to_next_node(
-        self,
-        number: count[int],
-        phase: int,
-        node: int,
-        local: int,
-        collect: list[Transfer],
-        to: int,
-        source: int,
-    ) -> tuple[list[Transfer], list[Transfer], list[Transfer]]:
-        """End a phase. Returns what to collect, the hops that arrive here, and the hops to send."""
-        if phase == 0:
-            return collect, [], []
-        hop = self._make_hop(
-            number,
-            DQ,
-            OUTER,
-            self.rank(node - phase, local),
-            self.rank(node - phase - 1, local),
-            to,
-            source,
-        )
-        return collect, [hop], [hop]
+    def _gradient_hops(
+        self, rank: int, payload: str, direction: int, number: count[int]
+    ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
+        """Return two functions (sent, received) -> hop: inside the node, and across nodes."""
+        node, local = divmod(rank, self.size)
+        inner = self.rank(node, local + direction), self.rank(node, local - direction)
+        outer = self.rank(node + direction, local), self.rank(node - direction, local)
+
+        def hop(channel: str, to: int, source: int, sent: int, received: int) -> Transfer:
+            return self._make_hop(number, payload, channel, sent, received, to, source)
+
+        return partial(hop, self.inner, *inner), partial(hop, OUTER, *outer)
 
     def _circulate(self, rank: int, payload: str, direction: int, first: int) -> Steps:
         """Make the steps that compute a shard and pass it on, without gradients.
@@ -550,6 +528,10 @@ class _Rings:
         return Transfer(next(number), "p2p", payload, *route, to=to, source=source, after=after)
 
 
+def _numbers(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    return tuple(t.number for t in transfers)
+
+
 def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
     return count(sum(len(step.transfers) for step in steps))
 
@@ -557,63 +539,17 @@ def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Wrap Ulysses around another exchange.
 
-    Ranks R * heads .. R * heads + heads - 1 first trade their tokens for parts of the heads. Then
-    each acts as shard R of the inner exchange for its part of the heads (DeepSpeed-Ulysses,
-    arXiv:2309.14509; USP, arXiv:2405.07719).
+    The ranks R * heads to R * heads + heads - 1 share heads. In an all-to-all they first trade
+    tokens of all heads for all their tokens of some heads. Then each of them acts as rank R of the
+    inner exchange, for its part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP,
+    arXiv:2405.07719).
     """
     heads = options.heads
 
-    def members(groups: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(g * heads + m for g in groups for m in range(heads))
-
-    def lift_steps(steps: Steps, group: int, place: int) -> Steps:
-        def rank(of_group: int | None) -> int | None:
-            return None if of_group is None else of_group * heads + place
-
-        def part(of_inner: tuple[int, int]) -> tuple[int, int]:
-            return place * of_inner[1] + of_inner[0], heads * of_inner[1]
-
-        def lift_transfer(t: Transfer) -> Transfer:
-            # The inner transfers wait for transfer 0, which trades tokens for heads.
-            return replace(
-                t,
-                number=t.number + 1,
-                sends=members(t.sends),
-                receives=members(t.receives),
-                to=rank(t.to),
-                source=rank(t.source),
-                peers=tuple(p * heads + place for p in t.peers),
-                after=0 if t.after is None else t.after + 1,
-                part=part(t.part),
-            )
-
-        def renumber(numbers: tuple[int, ...]) -> tuple[int, ...]:
-            return tuple(n + 1 for n in numbers)
-
-        result = [
-            ScheduleStep(
-                members(s.queries),
-                members(s.keys),
-                part(s.part),
-                renumber(s.wait),
-                tuple(map(lift_transfer, s.post)),
-                renumber(s.collect),
-                tuple(map(lift_transfer, s.send)),
-            )
-            for s in steps
-        ]
-        peers = members((group,))
-        route = HEADS, (group * heads + place,), peers
-        trade = Transfer(0, "all_to_all", HEADS, *route, peers=peers, part=(place, heads))
-        result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
-        back = replace(
-            trade, number=sum(len(s.transfers) for s in result), sends=peers, receives=trade.sends
-        )
-        return (*result, ScheduleStep((), (), post=(back,), wait=(back.number,)))
-
     def spread(of_groups: Sequence[Steps]) -> Sequence[Steps]:
         return PerRank(
-            options.workers, lambda r: lift_steps(of_groups[r // heads], r // heads, r % heads)
+            options.workers,
+            lambda r: _trade_around(of_groups[r // heads], r // heads, r % heads, heads),
         )
 
     return replace(
@@ -622,9 +558,57 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
         per_node=options.per_node,
         forward=spread(inner.forward),
         backward=spread(inner.backward),
-        keeps=PerRank(options.workers, lambda r: members(inner.keeps[r // heads])),
+        keeps=PerRank(options.workers, lambda r: _members(inner.keeps[r // heads], heads)),
         heads=heads,
     )
+
+
+def _members(groups: tuple[int, ...], heads: int) -> tuple[int, ...]:
+    """Return the ranks of groups that share heads."""
+    return tuple(g * heads + m for g in groups for m in range(heads))
+
+
+def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
+    """Add the two all-to-alls around a group's steps, for the rank at a place in the group."""
+
+    def rank(of_group: int | None) -> int | None:
+        return None if of_group is None else of_group * heads + place
+
+    def part(of_inner: tuple[int, int]) -> tuple[int, int]:
+        return place * of_inner[1] + of_inner[0], heads * of_inner[1]
+
+    def lift(t: Transfer) -> Transfer:
+        # The inner transfers wait for transfer 0, which trades tokens for heads.
+        return replace(
+            t,
+            number=t.number + 1,
+            sends=_members(t.sends, heads),
+            receives=_members(t.receives, heads),
+            to=rank(t.to),
+            source=rank(t.source),
+            peers=tuple(p * heads + place for p in t.peers),
+            after=0 if t.after is None else t.after + 1,
+            part=part(t.part),
+        )
+
+    result = [
+        ScheduleStep(
+            _members(s.queries, heads),
+            _members(s.keys, heads),
+            part(s.part),
+            wait=tuple(n + 1 for n in s.wait),
+            post=tuple(map(lift, s.post)),
+            collect=tuple(n + 1 for n in s.collect),
+            send=tuple(map(lift, s.send)),
+        )
+        for s in steps
+    ]
+    peers, own = _members((group,), heads), (group * heads + place,)
+    trade = Transfer(0, "all_to_all", HEADS, HEADS, own, peers, peers=peers, part=(place, heads))
+    result[0] = replace(result[0], post=(trade, *result[0].post), wait=(0, *result[0].wait))
+    number = sum(len(s.transfers) for s in result)
+    back = replace(trade, number=number, sends=peers, receives=own)
+    return (*result, ScheduleStep((), (), post=(back,), wait=(number,)))
 
 
 _EXCHANGES: dict[str, Callable[[ScheduleOptions], Schedule]] = {

@@ -46,7 +46,8 @@ def explain_peer_loss(
         where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
         activity: text for `progress_record`, such as ``waits for kv from rank 1``.
         failure: text for the error, such as ``kv from rank 1 did not arrive``.
-        waits_for: the rank waited for, or `progress_record.SEVERAL`; None if it waits for none.
+        waits_for: the rank that this worker waits for, or `progress_record.SEVERAL`; None if
+            it waits for no rank.
 
     Raises:
         ExchangeError: a peer is gone, or did not answer in time.
@@ -64,10 +65,10 @@ def explain_peer_loss(
 
 
 class Buffers:
-    """Recycled message tensors, by shape, dtype and device.
+    """A pool of message tensors, by shape, dtype and device.
 
-    The shard that an exchange saves for backward is not released: autograd holds it for as long as
-    it may need it.
+    The shard that a forward pass saves for backward never returns to the pool: autograd may need it
+    for longer.
     """
 
     def __init__(self) -> None:
@@ -84,10 +85,10 @@ class Buffers:
         return self.take(tensor.shape, dtype or tensor.dtype, tensor.device)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Take a tensor back. The next `take` of its shape may overwrite it.
+        """Return a tensor to the pool. The next `take` of this shape may overwrite the tensor.
 
-        Everything that reads or writes it must already be queued on the current stream, or the
-        current stream must have waited for it. That orders the next user behind them.
+        Call this only after all reads and writes of the tensor are queued on the current stream, or
+        after the current stream has waited for them. The next user then runs after them.
         """
         self._free[tensor.shape, tensor.dtype, tensor.device].append(tensor)
 
@@ -186,7 +187,8 @@ class Transport:
     def start_all_reduce(self, transfer: Transfer, tensor: torch.Tensor) -> None:
         """Start to sum a tensor in place over all ranks that hold the same heads.
 
-        It is outside the schedule and has a communicator of its own. Only one may be in flight.
+        The all-reduce is not part of the schedule and has its own communicator. At most one may be
+        in flight.
         """
         with self._posting(transfer):
             self._record_post(transfer, tensor)
@@ -252,7 +254,7 @@ class Transport:
 
     @contextmanager
     def _posting(self, transfer: Transfer) -> Iterator[None]:
-        """Post inside this context: the transfer starts behind the one that it forwards (`after`).
+        """Order a transfer that is posted inside this context after `transfer.after`.
 
         On the same NCCL communicator, posting order is enough. On another communicator, a side
         stream waits for the earlier transfer, so that the compute stream does not have to. gloo has

@@ -14,8 +14,6 @@ from mtrain_cli.attention.index import Index
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.recording import Recorder
 from mtrain_cli.profiling.measurement import (
@@ -23,6 +21,7 @@ from mtrain_cli.profiling.measurement import (
     MeasurementCase,
     MeasurementPlan,
     MeasurementProgress,
+    entry_point,
     rotated,
 )
 from mtrain_cli.profiling.peers import torch_context_parallel
@@ -35,19 +34,13 @@ HEADER = (
 )
 
 
-def run(
-    config: Config,
-    run_dir: RunDir,
-    environment: Environment,
-    resume: bool,  # noqa: ARG001 - a measurement starts afresh
-) -> bool:
+@entry_point(MeasurementPlan)
+def run(bench: Bench, plan: MeasurementPlan) -> bool:
     """Measure every case of the plan on this worker. Return whether a stop request ended it."""
-    bench = Bench(config, run_dir, environment)
-    plan = bench.share(lambda: MeasurementPlan.load(run_dir))
     stopped = False
     with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
         cases = bench.cases(plan)
-        writer = ProfileWriter(run_dir, plan, bench, cases)
+        writer = ProfileWriter(plan, bench, cases)
         progress.say(HEADER, "bold")
         for seq in dict.fromkeys(case.config.seq for case in cases):
             mine = [case for case in cases if case.config.seq == seq]
@@ -99,9 +92,9 @@ def _measure(
         last = cases[-1] is writer.cases[-1]
         writer.sampled(first_part + sample, sample + 1 if last else 0)
     for attention in attentions:
-        writer.measured(attention.case, **_medians(bench, attention.times))
+        facts = writer.facts(attention.case)
+        facts.update(_medians(bench, attention.times))
         if bench.first:
-            facts = writer.facts(attention.case)
             progress.say(_row(attention.case.label, facts["density"], facts))
     del attentions, inputs
     bench.free_memory()

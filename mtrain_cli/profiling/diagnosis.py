@@ -5,7 +5,7 @@ This module runs without a GPU and without optional packages.
 
 from __future__ import annotations
 
-import importlib.metadata
+import itertools
 import os
 import platform
 import re
@@ -24,6 +24,7 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.tiles import Tiles
 from mtrain_cli.launch.environment import host_memory, loopback_variables
+from mtrain_cli.profiling.kernel_benchmark import installed_version
 from mtrain_cli.training.memory import GIB
 
 # (name to show, distributions that provide it, extra that installs it, purpose)
@@ -168,7 +169,7 @@ def diagnose(check: bool) -> Diagnosis:
         gpus=gpus,
         links=_links(len(gpus)),
         packages=[
-            Package(name, _version(names), extra, purpose)
+            Package(name, next(filter(None, map(installed_version, names)), None), extra, purpose)
             for name, names, extra, purpose in _PACKAGES
         ],
         kernels=kernels,
@@ -196,15 +197,6 @@ def _cpu_memory() -> float | None:
         return None
 
 
-def _version(distributions: tuple[str, ...]) -> str | None:
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
-
-
 def _nvidia_smi(*arguments: str) -> str | None:
     """Return the output of nvidia-smi, or None if it is missing or fails."""
     if shutil.which("nvidia-smi") is None:
@@ -228,11 +220,9 @@ def _links(gpus: int) -> list[DetectedLink]:
     links = parse_topology(_nvidia_smi("topo", "-m") or "")
     if len(links) == gpus * (gpus - 1):
         return links
-
-    pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
     return [
         DetectedLink(a, b, "peer" if torch.cuda.can_device_access_peer(a, b) else "no peer")
-        for a, b in pairs
+        for a, b in itertools.permutations(range(gpus), 2)
     ]
 
 

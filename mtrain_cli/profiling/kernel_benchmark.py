@@ -330,10 +330,12 @@ def device_name(device: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    return {name: _version(name) for name in ("torch", "triton", "flash-attn-4", "cupy-cuda13x")}
+    names = "torch", "triton", "flash-attn-4", "cupy-cuda13x"
+    return {name: installed_version(name) for name in names}
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -23,28 +23,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment, host_memory
-from mtrain_cli.launch.run_dir import RunDir
+from mtrain_cli.launch.environment import host_memory
 from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.collectives import start_all_gather, start_reduce_scatter
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.profiling.kernel_benchmark import device_name, median_ms, versions
-from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress
-from mtrain_cli.simulation.link_fit import (
-    ALL_TO_ALL,
-    GATHER,
-    HOP,
-    HOPS_AT_ONCE,
-    INNER,
-    OUTER,
-    SCATTER,
-    TWO_HOPS,
-    LinkTime,
-    MeasuredMachine,
-    cluster_document,
-    fit_links,
-)
+from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
+from mtrain_cli.simulation import link_fit
 from mtrain_cli.training.flops import peak_flops
 
 TARGET = "mtrain_cli.profiling.link_benchmark:run"
@@ -84,21 +69,13 @@ class LinkBenchmarkPlan(BenchmarkPlan):
         return max(1, self.repeats // 2) if self.loaded else 0
 
 
-def run(
-    config: Config,
-    run_dir: RunDir,
-    environment: Environment,
-    resume: bool,  # noqa: ARG001 - a measurement starts afresh
-) -> bool:
+@entry_point(LinkBenchmarkPlan)
+def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
     """Measure all operations on this worker. Return whether a stop request ended it."""
-    bench = Bench(config, run_dir, environment)
-    plan = bench.share(lambda: LinkBenchmarkPlan.load(run_dir))
-    group = bench.context_group(
-        per_node=environment.workers_per_node,
-        channels=(schedule.INNER, schedule.OUTER),
-    )
+    per_node = bench.environment.workers_per_node
+    group = bench.context_group(per_node=per_node, channels=(schedule.INNER, schedule.OUTER))
     operations = list(_operations(group, bench.device))
-    times: list[LinkTime] = []
+    times: list[link_fit.LinkTime] = []
     stopped = False
     bench.synchronize()
     load = _Load(bench.device)
@@ -107,14 +84,13 @@ def run(
         for operation in operations:
             progress.now(f"{operation.link} {operation.what}")
             measured = _measured(operation, plan, bench, load, progress)
-            stopped = measured is None
-            if measured is None:
+            if stopped := measured is None:
                 break
             times += measured
         progress.now("memory, launches")
         machine = _median_machine(bench.gather(_machine(bench.device)))
     if bench.first:
-        _write_results(run_dir, plan, environment, times, machine, complete=not stopped)
+        _write_results(bench, plan, times, machine, complete=not stopped)
     return stopped
 
 
@@ -141,20 +117,19 @@ def _operations(group: ContextGroup, device: torch.device):
     per_node = group.per_node
     node = tuple(range(group.rank // per_node * per_node, (group.rank // per_node + 1) * per_node))
     counterparts = tuple(range(group.rank % per_node, group.size, per_node))
-    for link, members in ((INNER, node), (OUTER, counterparts)):
+    for link, members in ((link_fit.INNER, node), (link_fit.OUTER, counterparts)):
         if len(members) < 2:
             continue
         messages = _Messages(group, link, members, device)
-        n = len(members)
-        if link == OUTER and per_node > 1:
-            yield _Operation(link, HOP, n, messages.hop, takes_part=group.rank % per_node == 0)
-            yield _Operation(link, HOPS_AT_ONCE, n, messages.hop)
-        else:
-            yield _Operation(link, HOP, n, messages.hop)
-        yield _Operation(link, TWO_HOPS, n, messages.two_hops)
-        yield _Operation(link, GATHER, n, messages.gather)
-        yield _Operation(link, SCATTER, n, messages.scatter)
-        yield _Operation(link, ALL_TO_ALL, n, messages.trade)
+        n, several = len(members), link == link_fit.OUTER and per_node > 1
+        takes_part = not several or group.rank % per_node == 0
+        yield _Operation(link, link_fit.HOP, n, messages.hop, takes_part)
+        if several:
+            yield _Operation(link, link_fit.HOPS_AT_ONCE, n, messages.hop)
+        yield _Operation(link, link_fit.TWO_HOPS, n, messages.two_hops)
+        yield _Operation(link, link_fit.GATHER, n, messages.gather)
+        yield _Operation(link, link_fit.SCATTER, n, messages.scatter)
+        yield _Operation(link, link_fit.ALL_TO_ALL, n, messages.trade)
 
 
 class _Messages:
@@ -166,7 +141,7 @@ class _Messages:
     def __init__(
         self, group: ContextGroup, link: str, members: tuple[int, ...], device: torch.device
     ) -> None:
-        channel = {INNER: schedule.INNER, OUTER: schedule.OUTER}[link]
+        channel = {link_fit.INNER: schedule.INNER, link_fit.OUTER: schedule.OUTER}[link]
         self.group, self.other = (
             group.channel(channel, payload) for payload in (schedule.KV, schedule.DKV)
         )
@@ -228,7 +203,7 @@ def _measured(
     bench: Bench,
     load: _Load,
     progress: MeasurementProgress,
-) -> list[LinkTime] | None:
+) -> list[link_fit.LinkTime] | None:
     """Time one operation at all sizes. Return None if a stop was requested.
 
     Each round sends one message of every size. All ranks must call this; ranks that do not take
@@ -268,7 +243,7 @@ def _measured(
     del prepared
     bench.free_memory()
     return [
-        LinkTime(
+        link_fit.LinkTime(
             operation.link,
             operation.what,
             size,
@@ -394,7 +369,7 @@ class _Load:
         return median_ms(many, "cuda" if self.gpu else "cpu", 3) / count
 
 
-def _machine(device: torch.device) -> MeasuredMachine:
+def _machine(device: torch.device) -> link_fit.MeasuredMachine:
     kind, gpu = device.type, device.type == "cuda"
     numbers = (256 if gpu else 16) << 20
     a, b, c = (torch.ones(numbers // 4, device=device) for _ in range(3))
@@ -404,7 +379,7 @@ def _machine(device: torch.device) -> MeasuredMachine:
     name = device_name(kind)
     known = peak_flops(name)
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else host_memory()
-    return MeasuredMachine(
+    return link_fit.MeasuredMachine(
         gpu=name,
         peak_tflops=(known or product) / 1e12,
         peak_source="datasheet" if known else "measured",
@@ -435,21 +410,20 @@ def _launch_us(device: torch.device) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _median_machine(everyone: Sequence[MeasuredMachine]) -> MeasuredMachine:
+def _median_machine(everyone: Sequence[link_fit.MeasuredMachine]) -> link_fit.MeasuredMachine:
     """Return the measurement of the rank with the median copy bandwidth."""
     return sorted(everyone, key=lambda m: m.copy_gbps)[len(everyone) // 2]
 
 
 def _write_results(
-    run_dir: RunDir,
+    bench: Bench,
     plan: LinkBenchmarkPlan,
-    environment: Environment,
-    times: Sequence[LinkTime],
-    machine: MeasuredMachine,
+    times: Sequence[link_fit.LinkTime],
+    machine: link_fit.MeasuredMachine,
     *,
     complete: bool,
 ) -> None:
-    facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
+    environment, facts = bench.environment, bench.facts()
     virtual = environment.nodes > 1 and environment.workers_per_node < environment.local_workers
     gpu = environment.device == "cuda"
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if gpu else None
@@ -474,9 +448,9 @@ def _write_results(
     if complete:
         document["fits"] = {
             link: {what: asdict(fit) for what, fit in by_operation.items()}
-            for link, by_operation in fit_links(times).items()
+            for link, by_operation in link_fit.fit_links(times).items()
         }
-        document["cluster"] = cluster_document(
+        document["cluster"] = link_fit.cluster_document(
             plan.name,
             plan.nodes or environment.nodes,
             plan.per_node or environment.workers_per_node,
@@ -485,9 +459,9 @@ def _write_results(
             measured_ranks=environment.dims.workers,
             virtual=virtual,
         )
-    draft = run_dir.path / f".{FILE}.part"
+    draft = bench.run_dir.path / f".{FILE}.part"
     draft.write_text(json.dumps(document, indent=1) + "\n")
-    draft.replace(run_dir.path / FILE)
+    draft.replace(bench.run_dir.path / FILE)
 
 
 def cluster_text(document: dict[str, Any]) -> str:

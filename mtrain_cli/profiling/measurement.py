@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 T = TypeVar("T")
+P = TypeVar("P", bound="BenchmarkPlan")
 ATTENTION_ONLY, TRAINING = "attention", "training"
 # The functions that the workers run, as strings: the command need not import their modules.
 TARGETS = {
@@ -137,10 +138,12 @@ class Bench:
 
     first: whether this worker has rank 0, which prints and writes.
     host_group: gloo group of all workers.
+    stop: tells whether this worker got a request to stop.
     """
 
     def __init__(self, config: Config, run_dir: RunDir, environment: Environment) -> None:
-        self.environment, self.first = environment, environment.rank == 0
+        self.config, self.run_dir, self.environment = config, run_dir, environment
+        self.first = environment.rank == 0
         self._timeout = timedelta(seconds=config.topology.timeout_s)
         self.device = (
             torch.device("cuda", torch.cuda.current_device())
@@ -151,8 +154,13 @@ class Bench:
         self.collector = RecordCollector(
             environment.rank, environment.dims.workers, self.device, self.host_group
         )
-        self._stop = StopFlag(run_dir, environment)
+        self.stop = StopFlag(run_dir, environment)
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
+
+    def facts(self) -> dict[str, Any]:
+        """Return the content of environment.json; empty if there is none."""
+        file = self.run_dir.environment
+        return json.loads(file.read_text()) if file.exists() else {}
 
     def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
         """Use the communicators of ``group`` for every case that needs the same ones.
@@ -220,7 +228,7 @@ class Bench:
 
     def stop_requested(self) -> bool:
         """Return whether any worker got a request to stop. All workers must call this."""
-        return any(self.gather(self._stop.requested()))
+        return any(self.gather(self.stop.requested()))
 
     def slowest(self, mine: Sequence[Sequence[float]]) -> np.ndarray:
         """Return the maximum over workers, element by element.
@@ -228,6 +236,24 @@ class Bench:
         mine: this worker's times, [iterations, parts].
         """
         return np.array(self.gather(mine), dtype=np.float64).max(0)
+
+
+def entry_point(
+    plan_type: type[P],
+) -> Callable[[Callable[[Bench, P], bool]], Callable[[Config, RunDir, Environment, bool], bool]]:
+    """Turn a measurement into the function that the launcher calls on every worker.
+
+    The measurement takes the bench and the plan. It returns whether a stop request ended it.
+    """
+
+    def decorate(measure: Callable[[Bench, P], bool]):
+        def run(config: Config, run_dir: RunDir, environment: Environment, _resume: bool) -> bool:
+            bench = Bench(config, run_dir, environment)
+            return measure(bench, bench.share(lambda: plan_type.load(run_dir)))
+
+        return run
+
+    return decorate
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:

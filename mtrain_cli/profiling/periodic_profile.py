@@ -63,9 +63,8 @@ class TrainingProfile(Callback):
         self._after: list[float] = []
         self._writer: ProfileWriter | None = None
         try:
-            self._writer = ProfileWriter(
-                run_dir, plan, self._bench, list(self._by_kind.values()), self._folder, kept
-            )
+            cases = list(self._by_kind.values())
+            self._writer = ProfileWriter(plan, self._bench, cases, self._folder, kept)
         except OSError as error:
             self.problem = (
                 f"{self._folder}: cannot be written ({error.strerror or error}); "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import statistics
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from mtrain_cli.attention.index import BlockBitmap, Index
-from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.profiling.measurement import (
     ATTENTION_ONLY,
     Bench,
@@ -43,23 +41,21 @@ class ProfileWriter:
 
     def __init__(
         self,
-        run_dir: RunDir,
         plan: MeasurementPlan,
         bench: Bench,
         cases: Sequence[MeasurementCase],
         folder: Path | None = None,
         entries: Sequence[dict[str, Any]] | None = None,
     ) -> None:
-        self.folder, self.plan, self.bench, self.cases = folder or run_dir.path, plan, bench, cases
-        self.samples = 0
-        self.first = bench.environment.rank == 0
+        self.folder, self.plan = folder or bench.run_dir.path, plan
+        self.bench, self.first, self.cases, self.samples = bench, bench.first, cases, 0
         self.problem: str | None = None  # the last write error
         self._waiting: list[np.ndarray] = []
         self._latest: dict[int, np.ndarray] = {}  # rows of the latest iteration, by case
         self._last: dict[int, Sequence[Estimated]] = {}
         self._iteration = 0
         self._times: dict[int, list[tuple[float, float]]] = {case.number: [] for case in cases}
-        facts = run_dir.environment
+        facts = bench.facts() if self.first else {}
         self._document: dict[str, Any] = {
             "kind": "profile",
             "mode": plan.mode,
@@ -67,7 +63,7 @@ class ProfileWriter:
             "workers": bench.environment.dims.workers,
             "samples_wanted": plan.samples,
             "samples": 0,
-            "environment": json.loads(facts.read_text()) if self.first and facts.exists() else {},
+            "environment": facts,
             "clock": {"uncertainty_us": None},
             "overhead": None,
             "cases": [case.facts(bench.environment) for case in cases]
@@ -75,8 +71,8 @@ class ProfileWriter:
             else list(entries),
             "peers": [],
             "results": [],
+            "command": facts.get("command", []),
         }
-        self._document["command"] = self._document["environment"].get("command", [])
         if self.first:
             record_files.write_summary(self.folder, self._document)
 
@@ -124,16 +120,12 @@ class ProfileWriter:
         record_files.write_part(rows, self.folder, number)
         record_files.write_summary(self.folder, self._document)
 
-    def measured(self, case: MeasurementCase, **values: float) -> None:
-        """Add values to the case's entry in the summary."""
-        self.facts(case).update(values)
-
     def peer(self, measured: dict[str, Any]) -> None:
         """Add the times of another implementation to the summary."""
         self._document["peers"].append(measured)
 
     def facts(self, case: MeasurementCase) -> dict[str, Any]:
-        """Return the case's entry in the summary."""
+        """Return the case's entry in the summary, to read or change it."""
         return self._document["cases"][case.number]
 
     def _note_density(self, rows: np.ndarray) -> None:
@@ -164,7 +156,7 @@ class ProfileWriter:
             times = np.array([mine[case.number] for mine, _ in everyone], dtype=np.float64)
             if times.size:  # [workers, iterations, 2]
                 plain, recorded = times.max(0).T
-                self.measured(case, overhead=float(np.median(recorded / plain) - 1))
+                self.facts(case)["overhead"] = float(np.median(recorded / plain) - 1)
                 for name, seconds in (("iteration_ms", plain), ("recorded_ms", recorded)):
                     self.facts(case)[name] = [round(float(ms), 4) for ms in seconds * 1e3]
         known = [facts.get("overhead") for facts in self._document["cases"]]

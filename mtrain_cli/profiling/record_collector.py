@@ -12,21 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mtrain_cli.parallel.recording import (
-    ATTENTION,
-    BACKWARD,
-    COLUMNS,
-    DIRECTIONS,
-    FORWARD,
-    KINDS,
-    RECEIVE,
-    RECOMPUTE,
-    SEND,
-    WAIT,
-    Recorder,
-    Span,
-    with_gaps,
-)
+from mtrain_cli.parallel import recording
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
 from mtrain_cli.simulation.work_counts import StepWork
 
@@ -111,13 +97,13 @@ class RecordCollector:
     host_group: dist.ProcessGroup
     clock: Clock = field(init=False)
     boots: list[str] = field(init=False)
-    recorder: Recorder = field(init=False)
+    recorder: recording.Recorder = field(init=False)
     uncertainty: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self.boots = boots_of_all(self.workers, self.host_group)
         self.clock = Clock(0.0, 0.0)
-        self.recorder = Recorder(self.device)
+        self.recorder = recording.Recorder(self.device)
 
     def start(self) -> None:
         """Start an iteration. With several machines, align their clocks again: clocks drift."""
@@ -137,7 +123,8 @@ class RecordCollector:
         Returns:
             On rank 0 the rows of all ranks, of dtype `ROW`; no rows on other ranks.
         """
-        mine = own_rows(with_gaps(self.recorder.read()), self.rank, self.clock.offset, work, flop)
+        spans = recording.with_gaps(self.recorder.read())
+        mine = own_rows(spans, self.rank, self.clock.offset, work, flop)
         everyone: list[np.ndarray | None] | None = [None] * self.workers if self.rank == 0 else None
         dist.gather_object(mine, everyone, group=self.host_group)
         if everyone is None:
@@ -148,7 +135,7 @@ class RecordCollector:
 
 
 def own_rows(
-    spans: Sequence[Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
+    spans: Sequence[recording.Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
 ) -> np.ndarray:
     """Turn the spans of one rank into rows of dtype `RAW`. start_us refers to rank 0's clock."""
     table = np.zeros(len(spans), RAW)
@@ -160,27 +147,28 @@ def own_rows(
         row["direction"], row["phase"] = _DIRECTION[span.direction], _KIND[span.kind]
         row["link"], row["payload"] = _LINK[message.link], _PAYLOAD[message.payload]
         row["start_us"], row["dur_us"] = (span.start + offset) * 1e6, span.seconds * 1e6
-        row["shard"] = message.leaving if span.kind == SEND else message.shard
-        if span.kind in (SEND, RECEIVE, WAIT):
+        row["shard"] = message.leaving if span.kind == recording.SEND else message.shard
+        if span.kind in (recording.SEND, recording.RECEIVE, recording.WAIT):
             row["number"], row["to"], row["source"] = message.number, message.to, message.source
             row["first"], row["peers"] = min(message.peers, default=-1), len(message.peers)
-            row["bytes"] = message.sent if span.kind == SEND else message.received
-            row["peer"] = message.to if span.kind == SEND else message.source
-        elif span.kind in (ATTENTION, COLUMNS):
+            row["bytes"] = message.sent if span.kind == recording.SEND else message.received
+            row["peer"] = message.to if span.kind == recording.SEND else message.source
+        elif span.kind in (recording.ATTENTION, recording.COLUMNS):
             # Several kernel calls may share one count of work: for example, the single columns
             # before and those after the steps. Count that work once.
-            step = span.step if span.kind == ATTENTION else -1
+            step = span.step if span.kind == recording.ATTENTION else -1
             key = span.micro, span.layer, span.direction, step, span.kind
-            direction = FORWARD if span.direction == RECOMPUTE else span.direction
+            recomputes = span.direction == recording.RECOMPUTE
+            direction = recording.FORWARD if recomputes else span.direction
             done = work.get((span.micro, span.layer), {}).get(direction)
             if done is None or key in counted:
                 continue
             counted.add(key)
-            if span.kind == ATTENTION:
+            if span.kind == recording.ATTENTION:
                 row["blocks"], row["pairs"] = done.blocks[0, step], done.pairs[0, step]
             else:
                 row["columns"], row["pairs"] = done.columns[0], done.column_pairs[0]
-            row["flop"] = float(row["pairs"]) * flop[span.direction == BACKWARD]
+            row["flop"] = float(row["pairs"]) * flop[span.direction == recording.BACKWARD]
     return table
 
 
@@ -202,7 +190,7 @@ def merge_ranks(tables: Sequence[np.ndarray]) -> np.ndarray:
 
 _DIRECTION, _KIND, _LINK, _PAYLOAD = (
     {word: code for code, word in enumerate(words)}
-    for words in (DIRECTIONS, KINDS, LINKS, PAYLOADS)
+    for words in (recording.DIRECTIONS, recording.KINDS, LINKS, PAYLOADS)
 )
 _PASS = ["micro", "layer", "direction", "payload"]
 
@@ -218,8 +206,8 @@ def _find_late(table: np.ndarray) -> None:
     more = "phase rank number to source first peers link start_us dur_us"
     columns = [*_PASS, *more.split()]
     rows = pandas.DataFrame({name: table[name] for name in columns})
-    waits = rows[rows.phase == _KIND[WAIT]].drop(columns="phase")
-    posted = rows[rows.phase == _KIND[SEND]].drop(columns=["phase", "dur_us"])
+    waits = rows[rows.phase == _KIND[recording.WAIT]].drop(columns="phase")
+    posted = rows[rows.phase == _KIND[recording.SEND]].drop(columns=["phase", "dur_us"])
     hops = posted[posted.to >= 0].sort_values([*_PASS, "rank", "number"])
     # In a pass, the k-th message that a rank sends to a peer is the k-th that the peer receives.
     hops["sent"] = hops.groupby([*_PASS, "rank", "to"]).cumcount()

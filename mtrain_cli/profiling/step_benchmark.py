@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mtrain_cli.attention.mask import MaskRule
-from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.profiling.measurement import (
     Bench,
     MeasurementCase,
     MeasurementPlan,
     MeasurementProgress,
+    entry_point,
     rotated,
 )
 from mtrain_cli.profiling.profile_writer import ProfileWriter
@@ -26,12 +23,8 @@ from mtrain_cli.training.trainer import Trainer
 MicroBatches = Sequence[Sequence[PackedSample]]
 
 
-def run(
-    config: Config,
-    run_dir: RunDir,
-    environment: Environment,
-    resume: bool,  # noqa: ARG001 - a measurement starts afresh
-) -> bool:
+@entry_point(MeasurementPlan)
+def run(bench: Bench, plan: MeasurementPlan) -> bool:
     """Train with the first case and sample all cases, on this worker.
 
     At each sampled step, every case computes the forward and backward pass of the batch before the
@@ -40,21 +33,18 @@ def run(
     Returns:
         Whether it stopped before all samples were recorded.
     """
-    bench = Bench(config, run_dir, environment)
-    plan = bench.share(lambda: MeasurementPlan.load(run_dir))
-    stop = StopFlag(run_dir, environment)
     with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
         progress.now("preparing")
-        trainer = Trainer(plan.cases[0][1], environment)
+        trainer = Trainer(plan.cases[0][1], bench.environment)
         bench.adopt(trainer.choices, trainer.exchange.group)
-        writer = ProfileWriter(run_dir, plan, bench, bench.cases(plan))
+        writer = ProfileWriter(plan, bench, bench.cases(plan))
         rehearsal = _Rehearsal(bench, trainer, writer, progress)
         trainer.callbacks.append(rehearsal)
         while writer.samples < plan.samples:
             progress.now(f"training step {trainer.step + 1}")
             after = trainer.step - plan.warmup
             rehearsal.due = after >= 0 and after % plan.every == 0
-            if trainer.train_step(stop.requested()).stop:
+            if trainer.train_step(bench.stop.requested()).stop:
                 break
     writer.finish()
     if not plan.quiet:

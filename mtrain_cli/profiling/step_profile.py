@@ -18,19 +18,14 @@ from typing import Any
 
 import torch
 
-from mtrain_cli.config.schema import Config
-from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.failures import RunError
-from mtrain_cli.launch.run_dir import RunDir
-from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel import profiler_labels
-from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress
+from mtrain_cli.profiling.measurement import Bench, BenchmarkPlan, MeasurementProgress, entry_point
 from mtrain_cli.records import record_files
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.records.step_breakdown import StepBreakdown, find_parts, messages, shortest
 from mtrain_cli.training.banner import banner
 from mtrain_cli.training.out_of_memory import explain_out_of_memory
-from mtrain_cli.training.step_result import StepResult
 from mtrain_cli.training.trainer import Trainer
 
 TARGET = "mtrain_cli.profiling.step_profile:run"
@@ -72,17 +67,10 @@ class _RankSummary:
     peak_gib: float | None
 
 
-def run(
-    config: Config,
-    run_dir: RunDir,
-    environment: Environment,
-    resume: bool,  # noqa: ARG001 - a measurement starts afresh
-) -> bool:
+@entry_point(StepProfilePlan)
+def run(bench: Bench, plan: StepProfilePlan) -> bool:
     """Train and record the last steps on this worker. Return whether a stop request ended it."""
-    bench = Bench(config, run_dir, environment)
-    plan = bench.share(lambda: StepProfilePlan.load(run_dir))
-    stop = StopFlag(run_dir, environment)
-    results: list[StepResult] = []
+    config, run_dir, environment = bench.config, bench.run_dir, bench.environment
     with (
         MeasurementProgress(bench, plan, plan.warmup + plan.steps) as progress,
         explain_out_of_memory(config, environment, run_dir) as about,
@@ -90,55 +78,58 @@ def run(
         progress.now("preparing")
         trainer = about.begin(Trainer(config, environment))
         progress.say(banner(trainer.plan, run_dir.path, trainer.dataset.describe()))
-
-        def step(kind: str) -> float:
-            """Run one training step, with idle GPUs before and after it. Return its seconds."""
-            number = trainer.step + 1
-            progress.now(f"step {number}, {kind}")
-            bench.synchronize()
-            _idle(bench)
-            began = time.perf_counter()
-            with profiler_labels.label(profiler_labels.STEP):
-                results.append(trainer.train_step(stop.requested()))
-                with profiler_labels.label(profiler_labels.CLOSING):
-                    _idle(bench)
-            seconds = time.perf_counter() - began
-            progress.done()
-            progress.say(f"step {number}, {kind}: {seconds:.3g} s")
-            return seconds
-
-        plain: list[float] = []
-        metrics: list[StepMetrics] = []
-        for number in range(1, plan.warmup + 1):
-            seconds = step("not recorded")
-            if results[-1].stop:
-                return True
-            if number >= plan.alike:
-                plain.append(seconds)
-                metrics.append(trainer.metrics(results[-1], seconds))
+        before = _train(bench, trainer, progress, plan.warmup, "not recorded")
+        if before is None:
+            return True
         # Warm up: the first profiler of a process takes seconds to start and records slowly.
         with _profiler(bench):
             torch.zeros(1, device=bench.device).add_(1)
             _idle(bench)
-        recorded = []
         with _profiler(bench) as profiler:
-            for _ in range(plan.steps):
-                recorded.append(step("recorded"))
-                if results[-1].stop:
-                    return True
+            recorded = _train(bench, trainer, progress, plan.steps, "recorded")
+        if recorded is None:
+            return True
         progress.now("reading the trace")
         trainer.close()
+        plain = before[plan.alike - 1 :]
         breakdown = _read(profiler, run_dir.path, plan, bench)
-        peak = max(filter(None, (m.peak_memory_gib for m in metrics)), default=None)
-        mine = _RankSummary(breakdown, plain, recorded, peak)
-        everyone: list[_RankSummary] = bench.gather(mine)
+        peak = max(filter(None, (m.peak_memory_gib for m in plain)), default=None)
+        times = [m.seconds for m in plain], [m.seconds for m in recorded]
+        everyone = bench.gather(_RankSummary(breakdown, *times, peak))
     if bench.first:
-        losses = [result.loss for result in results]
-        document = _document(trainer, run_dir, plan, everyone, metrics, losses)
+        losses = [metrics.loss for metrics in (*before, *recorded)]
+        document = _document(trainer, bench, plan, everyone, plain, losses)
         _write_results(run_dir.path, document, everyone)
         if not plan.quiet:
             _show(run_dir.path, document, plan)
     return False
+
+
+def _train(
+    bench: Bench, trainer: Trainer, progress: MeasurementProgress, count: int, kind: str
+) -> list[StepMetrics] | None:
+    """Run training steps, with idle GPUs before and after each step.
+
+    Returns:
+        The metrics of the steps, or None if a stop was requested.
+    """
+    metrics = []
+    for number in range(trainer.step + 1, trainer.step + 1 + count):
+        progress.now(f"step {number}, {kind}")
+        bench.synchronize()
+        _idle(bench)
+        began = time.perf_counter()
+        with profiler_labels.label(profiler_labels.STEP):
+            result = trainer.train_step(bench.stop.requested())
+            with profiler_labels.label(profiler_labels.CLOSING):
+                _idle(bench)
+        seconds = time.perf_counter() - began
+        progress.done()
+        progress.say(f"step {number}, {kind}: {seconds:.3g} s")
+        if result.stop:
+            return None
+        metrics.append(trainer.metrics(result, seconds))
+    return metrics
 
 
 def _idle(bench: Bench) -> None:
@@ -199,7 +190,7 @@ def _read(
 
 def _document(
     trainer: Trainer,
-    run_dir: RunDir,
+    bench: Bench,
     plan: StepProfilePlan,
     everyone: Sequence[_RankSummary],
     metrics: Sequence[StepMetrics],
@@ -212,8 +203,7 @@ def _document(
         losses: losses of all steps.
     """
     config, choices, e = trainer.config, trainer.choices, trainer.environment
-    gpu = trainer.device.type == "cuda"
-    facts = json.loads(run_dir.environment.read_text()) if run_dir.environment.exists() else {}
+    gpu, facts = trainer.device.type == "cuda", bench.facts()
     return {
         "kind": record_files.STEP,
         "complete": True,

@@ -22,14 +22,18 @@ from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.config.exchanges import exchange_name
 from mtrain_cli.parallel.layout import Layout, make_layout
+from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.plan import positions_of
+from mtrain_cli.parallel.program import WHOLE_SEQUENCE, Compute
 from mtrain_cli.parallel.schedule import Schedule, ScheduleOptions, make_schedule
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase, KernelTime
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DENSE, DIAGONALS, LISTS, SPARSE
 from mtrain_cli.simulation.work_counts import FORWARD, StepWork, WorkCounter
 
 LAYOUTS = ("striped", "zigzag")
-RING, GATHER = "ring", "all_gather"
+RING, GATHER = (exchange_name(gathers=gathers, hierarchical=False) for gathers in (False, True))
 
 
 @dataclass(frozen=True)
@@ -109,52 +113,42 @@ def _calls(worker: _Worker) -> Iterator[KernelTime]:
     - all-gather: the keys of all shards
     - single columns, if the case has any
     """
-    layout, rank = worker.layout, worker.rank
     for exchange in (RING, GATHER):
         schedule = worker.schedule(exchange)
         work, masked = (worker.work(schedule, index) for index in (worker.index, None))
-        steps = schedule.forward[rank]
-        for at in sorted({0, len(steps) // 2} if exchange == RING else {0}):
-            if not steps[at].keys or not work.pairs[0, at]:
-                continue
-            gathered = exchange == GATHER
-            keys = np.arange(layout.padded_seq) if gathered else layout.positions(steps[at].keys[0])
-            yield _time_step(
-                worker, worker.tiles(keys), len(keys), work, masked, at, gathered=gathered
-            )
+        traits = Traits(columns=not schedule.gathers)
+        calls = list(lower(schedule, worker.rank, traits=traits).computes)
+        for step in sorted({0, len(calls) // 2}):
+            if work.pairs[0, step]:
+                what = f"{exchange} step {step}" if len(calls) > 1 else exchange
+                yield _time_step(worker, calls[step], what, work, masked)
     if worker.index is not None and worker.case.columns:
         yield _time_columns(worker, worker.index)
 
 
 def _time_step(
-    worker: _Worker,
-    tiles: Tiles,
-    keys: int,
-    work: StepWork,
-    masked: StepWork,
-    step: int,
-    *,
-    gathered: bool,
+    worker: _Worker, call: Compute, what: str, work: StepWork, masked: StepWork
 ) -> KernelTime:
-    """Time one step of a schedule.
+    """Time one kernel call of a program.
 
-    keys: number of key tokens.
+    what: name of the call in the results.
     work: work of all steps under the index.
     masked: work of all steps under the mask alone.
-    gathered: whether the step belongs to an all-gather, not to a ring.
     """
-    bench, case, index = worker.bench, worker.case, worker.index
+    bench, case, index, step = worker.bench, worker.case, worker.index, call.step
+    gathered = call.keys == WHOLE_SEQUENCE
+    keys = positions_of(worker.layout, call.keys)
+    tiles = worker.tiles(keys)
     form, columns = LISTS if worker.layout.name == "striped" else DENSE, 0
     if index is not None:
         form = SPARSE if gathered else DIAGONALS
-        kept = index if gathered else index.without_columns()
+        kept = index if call.with_columns else index.without_columns()
         tiles = tiles.with_index(kept.to(bench.device))
-        if gathered and work.of_columns is not None:
+        if call.with_columns and work.of_columns is not None:
             columns = int(work.of_columns[0, step])
-    inputs = bench.inputs(case, len(worker.queries), keys)
+    inputs = bench.inputs(case, len(worker.queries), len(keys))
     ms = bench.time_passes(worker.kernel, case, tiles, inputs, with_delta=not gathered)
     counts = int(work.pairs[0, step]), int(work.blocks[0, step]), columns
-    what = GATHER if gathered else f"{RING} step {step}"
     return worker.time(form, what, ms, counts, int(masked.pairs[0, step]))
 
 

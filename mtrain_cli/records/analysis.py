@@ -341,8 +341,7 @@ class _CaseTotals:
         late = iteration.spent[SPENT.index(LATE)]
         self.bins[..., len(BUSY)] += late.sum((1, 4), dtype=np.float64)
         self.bins[..., len(BUSY) + 1 :] += np.moveaxis(iteration.link.sum(-1), 1, -1)
-        there = ~np.isnan(iteration.length)
-        self.passes += np.where(there, iteration.length, 0).sum(1)
+        self.passes += np.nansum(iteration.length, 1)
         if not np.isnan(iteration.whole).all():
             self.wholes.append(float(np.nanmax(iteration.whole)))
         # Leave out workers without rows.
@@ -455,20 +454,17 @@ class _CaseTotals:
         pairs, blocks = self.pairs[d] / counts, self.blocks[d] / counts
         inside = slice(1, steps + 1)
         values = np.concatenate(self.values[d])
+        p50, p95 = (float(np.percentile(values, q)) if len(values) else np.nan for q in (50, 95))
         names = ("ms", "attention_ms", "late_ms", "exposed_ms")
         layers = [
-            {
-                "layer": float(layer),
-                **dict(zip(names, [float(ms / number) for ms in sums], strict=True)),
-            }
-            for layer, (number, *sums) in zip(self.shape.layers, self.by_layer[d], strict=True)
+            {"layer": float(layer), **dict(zip(names, (sums / number).tolist(), strict=True))}
+            for layer, (number, *_), sums in zip(
+                self.shape.layers, self.by_layer[d], self.by_layer[d][:, 1:], strict=True
+            )
             if number
         ]
-        tables = (
-            np.stack(self.tables[d])
-            if self.tables[d]
-            else np.zeros((1, int(self.present.sum()), steps), np.float32)
-        )
+        empty = np.zeros((int(self.present.sum()), steps), np.float32)
+        tables = np.stack(self.tables[d] or [empty])
         return PassAnalysis(
             direction=name,
             attention=spent[SPENT.index(ATTENTION), :, inside],
@@ -485,8 +481,8 @@ class _CaseTotals:
                 np.concatenate(self.owners[d]),
             ),
             duration=Estimate.of(np.array(self.durations)[:, d]),
-            p50=float(np.percentile(values, 50)) if len(values) else float("nan"),
-            p95=float(np.percentile(values, 95)) if len(values) else float("nan"),
+            p50=p50,
+            p95=p95,
             longest=float(self.longest[d]),
             layers=layers,
             across_workers=np.quantile(tables, QUANTILES, axis=(0, 1)).T,

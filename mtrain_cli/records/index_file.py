@@ -151,9 +151,8 @@ def save_indices(
             for row, mask in enumerate(masks):
                 starts = np.flatnonzero(np.diff(mask.first, prepend=-1))
                 _write(file, f"mask{row}", np.stack([starts, mask.first[starts]]))
-            for name in ("length", "padded"):
-                sizes = np.array([getattr(mask, name) for mask in masks], np.int64)
-                _write(file, "lengths" if name == "length" else name, sizes)
+            _write(file, "lengths", np.array([mask.length for mask in masks], np.int64))
+            _write(file, "padded", np.array([mask.padded for mask in masks], np.int64))
             about = {"kind": _KIND, "schema": INDEX_SCHEMA, "setup": dataclasses.asdict(setup)}
             _write(file, "about", np.array(json.dumps({**about, "entries": entries})))
     except BaseException:
@@ -241,12 +240,8 @@ def _check(
 def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
     starts, values = runs
     counts = np.diff(starts, append=padded)
-    if (
-        not 0 <= length <= padded
-        or (len(starts) and starts[0] != 0)
-        or (counts < 0).any()
-        or counts.sum() != padded
-    ):
+    ordered = (counts >= 0).all() and counts.sum() == padded and not starts[:1].any()
+    if not (ordered and 0 <= length <= padded):
         raise ValueError("masks")
     first = np.repeat(values, counts)
     if (first < 0).any() or (first[:length] > np.arange(length)).any():
@@ -256,19 +251,15 @@ def _mask(runs: np.ndarray, length: int, padded: int) -> SequenceMask:
 
 def _packed(index: Index) -> dict[str, np.ndarray]:
     arrays = {name: tensor.cpu().numpy() for name, tensor in index.tensors().items()}
+    packed: dict[str, np.ndarray] = {
+        name: np.packbits(a, axis=-1) if a.dtype == np.bool_ else a.astype(np.int32)
+        for name, a in arrays.items()
+    }
     if isinstance(index, VerticalSlash):
         used = int((arrays["columns"] < index.blocks * index.block).sum(-1).max(initial=0))
-        return {
-            "slashes": np.packbits(arrays["slashes"], axis=-1),
-            "columns": arrays["columns"][..., :used].astype(np.int32),
-        }
-    assert isinstance(index, BlockBitmap)
-    packed: dict[str, np.ndarray] = {
-        "bits": np.packbits(arrays["bits"], axis=-1),
-        "rows": arrays["rows"].astype(np.int32),
-    }
+        packed["columns"] = packed["columns"][..., :used]
     if isinstance(index, GatedBitmap):
-        packed["gates"], packed["chunk"] = arrays["gates"], np.array(index.chunk)
+        packed["chunk"] = np.array(index.chunk)
     return packed
 
 
@@ -289,14 +280,9 @@ def _unpacked(part: Mapping[str, Any], file: Any) -> Index:
     if part["kind"] == "BlockBitmap":
         return whole
     gates, chunk = file[f"{number}.gates"], int(file[f"{number}.chunk"])
-    if (
-        chunk < block
-        or chunk % block
-        or gates.dtype != np.int32
-        or gates.shape[:3] != (*whole.heads, len(rows) * block)
-    ):
-        raise ValueError("gates")
-    if gates.shape[3] < -(-blocks * block // chunk) / 32:
+    whole_blocks = chunk >= block and chunk % block == 0
+    shaped = gates.dtype == np.int32 and gates.shape[:3] == (*whole.heads, len(rows) * block)
+    if not (whole_blocks and shaped and gates.shape[3] >= -(-blocks * block // chunk) / 32):
         raise ValueError("gates")
     return GatedBitmap(block, blocks, whole.bits, whole.rows, torch.from_numpy(gates), chunk)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -98,28 +99,50 @@ class RecordedFolder:
 
         wanted = list(columns) if columns is not None else list(ROW.names or ())
         for part in self.parts:
-            try:
-                with pq.ParquetFile(part) as file:
-                    absent = [name for name in wanted if name not in file.schema_arrow.names]
-                    if absent:
-                        raise ConfigError(
-                            f"{part}: has no column {', '.join(absent)}; "
-                            "it was written by another version of mtrain"
-                        )
-                    for batch in file.iter_batches(batch_size=1 << 19, columns=wanted):
-                        yield {name: _codes(batch.column(name), name, part) for name in wanted}
-            except (OSError, ValueError) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(
-                    f"{part}: not a parquet file, or damaged ({str(error).splitlines()[0]})"
-                ) from error
+            with _reading(part), pq.ParquetFile(part) as file:
+                absent = [name for name in wanted if name not in file.schema_arrow.names]
+                if absent:
+                    raise ConfigError(
+                        f"{part}: has no column {', '.join(absent)}; "
+                        "it was written by another version of mtrain"
+                    )
+                for batch in file.iter_batches(batch_size=1 << 19, columns=wanted):
+                    yield {name: _codes(batch.column(name), name, part) for name in wanted}
+
+    def check_schemas(self) -> None:
+        """Check the schema of every file of rows.
+
+        Raises:
+            ConfigError: a file's schema differs from the summary's, or it is not a parquet file.
+        """
+        import pyarrow.parquet as pq
+
+        for part in self.parts:
+            with _reading(part):
+                schema = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
+                if schema is not None and schema != str(SCHEMA).encode():
+                    raise ConfigError(
+                        f"{part}: has schema {schema.decode()}, but its {SUMMARY} has {SCHEMA}; "
+                        "measure again into a new folder"
+                    )
 
     def frame(self) -> pandas.DataFrame:
         """Return all rows as a frame, in which words are categories."""
         none = {name: np.empty(0, ROW[name]) for name in ROW.names or ()}
         batches = [none, *self.batches()]
         return as_frame({name: np.concatenate([b[name] for b in batches]) for name in none})
+
+
+@contextmanager
+def _reading(part: Path) -> Iterator[None]:
+    """Turn errors of a damaged file into a `ConfigError`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"{part}: not a parquet file, or damaged ({why})") from error
 
 
 def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:

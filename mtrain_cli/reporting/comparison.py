@@ -144,13 +144,8 @@ def comparison_cells(rows: Sequence[RatioComparison]) -> list[list[str]]:
     cells, above = [], ("", "")
     for row in rows:
         names = (row.run, row.case)
-        numbers = f"{row.first:.4g}", f"{row.other:.4g}"
-        cells.append(
-            [
-                *(("", "") if names == above else names),
-                *(row.what, *numbers, row.difference, row.spread),
-            ]
-        )
+        numbers = f"{row.first:.4g}", f"{row.other:.4g}", row.difference, row.spread
+        cells.append([*(("", "") if names == above else names), row.what, *numbers])
         above = names
     return cells
 
@@ -186,17 +181,12 @@ def incomparable(sources: Sequence[ReportSource]) -> list[str]:
 
 
 def _workers_of(source: ReportSource) -> str:
-    candidates = [
-        source.summary.get("workers"),
-        (source.step or {}).get("workers"),
-        source.settings.get("topology.workers"),
-    ]
+    documents = source.summary, source.step or {}
+    setting = source.settings.get("topology.workers")
+    known = [*(document.get("workers") for document in documents), setting]
     # `auto` means one worker per GPU, or two processes on a CPU.
-    gpus = len(source.facts.get("gpus") or [])
-    return next(
-        (str(value) for value in candidates if isinstance(value, int)),
-        str(gpus or 2) if "auto" in candidates else "",
-    )
+    automatic = str(len(source.facts.get("gpus") or []) or 2) if setting == "auto" else ""
+    return next((str(value) for value in known if isinstance(value, int)), automatic)
 
 
 def _machine_of(source: ReportSource) -> str:

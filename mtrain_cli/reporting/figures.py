@@ -10,18 +10,9 @@ from mtrain_cli.parallel.recording import ATTENTION
 from mtrain_cli.records.analysis import BINS, CaseAnalysis, PassAnalysis
 from mtrain_cli.records.record_sums import EXPOSED, LATE
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.plots import (
-    COLOURS,
-    EXPOSED_LABEL,
-    LATE_LABEL,
-    Figure,
-    FigureView,
-    axis,
-    from_zero,
-    layout,
-)
 from mtrain_cli.reporting.profile_figures import sparsity_figures, step_figures
-from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.program_figure import program_figure
+from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.sweeps import scaling_figure
 from mtrain_cli.reporting.tables import fold
 from mtrain_cli.reporting.timeline import timeline_figure
@@ -33,14 +24,9 @@ HEAT_NUMBERS = 60_000
 Cases = Sequence[tuple[str, ReportSource, CaseAnalysis]]  # (label, run, case)
 
 
-def figures(sources: Sequence[ReportSource]) -> list[Figure]:
+def figures(sources: Sequence[ReportSource]) -> list[plots.Figure]:
     """Return the figures that have something to show, in the order of the page."""
-    several = len(sources) > 1
-    cases = [
-        (f"{source.name}: {case.label}" if several else case.label, source, case)
-        for source in sources
-        for case in source.cases
-    ]
+    cases = labelled_cases(sources)
     drawn = [scaling_figure([(source.name, source.swept) for source in sources])]
     trained = [source for source in sources if source.metrics]
     drawn += [held_out_figure(trained), training_figure(trained), density_figure(trained)]
@@ -53,6 +39,7 @@ def figures(sources: Sequence[ReportSource]) -> list[Figure]:
         rank_figure(cases),
         distribution_figure(cases),
         layer_figure(cases),
+        program_figure([*cases, *((s.name, s, None) for s in sources if not s.cases)]),
     ]
     return [figure for figure in drawn if figure.views]
 
@@ -63,7 +50,7 @@ def _passes(cases: Cases) -> Iterator[tuple[str, str, PassAnalysis]]:
             yield label, direction, analysis
 
 
-def breakdown_figure(cases: Cases) -> Figure:
+def breakdown_figure(cases: Cases) -> plots.Figure:
     """Draw a stacked bar per case with the time of each of `BINS`, mean over ranks."""
     views = []
     directions = dict.fromkeys(name for _, _, case in cases for name in case.directions)
@@ -80,29 +67,29 @@ def breakdown_figure(cases: Cases) -> Figure:
             for name, ms in values.items()
             if any(ms)
         ]
-        shape = layout(
+        shape = plots.layout(
             160 + 40 * len(has),
-            from_zero("ms per iteration"),
+            plots.from_zero("ms per iteration"),
             {"autorange": "reversed", "automargin": True},
             barmode="stack",
             margin={"l": 10},
         )
-        views.append(FigureView((direction or "all passes",), data, shape))
+        views.append(plots.FigureView((direction or "all passes",), data, shape))
     note = "Means over workers. Exposed: communication without overlap, by link."
-    return Figure("cases", "Time breakdown of attention", ("passes",), views, note)
+    return plots.Figure("cases", "Time breakdown of attention", ("passes",), views, note)
 
 
 _HEATS = (
     ("attention, ms", "attention", "ms"),
     ("whole step, ms", "elapsed", "ms"),
-    (f"{LATE_LABEL}, ms", LATE, "ms"),
-    (f"{EXPOSED_LABEL}, ms", EXPOSED, "ms"),
+    (f"{plots.LATE_LABEL}, ms", LATE, "ms"),
+    (f"{plots.EXPOSED_LABEL}, ms", EXPOSED, "ms"),
     ("work: pairs", "pairs", "pairs"),
     ("work: blocks", "blocks", "blocks"),
 )
 
 
-def heat_map_figure(cases: Cases) -> Figure:
+def heat_map_figure(cases: Cases) -> plots.Figure:
     tables = [
         ((label, direction, quantity), unit, table)
         for label, direction, analysis in _passes(cases)
@@ -114,7 +101,7 @@ def heat_map_figure(cases: Cases) -> Figure:
     for labels, unit, table in tables:
         small, folded = fold(table, side)
         thinned |= folded
-        steps, workers = (_positions(table.shape[axis], small.shape[axis]) for axis in (1, 0))
+        steps, workers = (_positions(table.shape[at], small.shape[at]) for at in (1, 0))
         trace = plots.heat(
             plots.numbers(small),
             steps,
@@ -124,17 +111,17 @@ def heat_map_figure(cases: Cases) -> Figure:
             zmax=float(small.max(initial=0)) or 1.0,
             colorscale="YlOrRd" if unit == "ms" else "YlGnBu",
         )
-        shape = layout(
+        shape = plots.layout(
             190 + 22 * min(24, max(4, len(workers))),
-            axis("step of the schedule", **plots.whole(len(steps))),
+            plots.axis("step of the schedule", **plots.whole(len(steps))),
             plots.downward("worker", **plots.whole(len(workers))),
         )
-        views.append(FigureView(labels, [trace], shape))
+        views.append(plots.FigureView(labels, [trace], shape))
     note = "Means over samples."
     if thinned:
         note += f" Larger tables shrink to {side} x {side} cells, each the maximum of its group."
     selectors = ("case", "pass", "quantity")
-    return Figure("heat", "Attention by worker and step", selectors, views, note)
+    return plots.Figure("heat", "Attention by worker and step", selectors, views, note)
 
 
 def _positions(size: int, cells: int) -> list[Any]:
@@ -150,7 +137,7 @@ def _positions(size: int, cells: int) -> list[Any]:
     return [f"{first}-{min(first + each, size) - 1}" for first in range(0, size, each)]
 
 
-def rank_figure(cases: Cases) -> Figure:
+def rank_figure(cases: Cases) -> plots.Figure:
     """Draw a stacked bar per rank with the time of each of `BINS`."""
     views = []
     for label, _, case in cases:
@@ -162,18 +149,18 @@ def rank_figure(cases: Cases) -> Figure:
             table = case.bins[chosen].sum(0)[ranks]
             bars = zip(BINS, table.T, strict=True)
             data = [_bin(name, plots.numbers(ms), ranks) for name, ms in bars if ms.any()]
-            shape = layout(
+            shape = plots.layout(
                 380,
-                axis("rank", **plots.whole(len(ranks))),
-                from_zero("ms per iteration"),
+                plots.axis("rank", **plots.whole(len(ranks))),
+                plots.from_zero("ms per iteration"),
                 barmode="stack",
                 bargap=0.15 if len(ranks) < 40 else 0,
             )
-            views.append(FigureView((label, passes), data, shape))
-    return Figure("ranks", "Time breakdown by rank", ("case", "passes"), views)
+            views.append(plots.FigureView((label, passes), data, shape))
+    return plots.Figure("ranks", "Time breakdown by rank", ("case", "passes"), views)
 
 
-def distribution_figure(cases: Cases) -> Figure:
+def distribution_figure(cases: Cases) -> plots.Figure:
     """Draw how attention time varies across workers and steps (MTraining, figures 12 and 13)."""
     views, thinned = [], False
     for label, direction, analysis in _passes(cases):
@@ -188,13 +175,13 @@ def distribution_figure(cases: Cases) -> Figure:
                 "type": "box",
                 "x": at,
                 **dict(zip(names, plots.numbers(table[at].T), strict=True)),
-                "marker": {"color": COLOURS[ATTENTION]},
+                "marker": {"color": plots.COLOURS[ATTENTION]},
                 "line": {"width": 1.2},
                 "showlegend": False,
             }
-            x = axis(title, **plots.whole(len(at)))
-            shape = layout(340, x, from_zero("ms of attention"))
-            views.append(FigureView((label, direction, scope), [trace], shape))
+            x = plots.axis(title, **plots.whole(len(at)))
+            shape = plots.layout(340, x, plots.from_zero("ms of attention"))
+            views.append(plots.FigureView((label, direction, scope), [trace], shape))
     note = (
         "Box: quartiles; line: median; whiskers: minimum and maximum, over samples and workers or "
         "steps."
@@ -202,18 +189,18 @@ def distribution_figure(cases: Cases) -> Figure:
     if thinned:
         note += " Shows 64 evenly spaced boxes."
     selectors = ("case", "pass", "scope")
-    return Figure("spread", "Distribution of attention time", selectors, views, note)
+    return plots.Figure("spread", "Distribution of attention time", selectors, views, note)
 
 
 _LAYER_LINES = (
     ("pass, slowest worker", "ms", "#333333"),
-    ("attention", "attention_ms", COLOURS[ATTENTION]),
-    (LATE_LABEL, "late_ms", COLOURS[LATE]),
-    (EXPOSED_LABEL, "exposed_ms", COLOURS[EXPOSED]),
+    ("attention", "attention_ms", plots.COLOURS[ATTENTION]),
+    (plots.LATE_LABEL, "late_ms", plots.COLOURS[LATE]),
+    (plots.EXPOSED_LABEL, "exposed_ms", plots.COLOURS[EXPOSED]),
 )
 
 
-def layer_figure(cases: Cases) -> Figure:
+def layer_figure(cases: Cases) -> plots.Figure:
     views = []
     for label, direction, analysis in _passes(cases):
         rows = analysis.layers
@@ -224,9 +211,11 @@ def layer_figure(cases: Cases) -> Figure:
             plots.line(name, layers, [row[key] for row in rows], colour)
             for name, key, colour in _LAYER_LINES
         ]
-        shape = layout(340, axis("layer", **plots.whole(len(rows))), from_zero("ms"))
-        views.append(FigureView((label, direction), data, shape))
-    return Figure("layers", "Time by layer", ("case", "pass"), views)
+        shape = plots.layout(
+            340, plots.axis("layer", **plots.whole(len(rows))), plots.from_zero("ms")
+        )
+        views.append(plots.FigureView((label, direction), data, shape))
+    return plots.Figure("layers", "Time by layer", ("case", "pass"), views)
 
 
 def _bin(
@@ -239,8 +228,10 @@ def _bin(
         places: cases or ranks.
     """
     kind, _, link = name.partition(" ")
-    colour = plots.link_colour(link) if kind == EXPOSED else COLOURS[name]
-    label = plots.exposed_label(link) if kind == EXPOSED else LATE_LABEL if name == LATE else name
+    colour = plots.link_colour(link) if kind == EXPOSED else plots.COLOURS[name]
+    label = (
+        plots.exposed_label(link) if kind == EXPOSED else plots.LATE_LABEL if name == LATE else name
+    )
     x, y = (ms, list(places)) if horizontal else (list(places), ms)
     where, value = ("y", "x") if horizontal else ("x", "y")
     hover = f"%{{{where}}}: {label} %{{{value}:.4g}} ms"

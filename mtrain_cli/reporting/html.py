@@ -16,24 +16,15 @@ from markdown_it import MarkdownIt
 
 from mtrain_cli import __version__, resource_dir
 from mtrain_cli.printable import same_width
+from mtrain_cli.reporting import tables
 from mtrain_cli.reporting.comparison import NOISE, comparison, comparison_cells, incomparable
 from mtrain_cli.reporting.figures import figures
 from mtrain_cli.reporting.plots import Figure
-from mtrain_cli.reporting.report_source import ReportSource
+from mtrain_cli.reporting.report_source import ReportSource, labelled_cases
 from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
-from mtrain_cli.reporting.tables import (
-    degree_cells,
-    exposed_cells,
-    ms,
-    no_causes,
-    recording_cost,
-    sparsity_cells,
-    spread,
-    step_cells,
-)
 from mtrain_cli.reporting.training_tables import TRAINING, training_row
 
 DEFINITIONS = "definitions.md"
@@ -168,7 +159,7 @@ def _header(source: ReportSource) -> str:
         "samples": ", ".join(sorted(samples)),
         "workers": ", ".join(sorted(workers)) or (source.step or {}).get("workers"),
         "clocks": _clocks(uncertainty),
-        "recording": recording_cost(source.summary),
+        "recording": tables.recording_cost(source.summary),
         "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
@@ -236,21 +227,20 @@ def _command_line(command: list[Any]) -> str:
 def _summary(sources: Sequence[ReportSource]) -> str:
     rows = [
         [
-            f"{source.name}: {case.label}" if len(sources) > 1 else case.label,
-            *degree_cells(case),
-            spread(case.computation.step),
-            spread(case.computation.total),
-            ms(case.bin_ms("late")),
-            "\n".join(exposed_cells(case)) or "0",
-            " / ".join(step_cells(case)),
+            label,
+            *tables.degree_cells(case),
+            tables.spread(case.computation.step),
+            tables.spread(case.computation.total),
+            tables.ms(case.bin_ms("late")),
+            "\n".join(tables.exposed_cells(case)) or "0",
+            " / ".join(tables.step_cells(case)),
             " / ".join(
-                ms(case.passes[d].duration.mean) if d in case.passes else "-"
+                tables.ms(case.passes[d].duration.mean) if d in case.passes else "-"
                 for d in ("forward", "backward")
             ),
             str(case.samples),
         ]
-        for source in sources
-        for case in source.cases
+        for label, _, case in labelled_cases(sources)
     ]
     heads = (
         *("case", "worker imbalance, time", "worker imbalance, work"),
@@ -300,7 +290,7 @@ def _sparsity(sources: Sequence[ReportSource]) -> str:
         for pattern, step in sorted({(row["pattern"], row["step"]) for row in source.sparsity}):
             mine = [r for r in source.sparsity if (r["pattern"], r["step"]) == (pattern, step)]
             name = f"{source.name}: {pattern}" if len(sources) > 1 else pattern
-            rows.append([name, str(step), *sparsity_cells(mine)])
+            rows.append([name, str(step), *tables.sparsity_cells(mine)])
     heads = (
         *("pattern", "step", "recall", "worst query"),
         *("density", "density in mask", "slashes", "columns"),
@@ -335,12 +325,10 @@ def _compared(sources: Sequence[ReportSource]) -> str:
 
 def _causes(sources: Sequence[ReportSource]) -> str:
     content = ""
-    for source in sources:
-        for case in source.cases:
-            name = f"{source.name}: {case.label}" if len(sources) > 1 else case.label
-            causes = "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
-            text = f"<ol>{causes}</ol>" if causes else f"<p>{no_causes(case)}</p>"
-            content += f"<h3>{escape(name)}</h3>{text}"
+    for label, _, case in labelled_cases(sources):
+        causes = "".join(f"<li>{escape(cause.text)}</li>" for cause in case.causes)
+        text = f"<ol>{causes}</ol>" if causes else f"<p>{tables.no_causes(case)}</p>"
+        content += f"<h3>{escape(label)}</h3>{text}"
     return _section("Why workers wait", content)
 
 

@@ -22,7 +22,6 @@ from mtrain_cli.records.record_files import (
     KERNELS,
     PARTS,
     RECORDS,
-    SCHEMA,
     SPARSITY,
     STEP,
     SUMMARY,
@@ -73,10 +72,6 @@ class ReportSource:
     settings: dict[str, Any] = field(default_factory=dict)
     restarts: tuple[Restart, ...] = ()
     damage: str = ""
-
-    @property
-    def tables_only(self) -> bool:
-        return self.shipped is not None
 
     @property
     def kind(self) -> str:
@@ -176,6 +171,18 @@ class ReportSource:
         return text + (f"; {left_out} of {len(cases)} cases have none" if left_out > 0 else "")
 
 
+def labelled_cases(
+    sources: Sequence[ReportSource],
+) -> list[tuple[str, ReportSource, CaseAnalysis]]:
+    """Return (label, run, case) of all cases. With several runs, a label starts with the run."""
+    several = len(sources) > 1
+    return [
+        (f"{source.name}: {case.label}" if several else case.label, source, case)
+        for source in sources
+        for case in source.cases
+    ]
+
+
 def shortened(ranks: Sequence[int]) -> str:
     """Format ranks as ranges, for example "1, 4-7, 9"."""
     runs: list[list[int]] = []
@@ -230,14 +237,12 @@ def ships(path: Path) -> bool:
 
 def shipped() -> list[Path]:
     """Return the recorded profiles that ship with mtrain."""
-    paths = []
-    root = resource_dir("profiles")
-    for path in sorted(root.iterdir()):
-        if (path.is_dir() and (path / SUMMARY).is_file()) or (
-            path.suffix == ".json" and _document(path).get("kind") == LAYER
-        ):
-            paths.append(path)
-    return paths
+    return [
+        path
+        for path in sorted(resource_dir("profiles").iterdir())
+        if (path / SUMMARY).is_file()
+        or (path.suffix == ".json" and _document(path).get("kind") == LAYER)
+    ]
 
 
 def known() -> list[Path]:
@@ -290,7 +295,7 @@ def open_source(path: Path) -> ReportSource:
         if kind == SPARSITY:
             rows = _sparsity(recorded.folder)
             return ReportSource(*named, sparsity=rows, settings=read_settings(path))
-        _check_schema(recorded)
+        recorded.check_schemas()
         cases = tuple(analyse(recorded))
         if not cases and not metrics and not recorded.summary.get("sweep"):
             if recorded.complete or recorded.summary.get("samples"):
@@ -399,44 +404,14 @@ def _nothing(path: Path) -> str:
     )
 
 
-def _check_schema(recorded: RecordedFolder) -> None:
-    """Check the schema of every file of rows.
-
-    Raises:
-        ConfigError: a file's schema differs from the summary's, or it is not a parquet file.
-    """
-    import pyarrow.parquet as pq
-
-    for part in recorded.parts:
-        try:
-            schema = (pq.read_schema(part).metadata or {}).get(b"mtrain_schema")
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"{part}: not a parquet file, or damaged ({str(error).splitlines()[0]})"
-            ) from error
-        if schema is not None and schema != str(SCHEMA).encode():
-            raise ConfigError(
-                f"{part}: has schema {schema.decode()}, but its {SUMMARY} has {SCHEMA}; "
-                "measure again into a new folder"
-            )
-
-
 def _name(path: Path) -> str:
     return os.path.basename(path.resolve()) or str(path)
 
 
 def _facts(path: Path, recorded: RecordedFolder | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    if (path / ENVIRONMENT).is_file():
-        facts = _document(path / ENVIRONMENT)
-    if recorded is not None:
-        summary = recorded.summary
-        facts = {
-            **(summary.get("environment") or {}),
-            **({"command": summary["command"]} if summary.get("command") else {}),
-            **facts,
-        }
-    return facts
+    summary = recorded.summary if recorded is not None else {}
+    command = {"command": summary["command"]} if summary.get("command") else {}
+    return {**(summary.get("environment") or {}), **command, **_document(path / ENVIRONMENT)}
 
 
 def _steps_wanted(path: Path) -> int | None:

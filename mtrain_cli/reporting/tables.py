@@ -82,11 +82,8 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
     overhead = summary.get("overhead")
     if not isinstance(overhead, int | float):
         return None
-    plain = [
-        np.array(times)
-        for case in summary.get("cases") or []
-        if (times := case.get("iteration_ms"))
-    ]
+    cases = summary.get("cases") or []
+    plain = [np.array(times) for case in cases if (times := case.get("iteration_ms"))]
     if not plain or min(map(len, plain)) < 2:
         return "cost unknown: only one iteration with and one without recording"
     noise = max(float((times.max() - times.min()) / np.median(times)) for times in plain)

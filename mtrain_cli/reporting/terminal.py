@@ -11,6 +11,7 @@ from rich.padding import Padding
 
 from mtrain_cli.console import Console
 from mtrain_cli.reporting import comparison, tables, training_tables
+from mtrain_cli.reporting.program_figure import program_table
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.step_tables import show_step, side_by_side
 from mtrain_cli.reporting.sweeps import LEGEND, SPARE, sweep_table, why_not
@@ -97,6 +98,10 @@ def _show_cases(console: Console, sources: Sequence[ReportSource]) -> None:
     if len(maps) > FIGURES:
         more = f"showing {FIGURES} of {len(maps)} heat maps; report.html has all, for both passes"
         console.print(more, style="dim", soft_wrap=True)
+    if len(cases) == 1:
+        source = next(source for source in sources if source.cases)
+        if (steps := program_table(source, measured[0])) is not None:
+            print_table(console, steps)
     for name, case in cases:
         run = f"{name}, " if names else ""
         say(console, f"{run}{case.label}: why workers wait", indent=2, style="bold")
@@ -137,10 +142,6 @@ def _about(source: ReportSource) -> str:
 def _samples(source: ReportSource) -> str:
     most = max(source.cases, key=lambda case: case.samples)
     layers = len(most.layers)
-    times, many = most.samples // max(1, layers), layers > 1
-    recorded = (
-        f"{times} iteration{'s' * (times != 1)} of {layers} layers"
-        if many
-        else f"{most.samples} sample{'s' * (most.samples != 1)}"
-    )
-    return f"{recorded}{' of each case' * (len(source.cases) > 1)}"
+    times = most.samples // max(1, layers)
+    what, rest = ("iteration", f" of {layers} layers") if layers > 1 else ("sample", "")
+    return f"{times} {what}{'s' * (times != 1)}{rest}{' of each case' * (len(source.cases) > 1)}"

@@ -20,14 +20,6 @@ from mtrain_cli.records.analysis import CaseAnalysis
 from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import LATE, select
 from mtrain_cli.reporting import plots
-from mtrain_cli.reporting.plots import (
-    LATE_LABEL,
-    Figure,
-    FigureView,
-    Trace,
-    exposed_label,
-    link_colour,
-)
 from mtrain_cli.reporting.report_source import ReportSource
 
 BARS = 12_000  # most bars in all timelines of a page together
@@ -39,9 +31,9 @@ _COLUMNS = (
 Rows = dict[str, np.ndarray]
 
 
-def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> Figure:
+def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> plots.Figure:
     """Draw one iteration of each case, the one with the median pass time."""
-    views: list[FigureView] = []
+    views: list[plots.FigureView] = []
     notes: dict[str, list[str]] = {}  # remark -> labels of the cases to which it applies
     for label, source, case in cases:
         layers, ranks = plots.evenly(case.layers, _LAYERS), _ranks_shown(case)
@@ -55,7 +47,7 @@ def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> 
             if mine.any():
                 data, left_out = _traces(select(rows, mine), ranks, most)
                 labels = (label, f"layer {layer}, {direction}")
-                views.append(FigureView(labels, data, _layout(ranks)))
+                views.append(plots.FigureView(labels, data, _layout(ranks)))
                 cut += left_out
         remark = f"iteration {case.typical}, which has the median pass time"
         if len(ranks) < len(case.present):
@@ -66,7 +58,7 @@ def timeline_figure(cases: Sequence[tuple[str, ReportSource, CaseAnalysis]]) -> 
             remark += f"; without the {cut:,} shortest phases"
         notes.setdefault(remark, []).append(label)
     title = "Timeline of one iteration"
-    return Figure("timeline", title, ("case", "pass"), views, _note(notes))
+    return plots.Figure("timeline", title, ("case", "pass"), views, _note(notes))
 
 
 def _note(notes: Mapping[str, Sequence[str]]) -> str:
@@ -136,7 +128,7 @@ class _Bars:
         y = np.searchsorted(ranks, rows["rank"]).astype(float)
         return _Bars(rows, y, (rows["start_us"] - zero) / 1e3, rows["dur_us"] / 1e3)
 
-    def trace(self, mine: np.ndarray, name: str, colour: str, peer: str = "") -> Trace:
+    def trace(self, mine: np.ndarray, name: str, colour: str, peer: str = "") -> plots.Trace:
         peers = self.rows["peer"][mine].tolist()
         steps = self.rows["step"][mine].tolist()
         return plots.bar(
@@ -151,7 +143,7 @@ class _Bars:
         )
 
 
-def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[Trace], int]:
+def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[plots.Trace], int]:
     """Return bars of the longest phases of a pass, and how many phases are left out.
 
     most: most phases to draw.
@@ -186,16 +178,20 @@ def _traces(rows: Rows, ranks: Sequence[int], most: int) -> tuple[list[Trace], i
     return [trace for trace in data if trace["x"]], left_out
 
 
-def _waits(bars: _Bars, mine: np.ndarray) -> list[Trace]:
+def _waits(bars: _Bars, mine: np.ndarray) -> list[plots.Trace]:
     """Return bars of the late part of all waits, then of their exposed part, by link class."""
     rows = bars.rows
     late = np.clip(rows["late_us"] / 1e3, 0, bars.duration)
     exposed = replace(bars, start=bars.start + late, duration=bars.duration - late)
     for_rank, from_rank = "for rank %{customdata[1]}", "from rank %{customdata[1]}"
     colour = plots.COLOURS[LATE]
-    data = [replace(bars, duration=late).trace(mine & (late > 0), LATE_LABEL, colour, for_rank)]
+    data = [
+        replace(bars, duration=late).trace(mine & (late > 0), plots.LATE_LABEL, colour, for_rank)
+    ]
     for link in np.unique(rows["link"][mine]).tolist():
         of_link = mine & (rows["link"] == link) & (exposed.duration > 0)
         name = LINKS[link]
-        data.append(exposed.trace(of_link, exposed_label(name), link_colour(name), from_rank))
+        data.append(
+            exposed.trace(of_link, plots.exposed_label(name), plots.link_colour(name), from_rank)
+        )
     return data

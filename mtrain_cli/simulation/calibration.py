@@ -520,8 +520,8 @@ def kernels_for(
     non_attention, own = _non_attention_of(gpu, calibration), calibration
     if own is not None and own.non_attention not in (None, non_attention):
         remarks.append(
-            f"times other than attention are of {own.device}, which says nothing about {gpu}: "
-            "they are not used"
+            f"times other than attention were measured on {own.device}, so they are not used for "
+            f"{gpu}"
         )
     return KernelCurves(curves, tuple(remarks), alone, non_attention)
 

@@ -399,7 +399,7 @@ class _Reader:
         value = self._number(content, "value", key, check)
         source = content.get("source")
         if source not in SOURCES:
-            given = ": is missing" if source is None else f"={source}: is no source"
+            given = ": is missing" if source is None else f"={source}: is not a source"
             self.problems.append(f"{key}.source{given}; allowed: {', '.join(SOURCES)}")
         bounds = [
             self._number(content, name, key, check) if content.get(name) is not None else None

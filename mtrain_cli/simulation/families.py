@@ -56,7 +56,7 @@ class IndexFamily:
         )
 
     def index(self, layer: int, seq: int, heads: int) -> VerticalSlash:
-        """Draw the index of a layer. seq: tokens; an incomplete last block is padded."""
+        """Draw the index of a layer for ``seq`` tokens. An incomplete last block is padded."""
         blocks = -(-seq // self.block)
         area = blocks - np.arange(blocks)
         on = np.zeros((1, heads, blocks), bool)

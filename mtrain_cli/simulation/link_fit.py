@@ -22,7 +22,6 @@ INNER, OUTER = "inner", "outer"
 # - GATHER, SCATTER, ALL_TO_ALL: collectives.
 HOP, HOPS_AT_ONCE, TWO_HOPS = "hop", "hops at once", "two hops"
 GATHER, SCATTER, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-to-all"
-ONE_BY_ONE = (HOP,)
 COLLECTIVES = (GATHER, SCATTER)  # the constants of all collectives are fitted to these two
 _ROUNDS = 50
 _NEGLIGIBLE = 0.01  # relative residuals below this are noise and get the same weight
@@ -225,7 +224,7 @@ def cluster_document(
         note = f"all rings between nodes at once took {slower:.2f}x as long as one"
         links[OUTER]["shared_by"] = _exactly(count, note)
     elif OUTER in links:
-        note = "one GPU a node took part"
+        note = "only one GPU per node took part"
         links[OUTER]["shared_by"] = {"value": 1, "source": "measured", "note": note}
     low, likely, high = machine.launch_us
     copy, added = machine.copy_gbps, machine.added_gbps

@@ -39,7 +39,6 @@ from mtrain_cli.training.flops import (
 )
 from mtrain_cli.training.run_plan import RunPlan
 
-DAY, HOUR = 86400.0, 3600.0
 # The parts of a step, in display order. Those that only wait:
 # - late: for slower workers, in attention.
 # - links: for keys, values and their gradients.
@@ -91,23 +90,21 @@ class PredictedStep:
 
     def days(self, tokens: float) -> BoundedTime:
         """Return the days of a training on this many tokens."""
-        rate = self.tokens_per_second_per_gpu
-        return BoundedTime(
-            *(
-                tokens / (getattr(rate, name) * self.plan.dims.workers) / DAY
-                for name in (HIGH, VALUE, LOW)
-            )
-        )
+        return training_days(self.tokens_per_second_per_gpu, self.plan.dims.workers, tokens)
 
     def dollars(self, tokens: float, price: float) -> BoundedTime:
         """Return the dollars of a training. price: dollars per GPU hour."""
-        days = self.days(tokens)
-        return BoundedTime(
-            *(
-                getattr(days, name) * DAY / HOUR * self.plan.dims.workers * price
-                for name in (LOW, VALUE, HIGH)
-            )
-        )
+        return training_dollars(self.days(tokens), self.plan.dims.workers, price)
+
+
+def training_days(rate: BoundedTime, workers: int, tokens: float) -> BoundedTime:
+    """Return the days of a training on ``tokens``. rate: tokens per second and GPU."""
+    return rate.map(lambda each: tokens / (each * workers) / 86400, falling=True)
+
+
+def training_dollars(days: BoundedTime, workers: int, price: float) -> BoundedTime:
+    """Return the dollars of a training. price: dollars per GPU hour."""
+    return days.map(lambda each: each * 24 * workers * price)
 
 
 @dataclass(frozen=True)
@@ -172,9 +169,7 @@ def predict_step(
         likely.seconds, *(found[bound].seconds for bound in (LOW, HIGH) if bound in found)
     )
     workers = plan.dims.workers
-    rate = BoundedTime(
-        *(plan.tokens_per_step / getattr(seconds, name) / workers for name in (HIGH, VALUE, LOW))
-    )
+    rate = seconds.map(lambda each: plan.tokens_per_step / each / workers, falling=True)
     peak = cluster.gpu.peak_tflops.value * 1e12
     model = plan.flops.model
     # The plan's FLOP assume causal attention over whole sequences. Documents have fewer pairs.

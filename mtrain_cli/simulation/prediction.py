@@ -92,6 +92,11 @@ class BoundedTime:
         least, most = (value if bound is None else bound for bound in (low, high))
         return BoundedTime(min(least, value), value, max(most, value))
 
+    def map(self, function: Callable[[float], float], *, falling: bool = False) -> BoundedTime:
+        """Apply a monotonic function. falling: whether larger inputs give smaller results."""
+        low, value, high = map(function, (self.low, self.value, self.high))
+        return BoundedTime(high, value, low) if falling else BoundedTime(low, value, high)
+
 
 @dataclass(frozen=True)
 class PredictedPass:
@@ -266,11 +271,11 @@ def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | 
     if measured and heads == INDEX_HEADS:
         return []
     kind = "" if isinstance(first, VerticalSlash) else " and lists of blocks"
-    by = f"number of heads{'' if here else ' and bandwidth of memory'}"
+    by = f"number of heads{'' if here else ' and the memory bandwidth'}"
     return [
         f"estimating an index was measured for vertical_slash with {INDEX_HEADS} heads on "
-        f"{INDEX_DEVICE}, not for {heads} heads{kind} on {cluster.gpu.name}: a token takes "
-        f"x {index_scale(cluster.gpu, heads):.3g} of that, by {by}"
+        f"{INDEX_DEVICE}, not for {heads} heads{kind} on {cluster.gpu.name}: the time per token is "
+        f"scaled by {index_scale(cluster.gpu, heads):.3g} for the {by}"
         f"{'' if measured else ', and bounds are wider'}"
     ]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Any
@@ -140,14 +141,18 @@ def recommend(
 ) -> Recommendation:
     """Search all configurations for the fastest one that fits.
 
-    progress: called with the number of attention passes predicted so far and in total.
+    progress: called with the number of places that are predicted so far, and with their total. A
+        place is a layout, an exchange and a context size.
 
     Raises:
         InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
     """
-    found = _Candidates()
+    space, found = (
+        _Space(cluster, scenario, workers, layouts, exchanges, recomputations),
+        _Candidates(),
+    )
     for context in contexts(scenario.config, workers, min(cluster.gpus_per_node, workers)):
-        found.add(cluster, scenario, workers, context, layouts, exchanges, recomputations)
+        found.add(space, context)
     # The plan that misses by the least memory comes first.
     unfit = sorted(found.unfit, key=lambda plan: plan.memory.total)
     rejected = (*found.rejected, *map(_too_large, unfit))
@@ -158,13 +163,66 @@ def recommend(
         progress(done, len(found.fitting))
         outcomes.extend(_outcomes(cluster, scenario, plans))
     if not outcomes:
-        needed = tuple(_needed(cluster, scenario, workers, layouts, exchanges))
+        needed = tuple(_needed(replace(space, recomputations=("full",))))
         return Recommendation((), rejected, needed, _least(found.tight))
     outcomes.sort(key=lambda outcome: outcome.step.seconds.value)
     best, *others = outcomes
     runner = next((o for o in others if place(o) != place(best)), next(iter(others), None))
     top = [evaluate(cluster, scenario, o.plan) for o in (best, runner) if o is not None]
     return Recommendation((*top, *(o for o in others if o is not runner)), rejected)
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The configurations that a search tries."""
+
+    cluster: Cluster
+    scenario: Scenario
+    workers: int
+    layouts: Sequence[str]
+    exchanges: Sequence[str]
+    recomputations: Sequence[str] = RECOMPUTATIONS
+
+    def places(self, context: int) -> list[tuple[str, str]]:
+        """Return the (layout, exchange) to try with context groups of ``context`` workers."""
+        per_node = min(self.cluster.gpus_per_node, self.workers)
+        return _distinct(self.layouts, self.exchanges, context, per_node)
+
+    def plans(self, context: int, layout: str, exchange: str) -> Iterator[RunPlan]:
+        """Yield the plans of a place. If none fits, the last one recomputes the most."""
+        scenario, anything = self.scenario, self.recomputations is RECOMPUTATIONS
+        check_enough_blocks(scenario.config, layout, self.workers, context)
+
+        def plan_with(**changes: Any) -> RunPlan:
+            train = replace(scenario.config.train, memory="manual", **changes)
+            return plan_on(
+                self.cluster,
+                replace(scenario.config, train=train),
+                workers=self.workers,
+                kernel=scenario.kernel,
+                layout=layout,
+                exchange=exchange,
+                context_parallel=context,
+            )
+
+        # Only activations that recomputation keeps can be offloaded, so offloading needs it.
+        away = scenario.config.train.offload_activations
+        kinds = [kind for kind in self.recomputations if kind != "none" or not away]
+        plans = [plan_with(activation_checkpoint=kind) for kind in kinds]
+        yield from plans
+        good = [plan for plan in plans if plan.fits]
+        if good:
+            # Do not change train.keep_mlp if the user set it.
+            if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
+                for plan in good:
+                    if (setting := with_products(plan)) is not None:
+                        yield with_setting(plan, setting)
+            return
+        allowed = CHECKPOINTS if anything else self.recomputations
+        for setting in search(plan_with() if anything else plans[0]).settings:
+            if setting.fits and setting.config.train.activation_checkpoint in allowed:
+                yield with_setting(plan_with(), setting)
+                return
 
 
 def _outcomes(
@@ -205,18 +263,9 @@ class _Candidates:
     rejected: list[RejectedSetup] = field(default_factory=list)
     mistakes: list[Exception] = field(default_factory=list)
 
-    def add(
-        self,
-        cluster: Cluster,
-        scenario: Scenario,
-        workers: int,
-        context: int,
-        layouts: Sequence[str],
-        exchanges: Sequence[str],
-        recomputations: Sequence[str],
-    ) -> None:
+    def add(self, space: _Space, context: int) -> None:
         """Add the plans with context groups of ``context`` workers."""
-        replicas, train = workers // context, scenario.config.train
+        replicas, train = space.workers // context, space.scenario.config.train
         if train.global_batch % (replicas * train.micro_batch):
             why = (
                 f"train.global_batch={train.global_batch} cannot be divided among {replicas} groups"
@@ -227,12 +276,9 @@ class _Candidates:
             allowed = f"allowed: multiples of {replicas * train.micro_batch}"
             self._reject(what, why, ConfigError(f"{why}; {allowed}"))
             return
-        per_node = min(cluster.gpus_per_node, workers)
-        for layout, exchange in _distinct(layouts, exchanges, context, per_node):
+        for layout, exchange in space.places(context):
             try:
-                plans = list(
-                    _plans(cluster, scenario, workers, context, layout, exchange, recomputations)
-                )
+                plans = list(space.plans(context, layout, exchange))
             except (InvalidSetup, ConfigError) as error:
                 what = f"{layout} {exchange} over {context} workers"
                 self._reject(what, _why(error, exchange), error)
@@ -289,50 +335,6 @@ def usable(plan: RunPlan) -> float:
     return USABLE * (plan.capacity or 0) / GIB
 
 
-def _plans(
-    cluster: Cluster,
-    scenario: Scenario,
-    workers: int,
-    context: int,
-    layout: str,
-    exchange: str,
-    recomputations: Sequence[str],
-) -> Iterator[RunPlan]:
-    check_enough_blocks(scenario.config, layout, workers, context)
-
-    def plan_with(**changes: Any) -> RunPlan:
-        train = replace(scenario.config.train, memory="manual", **changes)
-        return plan_on(
-            cluster,
-            replace(scenario.config, train=train),
-            workers=workers,
-            kernel=scenario.kernel,
-            layout=layout,
-            exchange=exchange,
-            context_parallel=context,
-        )
-
-    # Only activations that recomputation keeps can be offloaded, so offloading needs recomputation.
-    away = scenario.config.train.offload_activations
-    kinds = [kind for kind in recomputations if kind != "none" or not away]
-    plans = [plan_with(activation_checkpoint=kind) for kind in kinds]
-    yield from plans
-    good = [plan for plan in plans if plan.fits]
-    if good:
-        # Do not change train.keep_mlp if the user set it.
-        if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
-            for plan in good:
-                if (setting := with_products(plan)) is not None:
-                    yield with_setting(plan, setting)
-        return
-    anything = recomputations is RECOMPUTATIONS
-    allowed = CHECKPOINTS if anything else recomputations
-    for setting in search(plan_with() if anything else plans[0]).settings:
-        if setting.fits and setting.config.train.activation_checkpoint in allowed:
-            yield with_setting(plan_with(), setting)
-            return
-
-
 def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     """Return the plan that needs the least memory with ``train.memory=auto``.
 
@@ -342,34 +344,29 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
     return min(saving, key=lambda plan: plan.memory.total, default=None)
 
 
-def _needed(
-    cluster: Cluster,
-    scenario: Scenario,
-    workers: int,
-    layouts: Sequence[str],
-    exchanges: Sequence[str],
-) -> Iterator[str]:
+def _needed(space: _Space) -> Iterator[str]:
     """Yield changes of which each alone would make the training fit."""
+    cluster, config = space.cluster, space.scenario.config
 
-    def smallest(config: Config, of: Cluster, count: int) -> RunPlan | None:
-        plans = []
-        for layout, exchange in _distinct(layouts, exchanges, count, min(of.gpus_per_node, count)):
-            try:
-                tried = replace(scenario, config=config)
-                plans += list(_plans(of, tried, count, count, layout, exchange, ("full",)))
-            except (InvalidSetup, ConfigError):
-                continue
+    def smallest(changed: _Space) -> RunPlan | None:
+        plans: list[RunPlan] = []
+        for layout, exchange in changed.places(changed.workers):
+            with suppress(InvalidSetup, ConfigError):
+                plans += list(changed.plans(changed.workers, layout, exchange))
         return min(plans, key=lambda plan: (not plan.fits, plan.memory.total), default=None)
 
-    now = smallest(scenario.config, cluster, workers)
+    def fitting(**changes: Any) -> RunPlan | None:
+        plan = smallest(replace(space, **changes))
+        return plan if plan is not None and plan.fits else None
+
+    now = smallest(space)
     if now is None:
         return
 
     def on_larger(gib: int) -> RunPlan | None:
         """Return a plan that fits if the GPUs had ``gib`` GiB of memory, or None."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
-        plan = smallest(scenario.config, replace(cluster, gpu=gpu), workers)
-        return plan if plan is not None and plan.fits else None
+        return fitting(cluster=replace(cluster, gpu=gpu))
 
     # The memory settings depend on the GPU's memory, so each size needs a search of its own.
     possible = range(
@@ -388,16 +385,15 @@ def _needed(
         )
     while cluster.outer is not None and nodes <= _MOST_NODES:
         more = replace(cluster, nodes=nodes)
-        plan = smallest(scenario.config, more, more.gpus)
-        if plan is not None and plan.fits:
+        if (plan := fitting(cluster=more, workers=more.gpus)) is not None:
             yield f"--nodes {nodes} instead of {cluster.nodes}: {_with_memory(plan)}"
             break
         nodes *= 2
-    asked = scenario.config.seq
+    asked = config.seq
     seq = asked // 2
     while seq >= SHORTEST_SEQ:
-        plan = smallest(replace(scenario.config, seq=seq), cluster, workers)
-        if plan is not None and plan.fits:
+        shorter = replace(space.scenario, config=replace(config, seq=seq))
+        if (plan := fitting(scenario=shorter)) is not None:
             yield f"seq={format_size(seq)} instead of {format_size(asked)}: {_with_memory(plan)}"
             break
         seq //= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.run_plan import RunPlan, plan_for
 
 DENSE, FIXED = "dense", "fixed"
-_KEPT = 8  # number of layers whose indices are cached
+_KEPT = 8  # number of layers whose indices are cached, because cases of one command share them
 _LEAST_COLUMNS = 8  # the smallest number of columns that vertical_slash allows
 
 
@@ -80,7 +81,7 @@ class PairSource:
             recorded_as,
             (MaskRule.of(config.data)(None, config.seq, config.seq),) * config.train.micro_batch,
             tuple(range(self.layers)),
-            _cached(self._draw(config, config.sparsity.block or stripe)),
+            lru_cache(_KEPT)(self._draw(config, config.sparsity.block or stripe)),
             self.name,
             -1 if fixed is None else fixed.column_bound or 0,
             # A layer draws its `fixed` index once, so no step spends time on estimating it.
@@ -114,20 +115,6 @@ def _bytes(config: Config) -> int:
     """Return the bytes per number of the compute dtype, as in `training.resolution`."""
     name = config.train.dtype
     return 4 if name == "float32" or (name == "auto" and config.topology.device == "cpu") else 2
-
-
-def _cached(draw: Callable[[int], Index | None]) -> Callable[[int], Index | None]:
-    """Cache the indices of `_KEPT` layers, because the cases of one command share them."""
-    kept: dict[int, Any] = {}
-
-    def of(layer: int) -> Index | None:
-        if layer not in kept:
-            if len(kept) >= _KEPT:
-                kept.clear()
-            kept[layer] = draw(layer)
-        return kept[layer]
-
-    return of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ import numpy as np
 from mtrain_cli.attention.mask import IntArray
 from mtrain_cli.parallel.schedule import GRADIENTS, HEADS, SUM, Schedule, ScheduleStep, Transfer
 
-NOBODY = -1
-
 
 @dataclass(frozen=True, eq=False)
 class SpmdTransfer:

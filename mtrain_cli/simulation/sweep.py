@@ -12,7 +12,8 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mtrain_cli import __version__
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.predicted_step import training_days, training_dollars
 from mtrain_cli.simulation.prediction import BoundedTime
 from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, predict_training
 from mtrain_cli.simulation.sweep_axes import COLUMNS, DENSITY, NODES, OWN, WORKERS
@@ -84,7 +86,6 @@ class Sweep:
     scenario_of: Callable[[tuple[str, ...], float | None, int | None], Scenario]
     workers: int | None
     about: str
-    _scenarios: dict[tuple, Scenario] = field(default_factory=dict)
 
     def rows(
         self, journal: Path | None, report_count: Callable[[int], None]
@@ -100,12 +101,13 @@ class Sweep:
             ConfigError: settings are wrong for every point.
         """
         done, waiting = _read(journal), ""
+        scenario_of = lru_cache(1)(self.scenario_of)  # adjacent points share scenarios
         for number, point in enumerate(self.points):
             report_count(number)
             identity = [__version__, _ROW_VERSION, self.about, dataclasses.asdict(point)]
             key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
             if key not in done:
-                row = done[key] = self._row(point)
+                row = done[key] = self._row(point, scenario_of(*point.inputs))
                 waiting += json.dumps({"key": key, **row}) + "\n"
                 # If every point is impossible, write no file.
                 if journal is not None and "cannot" not in row:
@@ -116,9 +118,8 @@ class Sweep:
             yield done[key]
         report_count(len(self.points))
 
-    def _row(self, point: SweepPoint) -> dict[str, Any]:
+    def _row(self, point: SweepPoint, scenario: Scenario) -> dict[str, Any]:
         cluster = self.cluster_of(point.own(NODES, int, None))
-        scenario = self._scenario(point)
         count = point.own(WORKERS, int, self.workers or cluster.gpus)
         identity: dict[str, Any] = {
             "point": point.values,
@@ -131,12 +132,6 @@ class Sweep:
         except (InvalidSetup, ConfigError) as error:
             return {**identity, "cannot": str(error).splitlines()[0]}
         return {**identity, **row_of(outcome), "remarks": list(outcome.remarks)}
-
-    def _scenario(self, point: SweepPoint) -> Scenario:
-        if point.inputs not in self._scenarios:
-            self._scenarios.clear()
-            self._scenarios[point.inputs] = self.scenario_of(*point.inputs)
-        return self._scenarios[point.inputs]
 
 
 def shared_remarks(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -186,17 +181,10 @@ def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) ->
     """
     if tokens is None:
         return row
-    rates, workers = row["tokens_per_second_per_gpu"], row["workers"]
-    days = {
-        name: tokens / (rates[rate] * workers) / 86400
-        for name, rate in (("low", "high"), ("value", "value"), ("high", "low"))
-    }
-    dollars = (
-        None
-        if price is None
-        else {name: value * 24 * workers * price for name, value in days.items()}
-    )
-    more = {"tokens": tokens, "days": days, "dollars_per_gpu_hour": price, "dollars": dollars}
+    workers = row["workers"]
+    days = training_days(BoundedTime(**row["tokens_per_second_per_gpu"]), workers, tokens)
+    dollars = None if price is None else vars(training_dollars(days, workers, price))
+    more = {"tokens": tokens, "days": vars(days), "dollars_per_gpu_hour": price, "dollars": dollars}
     return {**row, **more}
 
 

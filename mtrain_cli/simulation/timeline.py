@@ -74,8 +74,9 @@ class Disturbances:
     seed: int = 0
 
     def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Return the disturbances of each context group with a slow rank, or of group 0 if none.
+        """Return the disturbances of each context group that has a slow rank.
 
+        If no rank is slow, return those of group 0.
         Ranks count from 0 in each group of ``size`` ranks.
         """
         slow: dict[int, dict[int, float]] = {}
@@ -120,7 +121,7 @@ class PassTimes:
 
     @property
     def attention(self) -> FloatArray:
-        """Return attention time, [workers, steps]."""
+        """Return the microseconds of attention, [workers, steps]."""
         return self.spent["attention"][:, 1:]
 
     @property

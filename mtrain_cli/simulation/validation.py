@@ -9,7 +9,6 @@ profiles reads predictions and measurements, so each number has one definition
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
-from mtrain_cli.parallel.schedule import QUERIES
+from mtrain_cli.parallel.exchange_selection import parse_label
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import CaseAnalysis, PassAnalysis, analyse
 from mtrain_cli.records.index_file import RecordedIndices, load_indices
@@ -38,11 +37,6 @@ PASSES = ("forward", "backward")
 DEGREES = ("worker", "step")
 _DENSE, _FIXED = "dense", "fixed"
 _LEAST_RANKED = 3
-# Parses `parallel.exchange_selection.ExchangeChoice.label`.
-_LABEL = re.compile(
-    r"(?:ulysses over (?P<heads>\d+))?(?:, then )?"
-    rf"(?P<name>{'|'.join(EXCHANGE_TRAITS)})?(?: \((?P<more>.*)\))?"
-)
 Key = tuple[Any, ...]
 
 
@@ -100,9 +94,9 @@ def open_run(folder: Path) -> MeasuredRun:
 def key_of(facts: dict[str, Any]) -> Key:
     """Return the facts by which a measured case and its prediction are matched."""
     exchange = str(facts.get("exchange"))
-    match = _LABEL.fullmatch(exchange)
-    traits = None if match is None else EXCHANGE_TRAITS.get(match["name"])
-    per_node = facts.get("per_node") if traits is not None and traits.hierarchical else None
+    parsed = parse_label(exchange, 1, 1)  # for the name, which does not depend on these sizes
+    hierarchical = parsed is not None and EXCHANGE_TRAITS[parsed[0]].hierarchical
+    per_node = facts.get("per_node") if hierarchical else None
     names = ("seq", "micro_batch", "cp", "num_heads", "num_kv_heads", "head_dim", "kernel")
     numbers = (facts.get(name) for name in names)
     return (facts.get("pattern"), facts.get("layout"), exchange, per_node, *numbers)
@@ -159,25 +153,20 @@ def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
         ConfigError: this version does not know the label.
     """
     workers, label = int(facts["cp"]), str(facts["exchange"])
-    match = _LABEL.fullmatch(label)
-    details = [] if match is None or match["more"] is None else match["more"].split(", ")
-    ahead, parts = (
-        next((int(w.split()[0]) for w in details if w.endswith(end)), 1)
-        for end in ("hops ahead", "parts of the heads")
-    )
-    if match is None or (match["name"] is None and match["heads"] is None):
+    per_node = int(facts["per_node"]) or workers
+    parsed = parse_label(label, workers, per_node)
+    if parsed is None:
         raise ConfigError(f"unknown exchange {label!r}; measure again with this version")
-    # If the workers only share heads, the label names no exchange after ulysses.
-    setup = ReplaySetup(
-        str(facts["layout"]), match["name"] or "ulysses", workers, int(facts["per_node"]) or workers
-    )
-    queries = any(word.startswith("queries") for word in details)
+    name, made = parsed
+    # If workers only share heads, no other exchange moves keys between them.
+    only_heads = made.heads == workers > 1
+    setup = ReplaySetup(str(facts["layout"]), "ulysses" if only_heads else name, workers, per_node)
     options = replace(
         topology_of(setup),
-        ulysses=int(match["heads"] or 1) if match["name"] else "auto",
-        chunks=parts,
-        prefetch=ahead,
-        circulates=QUERIES if queries else "kv",
+        ulysses="auto" if only_heads else made.heads,
+        chunks=made.chunks,
+        prefetch=made.prefetch,
+        circulates=made.circulates,
         columns="auto" if config is None else config.topology.columns,
     )
     return replace(setup, options=options)

@@ -395,7 +395,7 @@ class _Kind:
     def diagonals(self) -> _Diagonals:
         counter = self.counter
         assert counter.block_owner is not None
-        return _LATEST.of(self.mask, counter.block, counter.block_owner, counter.groups)
+        return _latest_diagonals(self.mask, counter.block, counter.block_owner, counter.groups)
 
     @cached_property
     def columns(self) -> _ColumnCounter:
@@ -492,25 +492,19 @@ class _Diagonals:
         return pairs.reshape(self.groups, -1), blocks.reshape(self.groups, -1)
 
 
-class _Latest:
-    """A cache of the last `_Diagonals` only, because they are large.
+_LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
+
+
+def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
+    """Return diagonals from a cache, or make them. It holds only the last, because they are large.
 
     Counters of one layout under several exchanges have equal diagonals.
     """
-
-    def __init__(self) -> None:
-        self.key: tuple[int, int, int, bytes, bytes] | None = None
-        self.made: _Diagonals | None = None
-
-    def of(self, mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-        key = mask.length, block, groups, _digest(mask.first), _digest(owner)
-        if self.made is None or key != self.key:
-            self.key, self.made = None, None
-            self.key, self.made = key, _Diagonals.make(mask, block, owner, groups)
-        return self.made
-
-
-_LATEST = _Latest()
+    key = mask.length, block, groups, _digest(mask.first), _digest(owner)
+    if key not in _LATEST:
+        _LATEST.clear()
+        _LATEST[key] = _Diagonals.make(mask, block, owner, groups)
+    return _LATEST[key]
 
 
 def _digest(values: IntArray) -> bytes:

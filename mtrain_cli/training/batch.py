@@ -151,8 +151,8 @@ class BatchMaker:
     def _plan(self, masks: Sequence[SequenceMask]) -> Plan:
         """Return the plan of a batch.
 
-        If one document fills each sequence, all masks are causal. Causal batches of one size share
-        one plan.
+        If one document fills each sequence, all masks are causal. Causal batches with the same
+        number of sequences share one plan.
         """
         seq = self.exchange.layout.seq
         causal = all(mask.length == seq and not mask.first.any() for mask in masks)

@@ -25,7 +25,7 @@ class IndexShape:
     blocks: blocks per whole sequence.
     bitmap: whether the index is a bitmap of blocks. Otherwise it lists slashes and columns.
     kept: bytes of the index.
-    counted: bytes per micro-batch for counting a bitmap's pairs.
+    counted: bytes that counting a bitmap's pairs takes, for each micro-batch of a step.
     column_width: columns per head, rounded up to whole tiles.
     ways: ranks that share heads (Ulysses). A kernel call then has the tokens of all these ranks.
     rings: whether KV or queries circulate.
@@ -157,5 +157,5 @@ class IndexShape:
         return self.columns * (packed + gradients + 8) + covered
 
     def _blocks_of(self, tokens: int) -> int:
-        """Return the blocks per sequence of `tokens` tokens, which are summed over sequences."""
+        """Return the number of blocks per sequence. tokens: summed over all sequences."""
         return -(-tokens // (self.block * self.sequences))

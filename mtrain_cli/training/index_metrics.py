@@ -17,7 +17,7 @@ class IndexMetrics:
     """Means over the heads and sequences of a step.
 
     density_by_layer: computed pairs / pairs of a causal mask without documents.
-    slashes, columns: numbers that the index has per head, mean over layers.
+    slashes, columns: number of slashes and of columns per head, mean over layers.
     seconds: seconds that this worker spent estimating indices.
     """
 

@@ -28,7 +28,7 @@ class BackwardBytes(NamedTuple):
 class LayerMemory:
     """Bytes of one decoder layer on one worker, for one micro-batch.
 
-    hidden: bytes of a hidden state, e T C (symbols: `training.memory`).
+    hidden: bytes of one hidden state, [tokens, hidden size].
     first_with_products: layers from this number on, counted from 0, keep their MLP products.
     """
 
@@ -72,7 +72,7 @@ class LayerMemory:
 
     @property
     def products(self) -> int:
-        """Bytes that a layer with train.keep_mlp keeps more: x + attention, gate and up."""
+        """Bytes that train.keep_mlp adds to a layer: x + attention, gate and up (x: its input)."""
         return self.hidden + 2 * self.product
 
     @property
@@ -124,7 +124,7 @@ class LayerMemory:
         return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
 
     def _recomputed(self) -> int:
-        """Return the bytes that a recomputed layer holds in addition, from its input to its out."""
+        """Return the bytes that a layer recomputes, up to the output of its attention."""
         recomputed = self.hidden + self.out + self.before_norms
         if self.early:
             recomputed += self.out + self.lse + self.attention.gathered_columns
@@ -137,7 +137,8 @@ class LayerMemory:
         Without checkpointing and tiles, all tensors of the MLP were kept. Backward adds the
         gradients of product, silu and up.
 
-        Otherwise backward holds the gradients of the MLP's output, of x and of attention's output.
+        Otherwise backward holds the gradients of the MLP's output, of the layer's input x and of
+        attention's output.
         Each tile adds x + attention, its norm, gate, up, silu(gate), their product, and the
         gradients of product and gate. Several tiles also hold float32 gradients of the weights.
         """
@@ -161,7 +162,7 @@ class LayerMemory:
         return gradients + max(gate - self.weights, after)
 
     def _freed_before_attention(self, products: bool) -> int:
-        """Return the bytes of kept MLP tensors, which are freed before attention's backward."""
+        """Return the bytes of the kept MLP tensors. Backward frees them before attention."""
         if not (self.recomputes or self.tiled):
             return 4 * self.product + 2 * self.hidden
         return self.products if products else 0

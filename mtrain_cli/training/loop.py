@@ -216,7 +216,8 @@ def _let_save_finish(
     After other errors some workers may be gone, and the save would never finish.
 
     Raises:
-        NonFiniteError: replaces a `NonFiniteError`; adds which checkpoint is left and a remedy.
+        NonFiniteError: `error` is a NonFiniteError. The new message adds the checkpoint that is
+            left and a remedy.
     """
     if isinstance(error, NonFiniteError):
         _wait(checkpointer, progress)

@@ -51,7 +51,8 @@ class MemoryMoment:
         - gradients of the current layer and of the LM head, e (P_l + V C)
         - input of the current reduce-scatter, r P_l.
     activations: what layers keep on the device for backward. All layers that are not offloaded
-        count, at least two. Per token and layer, by train.activation_checkpoint (4 heads is lse):
+        count, at least two. Per token and layer, by train.activation_checkpoint (lse takes 4 bytes
+        per head):
         - none: e (4 C + 2 A + 2 K + 4 I) + 4 heads
         - none, with a tiled MLP: e (2 C + 2 A + 2 K) + 4 heads
         - selective: e (C + A) + 4 heads, and in a ring 2 e K of the KV shard that backward uses
@@ -123,7 +124,7 @@ class MemoryEstimate:
 
     @property
     def host_peak(self) -> int:
-        """Host memory while a checkpoint is written. On a CPU, `total` comes on top."""
+        """Host memory while a checkpoint is written. On a CPU, a worker also needs `total`."""
         return self.host + self.saving
 
     @property
@@ -255,7 +256,7 @@ class _StepMemory:
 
         Args:
             whole_layers: layers whose weights train.shard=full holds.
-            scatters: whether the previous layer's gradients are being reduced.
+            scatters: whether the gradients of the layer above are being reduced.
         """
         states = self.states
         # Whole weights, and gradients of the LM head and of this layer.

@@ -378,5 +378,5 @@ def test_a_shape_unsupported_by_transformers_is_reported_first(tmp_path):
     (run / "checkpoints" / "step-1").mkdir(parents=True)
     (run / "checkpoints" / "step-1" / "manifest.json").write_text("{}")
     message = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
-    assert "model.num_heads=3: transformers has no llama model" in message
+    assert "model.num_heads=3: must divide model.hidden_size=32 in a llama model" in message
     assert not (tmp_path / "out").exists()

@@ -46,8 +46,8 @@ def test_show_lists_only_the_keys_of_the_pattern_with_their_ranges(name):
         "sparsity.p_v": "number, above 0 and at most 1",
         "sparsity.block": "tokens, 16, 32, 64 or 128",
         "sparsity.joint": "true or false",
-        "sparsity.max_columns": "whole number, 0 or more, at most 2,147,483,647 "
-        "(an index numbers its columns and slashes in 32 bits)",
+        "sparsity.max_columns": "whole number, 0 or more",
+        "sparsity.stride": "whole number, at least 1, at most 128 (no block is larger)",
         "sparsity.index_per": "query_head, kv_group",
     }  # fmt: skip
     for key, text in ranges.items():

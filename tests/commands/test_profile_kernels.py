@@ -156,4 +156,4 @@ def test_replacing_an_earlier_calibration_is_reported(tmp_path):
 def test_shapes_that_exceed_memory_are_one_line():
     result = run("kernels --seq 4m --heads 1024/1024 --head-dim 4096 --kernel sdpa")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: The next of these shapes does not fit in memory")
+    assert result.stderr.startswith("error: The next shape does not fit in memory")

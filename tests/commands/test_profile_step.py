@@ -22,10 +22,9 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.profiling import step_profile
-from mtrain_cli.records.step_breakdown import OF_GPU, StepBreakdown
+from mtrain_cli.records.step_breakdown import OF_GPU
 from mtrain_cli.reporting.report_source import open_source
-from mtrain_cli.reporting.step_tables import NAME, lines, short_name
+from mtrain_cli.reporting.step_tables import lines
 
 SMALL = split(
     "seq=512 topology.device=cpu topology.workers=2 topology.block_size=32",
@@ -306,58 +305,6 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
     assert "123,456 123,457 element-wise" in flat
 
 
-def test_unrecorded_step_times_are_medians():
-    result = StepBreakdown(steps=2, step=10, parts={}, hidden=0, kinds=[])
-    one = step_profile._of_rank(
-        0, step_profile._RankSummary(result, [3.0, 1.0, 2.5], [2.0, 4.0], None)
-    )
-    assert (one["plain_ms"], one["recorded_ms"]) == (2500, 3000)
-    assert step_profile._median([0.5, None, 0.2, 0.4]) == 0.4
-    assert step_profile._median([None]) is None
-
-
-def test_lines_name_their_rank_and_quantity():
-    rank = {
-        "parts": {"links": 1.0, "waits": 0.0, "idle": 0.0, "host": 2.0},
-        "links_hidden_ms": 0.0,
-        "recorded_ms": 100.0,
-        "plain_ms": 80.0,
-    }
-    slow = rank | {"plain_ms": 90.0, "recorded_ms": 99.0}
-    plain = {
-        "steps": 1,
-        "tokens_per_second_per_gpu": 10.0,
-        "density": 1.0,
-        "mfu_model": None,
-        "mfu_executed": None,
-        "peak_memory_gib": None,
-    }
-    on_cpu = lines({"ranks": [rank, slow], "gpu": False, "plain": plain})
-    assert on_cpu[0].startswith(
-        "step      slowest rank 100 ms; without recording 90 ms (the step before): +11.1%"
-    )
-    assert on_cpu[1] == "speed     10 tokens/s/worker, without recording"
-    gpu = {
-        "launches": 1,
-        "launching_ms": 1.0,
-        "syncs": 0,
-        "syncing_ms": 0.0,
-        "ahead_us": None,
-        "unmatched": 3.0,
-    }
-    of_gpu = lines(
-        {
-            "ranks": [rank | gpu, slow | gpu],
-            "gpu": True,
-            "plain": plain | {"steps": 2, "density": 0.5, "mfu_model": 0.3},
-        }
-    )
-    assert "80 ms (median" not in of_gpu[0]
-    assert "90 ms (median of 2 steps before)" in of_gpu[0]
-    assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
-    assert of_gpu[2].endswith("1 ms exposed; 3 messages unmatched on other ranks count as links")
-
-
 def test_shipped_steps_can_be_compared(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = shown("report", "step-128k-4xh200", "step-512k-4xh200")
@@ -520,44 +467,3 @@ def test_a_report_of_a_step_has_a_page(profile, tmp_path, monkeypatch):
     found = mtrain(profile.parents[1], "report", "one", "--out", str(tmp_path / "x"))
     assert found.returncode == 0, found.stderr
     assert "Breakdown of one training step" in (tmp_path / "x" / "report.html").read_text()
-
-
-@pytest.mark.parametrize(
-    ("name", "short"),
-    [
-        ("nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN", "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN"),
-        (
-            "nvjet_sm90_tss_192x192_64x3_1x2_h_badd_coopB_NTN",
-            "nvjet_tss_192x192_64x3_1x2_h_badd_coopB_NTN",
-        ),
-        (
-            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
-        ),
-        (
-            "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, "
-            "std::array<char*, 3ul> >(int)",
-            "vectorized_elementwise_ker.. CUDAFunctor_add",
-        ),
-        (
-            "void at::native::(anonymous namespace)::CatArrayBatchedCopy<float, 1>(float*)",
-            "CatArrayBatchedCopy",
-        ),
-        (
-            "void at::native::elementwise_kernel<128, 4, "
-            "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)>(int)",
-            "elementwise_kernel direct_copy_kernel_cuda",
-        ),
-        (
-            "kernel_cutlass_kernel_flash_attncuteflash_fwd_sm90FlashAttentionForwardSm90_object_at__tensor0000o11101213_tensorptrf32_gmem",
-            "FlashAttentionForwardSm90",
-        ),
-        (
-            "kernel_cutlass_a_name_without_the_object_that_it_is_a_method_of_tensor0000o11101213",
-            "kernel_cutlass_a_name_withou..r0000o11101213",
-        ),
-    ],
-)
-def test_kernel_names_are_shortened_in_their_least_informative_part(name, short):
-    assert short_name(name) == short
-    assert len(short) <= NAME

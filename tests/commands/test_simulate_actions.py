@@ -199,13 +199,14 @@ def test_missing_measurements_are_reported():
     assert not [line for line in here["remarks"] if line.startswith("estimating")]
     result = document(*words, "--cluster a100_4x8")
     by = (
-        ": a token takes x 2.7 of that, by number of heads and bandwidth of memory, and bounds are "
-        "wider"
+        ": the time per token is scaled by 2.7 for the number of heads and the memory bandwidth, "
+        "and bounds are wider"
     )
     assert f"{message}16 heads on NVIDIA A100-SXM4-40GB{by}" in result["predicted"][0]["remarks"]
     (more,) = document("model=llama8b seq=8k --columns 64", *rest)["predicted"]
     assert (
-        message + "32 heads on NVIDIA H200: a token takes x 2 of that, by number of heads"
+        message
+        + "32 heads on NVIDIA H200: the time per token is scaled by 2 for the number of heads"
         in more["remarks"]
     )
     (dense,) = document("model=llama8b seq=8k --index dense", *rest)["predicted"]

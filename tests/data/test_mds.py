@@ -261,12 +261,12 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "sizes that contradict": (
         lambda f: _every(f, column_encodings=["str", "ndarray:uint32:5", "int"]),
-        "index.json gives column input_ids the size null in column_sizes, but its encoding "
-        "ndarray:uint32:5 needs 20",
+        "index.json has column_sizes [null, null, 8], but the encodings (domain (str), input_ids "
+        "(ndarray:uint32:5), length (int)) need [null, 20, 8]",
     ),
     "another number of sizes": (
         lambda f: _every(f, column_sizes=[8]),
-        "has column_sizes [8], but the encodings need [",
+        "has column_sizes [8], but the encodings (",
     ),
     "mixed columns": (
         lambda f: _first(f, column_names=["a", "b", "c"]),

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 from parallel.test_schedule import cases
 
+from mtrain_cli.parallel import schedule
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
@@ -28,6 +29,7 @@ from mtrain_cli.parallel.schedule import (
     UNSCHEDULED,
     Schedule,
     ScheduleOptions,
+    Transfer,
     make_schedule,
 )
 
@@ -253,6 +255,25 @@ def test_an_all_reduce_of_columns_sends_its_payload_almost_twice(heads):
     ranks = 8 // heads
     assert post.payload.of(sizes, heads) == payload
     assert post.sends.of(sizes, heads) == payload * 2 * (ranks - 1) / ranks
+
+
+def test_the_ring_step_in_the_docstring_is_the_program():
+    schedule_ = make_schedule("ring", ScheduleOptions(3, 3))
+    step = schedule_.forward[0][1]
+    (hop,) = step.post
+    assert (step.queries, step.keys, step.wait) == ((0,), (2,), (0,))
+    assert hop == Transfer(
+        1, "p2p", "kv", "context", sends=(2,), receives=(1,), to=1, source=2, after=0
+    )
+    lines = (schedule.__doc__ or "").splitlines()
+    start = next(at for at, line in enumerate(lines) if line.strip().startswith("operation  reads"))
+    table = [line[4:34] for line in lines[start + 1 : lines.index("", start)]]
+    shown = [(row[:11].strip(), row[11:23].strip(), row[23:].strip()) for row in table]
+    assert shown == [
+        (type(op).__name__, ", ".join(op.reads) or "-", ", ".join(op.writes) or "-")
+        for op in lower(schedule_, 0).operations
+        if op.step == 1
+    ]
 
 
 def test_gradients_of_queries_come_home():

@@ -362,7 +362,7 @@ def test_times_of_another_gpu_are_not_used():
         "NVIDIA H200", 989e12, "flash4", "sparse", {"NVIDIA H200": 989e12}, foreign
     ).remarks
     assert any(
-        "of NVIDIA A100-SXM4-40GB, which says nothing about NVIDIA H200" in remark
+        "on NVIDIA A100-SXM4-40GB, so they are not used for NVIDIA H200" in remark
         for remark in said
     )
     assert calibration.describe_source("NVIDIA H200", foreign)["files"] == list(h200.files)

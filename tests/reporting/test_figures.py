@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
 
-from mtrain_cli.reporting.figures import Figure, figures
+from mtrain_cli.reporting.figures import figures
+from mtrain_cli.reporting.plots import Figure
 from mtrain_cli.reporting.report_source import open_source
 
 LATE, EXPOSED = "waiting for late peers, ms", "exposed communication, ms"
@@ -94,6 +95,6 @@ def test_heat_maps_show_the_direction_and_quantity_in_their_labels(tmp_path):
 def test_axis_titles_fit_a_narrow_page(tmp_path):
     """A page of 500 px has about 280 px below the bars of long case names, or 40 letters."""
     drawn = figures_of(recorded_once(tmp_path, Play(ring(3), uneven), layers=(0, 1)))
-    assert set(drawn) == {"cases", "heat", "timeline", "ranks", "spread", "layers"}
+    assert set(drawn) == {"cases", "heat", "timeline", "ranks", "spread", "layers", "program"}
     titles = {view.layout["xaxis"]["title"]["text"] for f in drawn.values() for view in f.views}
     assert max(map(len, titles)) <= 30, titles

@@ -66,7 +66,7 @@ def test_the_page_needs_no_network_and_holds_plotly_once(tmp_path):
     assert re.search(r"plotly\.js \(cartesian - minified\) v\d", unpack(text, "plotly"))
     assert "@import" not in own
     assert 0.6e6 < len(text.encode()) < 1e6
-    assert set(drawn) == {"cases", "heat", "timeline", "ranks", "spread", "layers"}
+    assert set(drawn) == {"cases", "heat", "timeline", "ranks", "spread", "layers", "program"}
     for name in drawn:
         assert f'id="figure-{name}"' in own
 

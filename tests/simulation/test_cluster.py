@@ -119,7 +119,7 @@ def test_all_problems_are_reported_together(tmp_path):
     assert outer[0].startswith("links.outer.bandwith_gbps=")
     assert "unknown key (did you mean bandwidth_gbps?); allowed: latency_us" in outer[0]
     assert (
-        "links.outer.latency_us.source=a friend: is no source; allowed: measured, datasheet, "
+        "links.outer.latency_us.source=a friend: is not a source; allowed: measured, datasheet, "
         "paper, guess" in outer
     )
     assert "links.outer.shared_by=3: does not divide gpus_per_node=8; allowed: 1, 2, 4, 8" in outer

@@ -19,7 +19,6 @@ from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,
     Scenario,
-    capability,
     evaluate,
     plan_on,
     with_step,
@@ -472,20 +471,3 @@ def test_measured_steps_lie_within_the_bounds(words, workers, layout, exchange, 
     ).step.seconds
     assert found.low < seconds < found.high
     assert found.value == pytest.approx(seconds, rel=0.105)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "expected"),
-    [
-        ("NVIDIA A100-SXM4-40GB", (8, 0)),
-        ("NVIDIA H100 80GB HBM3", (9, 0)),
-        ("NVIDIA GH200 480GB", (9, 0)),
-        ("NVIDIA H20", (9, 0)),
-        ("NVIDIA B200", (10, 0)),
-        ("NVIDIA GB200", (10, 0)),
-        ("NVIDIA A800-SXM4-80GB", (8, 0)),
-        ("unheard of", (8, 0)),
-    ],
-)
-def test_capability_by_name(gpu, expected):
-    assert capability(gpu) == expected

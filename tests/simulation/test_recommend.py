@@ -13,16 +13,15 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.recommend import (
     DOES_NOT_FIT,
-    RECOMPUTATIONS,
     _distinct,
-    _plans,
+    _Space,
     contexts,
     label,
     memory_settings,
     reasons,
     recommend,
 )
-from mtrain_cli.simulation.scenario import PairSource, Scenario, evaluate, plan_on, train_line
+from mtrain_cli.simulation.scenario import PairSource, Scenario, evaluate, plan_on
 from mtrain_cli.simulation.what_if import InvalidSetup
 from mtrain_cli.training.memory import GIB
 
@@ -188,7 +187,7 @@ def test_if_nothing_fits_the_changes_that_help_are_listed():
 def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     cluster = load_cluster("h200_1x8")
     one = scenario("model=qwen3b", "seq=6m", pairs=PairSource("local", 0.01, 256))
-    plans = list(_plans(cluster, one, 8, 8, "striped", "ring", RECOMPUTATIONS))
+    plans = list(_Space(cluster, one, 8, ["striped"], ["ring"]).plans(8, "striped", "ring"))
     assert [plan.fits for plan in plans] == [False, False, False, True]
     # Of 560 GiB for eight GPUs, the training would find the same.
     config = plans[-1].config
@@ -221,7 +220,9 @@ def test_if_no_recomputation_fits_train_memory_auto_is_tried():
     # Settings of the user stay.
     assert all(
         p.config.train.activation_checkpoint == "full"
-        for p in _plans(cluster, one, 8, 8, "striped", "ring", ("full",))
+        for p in _Space(cluster, one, 8, ["striped"], ["ring"], ("full",)).plans(
+            8, "striped", "ring"
+        )
     )
 
 
@@ -268,31 +269,6 @@ def test_context_groups_fill_nodes_or_divide_them():
     assert contexts(config, 32, 8) == [32, 16, 8, 4, 2, 1]
     assert contexts(config, 48, 8) == [48, 24, 16, 8, 4, 2, 1]
     assert contexts(compose(["model=tiny", "topology.context_parallel=4"]), 32, 8) == [4]
-
-
-def test_the_printed_command_composes_to_the_same_plan():
-    cluster = load_cluster("h200_1x8")
-    one = scenario("model=qwen3b", "seq=64k", "train.global_batch=2", "topology.layout=contiguous")
-    plan = plan_on(
-        cluster, one.config, workers=8, layout="zigzag", exchange="ring", context_parallel=4
-    )
-    changes = {
-        "topology.layout": "zigzag",
-        "topology.exchange": "ring",
-        "topology.context_parallel": 4,
-    }
-    line = train_line(cluster, plan, one.words, changes)
-    assert line.startswith("mtrain train ")
-    again = compose([*line.split()[2:], "topology.gpus_per_node=8", "topology.device=cuda"])
-    assert dataclasses.replace(again, run=plan.config.run) == plan.config
-    many = load_cluster("a100_4x8")
-    text = train_line(
-        many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {}
-    )
-    assert text.startswith(
-        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m "
-        "mtrain_cli train model="
-    )
 
 
 def test_mlp_products_are_kept_if_memory_allows():

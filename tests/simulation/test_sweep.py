@@ -12,7 +12,7 @@ from mtrain_cli.simulation import scenario as scenarios
 from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.scenario import PairSource, Scenario
 from mtrain_cli.simulation.sweep import Sweep, points, shared_remarks
-from mtrain_cli.simulation.sweep_axes import axes, is_axis
+from mtrain_cli.simulation.sweep_axes import axes
 
 LINE = ("seq=1k,32k", "nodes=1,2", "density=0.1")
 
@@ -42,43 +42,6 @@ def test_axes_and_points():
     assert [p.inputs[0] for p in found] == [("seq=1k",)] * 8 + [("seq=32k",)] * 8, (
         "settings are outermost"
     )
-
-
-@pytest.mark.parametrize(
-    ("word", "axis"),
-    [
-        ("seq=1k,2k", True),
-        ("nodes=2", True),
-        ("density=5%", True),
-        ("seq=1k", False),
-        ("model.name=", False),
-        ("key=[1,2]", False),
-    ],
-)
-def test_several_values_or_an_own_name_make_an_axis(word, axis):
-    assert is_axis(word) == axis
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("seq", "seq: expected NAME=VALUE"),
-        ("seq=", "seq=: expected NAME=VALUE"),
-        ("", "nothing to sweep: give NAME=VALUE"),
-        ("nodes=0", "nodes=0: expected a whole number of at least 1"),
-        ("workers=x", "workers=x: expected a whole number"),
-        ("density=2", "density=2: must be above 0 and at most 1"),
-        ("nods=1", "did you mean nodes?"),
-        ("exchange=ring", "use --exchange ring to compare these"),
-        ("seq=1k seq=2k", "seq is swept twice"),
-        ("nodes=1 workers=2", "sweep one of them"),
-    ],
-)
-def test_invalid_axes_are_refused(text, said):
-    with pytest.raises(ConfigError) as error:
-        axes(text.split())
-    assert said in str(error.value)
-    assert len(error.value.problems) == 1
 
 
 def test_the_number_of_points_is_limited():

@@ -1,0 +1,47 @@
+"""Waits in records played from a schedule are charged to the ranks and steps that cause them."""
+
+from __future__ import annotations
+
+import numpy as np
+from synthetic_records import Play, recorded_once, ring
+
+from mtrain_cli.records.record_files import open_records
+from mtrain_cli.records.record_sums import iterations, survey
+from mtrain_cli.records.wait_attribution import WaitAttribution
+
+LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
+
+
+def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
+    """Return ms of waits charged to (rank, step) in the forward pass of a ring of 12.
+
+    heavy: extra ms of some (rank, step).
+    """
+    schedule = ring(12)
+    recorded = open_records(
+        recorded_once(
+            folder,
+            Play(
+                schedule,
+                lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0,
+                link=LINK,
+            ),
+        )
+    )
+    shapes, last = survey(recorded)
+    ((shape, iteration),) = iterations(recorded, shapes, last)
+    blame = WaitAttribution(shape, 0.0)
+    blame.add(iteration)
+    lost = blame.charges[0].lost[0]
+    return {(int(r), int(s) - 1): float(lost[r, s]) for r, s in zip(*np.nonzero(lost), strict=True)}
+
+
+def test_two_delays_are_charged_separately(tmp_path):
+    # The second delay hits a rank that waited for the first: the ranks behind it wait for both.
+    found = charged(tmp_path / "ranks", {(1, 2): 4.0, (2, 7): 4.0})
+    assert set(found) == {(1, 2), (2, 7)}
+    assert 8 < found[1, 2] < 14  # 3 ms to rank 2, and on to others before the second comes
+    # The second delay of a rank is not charged to its first, which was longer.
+    found = charged(tmp_path / "steps", {(1, 1): 6.0, (1, 8): 4.0})
+    assert set(found) == {(1, 1), (1, 8)}
+    assert min(found.values()) > 3

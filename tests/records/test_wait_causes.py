@@ -1,0 +1,193 @@
+"""Causes of waits in records played from a schedule: the rank, step and reason are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from synthetic_records import Play, facts_of, recorded_once, ring, rows_of, write
+
+from mtrain_cli.parallel.recording import KINDS
+from mtrain_cli.records.analysis import analyse
+from mtrain_cli.records.record_files import LINKS, PAYLOADS, open_records
+
+LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
+
+
+def analysed(folder, what, **more):
+    (found,) = analyse(open_records(recorded_once(folder, what, **more)))
+    return found
+
+
+def slower(rank: int, times: float):
+    return lambda _d, r, _s: times if r == rank else 1.0
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        ring(2),
+        ring(8),
+        ring(8, 4, "hierarchical_ring"),
+        ring(4, exchange="all_gather"),
+        ring(4, heads=2),
+    ],
+)
+def test_a_straggler_is_named_and_not_its_victims(tmp_path, schedule):
+    found = analysed(tmp_path, Play(schedule, slower(1, 2.1), link=LINK), layers=(0, 1))
+    blamed = [cause for cause in found.causes if cause.kind != "link"]
+    assert [(cause.rank, cause.kind) for cause in blamed] == [(1, "slow")], [
+        c.text for c in found.causes
+    ]
+    assert (
+        "rank 1, a straggler: 2.1x the time of the others for the same work "
+        "(slow or disturbed device" in blamed[0].text
+    )
+    assert found.work.worker.mean == 1
+
+
+def test_a_rank_with_more_work_in_a_step_is_named_with_that_step(tmp_path):
+    def heavy(direction: str, rank: int, step: int) -> float:
+        return 1.9 if (direction, rank, step) == ("forward", 4, 2) else 1.0
+
+    found = analysed(
+        tmp_path, Play(ring(6), heavy, pairs=lambda *at: int(1000 * heavy(*at))), layers=(0, 1, 2)
+    )
+    (cause,) = found.causes
+    assert (cause.rank, cause.step, cause.kind, cause.direction) == (4, 2, "work", "forward")
+    assert "rank 4, which has 1.9x the blocks of the others in step 2" in cause.text
+    # 0.9 ms that the five others wait for in each of three layers.
+    assert cause.ms == pytest.approx(0.9 * 5 * 3, rel=0.01)
+
+
+def test_a_rank_behind_a_slow_link_is_not_to_blame(tmp_path):
+    # Rank 1 gets its keys late and is a little slow. Rank 0 shares heads with it and waits for it.
+    what = Play(
+        ring(4, heads=2),
+        slower(1, 1.05),
+        link={"context": 0.3, "heads": 0.1},
+        slow_into={("context", 1): 3.0},
+    )
+    found = analysed(tmp_path, what)
+    assert found.bin_ms("late") > 0.5
+    assert found.causes[0].kind == "link"
+    assert all(cause.kind == "link" or cause.ms < 0.5 for cause in found.causes)
+
+
+def test_more_work_in_all_steps_is_one_cause(tmp_path):
+    times = (
+        np.random.default_rng(0).gamma(20, 0.05, (6, 6))
+        * np.where(np.arange(6) == 2, 1.6, 1)[:, None]
+    )
+    found = analysed(
+        tmp_path,
+        Play(ring(6), lambda _d, r, s: times[r, s], pairs=lambda _d, r, s: int(1e4 * times[r, s])),
+    )
+    assert [(c.rank, c.kind) for c in found.causes[:2]] == [(2, "work")] * 2
+    assert all("x the pairs of the others over all its steps" in c.text for c in found.causes[:2])
+
+
+def test_a_delay_before_the_first_step_is_named(tmp_path):
+    found = analysed(tmp_path, Play(ring(4), starts={2: 0.7}))
+    assert [(c.rank, c.kind) for c in found.causes] == [(2, "start")]
+    assert (
+        "rank 2, which starts its attention 0.70 ms later than the others" in found.causes[0].text
+    )
+
+
+def test_in_training_a_late_start_is_the_slow_attention_before(tmp_path):
+    # In training, no rank waits at the end of a pass; the others wait in the next layer.
+    slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), link=LINK, starts={3: 1.1})
+    found = analysed(tmp_path / "slow", slow, mode="training")
+    assert found.causes[0].ms == pytest.approx(2 * 3 * 1.1, rel=0.01)
+    assert (found.causes[0].rank, found.causes[0].kind) == (3, "slow")
+    pairs = Play(
+        slow.schedule,
+        slow.attention,
+        pairs=lambda _d, r, _s: 2100 if r == 3 else 1000,
+        link=LINK,
+        starts={3: 1.1},
+    )
+    found = analysed(tmp_path / "work", pairs, mode="training")
+    assert (
+        "rank 3, which has 2.1x the pairs of the others over all its steps" in found.causes[0].text
+    )
+    found = analysed(
+        tmp_path / "start", Play(slow.schedule, link=LINK, starts={3: 1.1}), mode="training"
+    )
+    assert (found.causes[0].rank, found.causes[0].kind) == (3, "start")
+
+
+def test_a_slow_index_estimate_is_named(tmp_path):
+    rows = rows_of(Play(ring(2), index=1.3), directions=("forward",))
+    index = rows["phase"] == KINDS.index("index")
+    waits = rows[index].copy()
+    rows["dur_us"][index & (rows["rank"] == 0)] = 300
+    waits["phase"], waits["link"], waits["payload"] = (
+        KINDS.index("wait"),
+        LINKS.index("context"),
+        PAYLOADS.index("index"),
+    )
+    waits["dur_us"] = waits["late_us"] = np.where(waits["rank"] == 0, 1000, 0)
+    waits["start_us"] += np.where(waits["rank"] == 0, 300, 1300)
+    (found,) = analyse(
+        open_records(write(tmp_path, [np.concatenate([rows, waits])], [facts_of(ring(2))]))
+    )
+    assert [(c.rank, c.kind, c.step) for c in found.causes] == [(1, "index", -1)]
+    assert (
+        "forward before the first step: rank 0 waits 1.00 ms for rank 1, "
+        "which takes 1.00 ms longer than the others to estimate the index" in found.causes[0].text
+    )
+
+
+def test_a_busy_host_is_named(tmp_path):
+    found = analysed(tmp_path, Play(ring(4), gap=0.1, gaps={1: 0.6}))
+    assert [(c.rank, c.kind) for c in found.causes] == [(1, "gap")]
+    assert "rank 1, which idles" in found.causes[0].text
+
+
+def test_exposed_communication_is_named_with_its_step(tmp_path):
+    found = analysed(
+        tmp_path, Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
+    )
+    (cause,) = found.causes
+    assert cause.kind == "link"
+    assert (
+        cause.text == "forward: 2.40 ms of exposed communication per layer on the inner link, "
+        "most in step 1 (0.40 ms)"
+    )
+    assert found.exposed == pytest.approx({"inner": 2.4}, rel=1e-3)
+    assert found.bin_ms("late") == pytest.approx(0, abs=1e-3)
+
+
+def test_exposed_communication_is_per_layer_and_rank(tmp_path):
+    what = Play(ring(8, 4, "hierarchical_ring"), link={"inner": 1.4, "outer": 0.1})
+    (cause,) = analysed(tmp_path, what, layers=(0, 1, 2), iterations=2).causes
+    assert (
+        cause.text == "forward: 2.40 ms of exposed communication per layer on the inner link, "
+        "most in step 1 (0.40 ms)"
+    )
+    assert cause.ms == pytest.approx(2.4 * 8 * 3, rel=1e-3)  # of an iteration, all ranks together
+
+
+def test_a_cause_has_its_share_of_the_time_of_all_ranks(tmp_path):
+    # Three of four ranks finish after 1 ms and wait for the last, 9 of 10 ms, in two passes of two
+    # layers.
+    found = analysed(
+        tmp_path / "alone",
+        Play(ring(4, exchange="all_gather"), slower(3, 10.0)),
+        layers=(0, 1),
+        iterations=2,
+    )
+    (cause,) = found.causes
+    assert cause.ms == pytest.approx(3 * 9 * 4)
+    assert "waits 9.00 ms for rank 3" in cause.text
+    assert cause.text.endswith("; 108 ms per iteration over all ranks, 67.5% of their time")
+    # In training, no rank waits at the end: 1.1 of 2.1 ms, before the step.
+    slow = Play(ring(4, exchange="all_gather"), slower(3, 2.1), starts={3: 1.1})
+    (cause,) = analysed(
+        tmp_path / "training", slow, layers=(0, 1), iterations=2, mode="training"
+    ).causes
+    assert "waits 1.10 ms for rank 3" in cause.text
+    assert cause.text.endswith(
+        f"; 13 ms per iteration over all ranks, {3 * 1.1 / (4 * 2.1):.1%} of their time"
+    )

@@ -1,0 +1,47 @@
+"""Numbers and axes of figures: rounded, finite, and never more than the page can hold."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from mtrain_cli.reporting import plots
+
+
+def test_numbers_are_rounded_and_strict_json():
+    values = [1.23456789, None, float("nan"), float("inf"), 0.000123456, 123456.7]
+    rounded = plots.numbers(values)
+    assert rounded == [1.2346, None, None, None, 0.00012346, 123460.0]
+    json.dumps(rounded, allow_nan=False)
+    assert plots.numbers([[1, 2], [3, 4]]) == [[1, 2], [3, 4]]
+    assert plots.numbers([1.23456], digits=2) == [1.2]
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 100])
+def test_evenly_spaced_items_include_both_ends(most):
+    items = list(range(17))
+    shown = plots.evenly(items, most)
+    assert len(shown) == min(most, len(items))
+    assert shown[0] == 0
+    assert most == 1 or shown[-1] == 16
+    gaps = np.diff(shown)
+    assert most < 3 or gaps.max() - gaps.min() <= 1
+
+
+def test_an_axis_of_few_places_has_a_tick_at_each():
+    assert plots.whole(20) == {"dtick": 1}
+    assert "dtick" not in plots.whole(21)
+
+
+def test_exposed_communication_is_named_by_its_link():
+    assert plots.exposed_label("") == plots.EXPOSED_LABEL
+    assert plots.exposed_label("outer") == "exposed (outer link)"
+    assert plots.link_colour("outer") != plots.link_colour("inner")
+
+
+def test_shares_show_in_percent_on_the_colour_bar():
+    bar = plots.heat([[0.5]], [0], [0], "recall", "%{z}")["colorbar"]
+    assert bar["tickformat"] == ".0%"
+    assert "tickformat" not in plots.heat([[0.5]], [0], [0], "ms", "%{z}")["colorbar"]

@@ -1,0 +1,61 @@
+"""Scenarios: the command that starts a predicted training, and the capability of named GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.simulation.scenario import PairSource, Scenario, capability, plan_on, train_line
+
+
+def scenario_of(*words: str) -> Scenario:
+    pairs = PairSource("local", 0.05, 256)
+    config = compose([*words, *pairs.sparsity()])
+    return Scenario(config, pairs.problem(config), words=(*words, *pairs.sparsity()))
+
+
+def test_the_printed_command_composes_to_the_same_plan():
+    cluster = load_cluster("h200_1x8")
+    one = scenario_of(
+        "model=qwen3b", "seq=64k", "train.global_batch=2", "topology.layout=contiguous"
+    )
+    plan = plan_on(
+        cluster, one.config, workers=8, layout="zigzag", exchange="ring", context_parallel=4
+    )
+    changes = {
+        "topology.layout": "zigzag",
+        "topology.exchange": "ring",
+        "topology.context_parallel": 4,
+    }
+    line = train_line(cluster, plan, one.words, changes)
+    assert line.startswith("mtrain train ")
+    again = compose([*line.split()[2:], "topology.gpus_per_node=8", "topology.device=cuda"])
+    assert dataclasses.replace(again, run=plan.config.run) == plan.config
+    many = load_cluster("a100_4x8")
+    text = train_line(
+        many, plan_on(many, one.config, workers=32, layout="zigzag", exchange="ring"), one.words, {}
+    )
+    assert text.startswith(
+        "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m "
+        "mtrain_cli train model="
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("NVIDIA A100-SXM4-40GB", (8, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("NVIDIA A800-SXM4-80GB", (8, 0)),
+        ("unheard of", (8, 0)),
+    ],
+)
+def test_capability_by_name(gpu, expected):
+    assert capability(gpu) == expected
