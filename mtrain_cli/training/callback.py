@@ -53,7 +53,10 @@ class Callback:
         """
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
-        """Return the attention that a micro-batch uses. By default, `attend` unchanged."""
+        """Return the attention that a micro-batch uses. By default, `attend` unchanged.
+
+        The last callback is called first, so that the first one wraps all others.
+        """
         return attend
 
     def after_step(self, step: FinishedStep) -> None:

@@ -315,7 +315,8 @@ class Trainer:
 
     def _attention_of(self, batch: Batch) -> Attend:
         attend: Attend = batch.attend
-        for callback in self.callbacks:
+        # The last callback wraps the exchange itself, and the compute timer, the first, all others.
+        for callback in reversed(self.callbacks):
             attend = callback.wrap_attention(batch, attend)
         return attend
 

@@ -58,7 +58,7 @@ def test_json_is_one_object_with_the_same_facts():
 
 def test_a_missing_package_is_shown_with_its_extra(monkeypatch):
     monkeypatch.setattr(
-        diagnosis, "_version", lambda names: None if names == ("tokenizers",) else "1.0"
+        diagnosis, "installed_version", lambda name: None if name == "tokenizers" else "1.0"
     )
     printed = text(diagnose(check=False), width=120)
     (line,) = [line for line in printed.splitlines() if line.startswith("tokenizers")]
