@@ -255,7 +255,7 @@ def _keys_in(line: str) -> list[str]:
 
 
 def _is_in(name: str, blamed: set[str]) -> bool:
-    """Return whether ``blamed`` contains the key, or its section, which ends with a dot."""
+    """Return whether ``blamed`` contains the key or its section, such as ``train.``."""
     return name in blamed or any(b.endswith(".") and name.startswith(b) for b in blamed)
 
 

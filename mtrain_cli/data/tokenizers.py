@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
     """What the data pipeline needs of a tokenizer.
 
     name: for messages and metadata.
-    identity: text that changes whenever a text might get other ids.
+    identity: fingerprint. It differs between tokenizers that may encode a text to different ids.
     vocab_size: number of ids. Every id is below it.
     eos: id of the end token, which follows each document. None if the tokenizer has no end token.
     exact_pieces: whether the pieces of `corpora.split_text`, encoded one by one, give the same ids

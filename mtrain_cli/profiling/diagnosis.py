@@ -94,7 +94,7 @@ class Package:
 
     version: installed version; None if the package is not installed.
     extra: extra of mtrain that installs the package; None if mtrain always installs it.
-    purpose: feature that needs the package; empty if all of mtrain does.
+    purpose: feature that needs the package. Empty if mtrain as a whole needs it.
     """
 
     name: str

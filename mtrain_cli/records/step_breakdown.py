@@ -110,7 +110,7 @@ class StepBreakdown:
     hidden: overlapped communication. Exposed communication is in the parts links and waits.
     kinds: totals by name of kernel or operator, the longest first.
 
-    A CPU leaves the other fields at their defaults:
+    Only a GPU fills the fields below. On a CPU they keep their defaults:
 
     launches: number of launched kernels.
     launching: host time in launch calls.

@@ -62,7 +62,7 @@ class _Times:
     Arrays are [samples, workers, slots] unless stated otherwise.
 
     kept: indices of the samples that are used, [samples].
-    weight: number of samples of the iteration for which each of them stands.
+    weight: number of samples of the iteration that each kept sample represents.
     own: busy time by category, [BUSY, samples, workers, slots].
     busy: busy time of each slot.
     late: late part of the waits. One more slot has the wait for the last rank at the end.

@@ -49,7 +49,7 @@ class PairSource:
     most: int = 0
 
     def sparsity(self) -> list[str]:
-        """Return settings with which a training computes about as many pairs.
+        """Return sparsity settings for a run that computes about as many query-key pairs.
 
         A plan's memory and its exchange depend on these settings.
         """

@@ -124,7 +124,9 @@ class VerticalSlashPattern(VerticalSlashSettings):
         shape: tuple[int, int],
         chosen: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this worker's probed mass per diagonal and per local column, in units.
+        """Return this worker's probed mass per diagonal and per local column.
+
+        The masses are integers, in multiples of 1 / `MASS_UNITS`.
 
         Both are int64: [batch, heads, blocks] and [batch, heads, columns].
 

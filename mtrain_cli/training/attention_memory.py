@@ -161,7 +161,7 @@ def _peak_of_backward(
 class KernelBuffers(NamedTuple):
     """Bytes of a kernel's backward call.
 
-    made: bytes per number of the dk and dv that the call returns.
+    made: bytes per element of the dk and dv that the call returns.
     call: buffers of a call that computes blocks and columns.
     blocks: buffers of a call that computes only blocks, since a ring gathers the columns.
     columns: buffers of a call that computes only columns.

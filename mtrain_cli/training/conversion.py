@@ -260,7 +260,10 @@ def find_source(source: Path) -> Path:
 
 
 def _run_of(source: Path) -> Path:
-    """Return the run that `source` is or lies in: a run, its checkpoints folder or a checkpoint."""
+    """Return the run that `source` belongs to.
+
+    source: folder of a run, its checkpoints folder, or a checkpoint.
+    """
     resolved = source.resolve()
     for folder in (resolved, resolved.parent, resolved.parent.parent):
         if (folder / RESOLVED).is_file():

@@ -320,7 +320,7 @@ class _StepMemory:
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:
-        """Return the bytes of the indices of `layers` layers, and of tensors that count pairs."""
+        """Return the bytes of the indices of `layers` layers and of their pair counts."""
         index = self.attention.index
         if index is None:
             return 0

@@ -456,7 +456,10 @@ def _kernel_elsewhere(
     capability: tuple[int, int] = (9, 0),
     gpu: str = ASSUMED_GPU,
 ) -> tuple[str, str]:
-    """Return the kernel for absent GPUs, if all packages are installed, and why it was chosen."""
+    """Return the kernel of a run on GPUs that this machine lacks, and why it was chosen.
+
+    Assumes that all packages are installed.
+    """
     request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
     possible = [
         name for name, reason in survey(request) if reason is None or "not installed" in reason
