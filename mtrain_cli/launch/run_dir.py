@@ -318,8 +318,8 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             run.environment.write_text(json.dumps(environment_facts(), indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
             chosen = path.name if picks_folder else name
-            named = dataclasses.replace(config.run, name=chosen, dir=str(run.path))
-            resolved_file.save(dataclasses.replace(config, run=named), run.resolved)
+            config = config.changed(run={"name": chosen, "dir": str(run.path)})
+            resolved_file.save(config, run.resolved)
         except OSError:
             undo()
             run.release()

@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.config.exchanges import (
-    EXCHANGE_TRAITS,
-    HEAD_SHARING,
-    ExchangeTraits,
-    exchange_name,
-)
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, ExchangeTraits, exchange_name
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size

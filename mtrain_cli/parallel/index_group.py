@@ -61,9 +61,7 @@ class DistributedIndexGroup:
             return
         self._messages += 1
         number = UNSCHEDULED - self._messages
-        message = MessageTag(
-            CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks
-        )
+        message = MessageTag(CONTEXT, INDEX, size=nbytes, number=number, peers=self.ranks)
         recorder.posted(-1, message)
         with recorder.span(WAIT, -1, message):
             yield

@@ -406,10 +406,7 @@ def _document(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         names = [file.stem for files in _shipped_files().values() for file in files]
         why = no_such(
-            "calibration",
-            str(path),
-            names,
-            "a file that `mtrain profile kernels --out FILE` wrote",
+            "calibration", str(path), names, "a file that `mtrain profile kernels --out FILE` wrote"
         )
         raise ConfigError(f"--calibration {path}: {why}") from None
     except (OSError, ValueError) as error:

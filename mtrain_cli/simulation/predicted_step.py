@@ -18,25 +18,15 @@ from dataclasses import dataclass
 
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
+from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.non_attention_cost import (
-    ComputeCost,
-    MicroBatchRound,
-    NonAttentionCost,
-    longer_than_expected,
-    priced,
-    rounds,
-)
+from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
-from mtrain_cli.training.flops import (
-    causal_pairs,
-    flops_per_token,
-    recomputed_pair_share,
-)
+from mtrain_cli.training.flops import causal_pairs, flops_per_token, recomputed_pair_share
 from mtrain_cli.training.run_plan import RunPlan
 
 # The parts of a step, in display order. Those that only wait:
@@ -199,12 +189,12 @@ class _StepEstimate:
         self.cluster, self.plan, self.attention = cluster, plan, attention
         self.costs, self.slowest = costs, slowest
         self.non_attention = non_attention = NonAttentionCost.of(plan)
-        self.longer = longer_than_expected(non_attention, costs, plan.dtype)
+        self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.times = 1
-        for one in rounds(plan.config.train.shard, plan.micro_batches):
+        for one in non_attention_cost.rounds(plan.config.train.shard, plan.micro_batches):
             self.times = one.times
             self._micro_batch(one)
         self.times = 1
@@ -367,7 +357,9 @@ class _StepEstimate:
             part: name of the work in `profiling.non_attention_benchmark`; None if the benchmark
                 does not measure it.
         """
-        spent = priced(work, self.costs, None if part is None else self.longer.get(part))
+        spent = non_attention_cost.priced(
+            work, self.costs, None if part is None else self.longer.get(part)
+        )
         times *= self.times
         self.flop += work.flop * times
         self.us[matrices] += spent.matrices * times * self.slowest

@@ -29,15 +29,8 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.what_if import InvalidSetup
+from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import (
-    CHOICES,
-    format_value,
-    get_setting,
-    nearest_to_fitting,
-    search,
-    with_products,
-)
 from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, with_setting
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -110,11 +103,17 @@ def label(plan: RunPlan) -> str:
 def memory_settings(config: Config) -> dict[str, str]:
     """Return the memory settings that differ from their defaults, without the recomputation."""
     settings = {
-        key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
+        key: memory_search.get_setting(config, key)
+        for key in memory_search.CHOICES
+        if key != "train.activation_checkpoint"
     }
     if config.train.activation_checkpoint != "sequence_selective":
         del settings["train.checkpoint_keep"]
-    return {key: format_value(value) for key, value in settings.items() if value != CHOICES[key][0]}
+    return {
+        key: memory_search.format_value(value)
+        for key, value in settings.items()
+        if value != memory_search.CHOICES[key][0]
+    }
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
@@ -194,10 +193,9 @@ class _Space:
         check_enough_blocks(scenario.config, layout, self.workers, context)
 
         def plan_with(**changes: Any) -> RunPlan:
-            train = replace(scenario.config.train, memory="manual", **changes)
             return plan_on(
                 self.cluster,
-                replace(scenario.config, train=train),
+                scenario.config.changed(train={"memory": "manual", **changes}),
                 workers=self.workers,
                 kernel=scenario.kernel,
                 layout=layout,
@@ -215,11 +213,11 @@ class _Space:
             # Do not change train.keep_mlp if the user set it.
             if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
                 for plan in good:
-                    if (setting := with_products(plan)) is not None:
+                    if (setting := memory_search.with_products(plan)) is not None:
                         yield with_setting(plan, setting)
             return
         allowed = CHECKPOINTS if anything else self.recomputations
-        for setting in search(plan_with() if anything else plans[0]).settings:
+        for setting in memory_search.search(plan_with() if anything else plans[0]).settings:
             if setting.fits and setting.config.train.activation_checkpoint in allowed:
                 yield with_setting(plan_with(), setting)
                 return
@@ -340,7 +338,12 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
 
     plans: for each place, the plan that recomputes the most.
     """
-    saving = [with_setting(plan, nearest_to_fitting(plan, search(plan).settings)) for plan in plans]
+    saving = [
+        with_setting(
+            plan, memory_search.nearest_to_fitting(plan, memory_search.search(plan).settings)
+        )
+        for plan in plans
+    ]
     return min(saving, key=lambda plan: plan.memory.total, default=None)
 
 

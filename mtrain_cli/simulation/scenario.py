@@ -218,10 +218,8 @@ def plan_on(
         raise ConfigError(f"topology.workers={workers}: {why}")
     if per_node == "auto":
         per_node = min(cluster.gpus_per_node, workers)
-    topology = {"workers": workers, "gpus_per_node": per_node, **topology}
-    config = replace(config, topology=replace(config.topology, **topology))
     return plan_for(
-        config,
+        config.changed(topology={"workers": workers, "gpus_per_node": per_node, **topology}),
         gpu=cluster.gpu.name,
         capability=capability(cluster.gpu.name),
         capacity=round(cluster.gpu.hbm_gib.value * GIB),

@@ -341,7 +341,7 @@ def _other_exchange(plan: RunPlan) -> str | None:
         candidates.append({"circulates": "auto"})
     for change in candidates:
         with contextlib.suppress(ConfigError):
-            if _can_fit(plan.replan(replace(config, topology=replace(config.topology, **change)))):
+            if _can_fit(plan.replan(config.changed(topology=change))):
                 return " ".join(f"topology.{key}={value}" for key, value in change.items())
     return None
 
@@ -389,9 +389,8 @@ def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
         return None
     workers = 2 * environment.dims.workers
     while workers <= most:
-        topology = replace(config.topology, workers=workers)
         try:
-            other = plan.replan(replace(config, topology=topology))
+            other = plan.replan(config.changed(topology={"workers": workers}))
         except ConfigError:
             return None
         if _can_fit(other):
@@ -432,8 +431,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     for key, value in changes.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
-    changed = {group: replace(getattr(config, group), **new) for group, new in groups.items()}
-    return replace(config, **changed)
+    return config.changed(**groups)
 
 
 def _overrides(changes: dict[str, Any]) -> str:

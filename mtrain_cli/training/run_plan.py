@@ -26,6 +26,7 @@ from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Recompute, ShardSizes
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.training import memory_search, resolution
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -34,25 +35,7 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.memory_search import (
-    ROOMY,
-    MemorySearch,
-    MemorySetting,
-    nearest_to_fitting,
-    refusal,
-    search,
-)
-from mtrain_cli.training.resolution import (
-    compute_dtype,
-    dense_kernel_asked,
-    dense_steps_named,
-    exchange_needs,
-    given_host_memory,
-    given_memory,
-    kernel_request,
-    resolve_run,
-    run_layout,
-)
+from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
 from mtrain_cli.training.state_memory import StateMemory
 
 if TYPE_CHECKING:
@@ -71,7 +54,7 @@ FITS = (
     "host's; gaps and other processes take the rest"
 )
 # How `train.memory=auto` chooses train.keep_mlp.
-KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
+KEPT = f"train.keep_mlp was chosen to leave {1 - memory_search.ROOMY:.0%} of a GPU free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +83,6 @@ class RunPlan:
     dtype: name of the compute dtype.
     gpu: name of the GPUs. None on a CPU or if the GPUs are assumed.
     capacity: memory of one GPU in bytes. None if unknown.
-    memory: estimated memory of one worker.
     dense_kernel: name of the kernel for the dense first steps of a sparse run, and why it was
         chosen. None without such steps.
     machine: which machine the plan is for, and why.
@@ -118,15 +100,19 @@ class RunPlan:
     kernel: str
     kernel_reason: str
     dtype: str
-    gpu: str | None
-    capacity: int | None
-    memory: MemoryEstimate
+    gpu: str | None = None
+    capacity: int | None = None
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
     search: MemorySearch | None = None
     requested: Config | None = None
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """Estimated memory of one worker."""
+        return self.estimate(self.config)
 
     @property
     def dims(self) -> ParallelDims:
@@ -249,8 +235,7 @@ class RunPlan:
         """
         workers, device = config.topology.workers, self.environment.device
         workers = workers if isinstance(workers, int) else self.dims.workers
-        topology = dataclasses.replace(config.topology, device=device, workers=workers)
-        config = dataclasses.replace(config, topology=topology)
+        config = config.changed(topology={"device": device, "workers": workers})
         return _plan_elsewhere(config, "") if self.elsewhere else _plan_here(config)
 
     @property
@@ -284,14 +269,14 @@ def make_plan(config: Config) -> RunPlan:
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
     """Apply `train.memory=auto`: the fastest setting that fits, or the one closest to fitting."""
-    result = search(plan)
-    setting = result.chosen or nearest_to_fitting(plan, result.settings)
+    result = memory_search.search(plan)
+    setting = result.chosen or memory_search.nearest_to_fitting(plan, result.settings)
     return dataclasses.replace(with_setting(plan, setting), search=result, requested=plan.config)
 
 
 def with_setting(plan: RunPlan, setting: MemorySetting) -> RunPlan:
     """Return the plan with another memory setting."""
-    return dataclasses.replace(plan, config=setting.config, memory=setting.memory)
+    return dataclasses.replace(plan, config=setting.config)
 
 
 def _manual_plan(config: Config) -> RunPlan:
@@ -309,7 +294,7 @@ def _plan_here(config: Config) -> RunPlan:
     environment = resolve_environment(config, planning=True)
     # Plan for this machine's first GPU, whatever rank this process has.
     first = dataclasses.replace(environment, rank=0, local_rank=0)
-    plan = plan_resolved(config, environment, resolve_run(config, first))
+    plan = plan_resolved(config, environment, resolution.resolve_run(config, first))
     return dataclasses.replace(plan, machine=_machine_here(plan))
 
 
@@ -352,8 +337,10 @@ def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun
         plan = dataclasses.replace(
             plan,
             gpu=properties.name,
-            capacity=given_memory(config) or properties.total_memory,
-            host_share=round(USABLE_HOST * (given_host_memory(config) or host_memory() / sharing)),
+            capacity=resolution.given_memory(config) or properties.total_memory,
+            host_share=round(
+                USABLE_HOST * (resolution.given_host_memory(config) or host_memory() / sharing)
+            ),
         )
     if choices.dense_kernel is None:
         return plan
@@ -377,12 +364,16 @@ def workers_sharing_host(environment: Environment, gpus: int) -> int:
 
 def _plan_elsewhere(config: Config, why: str) -> RunPlan:
     """Plan for absent GPUs. why: the reason, for `RunPlan.machine`."""
-    plan = _plan_gpus(config, None, (9, 0), given_memory(config), ASSUMED_HOST_BYTES, None)
+    plan = _plan_gpus(
+        config, None, (9, 0), resolution.given_memory(config), ASSUMED_HOST_BYTES, None
+    )
     dense_kernel = None
     if config.sparsity.dense_steps:
-        with dense_steps_named(config):
+        with resolution.dense_steps_named(config):
             dtype = getattr(torch, plan.dtype)
-            dense_kernel = _kernel_elsewhere(plan.config, dtype, dense_kernel_asked(config), None)
+            dense_kernel = _kernel_elsewhere(
+                plan.config, dtype, resolution.dense_kernel_asked(config), None
+            )
     machine = f"assumed {ASSUMED_GPU} GPUs: {why}"
     return dataclasses.replace(plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True)
 
@@ -428,23 +419,25 @@ def _plan_gpus(
         gpu: None for `ASSUMED_GPU`.
         capacity: None for the memory of `ASSUMED_GPU`.
     """
-    topology = dataclasses.replace(config.topology, device="cuda")
-    config = dataclasses.replace(config, topology=topology)
+    config = config.changed(topology={"device": "cuda"})
     environment = resolve_environment(config, planning=True)
-    layout, dtype = run_layout(config, environment.dims.cp), compute_dtype(config, "cuda")
+    layout = resolution.run_layout(config, environment.dims.cp)
+    dtype = resolution.compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
     choice = _kernel_elsewhere(
         config, dtype, kernel or config.train.kernel, index, capability, gpu or ASSUMED_GPU
     )
     memory = capacity or ASSUMED_GPU_BYTES
-    needs = exchange_needs(config, environment, layout, dtype, make_kernel(choice[0]), memory)
+    needs = resolution.exchange_needs(
+        config, environment, layout, dtype, make_kernel(choice[0]), memory
+    )
     exchange = choose_exchange(config.topology, needs)
     return dataclasses.replace(
         _complete(config, environment, layout, exchange, choice, dtype),
         gpu=gpu,
         capacity=capacity,
-        host_share=round(USABLE_HOST * (given_host_memory(config) or host)),
+        host_share=round(USABLE_HOST * (resolution.given_host_memory(config) or host)),
     )
 
 
@@ -460,7 +453,9 @@ def _kernel_elsewhere(
 
     Assumes that all packages are installed.
     """
-    request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
+    request = dataclasses.replace(
+        resolution.kernel_request(config, "cuda", dtype, capability), index=index
+    )
     possible = [
         name for name, reason in survey(request) if reason is None or "not installed" in reason
     ]
@@ -486,16 +481,7 @@ def _complete(
     kernel: tuple[str, str],
     dtype: torch.dtype,
 ) -> RunPlan:
-    """Return a plan with its memory estimate, but without the name and memory of the GPU."""
-    memory = estimate_memory(
-        config,
-        workers=environment.dims.workers,
-        layout=layout,
-        exchange=exchange,
-        kernel=kernel[0],
-        dtype_bytes=dtype.itemsize,
-        cuda=environment.device == "cuda",
-    )
+    """Return a plan without the name and memory of the GPU."""
     return RunPlan(
         config=config,
         environment=environment,
@@ -504,9 +490,6 @@ def _complete(
         kernel=kernel[0],
         kernel_reason=kernel[1],
         dtype=str(dtype).removeprefix("torch."),
-        gpu=None,
-        capacity=None,
-        memory=memory,
     )
 
 
@@ -517,9 +500,9 @@ def require_fit(plan: RunPlan) -> None:
         ConfigError: the run does not fit. The message is one line that says what would fit.
     """
     if plan.search is not None and plan.search.chosen is None:
-        raise ConfigError(refusal(plan, plan.search))
+        raise ConfigError(memory_search.refusal(plan, plan.search))
     if plan.environment.device == "cuda" and not plan.has_room_for(plan.memory, CERTAIN):
-        raise ConfigError(refusal(plan, search(plan)))
+        raise ConfigError(memory_search.refusal(plan, memory_search.search(plan)))
 
 
 def size(number: int) -> str:
