@@ -96,14 +96,6 @@ def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
     if not isinstance(index, GatedBitmap):
         return whole
-    gates = (
-        masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3).unflatten(2, (-1, index.block))
-    )
-    return GatedBitmap(
-        whole.block,
-        whole.blocks,
-        whole.bits,
-        whole.rows,
-        gates.index_select(2, order).flatten(2, 3),
-        index.chunk,
-    )
+    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3)
+    gates = gates.unflatten(2, (-1, index.block)).index_select(2, order).flatten(2, 3)
+    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, index.chunk)

@@ -166,18 +166,9 @@ def predict_step(
     if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
-    return PredictedStep(
-        plan,
-        seconds,
-        likely.parts,
-        likely.hidden,
-        rate,
-        rate.value * model / peak,
-        likely.flop / seconds.value / peak,
-        likely.flop,
-        likely.sent,
-        likely.over_host,
-    )
+    mfu, hfu = rate.value * model / peak, likely.flop / seconds.value / peak
+    amounts = likely.flop, likely.sent, likely.over_host
+    return PredictedStep(plan, seconds, likely.parts, likely.hidden, rate, mfu, hfu, *amounts)
 
 
 class _StepEstimate:
@@ -336,12 +327,8 @@ class _StepEstimate:
         for name, ms in parts.items():
             self.us[name] += self.times * ms * 1e3 * layers * scale
         model, environment = plan.config.model, plan.environment
-        pairs = (
-            self.attention.facts["density"]
-            * causal_pairs(plan.config.seq)
-            * plan.config.train.micro_batch
-            / environment.dims.cp
-        )
+        pairs = self.attention.facts["density"] * causal_pairs(plan.config.seq)
+        pairs = pairs * plan.config.train.micro_batch / environment.dims.cp
         products = FLOP_PER_PAIR[BACKWARD if direction == BACKWARD else FORWARD] * share
         self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
 

@@ -230,13 +230,8 @@ def plan_on(
 
 def setup_of(plan: RunPlan) -> ReplaySetup:
     """Return the setup to replay for one context group of a plan."""
-    environment = plan.environment
-    return ReplaySetup(
-        plan.layout.name,
-        plan.exchange.name,
-        environment.dims.cp,
-        min(environment.workers_per_node, environment.dims.cp),
-    )
+    per_node = min(plan.environment.workers_per_node, plan.dims.cp)
+    return ReplaySetup(plan.layout.name, plan.exchange.name, plan.dims.cp, per_node)
 
 
 def evaluate(
@@ -275,13 +270,8 @@ def evaluate(
             choice=plan.exchange,
         )
 
-    return with_step(
-        cluster,
-        scenario,
-        plan,
-        slowest_group(scenario.conditions, plan.dims.cp, predict_group),
-        bounds=bounds,
-    )
+    attention = slowest_group(scenario.conditions, plan.dims.cp, predict_group)
+    return with_step(cluster, scenario, plan, attention, bounds=bounds)
 
 
 def predict_training(
@@ -407,20 +397,14 @@ def with_step(
     attention: prediction of attention. If ``plan`` recomputes attention, it must have the pass
         ``RECOMPUTE`` for what ``plan.recompute`` says.
     """
-    return PredictedScenario(
-        plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
-    )
+    step = predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
+    return PredictedScenario(plan, attention, step)
 
 
 def check_enough_blocks(config: Config, layout: str, workers: int, context: int) -> None:
     """Raise InvalidSetup if a sequence has fewer blocks than workers that share it."""
-    require_enough_blocks(
-        ReplaySetup(layout, "auto", workers, 1),
-        config.seq,
-        config.sparsity.block,
-        config.topology.block_size,
-        context,
-    )
+    setup, stripe = ReplaySetup(layout, "auto", workers, 1), config.topology.block_size
+    require_enough_blocks(setup, config.seq, config.sparsity.block, stripe, context)
 
 
 def train_line(

@@ -142,14 +142,8 @@ def play(
         stream: number of the pass. Passes with different numbers draw different jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
-    player = _Player(
-        direction,
-        begin,
-        steps,
-        conditions or Disturbances(),
-        stream,
-        _Rows(direction, workers, grid) if rows else None,
-    )
+    tables = _Rows(direction, workers, grid) if rows else None
+    player = _Player(direction, begin, steps, conditions or Disturbances(), stream, tables)
     for action in actions:
         player.act(action)
     return player.result()
@@ -205,16 +199,13 @@ class _Player:
     def result(self) -> PassTimes:
         if self.rows is not None:
             self.rows.add(recording.PASS, -1, self.start, self.now - self.start)
-        return PassTimes(
-            self.direction,
-            self.start,
-            self.now,
-            {kind: table.T for kind, table in self.spent.items()},
-            self.late.T,
-            {link: table.T for link, table in self.exposed.items()},
-            self.carried,
-            tuple(self.rows.tables) if self.rows is not None else (),
+        rows = tuple(self.rows.tables) if self.rows is not None else ()
+        spent, exposed = (
+            {name: table.T for name, table in tables.items()}
+            for tables in (self.spent, self.exposed)
         )
+        times = self.start, self.now, spent, self.late.T, exposed, self.carried
+        return PassTimes(self.direction, *times, rows)
 
     def _dispatch(self, action: Dispatch) -> None:
         # The host never waits for the GPU. The GPU waits if the host has not launched its work yet.
@@ -263,9 +254,7 @@ class _Player:
 
     def _post(self, action: PostMessage) -> None:
         message = action.message
-        ready = self.now
-        if message.move.queue in self.queues:
-            ready = np.maximum(ready, self.queues[message.move.queue])
+        ready = np.maximum(self.now, self.queues.get(message.move.queue, self.now))
         if message.move.first.after is not None:
             ready = np.maximum(ready, self.ended[message.move.first.after])
         latency, busy = message.latency, message.busy

@@ -440,16 +440,10 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
                 f"{ours} with {measured.attention.shape[1]}"
             )
         passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
-    facts, folder = case.facts, str(run.folder)
-    return CaseComparison(
-        folder,
-        case.label,
-        (folder, facts["pattern"], facts["seq"], facts["cp"]),
-        passes,
-        predicted.remarks,
-        str(predicted.folder),
-        predicted.written,
-    )
+    folder = str(run.folder)
+    group = folder, *(case.facts[name] for name in ("pattern", "seq", "cp"))
+    origin = predicted.remarks, str(predicted.folder), predicted.written
+    return CaseComparison(folder, case.label, group, passes, *origin)
 
 
 def _compare_pass(

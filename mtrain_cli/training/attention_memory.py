@@ -36,11 +36,10 @@ class AttentionMemory:
         self.model, self.layout, self.exchange, self.kernel = model, layout, exchange, kernel
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
         self.sizes = ShardSizes(
             layout.tokens_per_worker * sequences,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
+            *heads,
             e,
             column_width=0 if self.index is None else self.index.column_width,
             sequences=sequences,

@@ -158,13 +158,8 @@ class RunPlan:
         gathers once are not counted.
         """
         model, train, layout = self.config.model, self.config.train, self.layout
-        sizes = ShardSizes(
-            layout.tokens_per_worker * train.micro_batch,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            self.dtype_bytes,
-        )
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
+        sizes = ShardSizes(layout.tokens_per_worker * train.micro_batch, *heads, self.dtype_bytes)
         schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
