@@ -179,9 +179,8 @@ def _undo_create(
         return True
     # Before `create` the folder was empty or had only the lock file. Another process may wait for
     # the lock, so leave the lock file.
-    for file in (run.resolved, run.overrides, run.environment, run.metrics):
-        file.unlink(missing_ok=True)
-    for file in (run.log, run.state, run.restarts, run.stop_request):
+    about = run.resolved, run.overrides, run.environment, run.metrics
+    for file in (*about, run.log, run.state, run.restarts, run.stop_request):
         file.unlink(missing_ok=True)
     for folder in (run.logs, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)

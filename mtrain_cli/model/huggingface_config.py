@@ -58,12 +58,8 @@ _KEYS = {
     "initializer_range": "model.init_std",
     "max_position_embeddings": "model.rope.original_max_position",
     "rope_theta": "model.rope.theta",
-    "factor": "model.rope.factor",
     "original_max_position_embeddings": "model.rope.original_max_position",
-    "beta_fast": "model.rope.beta_fast",
-    "beta_slow": "model.rope.beta_slow",
-    "low_freq_factor": "model.rope.low_freq_factor",
-    "high_freq_factor": "model.rope.high_freq_factor",
+    **{name: f"model.rope.{name}" for names in RAMP.values() for name in ("factor", *names)},
 }
 
 

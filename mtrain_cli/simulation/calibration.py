@@ -74,7 +74,6 @@ class Curve:
     low, high: factors on the time that give its bounds.
     fixed_bounds: bounds of fixed_ms, if it is less certain than the rest.
     scaled: the measured device, if the curve is scaled to another device.
-    stands_for: the kernel and form that were measured, if they differ from this kernel and form.
     skips: whether the kernel skips the pairs that an index leaves out. If not, it computes all
         pairs that the mask allows.
     """
@@ -91,7 +90,6 @@ class Curve:
     high: float = 1.0
     fixed_bounds: tuple[float, float] | None = None
     scaled: str | None = None
-    stands_for: str | None = None
     skips: bool = True
 
     def us(
@@ -306,12 +304,8 @@ def load_calibration(*paths: Path) -> Calibration:
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in dense_only
             name, number = (kernel, form, direction), len(form_points)
             curves.append(Curve(*name, *constants, error, number, low, high, skips=skips))
-    return Calibration(
-        devices[0],
-        tuple(curves),
-        tuple(path.name for path in paths),
-        NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None,
-    )
+    times = NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None
+    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), times)
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
@@ -512,7 +506,6 @@ def kernels_for(
                 f"x {low:.2f} and x {high:.2f}"
             )
             remarks += [remark] if remark not in remarks else []
-        curve = replace(curve, stands_for=stands)
         curves[direction] = _scaled(curve, factor, low, high, device)
     non_attention, own = _non_attention_of(gpu, calibration), calibration
     if own is not None and own.non_attention not in (None, non_attention):

@@ -175,16 +175,12 @@ def replay(
             fitted = None if index is None else resized(index, case.counter.blocks)
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
-    return [
-        ReplayedSetup(
-            case.setup,
-            case.choice.label,
-            case.layout.padded_seq,
-            layers,
-            {name: _mean(passes[name]) for name in PASSES},
-        )
-        for case, passes in zip(cases, replayed, strict=True)
-    ]
+    found = []
+    for case, of_layers in zip(cases, replayed, strict=True):
+        means = {name: _mean(of_layers[name]) for name in PASSES}
+        made = case.setup, case.choice.label, case.layout.padded_seq
+        found.append(ReplayedSetup(*made, layers, means))
+    return found
 
 
 def degrees(work: StepWork) -> Imbalance:

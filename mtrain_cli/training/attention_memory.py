@@ -82,15 +82,8 @@ class AttentionMemory:
         # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
         # dk and dv in float32.
         zigzag = groups > 1 and self.layout.name == "zigzag"
-        kernel = kernel_backward(
-            self.kernel,
-            self.model,
-            sizes.tokens,
-            tokens if circulates else tokens * groups,
-            e,
-            zigzag and self.index is None,
-            self.index,
-        )
+        keys, pieces = tokens if circulates else tokens * groups, zigzag and self.index is None
+        kernel = kernel_backward(self.kernel, self.model, sizes.tokens, keys, e, pieces, self.index)
         # PyTorch's kernel copies out, dout and lse of one part of the heads. If queries circulate,
         # it allocates a placeholder for out.
         copied = 0

@@ -57,12 +57,9 @@ def import_folder(source: Path, run: Path) -> Config:
         CheckpointError: the weights cannot be written, for example on a full disk.
     """
     folder = huggingface.HuggingFaceFolder(source)
-    base = compose.compose()
-    named = dataclasses.replace(base.run, name=run.resolve().name, dir=str(run))
-    optim = dataclasses.replace(base.optim, lr=GIVEN_WEIGHTS_LR)
-    config = dataclasses.replace(
-        base, seq=folder.max_position, model=folder.model, optim=optim, run=named
-    )
+    named = {"name": run.resolve().name, "dir": str(run)}
+    base = compose.compose().changed(optim={"lr": GIVEN_WEIGHTS_LR}, run=named)
+    config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)
     created = run_dir.create(config, [])
     try:
         weights = {

@@ -48,12 +48,8 @@ _OUT_OF_MEMORY = re.compile(
 # Shares of a GPU's memory above which the error reports:
 _OTHER_PROCESSES = 0.05  # memory outside the allocator
 _GAPS = 0.1  # unused memory that the allocator holds
-PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
-    "parameters",
-    "gradients",
-    "optimizer states",
-    "gathered weights",
-)
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+OPTIMIZER, GATHERED = "optimizer states", "gathered weights"
 ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
 
 

@@ -165,12 +165,9 @@ class RunPlan:
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
-        return ReceivedBytes(
-            forward=int(forward.sent(sizes)),
-            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
-            weights=states.sent(),
-            host=states.over_host_link(),
-        )
+        weights, host = states.sent(), states.over_host_link()
+        sent, *sent_back = (int(program.sent(sizes)) for program in (forward, backward, again))
+        return ReceivedBytes(forward=sent, backward=sum(sent_back), weights=weights, host=host)
 
     @property
     def gpu_name(self) -> str:

@@ -34,7 +34,7 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
@@ -165,15 +165,7 @@ class Trainer:
             heads=choice.heads,
             channels=choice.channels,
         )
-        return make_exchange(
-            choice.name,
-            self.choices.layout,
-            group,
-            chunks=choice.chunks,
-            prefetch=choice.prefetch,
-            circulates=choice.circulates,
-            shared_columns=choice.shared_columns,
-        )
+        return make_chosen_exchange(choice, self.choices.layout, group)
 
     def _make_data(self) -> None:
         config, environment = self.config, self.environment
