@@ -303,12 +303,12 @@ def test_only_rings_post_hops_ahead(exchange, hops):
 @pytest.mark.parametrize(
     ("exchange", "said"),
     [
-        ("ulysses", "not topology.exchange=ulysses"),
-        ("auto", "not with topology.exchange=auto (here: all_gather)"),
+        ("ulysses", "not with topology.exchange=ulysses. "),
+        ("auto", "not with topology.exchange=auto (here: all_gather). "),
     ],
 )
 def test_circulating_queries_is_refused_under_the_exchange_that_the_user_set(exchange, said):
     needs = replace(NEEDS, workers=2, per_node=2)
     with pytest.raises(ConfigError, match=r"^topology\.circulates=queries: ") as found:
         choose_exchange(asked(exchange=exchange, circulates="queries"), needs)
-    assert str(found.value).endswith(said)
+    assert said in str(found.value)
