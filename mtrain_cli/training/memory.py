@@ -198,7 +198,7 @@ class _StepMemory:
         self.whole_layers = 2 if workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
-        """Return the candidates for the peak, in the order of the step."""
+        """Return the moments of a step that can be the peak, in their order."""
         layers = self.model.num_layers
         # Memory changes evenly from layer to layer, except that activations stop shrinking at the
         # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
