@@ -141,8 +141,8 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["recommend --workers 65 cluster=a100_4x8 --nodes 9"],
-            "--workers 65: a100_4x8 has nodes of 8 GPUs, and several nodes must be filled; "
-            "allowed: 1 to 8, or multiples of 8 such as 64 or 72",
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, and a run on several nodes must use all "
+            "GPUs of each; allowed: 1 to 8, or multiples of 8 such as 64 or 72",
         ),
         (
             ["sweep workers=65 cluster=a100_4x8 --nodes 9"],

@@ -142,5 +142,5 @@ def test_the_choice_of_auto_is_printed():
         "all_gather --no-files --density 5%",
     )
     message = " ".join(simulate(*words, "train.memory=auto").stdout.split())
-    assert "note train.memory=auto takes train.shard=gradients" in message
+    assert "note train.memory=auto chooses train.shard=gradients" in message
     assert "auto takes" not in simulate(*words).stdout
