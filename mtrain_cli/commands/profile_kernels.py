@@ -75,8 +75,8 @@ def kernels(
         str,
         option(
             "N,...",
-            "Also time the kernel calls of one of N workers, in a ring and on gathered keys. "
-            "Such as 8,32.",
+            "Also time the kernel calls of one worker when N workers share the sequence, in a ring "
+            "and in an all-gather; such as 8,32.",
         ),
     ] = "",
     whole: Annotated[

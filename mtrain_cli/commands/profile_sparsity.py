@@ -53,7 +53,12 @@ def sparsity(
     ] = 0,
     rows: Annotated[
         int,
-        bounded("Queries to sample per layer, among those that no pattern probes.", 1, MOST_TOKENS),
+        bounded(
+            "Queries to sample per layer. Queries from which a pattern estimates its index are "
+            "left out.",
+            1,
+            MOST_TOKENS,
+        ),
     ] = 256,
     out: Annotated[
         Path | None,
@@ -66,7 +71,7 @@ def sparsity(
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    The coverage is measured on queries that no pattern probed to estimate its index.
+    The coverage is measured on queries from which no pattern estimated its index.
 
     [bold]Examples[/bold]
 

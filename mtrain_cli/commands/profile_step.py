@@ -31,8 +31,8 @@ def step(
         int | None,
         bounded(
             "Training steps before the first recorded one; by default sparsity.dense_steps + "
-            "2. They also give the step time without recording. For that time, the first step, "
-            "dense steps of a sparse run and its first sparse step are left out if others remain.",
+            "2. They also give the step time without recording. That time leaves out the first "
+            "step, dense steps of a sparse run and its first sparse step, if other steps remain.",
             1,
             MOST_STEPS,
         ),

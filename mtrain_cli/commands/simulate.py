@@ -183,7 +183,8 @@ class SimulateOptions:
     layers: Annotated[
         int | None,
         bounded(
-            "Layers that get an index each; by default 1, or all layers of a recorded index.",
+            "Number of layers to predict, each with its own index; by default 1, or all layers of "
+            "a recorded index.",
             1,
             MOST_WORKERS,
         ),

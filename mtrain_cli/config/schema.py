@@ -164,8 +164,8 @@ class TopologyConfig:
         _GIB,
     )
     gpus_per_node: int | str = option(
-        "workers per node; fewer than the host has divides it into virtual nodes; auto = as "
-        "launched",
+        "workers per node; a number below the host's divides the host into virtual nodes; auto = "
+        "as launched",
         _WORKERS,
     )
     layout: str = option(

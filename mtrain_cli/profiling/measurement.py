@@ -243,7 +243,8 @@ def entry_point(
 ) -> Callable[[Callable[[Bench, P], bool]], Callable[[Config, RunDir, Environment, bool], bool]]:
     """Turn a measurement into the function that the launcher calls on every worker.
 
-    The measurement takes the bench and the plan. It returns whether a stop request ended it.
+    The measurement takes the bench and the plan. It returns whether it ended early because a stop
+    was requested.
     """
 
     def decorate(measure: Callable[[Bench, P], bool]):
@@ -257,13 +258,13 @@ def entry_point(
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """Return the choices on which the communicators depend."""
+    """Return the key of communicators: cases with equal keys share them."""
     chosen = choices.exchange
     return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
 def rotated(items: Sequence[T], sample: int) -> list[T]:
-    """Return the items in an order that starts with another item in each sample."""
+    """Rotate the items by the number of the sample, so each sample starts with another item."""
     first = sample % len(items)
     return [*items[first:], *items[:first]]
 

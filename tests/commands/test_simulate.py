@@ -85,7 +85,7 @@ def _here(tmp_path, monkeypatch):
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
         ),
-        (["sparsity=moba"], "sparsity=moba: there are no synthetic block lists"),
+        (["sparsity=moba"], "sparsity=moba: there are no synthetic indices for this pattern"),
         (["sparsity=dense --index local"], "--index local: contradicts sparsity=dense"),
         (
             ["sparsity=vertical_slash --columns 5000"],

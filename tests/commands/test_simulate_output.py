@@ -44,7 +44,7 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     assert first("--attention-only") == dense + asks
     assert first("sparsity=dense") == first("--index dense") == dense
     assert first("seq=16k,32k", command="sweep") == dense + asks
-    drawn = "each sequence one document; use --index for those of a profile"
+    drawn = "each sequence one document; use --index for the pairs of a profile"
     assert (
         first("--density 5%")
         == first("density=5%,10%", command="sweep")
