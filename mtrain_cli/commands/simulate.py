@@ -40,7 +40,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Group(TyperGroup):
-    """A group that takes `mtrain simulate SETTINGS` for `mtrain simulate run SETTINGS`."""
+    """A command group in which `mtrain simulate SETTINGS` means `mtrain simulate run SETTINGS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_former_options(args, self.commands)

@@ -378,7 +378,7 @@ def _check_index(index: str | None, pattern: str | None) -> None:
         )
     if index == FIXED and pattern != FIXED:
         raise ConfigError(
-            "--index fixed: needs sparsity=fixed with its keys; give it, or leave --index out"
+            "--index fixed: needs sparsity=fixed with its keys; give both, or leave --index out"
         )
     if pattern == FIXED != index:
         raise ConfigError(

@@ -72,7 +72,7 @@ def folder_of(init_from: object) -> Path | None:
 
 
 def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys that another file decides, whose values a resumed run keeps from its start."""
+    """Drop the keys that another file decides. A resumed run keeps the values it started with."""
     derived = (VOCABULARY, TOKENIZER, *(["model."] if leaves.get("model.family") == AUTO else []))
     return {
         name: value

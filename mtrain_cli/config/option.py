@@ -62,7 +62,7 @@ def option(
 
     Args:
         help: what the key sets, for `mtrain config show` and the configuration reference.
-        allowed: allowed words, or the range of allowed numbers. Empty if any value of the type is.
+        allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
         tokens: whether the key counts tokens, and so allows sizes such as 512k.
         default: as in `dataclasses.field`.
     """

@@ -35,7 +35,7 @@ _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and sl
 
 @dataclass(frozen=True)
 class PatternSettings:
-    """Which query-key pairs are computed. Keys that the pattern does not use are null."""
+    """Settings that choose the query-key pairs to compute. Keys of other patterns are null."""
 
     # The pattern's name, as in ``sparsity=NAME``.
     name: ClassVar[str]

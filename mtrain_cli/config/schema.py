@@ -441,7 +441,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration: one attribute per group, and the keys of no group."""
+    """The whole configuration: one attribute per group, and the keys that belong to no group."""
 
     seq: int = option(
         "tokens per sequence; 512k = 524288, 1m = 1048576",

@@ -143,7 +143,7 @@ class Failure:
 
 
 def failure_from(error: BaseException) -> Failure:
-    """Return the failure that ``error`` means. Its rank is -1: the reader of the record sets it."""
+    """Describe ``error`` as a failure. Its rank is -1: the reader of the record sets the rank."""
     lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False)
     lost = lost or _PEER_LOST.search(str(error)) is not None
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"

@@ -302,7 +302,7 @@ class MeasurementProgress:
         self._bar.advance(self._task)
 
     def sampled(self, done: int, of: int) -> None:
-        """Print a line of progress if the output is not a terminal, which has a bar."""
+        """Print a line of progress if the output is not a terminal. A terminal shows a bar."""
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 

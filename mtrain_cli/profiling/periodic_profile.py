@@ -217,8 +217,8 @@ def _numbered(
     """Number the cases. A case that continues an earlier case takes the earlier number.
 
     Returns:
-        The entries of the summary (earlier cases, then new ones), and the numbered cases by whether
-        their attention is dense.
+        The entries of the summary (earlier cases, then new ones), and {whether attention is dense:
+        numbered case}.
     """
     kept, numbered = list(earlier), {}
     for case in cases:

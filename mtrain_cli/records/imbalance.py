@@ -105,7 +105,7 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole, or 1 if the whole is 0: no work at all is balanced."""
+    """Return part / whole, or 1 (perfect balance) if the whole is 0."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 

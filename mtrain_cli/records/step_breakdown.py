@@ -91,7 +91,8 @@ class OperationTotals:
 
     part: part of the step to which they belong.
     calls: number of calls.
-    ns: nanoseconds in these calls, without nested operators, but with overlap by other kernels.
+    ns: nanoseconds in these calls. Nested operators do not count. Time that overlaps with other
+        kernels counts.
     """
 
     name: str

@@ -264,7 +264,7 @@ class WaitAttribution:
     def _peers(
         self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int
     ) -> np.ndarray:
-        """Return the worker for which each wait waits.
+        """Return the peer of each wait: the worker that causes it directly.
 
         In a collective, this is the worker that arrived last: the one that waited least.
         """

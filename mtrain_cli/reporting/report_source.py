@@ -49,7 +49,7 @@ class ReportSource:
     cases: analysis of `recorded`.
     metrics: metrics of the training steps.
     steps_wanted: planned number of training steps; None if unknown.
-    shipped: content of a shipped profile of the older kind, which has tables only.
+    shipped: content of a shipped profile in the older file format, which has tables only.
     evaluations: held-out losses.
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.

@@ -99,7 +99,9 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
 
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return a table of load balance, with a row per case. The headings name the lines of a cell.
+    """Return a table of load balance, with a row per case.
+
+    A cell has several lines, which the heading names.
 
     names: name of each case's run, if there are several runs.
     """

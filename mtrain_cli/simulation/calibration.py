@@ -56,8 +56,8 @@ _NEAR = 0.5  # a size is near the measured ones if it exceeds their range by at 
 class CalibrationPoint:
     """One measured call.
 
-    flop: 1e12 FLOP of slashes, or of all dense work.
-    column_flop: 1e12 FLOP of single columns.
+    flop: work on slashes, or the whole work of a dense call, in 1e12 FLOP.
+    column_flop: work on single columns, in 1e12 FLOP.
     ms: measured time.
     """
 
@@ -204,7 +204,10 @@ class NonAttentionTimes:
         at: Callable[[NonAttentionPoint], float],
         of: Callable[[NonAttentionPoint], float],
     ) -> dict[float, float]:
-        """Group the points of a part by ``at``, ascending; return each group's median of ``of``."""
+        """Return the median of ``of(point)`` for each value of ``at(point)``, ascending.
+
+        Only points of the part count.
+        """
         found: dict[float, list[float]] = {}
         for point in self.points:
             if point.part == part:
@@ -214,7 +217,7 @@ class NonAttentionTimes:
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """Return a part's measured time / expected time, and whether measured sizes are near.
+        """Return a part's measured time / expected time, and whether a measured size is near.
 
         The ratio is interpolated over the logarithm of the expected time. If the smallest measured
         size is launch-bound, smaller sizes take the same time.
@@ -234,7 +237,7 @@ class NonAttentionTimes:
     def index(self, tokens: float, heads: int, each: float) -> float | None:
         """Return the microseconds of an index estimate; None if none was measured.
 
-        each: microseconds per token above the largest measured size. Measurements do not give it,
+        each: microseconds per token beyond the largest measured size. Measurements do not give it,
             because short estimates are launch-bound.
         """
         by_size = self._medians(INDEX, lambda point: point.size, lambda point: point.us)
@@ -353,7 +356,7 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
-    """Append a file's GPU or dtype. Raise ConfigError if the first file has another one."""
+    """Append a file's GPU or dtype. Raise ConfigError if it differs from the first file's."""
     values.append(value)
     if value != values[0]:
         raise ConfigError(
@@ -451,7 +454,7 @@ class KernelCurves:
     whole: by direction, the curve of calls that compute all pairs of a step.
     remarks: sentences for the user.
     alone: by form and direction, the curve of calls with slashes or columns only, if measured.
-    non_attention: times of the other parts of a step, if measured on such a GPU.
+    non_attention: times of the other parts of a step, if measured on this GPU model.
     """
 
     whole: dict[str, Curve]

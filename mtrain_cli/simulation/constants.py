@@ -19,7 +19,7 @@ def _of_index(value: float, note: str) -> Constant:
 
 
 def _factor(low: float, high: float, note: str) -> Constant:
-    """Return a factor on other times: 1, and ``low`` or ``high`` in the best or worst case."""
+    """Return a factor on times: 1 as expected, ``low`` in the best case, ``high`` in the worst."""
     return Constant(1.0, "guess", note, low, high)
 
 

@@ -166,7 +166,11 @@ class Costs:
         return alone - busy, busy, outer, np.maximum(share, share[move.to])
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
-        """Return how many of the crossing messages use each rank's network card, [workers]."""
+        """Return how many messages between nodes use each rank's network card, [workers].
+
+        ranks: for each message, the rank at one of its ends.
+        crossing: whether the message crosses nodes.
+        """
         cards = self._cards[ranks]
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
         return np.maximum(messages, 1).astype(np.float64)

@@ -39,7 +39,8 @@ class LinkTime:
     us: microseconds of the slowest rank, median over repeats.
     low, high: the 10th and the 90th percentile of these microseconds.
     loaded_us: median microseconds while a matrix product runs; None if not measured.
-    slowdown: time of this matrix product with messages / without; None if not measured.
+    slowdown: time of this matrix product with messages, divided by its time without messages; None
+        if not measured.
     """
 
     link: str
@@ -164,7 +165,7 @@ class MeasuredMachine:
 
 
 def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """Fit each operation of each link class. The key ``collectives`` fits `COLLECTIVES`."""
+    """Fit each operation of each link class. ``collectives`` is one fit to all `COLLECTIVES`."""
     by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
         link_times = [t for t in times if t.link == link]

@@ -307,7 +307,7 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """Return the time of work.
+    """Return the time that work takes.
 
     longer: measured / expected time from `longer_than_expected`; None if not measured.
     """

@@ -308,7 +308,8 @@ class _StepEstimate:
 
         Args:
             passes: the passes of attention.
-            work, again: other work of a layer, and the recomputed part of it.
+            work: work of a layer except attention.
+            again: work that a layer recomputes; None if there is none.
             copied: copies of weights and gradients.
         """
         before = sum(self.us.values())
@@ -390,9 +391,10 @@ class _StepEstimate:
         transfers: Sequence[WeightTransfer],
         times: int,
     ) -> None:
-        """Add the exposed time of collectives that run while one layer computes, ``times`` times.
+        """Add the exposed time of the collectives that run while layers compute.
 
         Args:
+            times: number of layers. Each of them runs the ``transfers``.
             computing: microseconds for which the layer computes.
             carried: see `overlapped_us`.
         """

@@ -286,7 +286,7 @@ def _measured(cluster: Cluster, first: Index) -> bool:
 
 
 class _CasePlayer:
-    """Plays the passes of one case under each bound."""
+    """Simulates the passes of one case, under each bound of the prices."""
 
     def __init__(
         self,

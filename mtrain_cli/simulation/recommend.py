@@ -81,7 +81,7 @@ class Recommendation:
 
     ranked: configurations that fit, fastest first; the first two have bounds.
     rejected: configurations that are impossible or do not fit.
-    needed: if nothing fits, changes. Each of them alone would make the training fit.
+    needed: if nothing fits, changes to cluster or settings. Each alone would make the training fit.
     least: if nothing fits, the plan that needs the least memory with ``train.memory=auto``.
     """
 
@@ -108,7 +108,7 @@ def label(plan: RunPlan) -> str:
 
 
 def memory_settings(config: Config) -> dict[str, str]:
-    """Return the memory settings that differ from their defaults, without the recomputation."""
+    """Return the memory settings that differ from their defaults, except for recomputation."""
     settings = {
         key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
     }
@@ -309,7 +309,7 @@ def _distinct(
     """Return the combinations of layout and exchange. Of equivalent ones, return only the first.
 
     - One worker exchanges nothing, so all combinations are equivalent.
-    - Inside one node, a hierarchical exchange is equivalent to its flat one.
+    - Inside one node, a hierarchical exchange is equivalent to its flat counterpart.
     - With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
     """
     if context == 1:
@@ -348,7 +348,7 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
 
 
 def _needed(space: _Space) -> Iterator[str]:
-    """Yield changes. Each of them alone would make the training fit."""
+    """Yield changes to cluster or settings. Each alone would make the training fit."""
     cluster, config = space.cluster, space.scenario.config
 
     def smallest(changed: _Space) -> RunPlan | None:

@@ -256,8 +256,8 @@ def evaluate(
 ) -> PredictedScenario:
     """Predict a training.
 
-    recompute: the part of attention whose recomputation is predicted, even if the plan recomputes
-        nothing; None for the plan's own.
+    recompute: the part of attention that the prediction recomputes; None for the part that the plan
+        recomputes.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -382,7 +382,7 @@ def slowest_group(
 
     Args:
         size: ranks of a group.
-        predict_group: predicts a group; its ``conditions`` count that group's ranks from 0.
+        predict_group: predicts a group under ``conditions``, whose ranks count from 0 in the group.
     """
     predictions = {
         group: predict_group(conditions=own) for group, own in conditions.of_groups(size).items()

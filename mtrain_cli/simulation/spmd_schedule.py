@@ -109,12 +109,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Return the group in each rank's schedule where rank 0's has ``group``, [workers]."""
+        """Translate a group in rank 0's schedule to the schedules of all ranks, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Return the peer in each rank's schedule where rank 0's has ``rank``, [workers]."""
+        """Translate a peer in rank 0's schedule to the schedules of all ranks, [workers]."""
         assert rank % self.heads == 0
         return (
             self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
@@ -152,7 +152,7 @@ class SpmdSchedule:
         return {move.number: move for beat in beats for move in (*beat.post, *beat.send)}
 
     def parts_of(self, beat: SpmdStep) -> IntArray:
-        """Return the part of the heads that each rank computes, [workers]."""
+        """Return the number of the part of the heads that each rank computes, [workers]."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
@@ -211,7 +211,7 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes the steps of all ranks. Transfers with equal peers share the arrays of these peers."""
+    """Makes the steps of all ranks from rank 0's. Transfers with equal peers share one array."""
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

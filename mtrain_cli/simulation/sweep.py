@@ -189,7 +189,7 @@ def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) ->
 
 
 def row_of(outcome: PredictedScenario) -> dict[str, Any]:
-    """Return the numbers of one training as a row for files.
+    """Return the predicted numbers of one training as a row.
 
     ``mfu`` is None for sparse attention. ``mfu_as_dense`` also counts the pairs that sparse
     attention skips, so it may exceed 1.

@@ -316,7 +316,8 @@ class PassComparison:
     bare: measured time of the slowest worker without recording (`CaseAnalysis.bare_ms`), if known.
     recorded, std: measured time of the slowest worker with recording, and its standard deviation.
     predicted, low, high: predicted time of the slowest worker, and its bounds.
-    steps, ranks: (measured, predicted) time of all work, by step and by rank.
+    steps: (measured, predicted) time of each step, with waits; mean over ranks.
+    ranks: (measured, predicted) time of all steps and of gathered columns, by rank.
     mape: mean absolute relative error of the attention time over (rank, step).
     degrees: (measured, predicted) imbalance degrees of time.
     cells: number of entries of the work table (`_work`).
