@@ -324,7 +324,9 @@ class _StepEstimate:
     def _attention(self, direction: str, layers: int) -> None:
         found, plan = self.attention.passes[direction], self.plan
         again = direction == RECOMPUTE
-        share = recomputed_pair_share(plan.config.train, plan.layout) if again else 1.0
+        share = 1.0
+        if again:
+            share = recomputed_pair_share(plan.config.train, plan.layout, plan.exchange.heads)
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {

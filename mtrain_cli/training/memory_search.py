@@ -230,7 +230,9 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     peak = peak_flops(plan.gpu_name) or 100e12
     pairs = density(config) * causal_pairs(config.seq)
-    flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
+    flop = training_flops(
+        config, plan.layout, sharing=plan.exchange.heads, dtype_bytes=e, pairs=pairs
+    ).executed
     n = plan.micro_batches
     # Seconds of one micro-batch.
     compute = flop * config.seq * train.micro_batch / environment.dims.cp / (USED_OF_PEAK * peak)
