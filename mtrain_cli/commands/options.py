@@ -82,8 +82,8 @@ Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.
 Threads = Annotated[
     int | None,
     bounded(
-        "CPU threads; torch's default if not given. In a training run, each worker has the cores "
-        "divided by the workers.",
+        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
+        "share of the cores.",
         1,
         MOST_THREADS,
     ),

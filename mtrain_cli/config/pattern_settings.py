@@ -172,7 +172,7 @@ class VerticalSlashSettings(SparseSettings):
         elif self.last_q >= 1 and 1 <= seq < self.windows * self.last_q:
             yield (
                 f"sparsity.windows={self.windows}: windows of sparsity.last_q={self.last_q} "
-                f"queries would overlap; give at most {seq // self.last_q}, which fill seq={seq}"
+                f"queries would overlap; seq={seq} has room for at most {seq // self.last_q}"
             )
 
     @property

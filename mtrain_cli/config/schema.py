@@ -405,8 +405,8 @@ class ProfileConfig:
     """Which training steps are recorded."""
 
     every: int = option(
-        "steps between recorded steps, which go to the run's folder profile/ for `mtrain report`; "
-        "0 = record none",
+        "steps from one recorded step to the next. The records go to the run's folder profile/, "
+        "for `mtrain report`; 0 = record none",
         _STEPS_OR_0,
     )
 

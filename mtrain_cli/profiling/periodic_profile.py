@@ -164,7 +164,7 @@ class TrainingProfile(Callback):
             self._writer.sampled(self._trainer.step, self._samples)
         except OSError as error:
             self.problem = (
-                f"{self._folder}: step {self._trainer.step} was not written "
+                f"{self._folder}: the profile of step {self._trainer.step} was not written "
                 f"({error.strerror or error}); training goes on"
             )
         self._recorded.append(seconds)

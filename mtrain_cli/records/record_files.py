@@ -105,7 +105,7 @@ class RecordedFolder:
                 if absent:
                     raise ConfigError(
                         f"{part}: has no column {', '.join(absent)}; "
-                        "it was written by another version of mtrain"
+                        "the file was written by another version of mtrain"
                     )
                 for batch in file.iter_batches(batch_size=1 << 19, columns=wanted):
                     yield {name: _codes(batch.column(name), name, part) for name in wanted}
@@ -166,8 +166,8 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
         table = np.array([known[word] for word in column.dictionary.to_pylist()] or [0], np.int8)
     except KeyError as error:
         raise ConfigError(
-            f"{part}: {name} {error.args[0]!r} is unknown; "
-            "it was written by another version of mtrain"
+            f"{part}: unknown {name} {error.args[0]!r}; "
+            "the file was written by another version of mtrain"
         ) from None
     return table[column.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
 

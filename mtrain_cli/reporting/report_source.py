@@ -136,7 +136,7 @@ class ReportSource:
         for ranks, case in missing.items():
             share = f"{len(ranks)} of {case.workers * case.groups}"
             remarks.append(
-                f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({share}); "
+                f"no rows from rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({share}); "
                 "imbalance degrees cover the other ranks"
             )
         cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")

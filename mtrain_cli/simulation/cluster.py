@@ -497,7 +497,7 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     peak = gpu.get("peak_tflops")
     value: Any = peak.get("value") if isinstance(peak, Mapping) else None
     if "gemm_tflops" not in given and _is_number(value) and value > 0:
-        note = "not in the file: the share of the peak that an H200 reaches"
+        note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)
     return given

@@ -23,7 +23,7 @@ from mtrain_cli.training.state_memory import StateMemory
 _EAGER_SOURCE = "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)"
 EAGER = Constant(2.8, "measured", _EAGER_SOURCE, 2.0, 3.5)
 _LAUNCHES_SOURCE = (
-    "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward"
+    "number of kernels that a compiled layer and FSDP2 launch in forward; twice as many in backward"
 )
 LAUNCHES = Constant(16, "guess", _LAUNCHES_SOURCE, 8, 40)
 # Bytes per float32 logit (`model.loss`): 4 each to write it, to read it for the maximum, to read it

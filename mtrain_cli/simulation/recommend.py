@@ -434,7 +434,7 @@ def reasons(
     if difference < -0.002 * step:
         explanation.append(f"but {part(name)}")
     explanation.append(
-        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} "
+        f"memory {mine.gib:.1f} GiB instead of {its.gib:.1f} GiB, of {usable(best.plan):.1f} GiB "
         f"usable ({USABLE:.0%})"
     )
     typed = any(word.startswith("train.keep_mlp=") for word in words)

@@ -180,7 +180,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         indices, layers = run.indices, set(run.indices.layers(pattern)) & set(case.layers)
         if not layers:
             raise ConfigError(
-                f"RUN {run.folder}: {record_files.INDEX} has no index of the layers of {case.label}"
+                f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
             )
         estimated = pattern not in (_DENSE, _FIXED)
         return AttentionWorkload(

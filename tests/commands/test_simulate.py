@@ -150,7 +150,7 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["cluster=a100_4x8 --cluster h100_4x8"],
-            "cluster=a100_4x8: --cluster h100_4x8 names another; give one of them",
+            "cluster=a100_4x8: --cluster h100_4x8 names another cluster; give one of them",
         ),
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster (did you mean a100_4x8?)"),
         (
