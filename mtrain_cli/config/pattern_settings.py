@@ -273,7 +273,8 @@ class FixedSettings(SparseSettings):
         return self.columns
 
     def slash_bound(self, blocks: int) -> int:
-        # Random slashes are denser near the main diagonal, so they are longer than the mean slash.
+        # Random slashes are denser near the main diagonal, where slashes are longer. So fewer than
+        # `blocks` times the density reach that density.
         return self.slashes or min(blocks, int(self.density * blocks) + 2)
 
     def known_density(self, seq: int) -> float | None:

@@ -228,7 +228,7 @@ class _RecordSums:
         keep = (rows["layer"] >= 0) & (direction >= 0)
         sample = direction * len(self.shape.micros) + self.micro[rows["micro"]]
         sample = sample * len(self.shape.layers) + self.layer[rows["layer"]]
-        at = sample * self.shape.ranks + rows["rank"]  # of the pass
+        at = sample * self.shape.ranks + rows["rank"]  # index of the pass
         passes = keep & (phase == KINDS.index(PASS))
         self.start[at[passes]] = rows["start_us"][passes] / 1e3
         self.length[at[passes]] = rows["dur_us"][passes] / 1e3

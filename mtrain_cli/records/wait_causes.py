@@ -68,7 +68,7 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
             steps = exposed.sum((0, 1)) / waits.iterations
             if not steps.sum():
                 continue
-            each = steps / (ranks * waits.layers)  # of a rank and layer
+            each = steps / (ranks * waits.layers)  # ms per rank and layer
             worst = int(each.argmax())
             link = f"the {name} link" if name else "the link"
             text = f"{direction}: {_ms(each.sum())} of exposed communication per layer on {link}"

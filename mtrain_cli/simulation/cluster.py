@@ -235,7 +235,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 _Check = tuple[str, Callable[[float], bool]]
-# No constant may be larger, whatever its unit. Sums over a whole cluster are 1,000 times smaller.
+# Largest allowed constant, whatever its unit. Sums over a real cluster are 1,000 times smaller.
 _MOST = 1e12
 _MOST_NODES = 2**14  # limit on nodes and on GPUs per node; topology.workers has the same limit
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)

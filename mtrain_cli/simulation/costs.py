@@ -294,7 +294,7 @@ class LayerPrices(Prices):
         return self.counts.pairs[:, step], self.counts.blocks[:, step]
 
     def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
-        # An all-reduce sends more bytes than its payload, which is what a profile records.
+        # A profile records the payload of an all-reduce, which sends more bytes than that.
         recorded = self.costs.bytes_of(post.payload) if move.first.kind == SUM else None
         return self.costs.message(move, self.costs.bytes_of(post.sends), recorded)
 

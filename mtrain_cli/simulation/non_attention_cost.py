@@ -36,7 +36,7 @@ DEVICE_ROWS = 4096  # with fewer rows, a layer on an H200 is launch-bound
 # Bounds of a time in a run, as factors on the time measured on a GPU of this model. GPUs of one
 # model differ, and clocks drop under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
-# The factors if a layer of another size was measured.
+# The same bounds if the measured layer had another size.
 BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
 # Float32 bytes that AdamW moves per number of a shard: it reads and writes the parameter and two
 # states, and reads the gradient.

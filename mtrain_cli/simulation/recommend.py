@@ -208,7 +208,7 @@ class _Space:
                 context_parallel=context,
             )
 
-        # Only activations that recomputation keeps can be offloaded, so offloading needs it.
+        # Only what a recomputed layer keeps can be offloaded, so offloading needs recomputation.
         away = scenario.config.train.offload_activations
         kinds = [kind for kind in self.recomputations if kind != "none" or not away]
         plans = [plan_with(activation_checkpoint=kind) for kind in kinds]

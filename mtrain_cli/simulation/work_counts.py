@@ -588,7 +588,7 @@ class _ColumnCounter:
         where = row * segments + self.segment[x]
         number = np.bincount(where)
         some = np.flatnonzero(number)
-        positions = np.bincount(where, x)[some].astype(np.int64)  # their sum
+        positions = np.bincount(where, x)[some].astype(np.int64)  # sum over a segment's columns
         number = number[some]
         row, of = np.divmod(some, segments)
         own, last = self.key_block[of], self.last[of]
