@@ -291,8 +291,8 @@ def run(
     job.require_gpus(alone, "give --attention-only")
     if recompute and not alone:
         raise ConfigError(
-            "--recompute: only with --attention-only; steps recompute as "
-            "train.activation_checkpoint says"
+            "--recompute: only with --attention-only; for whole steps, set "
+            "train.activation_checkpoint"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.commands.simulate_actions import predict_attention, predict_steps

@@ -30,8 +30,8 @@ def fill(
         raw: values by dotted key, not yet converted to schema types.
         given: keys under ``model`` that the user chose.
         model: the user's choice of model for messages, such as ``model=qwen3b``; may be empty.
-        defaults: values to use if another file does not give one. A problem from here or from
-            `validate` gives the reason.
+        defaults: values for keys that a file should decide but cannot. This function or `validate`
+            reports why it cannot.
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]

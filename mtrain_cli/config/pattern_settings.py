@@ -273,8 +273,8 @@ class FixedSettings(SparseSettings):
         return self.columns
 
     def slash_bound(self, blocks: int) -> int:
-        # Random slashes are denser near the main diagonal, where slashes are longer. So fewer than
-        # `blocks` times the density reach that density.
+        # Random slashes are denser near the main diagonal, where slashes are longest. So at most
+        # this number of slashes reaches the density.
         return self.slashes or min(blocks, int(self.density * blocks) + 2)
 
     def known_density(self, seq: int) -> float | None:

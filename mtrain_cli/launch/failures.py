@@ -1,4 +1,4 @@
-"""Failures of workers: writing and reading them, finding the cause, and reporting it.
+"""Write and read the failures of workers, find the cause, and report it.
 
 After one worker fails, its peers soon fail, too: with a closed connection or an aborted collective.
 These later failures are called consequences.

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: plan, cases, process groups, exchanges and progress bar."""
+"""The parts that all benchmarks share: plan, cases, process groups, exchanges, progress bar."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Bench:
     def context_group(self, **options: Any) -> ContextGroup:
         """Make the process groups of this worker's context group.
 
-        options: arguments of `make_context_group`
+        options: arguments of `make_context_group`.
         """
         e = self.environment
         return make_context_group(e.rank, e.dims, self.device, self._timeout, **options)

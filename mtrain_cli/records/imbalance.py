@@ -113,7 +113,7 @@ def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> n
     """Average over all axes but the first.
 
     Args:
-        counts: which entries count.
+        counts: bool, whether an entry counts.
         empty: result if no entry counts.
     """
     axes = tuple(range(1, values.ndim))

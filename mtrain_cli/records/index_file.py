@@ -4,8 +4,8 @@ The file is an archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
 - ``lengths``: tokens of each sequence, without padding
 - ``padded``: tokens of each sequence, with padding
-- ``mask<i>``: for sequence i, the starts and the values of the runs of equal numbers in
-  `SequenceMask.first`, int64 [2, runs]
+- ``mask<i>``: the mask of sequence i, `SequenceMask.first` in run-length encoding: int64 [2, runs],
+  the starts and the values of the runs
 - If entry i is a vertical-slash index:
   - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
   - ``<i>.columns``: int32, positions of the single columns

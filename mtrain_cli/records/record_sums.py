@@ -140,7 +140,8 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     for case, values in sorted(seen.items()):
         if not 0 <= case < len(cases) or not isinstance(cases[case], dict):
             raise ConfigError(
-                f"{recorded.folder}: has rows of case {case}, which {SUMMARY} does not list"
+                f"{recorded.folder}: has rows of case {case}, which {SUMMARY} does not list; "
+                "measure again"
             )
         shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
     return shapes, last

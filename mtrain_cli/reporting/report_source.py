@@ -1,4 +1,4 @@
-"""Find and open what a report can show: training runs, profiles, simulations, shipped profiles."""
+"""Find and open the sources of a report: training runs, profiles, simulations."""
 
 from __future__ import annotations
 

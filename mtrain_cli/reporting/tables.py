@@ -145,7 +145,7 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return a table: the share of each of `BINS` in the time of all passes, mean over ranks."""
+    """Return a table of the share of each category (`BINS`) in the time of all passes."""
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     headings = ("ms", *(name.replace(" ", "\n") for name in used))
     caption = f"shares of all passes of an iteration, mean over workers; {_TERMS}"

@@ -109,12 +109,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Translate a group in rank 0's schedule to the schedules of all ranks, [workers]."""
+        """Return the group that each rank has in place of rank 0's ``group``, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Translate a peer in rank 0's schedule to the schedules of all ranks, [workers]."""
+        """Return the peer that each rank has in place of rank 0's peer ``rank``, [workers]."""
         assert rank % self.heads == 0
         return (
             self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
@@ -152,7 +152,7 @@ class SpmdSchedule:
         return {move.number: move for beat in beats for move in (*beat.post, *beat.send)}
 
     def parts_of(self, beat: SpmdStep) -> IntArray:
-        """Return the number of the part of the heads that each rank computes, [workers]."""
+        """Return which part of the heads each rank computes: the part's number, [workers]."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 

@@ -245,7 +245,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return the microseconds of work that starts now, slowed by messages in flight."""
+        """Return how long work of ``us`` microseconds takes from now, with messages in flight."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
