@@ -356,7 +356,7 @@ class SimulateRequest:
 
 
 def _check_workers(words: Sequence[str]) -> None:
-    """Raise ConfigError for ``topology.workers``, which an option sets here."""
+    """Raise ConfigError for ``topology.workers``: these commands take ``--workers`` instead."""
     for word in words:
         if word.startswith("topology.workers=") and not word.endswith("=auto"):
             raise ConfigError(
@@ -388,7 +388,10 @@ def _check_index(index: str | None, pattern: str | None) -> None:
 
 
 def _refuse(reason: str, density: float | None, columns: int | None) -> None:
-    """Raise ConfigError if a density or a number of columns is given."""
+    """Raise ConfigError if a density or a number of columns is given.
+
+    reason: why neither is allowed.
+    """
     for option, value in (("--density", density), ("--columns", columns)):
         if value is not None:
             raise ConfigError(f"{option} {value:g}: {reason}")

@@ -234,7 +234,7 @@ class CaseAnalysis:
         return float(ms) if ms is not None and len(self.layers) == 1 else None
 
     def bin_ms(self, name: str, direction: str | None = None) -> float:
-        """Return ms per iteration of one of `BINS`, mean over ranks.
+        """Return the ms per iteration of one category (`BINS`), mean over ranks.
 
         direction: None for the sum of all directions.
         """

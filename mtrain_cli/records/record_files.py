@@ -202,7 +202,7 @@ def delete_parts_after(folder: Path, last: int) -> int:
 
 
 def join_parts(folder: Path) -> None:
-    """Join all parts into one file and remove them."""
+    """Join all parts into one file, and remove the parts."""
     import pyarrow.parquet as pq
 
     parts = sorted((folder / PARTS).glob("*.parquet"))
