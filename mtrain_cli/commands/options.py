@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -41,54 +43,85 @@ T = TypeVar("T")
 
 def option(
     metavar: str,
-    help: str,
     *,
     least: float | None = None,
     most: float | None = None,
     complete: Callable[..., Any] | None = None,
+    help: str | None = None,
 ) -> Any:
-    """Declare an option that takes a value from ``least`` to ``most``."""
+    """Declare an option that takes a value from ``least`` to ``most``.
+
+    The help of an option or argument is its entry under "Args:" in the docstring of the command, or
+    under "Attributes:" in that of a dataclass of options. Without an entry, it is ``help``.
+    """
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
 
 
-def bounded(help: str, least: float | None = None, most: float | None = None) -> Any:
+def bounded(least: float | None = None, most: float | None = None, help: str | None = None) -> Any:
     """Declare an option that takes one number from ``least`` to ``most``."""
-    return option("N", help, least=least, most=most)
+    return option("N", least=least, most=most, help=help)
 
 
-def name_list(help: str, complete: Callable[..., Any] | None = None) -> Any:
+def name_list(complete: Callable[..., Any] | None = None, help: str | None = None) -> Any:
     """Declare an option that takes a comma-separated list of names."""
-    return option("NAME,...", help, complete=complete)
+    return option("NAME,...", complete=complete, help=help)
 
 
-def flag(names: str, help: str) -> Any:
+def flag(names: str, help: str | None = None) -> Any:
     """Declare a switch. names: ``--name``, or ``--name/--no-name`` if it is on by default."""
     return typer.Option(names, help=help)
 
 
-def argument(metavar: str, help: str, complete: Callable[..., Any] | None = None) -> Any:
+def argument(
+    metavar: str, complete: Callable[..., Any] | None = None, help: str | None = None
+) -> Any:
     """Declare a positional argument."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False)
 
 
-def overrides_argument(help: str) -> Any:
-    """Declare the settings of a training run."""
-    return argument("OVERRIDES", help, complete_overrides)
-
-
-Overrides = Annotated[list[str] | None, overrides_argument("As in `mtrain train`.")]
+Overrides = Annotated[
+    list[str] | None, argument("OVERRIDES", complete_overrides, "As in `mtrain train`.")
+]
+ConfigDir = Annotated[
+    Path | None, option("DIR", help="Folder of your own groups, as in `mtrain train`.")
+]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
 Threads = Annotated[
     int | None,
     bounded(
-        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
-        "share of the cores.",
         1,
         MOST_THREADS,
+        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
+        "share of the cores.",
     ),
 ]
-CalibrationOut = Annotated[Path | None, option("FILE", "Calibration file to write (JSON).")]
+CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
+
+
+def split_docstring(declared: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Split the docstring of a command or of a dataclass into its text and the help of options."""
+    parts = re.split(r"\n(?:Args|Attributes):\n", inspect.getdoc(declared) or "")
+    entries = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", "".join(parts[1:]), re.MULTILINE)
+    return parts[0].rstrip(), {name: " ".join(text.split()) for name, text in entries}
+
+
+def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a command or of a dataclass, with the help in its docstring."""
+    parameters = inspect.signature(declared, eval_str=True).parameters.copy()
+    for origin in reversed(getattr(declared, "__mro__", [declared])):
+        for name, help in split_docstring(origin)[1].items():
+            kind, declaration = get_args(parameters[name].annotation)
+            described = copy.copy(declaration)
+            described.help = help
+            parameters[name] = parameters[name].replace(annotation=Annotated[kind, described])
+    return list(parameters.values())
+
+
+def describe(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a command these parameters: Typer reads the signature and the annotations."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
@@ -100,20 +133,17 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
         shared: dataclass whose fields are annotated like the parameters of a command.
         left_out: fields without an option; they keep their defaults.
     """
-    fields = inspect.signature(shared, eval_str=True).parameters
-    offered = [field for name, field in fields.items() if name not in left_out]
+    offered = [field for field in described_parameters(shared) if field.name not in left_out]
 
     def decorate(command: Callable[..., None]) -> Any:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        own = described_parameters(command)[1:]
 
         @functools.wraps(command)
         def call(**values: Any) -> None:
             typed = shared(**{field.name: values.pop(field.name) for field in offered})
             command(typed, **values)
 
-        # Typer reads the signature and the annotations.
-        call.__signature__ = inspect.Signature([*own, *offered])  # type: ignore[attr-defined]
-        call.__annotations__ = {field.name: field.annotation for field in (*own, *offered)}
+        describe(call, [*own, *offered])
         return call
 
     return decorate
