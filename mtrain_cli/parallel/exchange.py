@@ -126,7 +126,10 @@ class Exchange:
         return self.inside.tokens_per_worker
 
     def recomputes(self, early: int | None) -> Recompute:
-        """Return which part of `forward` `recompute` runs again for the first ``early`` queries."""
+        """Return what `recompute` runs again.
+
+        early: number of this rank's first queries to recompute; None for all.
+        """
         return Recompute.of(early, self.schedule.heads)
 
     def needed_tiles(
@@ -134,6 +137,7 @@ class Exchange:
     ) -> set[tuple[Shards, Shards]]:
         """Return the (query, key) shards of all tiles that `forward` and `backward` ask for.
 
+        indexed: whether a dynamic index narrows the tiles.
         forward_only: leave out the tiles of `backward`.
         """
         passes = (False,) if forward_only else (False, True)
@@ -143,9 +147,9 @@ class Exchange:
         return needed | {(self.own, WHOLE_SEQUENCE)} if indexed and self.gathers_columns else needed
 
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
-        """Return the columns that are gathered once for the whole pass.
+        """Return the single columns of the index that this rank gathers once per pass.
 
-        None if the ring steps compute them or the index has no columns.
+        None if the ring steps compute the columns, or the index has none.
         """
         if not self.gathers_columns or shard_tiles.index is None:
             return None
@@ -155,9 +159,10 @@ class Exchange:
         return SharedColumns.make(whole, own)
 
     def token_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the order that sorts the tokens of the ranks that share heads, and its inverse.
+        """Return the permutation that sorts the tokens of ranks that share heads, and its inverse.
 
-        Unsorted, the tokens stand rank after rank. Both tensors are copied to the device once.
+        The all-to-all delivers the tokens rank after rank. Both tensors, int64[tokens], are copied
+        to the device once.
         """
         if device not in self._token_order:
             first = self.own[0] * self.schedule.heads
@@ -252,12 +257,13 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> tuple[torch.Tensor, Saved]:
-        """Run forward again, from what `kept_for_recompute` kept.
+        """Restore the results of `forward` from what `kept_for_recompute` kept.
 
-        Compute the first ``early`` queries only. If there are any, all ranks exchange KV again as
-        in forward.
+        Compute attention for the first ``early`` queries only. If there are any, all ranks exchange
+        KV again as in forward.
 
         Args:
+            kept: result of `kept_for_recompute` for the same ``early``.
             shard_tiles: tiles of the early queries (`Plan.early_tiles`).
 
         Returns:

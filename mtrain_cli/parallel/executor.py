@@ -57,7 +57,7 @@ class Executor:
 
     exchange: provides the layout and the pool.
     transport: runs the transfers and records times.
-    columns: the single columns that are gathered once, or None.
+    columns: the single columns of the index that are gathered once per pass, or None.
     tensors: the live buffers by name. Initially these are the program's inputs.
     """
 
@@ -85,7 +85,7 @@ class Executor:
         for op in operations:
             _RUN[type(op)](self, op)
             for name in op.frees:
-                # The results of a step without pairs do not exist.
+                # A step without pairs has no results.
                 tensor = self.tensors.pop(name, None)
                 if tensor is not None and name in self.program.pooled:
                     self.buffers.release(tensor)

@@ -32,7 +32,7 @@ class QueryMessage:
         return message, packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
-        """Return q, dout, out, lse, delta; out or delta is None, whichever was not sent."""
+        """Return q, dout, out, lse and delta. Either out or delta was not sent and is None."""
         places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
         q, dout, lse, last = (
             place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places
