@@ -392,7 +392,10 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Double the planned number of workers until the run fits. Return None if it never fits."""
+    """Return a number of workers with which the run fits, or None if none up to `most` does.
+
+    It is the planned number, doubled until the run fits.
+    """
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None
