@@ -33,7 +33,8 @@ def block_sizes(size: int) -> list[int]:
 class OffloadedTensor:
     """One tensor between its forward and its backward pass.
 
-    device, host: its copies; both exist during a transfer. The host copy is split over blocks.
+    device: the tensor on the device; None while it is only on the host.
+    host: its copy, split over host blocks; None while it is only on the device.
     copied: event at the end of the last transfer; None on a CPU.
     """
 
@@ -114,7 +115,7 @@ class ActivationOffload:
         return kept
 
     def _begin(self, layer: int) -> None:
-        """Start a layer. Free the device tensors of layer ``layer - 2`` after their copies."""
+        """Start a layer. Free the device tensors of layer ``layer - 2`` once they are copied."""
         self._at = layer
         if layer == 0:
             # Drop what is left of a forward pass that had no backward pass.
@@ -177,7 +178,7 @@ class ActivationOffload:
         return self._memory.empty(size)
 
     def _copy_stream(self) -> AbstractContextManager[object]:
-        """Switch to the copy stream, behind the work queued on the current stream so far."""
+        """Return a context whose copies run after the work queued on the current stream so far."""
         if self.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

@@ -31,9 +31,11 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ShardTiles:
-    """The tiles of one rank under a batch's masks, by the (query, key) shards of its steps.
+    """What each kernel call of one rank computes for a batch.
 
-    Made once per batch. `under` narrows them by the dynamic index of one layer.
+    tiles: the query-key pairs that the masks allow (`Tiles`), by (query shard, key shard) of the
+        call. Made once per batch and shared by all layers.
+    index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None narrows none.
     """
 
     tiles: dict[tuple[Shards, Shards], Tiles]
@@ -66,8 +68,8 @@ class ShardTiles:
 class Exchange:
     """One way of moving keys and values, bound to a layout, a context group and a schedule.
 
-    shared_columns: whether to gather the KV of an index's single columns once if shards circulate.
-        The steps then compute block diagonals only.
+    shared_columns: whether a ring gathers the KV of the index's single columns once per pass. Its
+        steps then compute block diagonals only.
     inside: the layout between the two all-to-alls. It counts ranks that share heads as one rank.
     part: (i, n), the part of the model's heads that this rank computes.
     own: the shard of this rank, or of the ranks that share heads with it.
@@ -104,7 +106,7 @@ class Exchange:
         self.recorder = recorder
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
-        """Return this rank's program of a pass."""
+        """Return this rank's program of a pass. traits: of kernel and index; None for defaults."""
         key = backward, traits or Traits()
         if key not in self._programs:
             self._programs[key] = lower(

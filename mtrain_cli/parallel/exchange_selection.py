@@ -156,7 +156,7 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
 
 
 def short_label(label: str) -> str:
-    """Shorten `ExchangeChoice.label` for a table: ``all_gather in 2``; the legend explains it."""
+    """Shorten an `ExchangeChoice.label` for a table with a legend, such as ``all_gather in 2``."""
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 

@@ -29,8 +29,8 @@ class Layout(ABC):
     workers: size of the context group.
     seq: tokens of a sequence, before padding.
     block_size: tokens per block of a striped layout.
-    unit: every contiguous piece that a rank holds is a multiple of this many tokens, such as the
-        block of a dynamic index.
+    unit: tokens. The length of every contiguous piece that a rank holds is a multiple of it. With
+        a dynamic index it is the index's block.
     """
 
     workers: int
@@ -182,10 +182,10 @@ class Striped(Layout):
 
 @dataclass(frozen=True)
 class Joined(Layout):
-    """Neighbouring ranks of another layout as one shard.
+    """A layout whose shards each join the tokens of neighbouring ranks of another layout.
 
     base: the other layout.
-    together: ranks per shard; a shard holds their tokens in ascending order.
+    together: ranks of ``base`` per shard. A shard holds their tokens in ascending order.
     """
 
     base: Layout | None = None

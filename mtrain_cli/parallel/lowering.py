@@ -471,7 +471,7 @@ class _Builder:
         self.arrange(GRADIENTS, reads, ("dq", "dk", "dv"), _COPIED + _KEYS_COPIED)
 
     def enclose(self, inside: _Lowering, steps: Steps) -> None:
-        """Lower the operations between the two Ulysses all-to-alls."""
+        """Emit the operations between the two Ulysses all-to-alls and remember their range."""
         start = len(self._operations)
         inside(self, steps)
         self._inside = slice(start, len(self._operations))

@@ -116,9 +116,9 @@ def make_context_group(
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Function of sets of context ranks. It makes one communicator per set in every context group.
+    """Makes communicators. A call makes one per set of context ranks, in every context group.
 
-    It returns the communicator of the set that this rank is in.
+    The call returns the communicator of the set that this rank is in.
     """
 
     rank: int

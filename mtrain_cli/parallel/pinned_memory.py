@@ -109,7 +109,7 @@ class _Mapping(mmap.mmap):
 
 
 def touching_threads() -> int:
-    """Return the threads for one GPU's memory: the process's cores per GPU, up to a limit."""
+    """Return how many threads `touch` one GPU's memory: the cores per GPU, up to a limit."""
     return max(
         1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
     )

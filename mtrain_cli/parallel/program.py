@@ -401,7 +401,7 @@ class Program:
         )
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
-        """Return how many pooled buffers of each shape are live at once, at most.
+        """Return the most pooled buffers of each shape that are live at the same time.
 
         Saved buffers do not count.
         """

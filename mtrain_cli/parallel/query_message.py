@@ -8,9 +8,10 @@ import torch
 
 
 class QueryMessage:
-    """What another worker needs to compute gradients for these queries, as one flat byte tensor.
+    """The format of a message from which another worker computes gradients of this one's queries.
 
-    It holds q, dout and lse, and out (if the kernel needs it) or delta.
+    The message is one flat byte tensor. It holds q, dout and lse, and out (if the kernel needs it)
+    or delta.
     """
 
     def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:

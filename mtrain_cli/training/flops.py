@@ -117,7 +117,10 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 
 
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
-    """Return how many first queries of a worker, or of ranks that share heads, are recomputed."""
+    """Return how many of a worker's first queries are recomputed.
+
+    sharing: number of ranks that share heads. The count covers the queries of all of them.
+    """
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
