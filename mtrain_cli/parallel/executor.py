@@ -302,7 +302,7 @@ class Executor:
         return concatenate(outs, 2), concatenate(lses, 1)
 
     def _to_heads(self, op: Arrange) -> Sequence[Any]:
-        """Return one part of the heads per rank: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Return each rank's own heads: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = [split_heads(t, self.program.sharing) for t in self._read(op)]
         self._widths = [part.shape[3] for part in parts]
         return (torch.cat(parts, 3),)
