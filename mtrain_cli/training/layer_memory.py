@@ -72,7 +72,7 @@ class LayerMemory:
 
     @property
     def products(self) -> int:
-        """Bytes that train.keep_mlp adds to a layer: x + attention, gate and up (x: its input)."""
+        """Bytes that train.keep_mlp adds to a layer with input x: x + attention, gate and up."""
         return self.hidden + 2 * self.product
 
     @property
@@ -87,7 +87,7 @@ class LayerMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes that the layer keeps from forward to backward, without index and products."""
+        """Bytes that the layer keeps until backward, without its index and train.keep_mlp."""
         out = self.out + self.lse
         if self.recomputes:
             late = self.queries - self.early
@@ -106,7 +106,7 @@ class LayerMemory:
         return sum(sum(block_sizes(size)) for size in tensors)
 
     def in_backward(self, *, products: bool) -> BackwardBytes:
-        """Return the bytes at the MLP's gate or in attention, whichever takes more.
+        """Return the bytes at the peak of backward, which is at the MLP's gate or in attention.
 
         A recomputed layer first recomputes its normed input, q, k, v, and the output and lse that
         it did not keep.

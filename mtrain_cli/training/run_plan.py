@@ -274,7 +274,7 @@ def make_plan(config: Config) -> RunPlan:
     `topology.device` decides where:
     - cpu: on the CPU of this machine.
     - cuda: on GPUs like those of this machine, or if it has none, on absent GPUs.
-    - auto: as for cuda if this machine has GPUs. Otherwise as for cpu. Only if the CPU cannot run
+    - auto: on this machine's GPUs, as for cuda. If it has none, on its CPU. If the CPU cannot run
       the configuration and `topology.workers` is a number, on that many absent GPUs.
 
     Raises:
