@@ -101,8 +101,8 @@ class SequenceMask:
 class KeySpans:
     """The key slots ``low[i] <= j < high[i]`` that query i of a shard sees.
 
-    low, high: int64 [queries]. Equal if the query sees no key. Among queries that see a key,
-        neither decreases.
+    low, high: int64 [queries]. Equal if the query sees no key. Over the queries that see a key,
+        both are non-decreasing.
     num_keys: number of key slots.
     """
 

@@ -96,7 +96,7 @@ class Loader(Generic[Batch]):
         return {**self._sampler.state(), **stream}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a saved state. Its ``dp`` may differ from this loader's.
+        """Continue after the last step of a saved state. ``dp`` may have changed since.
 
         Raises:
             ConfigError: the state belongs to another dataset.

@@ -103,7 +103,7 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of the run's sequence ``number``, and its sequences drawn before."""
+        """Return the corpus of the run's sequence ``number``, and how often it was drawn before."""
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])

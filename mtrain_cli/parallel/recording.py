@@ -152,7 +152,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the work queued inside the context as one span. On a CPU: the work that runs."""
+        """Record the context's work as one span: what it queues on a GPU, or runs on a CPU."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
