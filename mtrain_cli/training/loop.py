@@ -302,7 +302,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
 
 
 def _wait(checkpointer: Checkpointer, progress: TrainingProgress) -> bool:
-    """Wait for the save in progress. Return whether it failed, after a warning."""
+    """Wait for the save in progress. If it failed, show a warning and return True."""
     try:
         checkpointer.wait()
     except CheckpointError as error:
