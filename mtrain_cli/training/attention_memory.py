@@ -117,7 +117,7 @@ class AttentionMemory:
 
 @cache
 def _programs(exchange: str, options: ScheduleOptions, columns: bool) -> tuple[Program, Program]:
-    """Return what a worker runs in forward and in backward.
+    """Return a worker's programs of the forward and of the backward pass.
 
     Args:
         columns: whether a ring gathers columns once.
