@@ -353,7 +353,7 @@ def _collectives(
 
 
 def ring(options: ScheduleOptions) -> Schedule:
-    """Circulate key shards in one ring over all ranks; compute each shard while it moves on."""
+    """Circulate key shards in one ring over all ranks; each computes a shard as it sends it on."""
     return _rings("ring", options, nodes=1)
 
 

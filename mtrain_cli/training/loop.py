@@ -44,7 +44,7 @@ def train(
 
     Args:
         resume: start from the newest checkpoint of `run_dir`.
-        more_callbacks: make callbacks in addition to those of this module.
+        more_callbacks: functions that make further callbacks.
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
