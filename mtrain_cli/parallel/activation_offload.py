@@ -130,7 +130,7 @@ class ActivationOffload:
         self._waiting[layer] = []
 
     def get(self, kept: OffloadedTensor) -> torch.Tensor:
-        """See `OffloadedTensor.get`."""
+        """Do what `OffloadedTensor.get` says, and start to fetch the layer before this one."""
         self._at = -1
         self._fetch(kept.layer)
         self._fetch(kept.layer - 1)

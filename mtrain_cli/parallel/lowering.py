@@ -315,7 +315,7 @@ class _Builder:
         )
 
     def begin(self, at: int, step: ScheduleStep) -> None:
-        """Begin a step, unless it has begun."""
+        """Begin step number ``at``, unless it has begun."""
         if at != self._step:
             self._step = at
             self.emit(Begin, (), (), computes=bool(step.queries))

@@ -152,7 +152,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the work queued inside the context as one span. On a CPU: the work that runs."""
+        """Record the context's work as one span: what it queues on a GPU, or runs on a CPU."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -168,7 +168,7 @@ class Recorder:
             self._add(kind, step, message, began, self.now())
 
     def posted(self, step: int, message: MessageTag) -> None:
-        """Record that a transfer was posted, behind the work queued so far."""
+        """Record that a transfer was posted, after the work queued so far."""
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
 

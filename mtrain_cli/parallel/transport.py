@@ -40,7 +40,7 @@ class ExchangeError(RuntimeError):
 def explain_peer_loss(
     where: str, activity: str, failure: str, waits_for: int | None = None
 ) -> Iterator[None]:
-    """Record this worker's activity. If it loses a peer inside, raise `ExchangeError`.
+    """Record this worker's activity. If the ``with`` block loses a peer, raise `ExchangeError`.
 
     Args:
         where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
@@ -77,7 +77,7 @@ class Buffers:
         )
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialised tensor, from the pool if it has one of this kind."""
         free = self._free[shape, dtype, device]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 

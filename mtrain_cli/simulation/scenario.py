@@ -188,7 +188,7 @@ class PredictedScenario:
 
 
 def capability(gpu: str) -> tuple[int, int]:
-    """Return the CUDA compute capability of a GPU of this name; Ampere's for other names."""
+    """Return the CUDA compute capability of a GPU, or that of Ampere if its name is unknown."""
     if re.search(r"\b(GB|B)[23]00\b", gpu):
         return (10, 0)
     return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)

@@ -233,7 +233,10 @@ class RunPlan:
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
     def estimate(self, config: Config) -> MemoryEstimate:
-        """Estimate the memory of a worker if `config` changes only memory settings of this plan."""
+        """Estimate the memory of a worker for another configuration.
+
+        config: may differ from the plan's in memory settings only.
+        """
         return estimate_memory(
             config,
             workers=self.dims.workers,
