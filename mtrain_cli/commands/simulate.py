@@ -118,8 +118,8 @@ ClusterName = Annotated[
     str | None,
     option(
         "NAME|FILE",
-        f"Name of a shipped cluster, or a YAML file in the same form; {DEFAULT_CLUSTER} by "
-        "default.",
+        "Name of a shipped cluster, or a YAML file in the same form. By default the cluster that "
+        f"topology= names, or {DEFAULT_CLUSTER}.",
         complete=complete_clusters,
     ),
 ]
@@ -171,7 +171,8 @@ class SimulateOptions:
         option(
             "X",
             "Share of the causal blocks that the slashes of a synthetic index cover, such as 0.05 "
-            "or 5%. By default 5%, within sparsity.min_slashes and max_slashes.",
+            "or 5%; columns come on top. By default 5%, within sparsity.min_slashes and "
+            "max_slashes.",
         ),
     ] = None
     columns: Annotated[
@@ -233,12 +234,16 @@ def simulate() -> None:
 
     Counts work exactly and plans memory as `mtrain train --dry-run` does. Times come from measured
     kernels and from the constants of the cluster, each with its source. best and worst are the
-    bounds of a predicted time. `run` is the default command.
+    bounds of a predicted time.
+
+    `run` is the default command. Its options choose the cluster (--cluster, --nodes, --workers),
+    the pairs (--density, --columns, --index), what to compare (--layout, --exchange) and more:
+    type `mtrain simulate run --help`.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          Compare two layouts and three exchanges on 32 GPUs, dense
+      [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
+          Compare two layouts and three exchanges on 32 GPUs, with a sparse index
       [cyan]mtrain simulate recommend model=qwen3b --cluster h100_4x8[/cyan]
           Recommend a configuration
     """
@@ -386,8 +391,8 @@ def validate(
           Use a prediction that was written before the measurement
     """
     from mtrain_cli.commands.simulate_validate import validate as compare
+    from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration import load_user_calibration
-    from mtrain_cli.simulation.cluster import load_cluster
 
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)
     own = load_user_calibration(calibration)

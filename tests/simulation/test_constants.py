@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtrain_cli.simulation.cluster import SOURCES
+from mtrain_cli.config.cluster import SOURCES
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import LAUNCHES
 

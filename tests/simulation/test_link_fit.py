@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.profiling import link_benchmark as measuring
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.link_fit import (
     GATHER,
     HOP,

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 from rich.console import Console
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch import environment
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, gathered_bytes
@@ -113,7 +115,7 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         "bfloat16",
     )
     assert re.fullmatch(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
+        r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has no GPU, "
         r"and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
         plan.machine,
     )
@@ -133,8 +135,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         )
     )
     assert kernel.machine.startswith(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        "and its CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs (set topology.cluster to plan for others): this machine has no "
+        "GPU, and its CPU refuses train.kernel=flash4: "
     )
     assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
@@ -480,8 +482,21 @@ def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tm
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ("h200_8", ["8 GPUs = 1 data x 8 context"]),
-        ("a100_4x8", ["32 GPUs = 1 data x 32 context, 4 nodes of 8", "39.40 GiB"]),
+        (
+            "h200_1x8",
+            ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"],
+        ),
+        (
+            "a100_4x8",
+            [
+                "assumed NVIDIA A100-SXM4-40GB GPUs of topology.cluster=a100_4x8: ",
+                "32 x NVIDIA A100-SXM4-40GB = 1 data x 32 context, 4 nodes of 8",
+                "39.40 GiB",
+                "of the 312 TFLOP/s of NVIDIA A100-SXM4-40GB",
+                "kernel sdpa: assumed without a GPU: on NVIDIA A100-SXM4-40GB",
+            ],
+        ),
+        ("b200_4x8", ["32 x NVIDIA B200", "of the 2.25 PFLOP/s of NVIDIA B200"]),
         ("hierarchical", ["hierarchical_ring: "]),
         ("ulysses", ["ulysses"]),
     ],
@@ -492,6 +507,31 @@ def test_every_topology_has_a_plan(topology, words):
     printed = " ".join(text(dry_run(compose([f"topology={topology}"]))).split())
     for word in words:
         assert word in printed, word
+
+
+@without_gpu
+def test_a_named_cluster_gives_the_numbers_of_gpus_and_the_memory_of_the_plan(tmp_path):
+    mine = yaml.safe_load(shipped()["a100_4x8"].read_text())
+    mine["nodes"] = 2
+    mine["gpu"] |= {
+        "hbm_gib": {"value": 20, "source": "guess"},
+        "host_gib": {"value": 33, "source": "guess"},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    plan = make_plan(compose(["model=qwen3b", f"topology.cluster={tmp_path}/mine.yaml"]))
+    assert (plan.dims.workers, plan.environment.nodes, plan.elsewhere) == (16, 2, True)
+    assert (plan.gpu, plan.gpu_bytes) == ("NVIDIA A100-SXM4-40GB", 20 * GIB)
+    assert "an assumed 33 GiB per GPU" in plan.available_memory
+    assert plan.replan(plan.config).gpu_bytes == 20 * GIB
+    less = make_plan(compose(["topology.cluster=a100_4x8", "topology.gpu_memory_gib=30"]))
+    assert less.gpu_bytes == 30 * GIB
+    with pytest.raises(ConfigError, match=r"^topology.workers=12: a100_4x8 has nodes of 8 GPUs"):
+        make_plan(compose(["topology.cluster=a100_4x8", "topology.workers=12"]))
+    mine["gpu"]["name"] = "AMD EPYC 9654"
+    (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(mine))
+    with pytest.raises(ConfigError, match=r"topology.cluster=.*: has AMD EPYC 9654, a CPU; give"):
+        make_plan(compose([f"topology.cluster={tmp_path}/cpu.yaml"]))
+    assert make_plan(compose(["topology.cluster=a100_4x8", "topology.device=cpu"])).gpu is None
 
 
 @pytest.mark.parametrize(
