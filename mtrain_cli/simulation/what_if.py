@@ -352,6 +352,7 @@ def topology_of(setup: ReplaySetup) -> TopologyConfig:
         )
     return TopologyConfig(
         device="auto",
+        cluster="auto",
         workers=setup.workers,
         context_parallel="auto",
         gpus_per_node=setup.per_node,

@@ -256,10 +256,10 @@ def test_a_topology_of_a_cluster_chooses_that_cluster(word):
     named = document(words, "--cluster a100_4x8")
     assert (named["cluster"]["name"], named["cases"][0]["workers"]) == ("a100_4x8", 32)
     for more in ("", "--cluster a100_4x8", "cluster=a100_4x8"):
-        assert document(words, word, more)["predicted"] == named["predicted"]
+        assert document(words, f"{word} {more}")["predicted"] == named["predicted"]
     # --workers and --nodes replace the numbers of the topology.
     for more in ("--workers 4", "--nodes 2"):
-        few = document(words, word, more)
+        few = document(words, f"{word} {more}")
         assert few["predicted"] == document(words, "--cluster a100_4x8", more)["predicted"]
     found = run("simulate recommend", words.replace(" --json", ""), word, "--workers 4")
     (line,) = (line for line in found.stdout.splitlines() if line.startswith("type "))

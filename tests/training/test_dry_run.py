@@ -115,8 +115,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         "bfloat16",
     )
     assert re.fullmatch(
-        r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has no GPU, "
-        r"and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
+        r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
+        r"no GPU, and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
         plan.machine,
     )
     assert (
@@ -135,8 +135,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         )
     )
     assert kernel.machine.startswith(
-        "assumed NVIDIA H200 GPUs (set topology.cluster to plan for others): this machine has no "
-        "GPU, and its CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs (set topology.cluster to plan for others): this machine has "
+        "no GPU, and its CPU refuses train.kernel=flash4: "
     )
     assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
