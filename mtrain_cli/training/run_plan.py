@@ -158,7 +158,9 @@ class RunPlan:
 
     @functools.cached_property
     def flops(self) -> FlopsPerToken:
-        return training_flops(self.config, self.layout, dtype_bytes=self.dtype_bytes)
+        return training_flops(
+            self.config, self.layout, sharing=self.exchange.heads, dtype_bytes=self.dtype_bytes
+        )
 
     @property
     def recompute(self) -> Recompute:
@@ -232,7 +234,10 @@ class RunPlan:
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
     def estimate(self, config: Config) -> MemoryEstimate:
-        """Estimate the memory of a worker if `config` changes only memory settings of this plan."""
+        """Estimate the memory of a worker for another configuration.
+
+        config: may differ from the plan's in memory settings only.
+        """
         return estimate_memory(
             config,
             workers=self.dims.workers,
@@ -273,9 +278,9 @@ def make_plan(config: Config) -> RunPlan:
     `topology.device` decides where:
     - cpu: on the CPU of this machine.
     - cuda: on GPUs like those of this machine, or if it has none, on absent GPUs.
-    - auto: as for cuda if this machine has GPUs or `topology.cluster` names absent ones. Otherwise
-      as for cpu. Only if the CPU cannot run the configuration and `topology.workers` is a number,
-      on that many absent GPUs.
+    - auto: on this machine's GPUs, as for cuda. If it has none, on the absent GPUs that
+      `topology.cluster` names. If it names none, on this machine's CPU. If the CPU cannot run the
+      configuration and `topology.workers` is a number, on that many absent GPUs.
 
     Raises:
         ConfigError: sizes are inconsistent, or the configured kernel does not support the run.

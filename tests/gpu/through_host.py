@@ -2,6 +2,9 @@
 
 NCCL refuses two ranks on one GPU. With these collectives, several ranks share a GPU, so a machine
 with one GPU can run the CUDA code of every exchange. They are slow and block the host.
+
+A communicator of NCCL runs its transfers in order, so a hop may send a buffer before the hop that
+fills it has been waited for. Here every transfer first completes all earlier ones.
 """
 
 from __future__ import annotations
@@ -32,12 +35,26 @@ class Arrival:
         self._work = None
 
 
+_in_flight: list[Arrival] = []
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    while _in_flight:
+        _in_flight.pop(0).wait()
+    return tensor.cpu()
+
+
+def _start(work: Any, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Arrival:
+    _in_flight.append(Arrival(work, copies))
+    return _in_flight[-1]
+
+
 def install() -> None:
     """Replace the collectives that exchanges call. Needs a gloo process group."""
     hops = dist.batch_isend_irecv
 
     def batch_isend_irecv(ops: list[dist.P2POp]) -> list[Arrival]:
-        host = [op.tensor.cpu() for op in ops]
+        host = [_to_host(op.tensor) for op in ops]
         works = hops(
             [
                 dist.P2POp(op.op, tensor, op.peer, op.group)
@@ -45,7 +62,7 @@ def install() -> None:
             ]
         )
         return [
-            Arrival(work, [(op.tensor, tensor)] if op.op is dist.irecv else [])
+            _start(work, [(op.tensor, tensor)] if op.op is dist.irecv else [])
             for work, op, tensor in zip(works, ops, host, strict=True)
         ]
 
@@ -53,9 +70,9 @@ def install() -> None:
         def staged(
             output: torch.Tensor, given: torch.Tensor, group: Any = None, async_op: bool = False
         ) -> Arrival | None:
-            arriving = output.cpu()
-            arrival = Arrival(
-                call(arriving, given.cpu(), group=group, async_op=True), [(output, arriving)]
+            arriving, leaving = torch.empty(output.shape, dtype=output.dtype), _to_host(given)
+            arrival = _start(
+                call(arriving, leaving, group=group, async_op=True), [(output, arriving)]
             )
             if not async_op:
                 arrival.wait()
@@ -68,8 +85,8 @@ def install() -> None:
     def all_reduce(
         tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
     ) -> Arrival | None:
-        host = tensor.cpu()
-        arrival = Arrival(reduce(host, op, group=group, async_op=True), [(tensor, host)])
+        host = _to_host(tensor)
+        arrival = _start(reduce(host, op, group=group, async_op=True), [(tensor, host)])
         if not async_op:
             arrival.wait()
         return arrival if async_op else None
