@@ -151,7 +151,7 @@ class SimulateOptions:
         layers: Number of layers to predict, each with its own index; by default 1, or all layers
             of a recorded index.
         kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
-        slow: Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.
+        slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
         jitter: Spread of message times: standard deviation of their logarithm.
         tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
         price: Dollars per GPU and hour; by default the cluster's.

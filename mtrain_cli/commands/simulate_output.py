@@ -32,7 +32,7 @@ from mtrain_cli.training.run_plan import FITS, RunPlan
 LEGEND = (
     "ms: attention of a layer on the slowest worker, mean over layers. best, worst: by the bounds "
     "of the constants. worker, step: imbalance degrees of time, largest over mean, and of work in "
-    "brackets. late: waits for slower workers. exposed: transfers that nothing hid, by link."
+    "brackets. late: waits for slower workers. exposed: communication without overlap, by link."
 )
 STEP_LEGEND = (
     "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "

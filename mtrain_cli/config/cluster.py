@@ -99,7 +99,7 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """CUDA compute capability, by the name; Ampere's for unknown names."""
+        """CUDA compute capability, or that of Ampere if the name is unknown."""
         if re.search(r"\b(GB|B)[23]00\b", self.name):
             return (10, 0)
         return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", self.name) else (8, 0)

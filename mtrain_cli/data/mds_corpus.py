@@ -27,7 +27,7 @@ def mds_folders(root: Path) -> list[Path]:
 
 
 def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]:
-    """Yield each folder of `mds_folders` as its name and the open folder.
+    """Yield (name, open folder) for each of `mds_folders`.
 
     The name is the path relative to ``root``. It is empty for ``root`` itself.
 

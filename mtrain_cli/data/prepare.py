@@ -224,7 +224,9 @@ def _fill(
     filters: Filters,
     report: Callable[[PreparationProgress], None],
 ) -> None:
-    """Write the files of a store into ``partial``. If a ConfigError leaves it empty, remove it.
+    """Write the files of a store into the folder ``partial``.
+
+    If a ConfigError leaves the folder empty, remove it.
 
     Args:
         given: tokenizer. None means to train a BPE of ``bpe_size`` ids.

@@ -40,7 +40,7 @@ class ExchangeError(RuntimeError):
 def explain_peer_loss(
     where: str, activity: str, failure: str, waits_for: int | None = None
 ) -> Iterator[None]:
-    """Record this worker's activity. If it loses a peer inside, raise `ExchangeError`.
+    """Record this worker's activity. If the ``with`` block loses a peer, raise `ExchangeError`.
 
     Args:
         where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.

@@ -184,7 +184,7 @@ class Costs:
         return latencies, busies, outer, shares
 
     def _members(self, peers: tuple[int, ...]) -> int:
-        """Return the largest number of a collective's ranks on one node."""
+        """Return how many ranks of a collective one node has at most."""
         nodes = np.bincount(np.array(peers) // self.cluster.gpus_per_node)
         return int(nodes.max())
 

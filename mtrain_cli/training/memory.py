@@ -153,7 +153,7 @@ def estimate_memory(
     dtype_bytes: int,
     cuda: bool,
 ) -> MemoryEstimate:
-    """Estimate the memory of context rank 0, which has the largest shards, after the first step.
+    """Estimate the memory of context rank 0, which has the largest shards, from step 2 on.
 
     Args:
         workers: number of workers of the run.
