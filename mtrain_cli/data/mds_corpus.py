@@ -1,4 +1,4 @@
-"""Read MDS shards as a corpus of text, to tokenise it again: decode the shards' token ids."""
+"""Read MDS shards as a corpus of text: decode their token ids, for another tokenizer to encode."""
 
 from __future__ import annotations
 
