@@ -14,7 +14,7 @@ def step(ranks: int, scale: float = 1.0) -> dict[str, Any]:
     return {
         "gpu": True,
         "top": [
-            {"name": "a<b", "ms": 3 * scale, "part": "attention", "calls": 4.0},
+            {"name": "a & b", "ms": 3 * scale, "part": "attention", "calls": 4.0},
             {"name": "second", "ms": scale, "part": "loss", "calls": 2.0},
         ],
         "ranks": [
@@ -35,7 +35,7 @@ def test_a_step_has_a_bar_of_every_part_and_rank():
     assert kernels.title == "Slowest kernels"
     (trace,) = kernels.views[0].data
     assert list(trace["x"]) == [3, 1]
-    assert "a&lt;b" in trace["y"][0]
+    assert "a &amp; b" in trace["y"][0]
 
 
 def test_several_runs_are_compared_by_means_over_their_ranks():

@@ -62,8 +62,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         "bfloat16",
     )
     assert re.fullmatch(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        r"and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
+        r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
+        r"no GPU, and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
         plan.machine,
     )
     assert (
@@ -82,8 +82,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         )
     )
     assert kernel.machine.startswith(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        "and its CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs (set topology.cluster to plan for others): this machine has "
+        "no GPU, and its CPU refuses train.kernel=flash4: "
     )
     assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
@@ -265,8 +265,21 @@ def test_the_verdict_follows_the_total():
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ("h200_8", ["8 GPUs = 1 data x 8 context"]),
-        ("a100_4x8", ["32 GPUs = 1 data x 32 context, 4 nodes of 8", "39.40 GiB"]),
+        (
+            "h200_1x8",
+            ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"],
+        ),
+        (
+            "a100_4x8",
+            [
+                "assumed NVIDIA A100-SXM4-40GB GPUs of topology.cluster=a100_4x8: ",
+                "32 x NVIDIA A100-SXM4-40GB = 1 data x 32 context, 4 nodes of 8",
+                "39.40 GiB",
+                "of the 312 TFLOP/s of NVIDIA A100-SXM4-40GB",
+                "kernel sdpa: assumed without a GPU: on NVIDIA A100-SXM4-40GB",
+            ],
+        ),
+        ("b200_4x8", ["32 x NVIDIA B200", "of the 2.25 PFLOP/s of NVIDIA B200"]),
         ("hierarchical", ["hierarchical_ring: "]),
         ("ulysses", ["ulysses"]),
     ],
