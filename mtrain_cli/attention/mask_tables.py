@@ -24,8 +24,8 @@ NOTHING = 1 << 30
 class BlockPairs:
     """The number of allowed query-key pairs in each pair of blocks of one sequence.
 
-    From one key block of a query block to the next, this number changes only at document starts and
-    at the diagonal. Only the changes are stored.
+    Along the key blocks of one query block, this number changes only at document starts and at the
+    diagonal, so only the changes are stored.
 
     rows, blocks: number of query blocks and of key blocks.
     places: int64 [changes], ascending flat indices into a table [rows, blocks + 1].
@@ -71,9 +71,9 @@ class BlockPairs:
         return BlockPairs(len(rows), blocks, places, summed)
 
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
-        """Return each block diagonal's number of allowed pairs, and of blocks that hold any.
+        """Return for each block diagonal the number of allowed pairs, and of blocks with any.
 
-        Both are int64 [blocks]. ``rows`` must have been all query blocks.
+        Both are int64 [blocks]. This works only if `make` counted all query blocks.
         """
         row, column = np.divmod(self.places, self.blocks + 1)
         away = row - column
@@ -99,8 +99,8 @@ class MaskTables:
     block: tokens per block.
     blocks: blocks in the whole sequence; the last may be short.
     padded: positions of the padded sequence.
-    plain: every mask is causal only, without documents or padding. Only blocks on the diagonal are
-        then partial.
+    plain: whether every mask is causal only, without documents or padding. Only blocks on the
+        diagonal are then partial.
     lengths: int64 [batch], tokens without padding.
     first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
         for padding.

@@ -93,8 +93,10 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
         if name.startswith(FIXED) and value != before[name]
     )
     problems = [*parsed.problems, *unresolved, *wrong, *conflicts]
-    # The checkpoint holds the weights, so the folder of train.init_from may be gone.
-    return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
+    # The checkpoint holds the weights, so the folder of train.init_from may be gone. So may the
+    # file of the cluster, which only plans read.
+    gone = ("train.init_from", "topology.cluster")
+    return _checked({**before, **changed}, problems, files, ignore=gone)
 
 
 def _kept(
@@ -198,7 +200,7 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
-    """Return the values of the chosen options by dotted key, as the YAML has them, unchecked."""
+    """Return the values of the chosen options by dotted key, as in the YAML and unchecked."""
     return compose_groups(open_groups(config_dir), choices, {})[0]
 
 

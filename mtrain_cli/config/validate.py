@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.schema import (
@@ -93,6 +94,11 @@ def _divisors(number: int) -> str:
 
 
 def _topology(topology: TopologyConfig) -> Iterator[str]:
+    if topology.cluster != "auto":
+        try:
+            file_of(topology.cluster)
+        except ValueError as error:
+            yield f"topology.cluster={topology.cluster}: {error}"
     workers, context, node = topology.workers, topology.context_parallel, topology.gpus_per_node
     numbers = {"workers": workers, "context_parallel": context, "gpus_per_node": node}
     if any(isinstance(value, int) and value < 1 for value in numbers.values()):
@@ -348,7 +354,7 @@ def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
     elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
         why = "train.activation_checkpoint=none keeps too much to move"
-        yield f"{offload}: {why}; allowed with it: {others}"
+        yield f"{offload}: {why}; allowed values of that key: {others}"
 
 
 def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
@@ -356,12 +362,12 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         if topology.device == "cpu":
             yield (
                 "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; "
-                "allowed there: auto, reference, sdpa"
+                "allowed on a CPU: auto, reference, sdpa"
             )
         if train.dtype == "float32":
             yield (
                 "train.kernel=flash4: computes in bfloat16, not train.dtype=float32; "
-                "allowed with it: auto, reference, sdpa"
+                "allowed with float32: auto, reference, sdpa"
             )
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
         yield (

@@ -25,7 +25,7 @@ from mtrain_cli.launch.temporary_folders import lies_at
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """Return the token store of a corpus, and words that say where it is.
+    """Return the token store of a corpus, and a phrase for messages that says where it is.
 
     Several processes may call this at the same time. The first one tokenises the corpus into the
     cache folder, the others wait and map its files. If the cache folder cannot be written, for
@@ -126,7 +126,8 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
     """Return the store in ``entry``, or None if it is missing or broken.
 
-    Remove a broken entry and, with the lock, the unfinished folders of processes that were killed.
+    Remove a broken entry. If this process has the lock, also remove the unfinished folders of
+    processes that were killed.
     """
     if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):

@@ -15,6 +15,7 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, Vertical
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
+from mtrain_cli.config.cluster import divisors
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
@@ -23,7 +24,6 @@ from mtrain_cli.parallel.program import Program, ShardSizes
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance, imbalance
 from mtrain_cli.records.index_file import RecordedIndices, RecordedSetup
-from mtrain_cli.simulation.cluster import divisors
 from mtrain_cli.simulation.work_counts import (
     BACKWARD,
     FLOP_PER_PAIR,
@@ -109,7 +109,7 @@ class InvalidSetup(ValueError):
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A configuration with everything that its work and its messages depend on."""
+    """A configuration with everything that determines its work and its messages."""
 
     setup: ReplaySetup
     layout: Layout
@@ -318,8 +318,8 @@ def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
             setup,
             "exchange",
             f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among "
-            f"{setup.workers} workers in nodes of {needs.per_node}; allowed with it: --workers "
-            f"{','.join(fitting)}",
+            f"{setup.workers} workers in nodes of {needs.per_node}; allowed with this exchange: "
+            f"--workers {','.join(fitting)}",
         ) from None
 
 

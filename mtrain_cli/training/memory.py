@@ -38,6 +38,8 @@ COMMUNICATOR_BYTES = 400 * MIB  # channels and buffers of one NCCL communicator
 class MemoryMoment:
     """Bytes that a worker's allocator holds at one moment of a step, by part.
 
+    The module's docstring defines the symbols.
+
     parameters: float32 shards of the weights, 4 (P_l L + P_r) / W. Each shard is rounded up in
         dimension 0. With optim.offload, e bytes per weight instead of 4.
     optimizer: both AdamW states in float32, 8 (P_l L + P_r) / W. 0 with optim.offload.
@@ -153,7 +155,7 @@ def estimate_memory(
     dtype_bytes: int,
     cuda: bool,
 ) -> MemoryEstimate:
-    """Estimate the memory of context rank 0, which has the largest shards, after the first step.
+    """Estimate the memory of context rank 0, which has the largest shards, from step 2 on.
 
     Args:
         workers: number of workers of the run.
@@ -198,7 +200,7 @@ class _StepMemory:
         self.whole_layers = 2 if workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
-        """Return the candidates for the peak, in the order of the step."""
+        """Return the moments of a step that can be the peak, in their order."""
         layers = self.model.num_layers
         # Memory changes evenly from layer to layer, except that activations stop shrinking at the
         # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
@@ -252,10 +254,11 @@ class _StepMemory:
         )
 
     def backward_of(self, layer: int, whole_layers: int, *, scatters: bool) -> MemoryMoment:
-        """Return the memory in the backward pass of a layer, counted from 1.
+        """Return the memory in the backward pass of a layer.
 
         Args:
-            whole_layers: layers whose weights train.shard=full holds.
+            layer: number of the layer, counted from 1.
+            whole_layers: number of layers whose unsharded weights train.shard=full holds.
             scatters: whether the gradients of the layer above are being reduced.
         """
         states = self.states
@@ -316,7 +319,7 @@ class _StepMemory:
         return self.layer.kept * self.on_device(layers) + self.layer.products * with_products
 
     def on_device(self, layers: int) -> int:
-        """Count the layers, of the first `layers`, that have activations on the device."""
+        """Return how many of the first `layers` layers have their activations on the device."""
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:

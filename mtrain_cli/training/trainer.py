@@ -100,7 +100,7 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
 class Trainer:
     """One worker of a training run: its model and optimizer shards, its data, and its steps.
 
-    callbacks: what follows this run, in call order.
+    callbacks: the objects that follow this run (`Callback`), in call order.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:
@@ -463,7 +463,11 @@ class Trainer:
         config, index, peak = self.config, result.index, self._peak_flops
         pairs = result.pairs / config.train.global_batch
         flops = training_flops(
-            config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs
+            config,
+            self.choices.layout,
+            sharing=self.choices.exchange.heads,
+            dtype_bytes=self.choices.dtype.itemsize,
+            pairs=pairs,
         )
         rate = result.tokens / seconds / self.environment.dims.workers
         memory = None

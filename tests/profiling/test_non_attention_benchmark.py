@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
@@ -25,7 +26,6 @@ from mtrain_cli.simulation.calibration import (
     NonAttentionTimes,
     load_calibration,
 )
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost
 from mtrain_cli.simulation.predicted_step import PredictedStep
 from mtrain_cli.simulation.scenario import (
@@ -192,7 +192,9 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     document = json.loads(path.read_text())
     float32 = tmp_path / "float32.json"
     float32.write_text(json.dumps(document | {"dtype": "float16"}))
-    with pytest.raises(ConfigError, match="dtype float16, but the first file with float32"):
+    with pytest.raises(
+        ConfigError, match="dtype float16, but the first file was measured with dtype float32"
+    ):
         load_calibration(path, float32)
     early = tmp_path / "early.json"
     early.write_text(json.dumps(document | {"times": document["times"][:2]}))

@@ -97,6 +97,13 @@ class Gpu:
         """Whether workers are processes on a CPU."""
         return self.device == CPU
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """CUDA compute capability, or that of Ampere if the name is unknown."""
+        if re.search(r"\b(GB|B)[23]00\b", self.name):
+            return (10, 0)
+        return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", self.name) else (8, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -107,7 +114,7 @@ class Link:
     latency_us, bandwidth_gbps: for one message between two GPUs on an idle link.
     capacity_gbps: total bandwidth of all messages that a GPU receives at once.
     collective_latency_us: latency of a collective over ``collective_ranks`` ranks.
-    collective_bandwidth_gbps: bandwidth of each link in a collective, which counts as a ring.
+    collective_bandwidth_gbps: bandwidth of each link during a collective.
     collective_ranks: number of ranks with which ``collective_latency_us`` was measured.
     shared_by: number of GPUs that share one network card and its capacity; 1 for inner links.
     gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
@@ -172,12 +179,10 @@ def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
     each = cluster.gpus_per_node
     if workers <= each or workers % each == 0:
         return None
-    near = " or ".join(
-        str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus
-    )
+    below = workers // each * each
     return (
-        f"{cluster.name} has nodes of {each} GPUs, and several nodes must be filled; allowed: 1 to "
-        f"{each}, or multiples of {each} such as {near}"
+        f"{cluster.name} has nodes of {each} GPUs, and a run on several nodes must use all GPUs of "
+        f"each; allowed: 1 to {each}, or multiples of {each} such as {below} or {below + each}"
     )
 
 
@@ -186,32 +191,45 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
 
 
+def file_of(name: str) -> Path:
+    """Return the file of a preset, or a YAML file by its path.
+
+    Raises:
+        ValueError: there is no such cluster; the message follows ``key=value: ``.
+    """
+    presets = shipped()
+    path = presets.get(name, Path(name).expanduser())
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml") or "/" in name:
+        raise ValueError("no such file")
+    raise ValueError(no_such("cluster", name, presets, "the path of a YAML file"))
+
+
 def load_cluster(
-    name: str, *, nodes: int | None = None, gpus_per_node: int | None = None
+    name: str, typed: str = "", *, nodes: int | None = None, typed_nodes: str = ""
 ) -> Cluster:
     """Load a preset by its name, or a YAML file by its path.
 
-    nodes, gpus_per_node: replace the file's numbers.
+    nodes: replaces the file's number.
+    typed, typed_nodes: how the user gave them, for messages; "" for --cluster and --nodes.
 
     Raises:
         ConfigError: there is no such cluster, or the file is wrong; lists all problems.
     """
-    presets = shipped()
-    path = presets.get(name, Path(name).expanduser())
-    if not path.is_file():
-        if path.suffix in (".yaml", ".yml") or "/" in name:
-            raise ConfigError(f"--cluster {name}: no such file")
-        why = no_such("cluster", name, presets, "the path of a YAML file")
-        raise ConfigError(f"--cluster {name}: {why}")
-    content = _content(path)
+    try:
+        path = file_of(name)
+    except ValueError as error:
+        raise ConfigError(f"{typed or f'--cluster {name}'}: {error}") from None
+    presets, content = shipped(), _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
-            f"nodes={nodes}: {name} does not describe links between nodes; allowed: 1, or "
-            f"--cluster {others}, or a file with links.outer"
+            f"{typed_nodes or f'--nodes {nodes}'}: {name} does not describe links between nodes; "
+            f"allowed: 1, or --cluster {others}, or a file with links.outer"
         )
     reader = _Reader(path, content)
-    cluster = reader.cluster(nodes, gpus_per_node)
+    cluster = reader.cluster(nodes)
     if reader.problems or cluster is None:
         raise ConfigError(*(f"{path}: {problem}" for problem in reader.problems))
     return cluster
@@ -235,9 +253,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 _Check = tuple[str, Callable[[float], bool]]
-# No constant may be larger, whatever its unit. Sums over a whole cluster are 1,000 times smaller.
+# Largest allowed constant, whatever its unit. Sums over a real cluster are 1,000 times smaller.
 _MOST = 1e12
-_MOST_NODES = 2**14  # limit of nodes and of GPUs per node, as of topology.workers
+_MOST_NODES = 2**14  # limit on nodes and on GPUs per node; topology.workers has the same limit
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
 _AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
 _COUNT: _Check = (
@@ -276,14 +294,20 @@ _DEFAULTS = {
 # reaches 0.77; other GPUs reach 0.5 to nearly 1.
 _GEMM_SHARES = 0.5, 0.77, 0.95
 _GPU_DEFAULTS = {
-    "step_ms": _guess(10, "not measured separately", 0, 60),
-    "host_gib": _guess(128, "hosts of eight GPUs have 1 to 2 TiB", 64, 256),
-    "host_link_gbps": _guess(50, "pinned copies over PCIe 5 x16, whose datasheet says 64", 20, 60),
+    "step_ms": _guess(10, "data loading and host syncs of a step, not measured", 0, 60),
+    "host_gib": _guess(128, "hosts with eight GPUs have 1 to 2 TiB", 64, 256),
+    "host_link_gbps": _guess(
+        50, "copies from pinned memory over PCIe 5.0 x16 (64 GB/s by datasheet)", 20, 60
+    ),
     "host_memory_gbps": _guess(
-        19, "AdamW on two sockets reached 150 for eight GPUs; datasheets say 600 and more", 8, 60
+        19,
+        "AdamW on two CPU sockets reached 150 GB/s for eight GPUs together; datasheets promise 600 "
+        "and more",
+        8,
+        60,
     ),
 }
-_RANKS = _guess(8, "ranks assumed for the latency of collectives")
+_RANKS = _guess(8, "assumed number of ranks to which the collective latency applies")
 _OWN_LINKS = {
     "value": 1,
     "source": "datasheet",
@@ -312,11 +336,11 @@ class _Reader:
         self.path, self.content = path, content
         self.problems: list[str] = []
 
-    def cluster(self, nodes: int | None, gpus_per_node: int | None) -> Cluster | None:
+    def cluster(self, nodes: int | None) -> Cluster | None:
         content = self.content
         self._unknown(content, _KEYS, "")
         name = self._text(content, "name", "", default=self.path.stem)
-        count, per_node = self._count("nodes", nodes), self._count("gpus_per_node", gpus_per_node)
+        count, per_node = self._count("nodes", nodes), self._count("gpus_per_node")
         gpu_section = self._section(content, "gpu", "")
         gpu_name = self._text(gpu_section, "name", "gpu.") if gpu_section is not None else ""
         gpu = self._constants(_with_defaults(gpu_section), _GPU_CHECKS, "gpu.", ("name", "device"))
@@ -432,7 +456,7 @@ class _Reader:
         self._expected(f"{key}.{name}", raw, check[0])
         return None
 
-    def _count(self, key: str, given: int | None) -> int | None:
+    def _count(self, key: str, given: int | None = None) -> int | None:
         raw = self.content.get(key) if given is None else given
         if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
             return raw
@@ -478,7 +502,7 @@ class _Reader:
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the constant of a link that replaces ``key``, which the file omits."""
+    """Return the constant whose value a link's ``key`` takes, because the file omits ``key``."""
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 
@@ -491,7 +515,7 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     peak = gpu.get("peak_tflops")
     value: Any = peak.get("value") if isinstance(peak, Mapping) else None
     if "gemm_tflops" not in given and _is_number(value) and value > 0:
-        note = "not in the file: the share of the peak that an H200 reaches"
+        note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)
     return given
