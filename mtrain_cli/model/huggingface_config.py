@@ -369,11 +369,9 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         }
         scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
     # For YaRN, transformers warns unless this length is the original length times the factor.
-    max_position = (
-        round(rope_factor * rope.original_max_position)
-        if rope.scaling == "yarn"
-        else max(seq, rope.original_max_position)
-    )
+    max_position = max(seq, rope.original_max_position)
+    if rope.scaling == "yarn":
+        max_position = round(rope_factor * rope.original_max_position)
     return {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,

@@ -359,14 +359,10 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     if topology.circulates != "auto":
         return topology.circulates
     # With a block bitmap, queries from other workers would need those workers' rows of the bitmap.
-    return (
-        QUERIES
-        if rings
-        and not bitmap
-        and needs.workers > 1
-        and ring_backward_bytes(needs, QUERIES) < ring_backward_bytes(needs, KV)
-        else KV
-    )
+    if not rings or bitmap or needs.workers == 1:
+        return KV
+    fewer = ring_backward_bytes(needs, QUERIES) < ring_backward_bytes(needs, KV)
+    return QUERIES if fewer else KV
 
 
 def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:

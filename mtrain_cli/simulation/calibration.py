@@ -105,11 +105,8 @@ class Curve:
         if self.fixed_bounds is not None and bound != VALUE:
             fixed = self.fixed_bounds[bound == HIGH]
         flop, column_flop = np.asarray(flop), np.asarray(column_flop)
-        ms = (
-            fixed
-            + flop * (self.ms_per_tflop / 1e12)
-            + column_flop * (self.ms_per_column_tflop / 1e12)
-        )
+        ms = fixed + flop * (self.ms_per_tflop / 1e12)
+        ms = ms + column_flop * (self.ms_per_column_tflop / 1e12)
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(flop + column_flop > 0, ms * 1e3 * factor, 0.0)
 
@@ -560,11 +557,9 @@ def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]
     """
     source, measured = _source(gpu, calibration)
     # The user's file may hold other times of this GPU but no kernel times.
-    own = (
-        calibration.files
-        if calibration not in (None, source) and same_device(calibration.device, gpu)
-        else ()
-    )
+    own: tuple[str, ...] = ()
+    if calibration is not None and calibration != source and same_device(calibration.device, gpu):
+        own = calibration.files
     return {
         "device": source.device,
         "files": [*own, *source.files],

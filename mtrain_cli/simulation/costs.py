@@ -55,12 +55,8 @@ def index_scale(gpu: Gpu, heads: int) -> float:
     Every head reads the scores of all keys a few times, so time grows with the number of heads and
     with 1 / memory bandwidth. Launch overhead does not depend on the length and is not scaled.
     """
-    of_gpu = (
-        1.0
-        if calibration.same_device(INDEX_DEVICE, gpu.name)
-        else INDEX_HBM_GBPS / gpu.hbm_gbps.value
-    )
-    return heads / INDEX_HEADS * of_gpu
+    known = calibration.same_device(INDEX_DEVICE, gpu.name)
+    return heads / INDEX_HEADS * (1.0 if known else INDEX_HBM_GBPS / gpu.hbm_gbps.value)
 
 
 @dataclass(frozen=True)

@@ -102,18 +102,12 @@ def label(plan: RunPlan) -> str:
 
 def memory_settings(config: Config) -> dict[str, str]:
     """Return the memory settings that differ from their defaults, except for recomputation."""
-    settings = {
-        key: memory_search.get_setting(config, key)
-        for key in memory_search.CHOICES
-        if key != "train.activation_checkpoint"
-    }
+    keys = [key for key in memory_search.CHOICES if key != "train.activation_checkpoint"]
+    settings = {key: memory_search.get_setting(config, key) for key in keys}
     if config.train.activation_checkpoint != "sequence_selective":
         del settings["train.checkpoint_keep"]
-    return {
-        key: memory_search.format_value(value)
-        for key, value in settings.items()
-        if value != memory_search.CHOICES[key][0]
-    }
+    changed = {k: value for k, value in settings.items() if value != memory_search.CHOICES[k][0]}
+    return {key: memory_search.format_value(value) for key, value in changed.items()}
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
@@ -146,10 +140,8 @@ def recommend(
     Raises:
         InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
     """
-    space, found = (
-        _Space(cluster, scenario, workers, layouts, exchanges, recomputations),
-        _Candidates(),
-    )
+    space = _Space(cluster, scenario, workers, layouts, exchanges, recomputations)
+    found = _Candidates()
     for context in contexts(scenario.config, workers, min(cluster.gpus_per_node, workers)):
         found.add(space, context)
     # The plan that needs the least memory comes first.

@@ -87,11 +87,9 @@ class RankGrid:
     @staticmethod
     def of(schedule: Schedule) -> RankGrid:
         groups = schedule.workers // schedule.heads
-        per_node = (
-            min(groups, max(1, schedule.per_node // schedule.heads))
-            if schedule.heads > 1
-            else schedule.per_node
-        )
+        per_node = schedule.per_node
+        if schedule.heads > 1:
+            per_node = min(groups, max(1, schedule.per_node // schedule.heads))
         nodes = -(-groups // per_node) if schedule.traits.hierarchical else 1
         return RankGrid(nodes, groups // nodes, schedule.heads)
 
@@ -115,9 +113,8 @@ class RankGrid:
     def ranks_of(self, rank: int) -> IntArray:
         """Return the peer that each rank has in place of rank 0's peer ``rank``, [workers]."""
         assert rank % self.heads == 0
-        return (
-            self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
-        )
+        place = np.arange(self.workers) % self.heads
+        return self.groups_of(rank // self.heads) * self.heads + place
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,11 +190,8 @@ class SpmdSchedule:
                 assert len(move.first.receives) == len(transfer.receives)
                 if move.to is not None and move.source is not None:
                     assert (move.to[rank], move.source[rank]) == (transfer.to, transfer.source)
-                    shards = [
-                        self.grid.groups_of(place)[rank]
-                        for place in (move.arriving, move.leaving)
-                        if place is not None
-                    ]
+                    places = [p for p in (move.arriving, move.leaving) if p is not None]
+                    shards = [self.grid.groups_of(place)[rank] for place in places]
                     assert shards == [transfer.receives[0] // heads, transfer.sends[0] // heads]
                 if move.peers is not None:
                     assert move.peers[rank] == min(transfer.peers)

@@ -177,11 +177,8 @@ class _Player:
         self.ended: dict[int, FloatArray] = {}
         self.active: list[tuple[FloatArray, FloatArray, FloatArray]] = []  # ready, end, share
         self.groups: dict[int, _Groups] = {}
-        self.spent = {
-            kind: np.zeros((steps + 1, workers))
-            for kind in recording.COMPUTING
-            if kind != recording.WAIT
-        }
+        kinds = [kind for kind in recording.COMPUTING if kind != recording.WAIT]
+        self.spent = {kind: np.zeros((steps + 1, workers)) for kind in kinds}
         self.late = np.zeros((steps + 1, workers))
         self.exposed: dict[str, FloatArray] = {}
         self.carried = np.zeros((2, workers))

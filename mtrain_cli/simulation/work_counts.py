@@ -218,11 +218,8 @@ class WorkCounter:
         for part, table in tables.items():
             rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
             in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
-            for values, counted in (
-                (pairs, table.pairs + in_steps),
-                (blocks, table.blocks),
-                (of_columns, in_steps),
-            ):
+            counts = (pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)
+            for values, counted in counts:
                 values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
         if self.gathers_columns:
             for row, rank in enumerate(ranks):
@@ -237,9 +234,8 @@ class WorkCounter:
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
-                if mask is other or (
-                    mask.length == other.length and np.array_equal(mask.first, other.first)
-                ):
+                same_length = mask.length == other.length
+                if mask is other or (same_length and np.array_equal(mask.first, other.first)):
                     rows.append(row)
                     break
             else:
@@ -585,10 +581,8 @@ class _ColumnCounter:
         order = np.argsort(key_group, kind="stable")
         for begin in range(0, len(order), at_once):
             chosen = order[begin : begin + at_once]
-            uncovered = (
-                self._between(below, row[chosen], own[chosen], end[chosen])
-                * (number[chosen] * self.block)[:, None]
-            )
+            uncovered = self._between(below, row[chosen], own[chosen], end[chosen])
+            uncovered = uncovered * (number[chosen] * self.block)[:, None]
             groups = key_group[chosen]
             first = np.flatnonzero(np.diff(groups, prepend=-1))
             by_piece = np.add.reduceat(uncovered, first, axis=0)

@@ -44,11 +44,8 @@ class AttentionMemory:
             column_width=0 if self.index is None else self.index.column_width,
             sequences=sequences,
         )
-        self._program = (
-            exchange.name,
-            exchange.options(layout.workers),
-            self.index is not None and self.index.gathered,
-        )
+        gathered = self.index is not None and self.index.gathered
+        self._program = exchange.name, exchange.options(layout.workers), gathered
 
     @property
     def pool(self) -> int:

@@ -105,9 +105,8 @@ def export_checkpoint(
     source = find_source(source)
     run = _run_of(source)
     config = resolved_file.load(run / RESOLVED)
-    files, remark = (
-        tokenizer_of_run(config, run) if tokenizer is None else (of_folder(tokenizer), "")
-    )
+    named = None if tokenizer is None else of_folder(tokenizer)
+    files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
     # Before reading weights, refuse shapes that the model family does not support.
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
     try:

@@ -64,11 +64,9 @@ class LayerMemory:
         self.first_with_products = model.num_layers - keeping
         # Backward recomputes attention for the first `early` of a worker's queries.
         self.queries = layout.tokens_per_worker * attention.exchange.heads
-        self.early = (
-            early_queries(self.queries, attention_kept(train), config.sparsity.block)
-            if self.recomputes
-            else 0
-        )
+        self.early = 0
+        if self.recomputes:
+            self.early = early_queries(self.queries, attention_kept(train), config.sparsity.block)
 
     @property
     def products(self) -> int:

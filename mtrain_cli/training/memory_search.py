@@ -119,9 +119,8 @@ class MemorySearch:
             reason = f"{duration(setting.seconds)} per step"
             if not setting.fits:
                 reason += f", but needs {_gib(memory.total)}"
-                reason += (
-                    f" and {_gib(memory.host_peak)} of host memory" if memory.host_peak else ""
-                )
+                if memory.host_peak:
+                    reason += f" and {_gib(memory.host_peak)} of host memory"
             rows[kind] = (_label(setting.config, self.chosen.config), reason)
         return list(rows.values())
 
