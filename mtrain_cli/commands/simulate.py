@@ -136,23 +136,22 @@ Files = Annotated[bool, flag("--files/--no-files", "Write records for `mtrain re
 class SimulateOptions:
     """The options of `run`, `sweep` and `recommend`, as typed.
 
-    Attributes:
-        overrides: As in `mtrain train`, such as model= and seq=.
-        workers: Number of GPUs in total; by default all of the cluster.
-        exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
-            between nodes.
-        index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
-            dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
-            sparsity=, or clustered with --density or --columns.
-        density: Share of the causal blocks that the slashes of a synthetic index cover, such as
-            0.05 or 5%. By default 5%, within sparsity.min_slashes and max_slashes.
-        columns: Single key columns per head of a synthetic index; 2048 by default.
-        layers: Layers that get an index each; by default 1, or all layers of a recorded index.
-        kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
-        slow: Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.
-        jitter: Spread of message times: standard deviation of their logarithm.
-        tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
-        price: Dollars per GPU and hour; by default the cluster's.
+    overrides: As in `mtrain train`, such as model= and seq=.
+    workers: Number of GPUs in total; by default all of the cluster.
+    exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
+        between nodes.
+    index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
+        dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
+        sparsity=, or clustered with --density or --columns.
+    density: Share of the causal blocks that the slashes of a synthetic index cover, such as
+        0.05 or 5%. By default 5%, within sparsity.min_slashes and max_slashes.
+    columns: Single key columns per head of a synthetic index; 2048 by default.
+    layers: Layers that get an index each; by default 1, or all layers of a recorded index.
+    kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
+    slow: Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.
+    jitter: Spread of message times: standard deviation of their logarithm.
+    tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
+    price: Dollars per GPU and hour; by default the cluster's.
     """
 
     overrides: Overrides = None
@@ -183,8 +182,7 @@ class SimulateOptions:
 class RecommendOptions(SimulateOptions):
     """The options of `recommend`. By default it compares all exchanges.
 
-    Attributes:
-        exchange: Exchanges to compare; all by default.
+    exchange: Exchanges to compare; all by default.
     """
 
     exchange: Annotated[str | None, name_list(complete_exchanges)] = None
