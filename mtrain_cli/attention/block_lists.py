@@ -72,7 +72,7 @@ def index_lists(tiles: Tiles, transposed: bool) -> dict[str, torch.Tensor]:
 
 
 def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, int]:
-    """Return how many entries a row needs for its partial and for its full blocks.
+    """Return the entries that a row needs: (for its partial blocks, for its full blocks).
 
     A diagonal gives each row one block. A purely causal mask makes only the block on the main
     diagonal partial.

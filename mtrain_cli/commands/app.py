@@ -71,7 +71,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """A group that lists commands in order of use and prints user mistakes as lines."""
+    """A command group that lists commands in order of use and prints each mistake on one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)

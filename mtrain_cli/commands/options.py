@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.run_dir import RunDir
 
 # Upper limits of numeric options. Larger values overflow or keep the command busy for days.
-MOST_STEPS = 10**9  # as train.steps
-MOST_TOKENS = 2**26  # as seq
-MOST_WORKERS = 2**14  # as topology.workers
+MOST_STEPS = 10**9  # the limit of train.steps
+MOST_TOKENS = 2**26  # the limit of seq
+MOST_WORKERS = 2**14  # the limit of topology.workers
 MOST_SAMPLES = 10**6  # takes days to measure
 MOST_THREADS = 4096  # more than any machine has cores
-MOST_HEADS = 65_535  # as model.num_heads
-MOST_HEAD_DIM = 4096  # as model.head_dim
-MOST_IDS = 2**31 - 1  # as model.vocab_size
+MOST_HEADS = 65_535  # the limit of model.num_heads
+MOST_HEAD_DIM = 4096  # the limit of model.head_dim
+MOST_IDS = 2**31 - 1  # the limit of model.vocab_size
 MOST_DOCUMENTS = 2**40  # at one token each, these fill the largest disks
 MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
 LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
@@ -92,7 +92,8 @@ Threads = Annotated[
     bounded(
         1,
         MOST_THREADS,
-        "CPU threads; torch's default if not given. In a run, a worker has cores / workers.",
+        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
+        "share of the cores.",
     ),
 ]
 CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
@@ -237,8 +238,8 @@ def warn_of_unused_settings(
 
     Args:
         words: settings as typed.
-        config: the composed configuration. None, for commands that use only a few keys: warn only
-            of keys that are given twice.
+        config: the composed configuration. If it is None, as for commands that use only a few keys,
+            warn only of keys that are given twice.
         config_dir: folder of the user's own groups.
         exchange: the exchange that ``topology.exchange=auto`` chose; "" if unknown.
         device: the device that ``topology.device=auto`` chose; "" if unknown.

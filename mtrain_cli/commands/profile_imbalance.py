@@ -120,7 +120,7 @@ def _refuse_attention_options(seq: str, peer: bool) -> None:
     """Raise ConfigError for an option that needs --attention-only."""
     if seq:
         raise ConfigError(
-            f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N"
+            f"--seq {seq}: several lengths need --attention-only; a training step has one, seq=N"
         )
     if peer:
         raise ConfigError("--peer: compares one layer's attention; add --attention-only")

@@ -77,8 +77,8 @@ def kernels(
         head_dim: Width of one head.
         block: Tokens per block; by default 128 on a GPU, 16 on a CPU.
         kernel: Kernels to time with an index; by default all that support it.
-        workers: Also time the kernel calls of one of N workers, in a ring and on gathered keys.
-            Such as 8,32.
+        workers: Also time the kernel calls of one worker when N workers share the sequence, in a
+            ring and in an all-gather; such as 8,32.
         whole: Time whole sequences. --no-whole times only the calls that --workers adds.
         repeats: Samples per measured time.
     """

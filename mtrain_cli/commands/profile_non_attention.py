@@ -116,8 +116,8 @@ def _single_worker(words: list[str], length: int) -> Config:
     config = compose([*words, f"seq={length}", "topology.workers=1", "train.offload_activations=0"])
     if config.train.memory == "auto":
         raise ConfigError(
-            "train.memory=auto: its choice depends on the number of workers; give the settings to "
-            "time"
+            "train.memory=auto: its choice depends on the number of workers; give the memory "
+            "settings to time instead"
         )
     return dataclasses.replace(
         config,

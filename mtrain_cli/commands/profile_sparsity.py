@@ -42,7 +42,7 @@ def sparsity(
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    The coverage is measured on queries that no pattern probed to estimate its index.
+    The coverage is measured on queries from which no pattern estimated its index.
 
     [bold]Examples[/bold]
 
@@ -57,7 +57,8 @@ def sparsity(
             that the model trains with, dense by default.
         steps: Number of training steps; the first and the last are measured.
         every: Also measure every N steps; 0 = only the first and the last.
-        rows: Queries to sample per layer, among those that no pattern probes.
+        rows: Queries to sample per layer. Queries from which a pattern estimates its index are left
+            out.
         out: Parquet file with one row per step, pattern, layer and head; by default a folder in
             measurements/, which `mtrain report` can show.
     """

@@ -51,8 +51,8 @@ def step(
 
     Args:
         warmup: Training steps before the first recorded one; by default sparsity.dense_steps + 2.
-            They also give the step time without recording. For that time, the first step, dense
-            steps of a sparse run and its first sparse step are left out if others remain.
+            They also give the step time without recording. That time leaves out the first step,
+            dense steps of a sparse run and its first sparse step, if other steps remain.
         steps: Recorded steps; the report shows means over them.
         trace: Save the trace of every rank, for Perfetto and chrome://tracing.
     """

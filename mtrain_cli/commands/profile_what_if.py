@@ -216,9 +216,9 @@ def _cells(row: ReplayedSetup, passes: int) -> Iterator[str]:
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """Return a character per worker, as high as its share of the largest.
+    """Return a bar per worker, one character wide. Its height is relative to the largest share.
 
-    If workers outnumber the characters, each character shows the largest of several neighbors.
+    If there are too many workers, a bar shows the largest share of several neighbors.
     """
     group = -(-len(shares) // _BAR)
     heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]

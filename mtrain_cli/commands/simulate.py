@@ -40,7 +40,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Group(TyperGroup):
-    """A group that takes `mtrain simulate SETTINGS` for `mtrain simulate run SETTINGS`."""
+    """A command group in which `mtrain simulate SETTINGS` means `mtrain simulate run SETTINGS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_former_options(args, self.commands)
@@ -146,9 +146,10 @@ class SimulateOptions:
     density: Share of the causal blocks that the slashes of a synthetic index cover, such as
         0.05 or 5%. By default 5%, within sparsity.min_slashes and max_slashes.
     columns: Single key columns per head of a synthetic index; 2048 by default.
-    layers: Layers that get an index each; by default 1, or all layers of a recorded index.
+    layers: Number of layers to predict, each with its own index; by default 1, or all layers
+        of a recorded index.
     kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
-    slow: Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.
+    slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
     jitter: Spread of message times: standard deviation of their logarithm.
     tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
     price: Dollars per GPU and hour; by default the cluster's.
@@ -243,8 +244,8 @@ def run(
     job.require_gpus(alone, "give --attention-only")
     if recompute and not alone:
         raise ConfigError(
-            "--recompute: only with --attention-only; steps recompute as "
-            "train.activation_checkpoint says"
+            "--recompute: only with --attention-only; for whole steps, set "
+            "train.activation_checkpoint"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.commands.simulate_actions import predict_attention, predict_steps

@@ -31,11 +31,11 @@ from mtrain_cli.training.run_plan import FITS, RunPlan
 LEGEND = (
     "ms: attention of a layer on the slowest worker, mean over layers. best, worst: by the bounds "
     "of the constants. worker, step: imbalance degrees of time, largest over mean, and of work in "
-    "brackets. late: waits for slower workers. exposed: transfers that nothing hid, by link."
+    "brackets. late: waits for slower workers. exposed: communication without overlap, by link."
 )
 STEP_LEGEND = (
     "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
-    "the peak FLOP/s, by the model's FLOP and by all that are computed. waits: for slower workers, "
+    "the peak FLOP/s, by the model's FLOP and by all executed FLOP. waits: for slower workers, "
     "for transfers of keys and values, and for transfers of weights and gradients. worker, step: "
     "imbalance degrees of attention work, largest over mean. GiB: per GPU, as planned by "
     "`mtrain train --dry-run`. all_gather in N: gathers N head groups, each while the previous one "

@@ -14,7 +14,7 @@ _VAST = 2.0**100
 class UpperLimit:
     """The largest allowed value of a number, and the reason for this limit.
 
-    Every number has a limit, since larger ones overflow or keep a plan busy for hours.
+    Every number has a limit, since larger ones overflow or make planning take hours.
     """
 
     value: float
@@ -30,7 +30,7 @@ class Range:
 
     rule: what a number must satisfy, worded to follow ``key=value: ``.
     fits: function that returns whether a number satisfies the rule.
-    most: upper limit, unless the rule itself sets one.
+    most: upper limit, unless the rule states a limit.
     """
 
     rule: str
@@ -42,7 +42,7 @@ class Range:
 
     @property
     def limit(self) -> UpperLimit | None:
-        """The upper limit that a message or table states. None if the rule itself sets one."""
+        """The upper limit to state in messages and tables. None if the rule states a limit."""
         return self.most if self.fits(_VAST) else None
 
     def is_beyond(self, value: object) -> bool:
@@ -54,12 +54,17 @@ class Range:
 def option(allowed: tuple[str, ...] | Range = (), *, tokens: bool = False, **default: Any) -> Any:
     """Return a dataclass field that is a configuration key.
 
-    `mtrain config show` and the configuration reference show the field's entry in the docstring.
+        `mtrain config show` and the configuration reference show the field's entry in the docstring.
 
-    Args:
-        allowed: allowed words, or the range of allowed numbers. Empty if any value of the type is.
-        tokens: whether the key counts tokens, and so allows sizes such as 512k.
-        default: as in `dataclasses.field`.
+        Args:
+    <<<<<<< HEAD
+            allowed: allowed words, or the range of allowed numbers. Empty if any value of the type is.
+    =======
+            help: what the key sets, for `mtrain config show` and the configuration reference.
+            allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
+    >>>>>>> main
+            tokens: whether the key counts tokens, and so allows sizes such as 512k.
+            default: as in `dataclasses.field`.
     """
     return field(metadata={"allowed": allowed, "tokens": tokens}, **default)
 

@@ -150,8 +150,8 @@ class TopologyConfig:
         GPU, or an H200's if there is no GPU
     host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
         share of this machine's memory, or 128 if there is no GPU
-    gpus_per_node: workers per node; fewer than the host has divides it into virtual nodes; auto =
-        as launched
+    gpus_per_node: workers per node; a number below the host's divides the host into virtual nodes;
+        auto = as launched
     layout: which worker holds which tokens; auto = zigzag for dense attention without
         data.document_mask, else striped
     exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
@@ -352,8 +352,8 @@ class TrainConfig:
 class ProfileConfig:
     """Which training steps are recorded.
 
-    every: steps between recorded steps, which go to the run's folder profile/ for `mtrain report`;
-        0 = record none
+    every: steps from one recorded step to the next. The records go to the run's folder profile/,
+        for `mtrain report`; 0 = record none
     """
 
     every: int = option(_STEPS_OR_0)
@@ -391,7 +391,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration: one attribute per group, and the keys of no group.
+    """The whole configuration: one attribute per group, and the keys that belong to no group.
 
     seq: tokens per sequence; 512k = 524288, 1m = 1048576
     seed: seed of the initial weights and of the data order

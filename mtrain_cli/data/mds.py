@@ -300,7 +300,9 @@ class MdsFolder:
     def _bounds(
         self, raw: np.ndarray, offsets: np.ndarray
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return the byte offsets at which each column begins and ends, two int64[samples].
+        """Return for each column the byte offsets at which its values begin and end.
+
+        Both are int64[samples].
 
         Args:
             raw: the bytes of a shard.
@@ -394,7 +396,7 @@ class MdsFolder:
 
 
 def _parse_index(content: dict[str, Any]) -> tuple[list[Shard], list[str], list[str]]:
-    """Return the shards, and the names and encodings of the columns.
+    """Return the shards, the names of the columns, and their encodings.
 
     Raises:
         ValueError: an entry is wrong. The message is worded to follow "index.json".

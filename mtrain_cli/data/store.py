@@ -210,7 +210,7 @@ class TokenStore:
 class Written:
     """Content of the files of an unfinished store.
 
-    tokens, documents: their numbers.
+    tokens, documents: number of tokens and of documents.
     domains, left_out, cut: as in `StoreMeta`.
     """
 
@@ -356,7 +356,7 @@ class StoreWriter:
         """Return the store in memory. tokens, offsets: contents of the two files after `flush`.
 
         Raises:
-            ConfigError: it has no documents.
+            ConfigError: the store has no documents.
         """
         self._require_documents(corpus)
         arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)

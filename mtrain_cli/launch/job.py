@@ -189,7 +189,7 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store that all processes of ``job`` share.
 
-    torchrun serves the store, or else rank 0. Later calls return the same store.
+    torchrun serves the store; if it does not, rank 0 does. Later calls return the same store.
 
     Raises:
         ConfigError: the address of the store does not answer, or its port is in use.
@@ -263,7 +263,7 @@ def _seal(name: str, text: str) -> str:
     """Return ``text`` with a signature for the store entry ``name``.
 
     Anyone who can reach the port of the store can write to it. The signature shows that the writer
-    has the job's secret. Without a secret it is empty.
+    has the job's secret. Without a secret the signature is empty.
     """
     key = shared_key("decision")
     seal = "" if key is None else _digest(key, f"{name}\0{text}")

@@ -77,7 +77,7 @@ class Buffers:
         )
 
     def take(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an uninitialised tensor."""
+        """Return an uninitialised tensor, from the pool if it has one of this kind."""
         free = self._free[shape, dtype, device]
         return free.pop() if free else torch.empty(shape, dtype=dtype, device=device)
 

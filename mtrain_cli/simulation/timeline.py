@@ -74,10 +74,10 @@ class Disturbances:
     seed: int = 0
 
     def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Return the disturbances of each context group that has a slow rank.
+        """Return the disturbances of each context group that has a slow rank, by group.
 
-        If no rank is slow, return those of group 0.
-        Ranks count from 0 in each group of ``size`` ranks.
+        If no rank is slow, return those of group 0. Ranks count from 0 in each group of ``size``
+        ranks.
         """
         slow: dict[int, dict[int, float]] = {}
         for rank, factor in sorted(self.slow.items()):
@@ -142,7 +142,7 @@ def play(
     rows: bool = False,
     stream: int = 0,
 ) -> PassTimes:
-    """Play the actions of a pass.
+    """Simulate the actions of a pass, and return its times.
 
     Args:
         direction: name of the pass.
@@ -245,7 +245,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return the microseconds of work that starts now, slowed by messages in flight."""
+        """Return how long work of ``us`` microseconds takes from now, with messages in flight."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -346,9 +346,9 @@ class _Player:
 
 
 class _Groups:
-    """The sets of ranks that take part in a collective together.
+    """The groups of ranks in which collectives run.
 
-    peers: [workers], the lowest rank of each rank's set.
+    peers: [workers], the lowest rank of each rank's group.
     """
 
     def __init__(self, peers: IntArray) -> None:
@@ -360,17 +360,20 @@ class _Groups:
         self.of = np.searchsorted(ordered[self.begin], peers)
 
     def most(self, values: FloatArray) -> FloatArray:
-        """Return the largest value in each rank's set, [workers]."""
+        """Return for each rank the largest value in its group, [workers]."""
         if self.alone:
             return np.full(len(values), values.max())
         return np.maximum.reduceat(values[self.order], self.begin)[self.of]
 
     def first(self, values: FloatArray) -> FloatArray:
-        """Return the value of the lowest rank in each rank's set, [workers]."""
+        """Return for each rank the value of the lowest rank in its group, [workers]."""
         return values[self.peers]
 
     def latest(self, values: FloatArray) -> IntArray:
-        """Return the lowest rank with the largest value in each rank's set, [workers]."""
+        """Return for each rank which rank of its group has the largest value, [workers].
+
+        If several have it, this is the lowest of them.
+        """
         largest = values == self.most(values)
         candidates = np.where(largest, np.arange(len(values)), len(values))
         if self.alone:
@@ -426,7 +429,7 @@ def together(
     iteration: int = 0,
     flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
-    """Join the records of passes into those of one iteration, of dtype `ROW`.
+    """Join the records of passes into the records of one iteration, of dtype `ROW`.
 
     Args:
         passes: (layer, times) of each pass.

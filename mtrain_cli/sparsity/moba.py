@@ -19,7 +19,7 @@ _SCORE_BYTES = 1 << 28  # maximum bytes of scores at a time
 
 @dataclass(frozen=True)
 class MobaPattern(MobaSettings):
-    """Choose ``top_k`` chunks: the query's own, and the others whose mean key scores highest.
+    """Choose ``top_k`` chunks of keys per query: its own, and those whose mean key scores highest.
 
     If scores are equal, the earlier chunk wins. Means leave out padding.
 

@@ -136,7 +136,7 @@ def _pool(exchange: str, options: ScheduleOptions, columns: bool, sizes: ShardSi
 def _saved(
     exchange: str, options: ScheduleOptions, columns: bool, sizes: ShardSizes
 ) -> dict[str, int]:
-    """Return the bytes of each buffer that forward saves, by the first word of its name."""
+    """Return the bytes of each buffer that forward saves, by first word of its name, such as kv."""
     forward, _ = _programs(exchange, options, columns)
     buffers = {name.partition(" ")[0]: forward.buffers[name] for name in forward.saved}
     return {word: int(b.size.of(sizes, forward.sharing)) for word, b in buffers.items()}

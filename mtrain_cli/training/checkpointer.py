@@ -177,7 +177,7 @@ class Checkpointer:
         return self._on_all_ranks(found)[0]
 
     def describe_fallback(self) -> str:
-        """Say whether this rank sees a checkpoint that a run can resume from after a failure."""
+        """Return a clause for messages: whether a checkpoint is left from which to resume."""
         # At the next start, `_clean_up` restores a checkpoint that a save had set aside.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
             return "the previous checkpoint is intact"
@@ -233,7 +233,7 @@ class Checkpointer:
         return None
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what DCP saves: all but `trainer`, with `rng` under the name of this rank."""
+        """Return what DCP saves: `state` without `trainer`, with `rng` under this rank's name."""
         tensors = {key: value for key, value in state.items() if key not in ("trainer", "rng")}
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 

@@ -108,7 +108,7 @@ def describe_choice(plan: RunPlan) -> str:
     assert plan.search is not None
     assert plan.search.chosen is not None
     chosen = plan.search.chosen
-    reason = f"the fastest of {len(plan.search.settings)} settings that fits"
+    reason = f"of {len(plan.search.settings)} settings the fastest one that fits"
     step = f"{duration(chosen.seconds)} per step, estimated"
     return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {step}"
 
@@ -292,7 +292,10 @@ def advice(plan: RunPlan) -> str:
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:
-    """Halve the planned number of workers until they fit this machine. Return None if none fit."""
+    """Return a smaller number of workers that fits this machine, or None if not even one fits.
+
+    It is the planned number, halved until it fits.
+    """
     workers = plan.dims.workers // 2
     while workers:
         topology = dataclasses.replace(plan.config.topology, workers=workers)
@@ -304,7 +307,10 @@ def _fewer_workers(plan: RunPlan) -> int | None:
 
 
 def _longest_seq(plan: RunPlan) -> int | None:
-    """Halve the planned sequence until it fits this machine. Return None if none fits."""
+    """Return a shorter sequence that fits this machine, in tokens, or None if none fits.
+
+    It is the planned length, halved until it fits.
+    """
     seq = plan.config.seq // 2
     while seq >= SHORTEST_SEQ:
         if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:

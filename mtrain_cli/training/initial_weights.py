@@ -34,7 +34,7 @@ def remarks(config: Config) -> list[str]:
 
 
 def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
-    """Return at most one line: each rotary setting that differs from the folder's, both values."""
+    """Return a line with both values of each rotary setting that differs, or no line if none do."""
     ours = config.model.rope
     pairs = [
         ("theta", show(ours.theta), show(theirs.theta)),
@@ -67,7 +67,10 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
 
 
 def _beyond_reach(config: Config, reach: int) -> list[str]:
-    """Warn if the sequence is longer than the folder's positions and their scaling cover."""
+    """Return a line if the sequence is longer than the model's rotary positions cover.
+
+    reach: tokens that the folder's positions cover without the run's scaling.
+    """
     rope = config.model.rope
     if rope.scaling == "yarn":
         reach = round(rope_factor(rope, config.seq) * rope.original_max_position)

@@ -229,7 +229,7 @@ def _let_save_finish(
 
 
 class MetricsLog(Callback):
-    """Show every step and its warnings. On the first worker, write it to metrics.jsonl, too."""
+    """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._progress, self._writer = progress, None

@@ -159,9 +159,9 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Return whether a setting offloads or drops attention's output.
+    """Return whether a setting offloads attention's output, or recomputes it.
 
-    MLP products are ten times as large, so there is no room for them.
+    Such a setting has no room for MLP products, which are ten times as large.
     """
     return bool(offload) or kind in ("sequence_selective", "full")
 
@@ -187,7 +187,7 @@ def _with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any
 
 
 def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
-    """Keep the MLP products of as many layers as leave 10 % of a GPU free, possibly none."""
+    """Set train.keep_mlp to the most layers that leave 10 % of a GPU free, possibly none."""
     key, layers = "train.keep_mlp", config.model.num_layers
 
     def too_large(config: Config) -> bool:
@@ -202,10 +202,10 @@ def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) 
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
-    """Return the run with the MLP products of as many layers as leave 10 % of a GPU free.
+    """Return the run with train.keep_mlp set to the most layers that leave 10 % of a GPU free.
 
-    Return None if there is no room, if the run keeps products already, or if it offloads or drops
-    attention's output.
+    Return None if there is no room for one layer, if the run sets train.keep_mlp, or if it offloads
+    or recomputes attention's output.
     """
     train = plan.config.train
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
@@ -268,7 +268,10 @@ def density(config: Config) -> float:
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
-    """Return what a transfer costs that overlaps with compute. All numbers are seconds."""
+    """Return the cost of a transfer that overlaps with compute.
+
+    transfer, overlapping: seconds of the transfer and of the compute. The result is in seconds.
+    """
     return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 
@@ -307,9 +310,10 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
 
 
 def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
-    """Return changes that each make a run fit: at most one of each of these kinds, in this order.
+    """Return changes, as overrides, each of which alone makes the run fit.
 
-    The kinds are memory settings, the exchange, no checkpoints, a shorter sequence, more workers.
+    There is at most one of each kind: memory settings, the exchange, no checkpoints, a shorter
+    sequence, more workers.
     """
     changes = []
     fitting = [setting for setting in result.settings if setting.fits]
@@ -328,7 +332,10 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 
 def _other_exchange(plan: RunPlan) -> str | None:
-    """Return `topology` overrides that fit: more parts of the heads, a ring, or an all-gather."""
+    """Return overrides of `topology` with which the run fits, or None if there are none.
+
+    They set more parts of the heads, a ring, or an all-gather.
+    """
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":
         return None
@@ -362,10 +369,13 @@ def _exchange_change(
 
 
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """Return the longest sequence that fits, of those with 3 significant bits (512k, 576k, ...).
+    """Return the longest sequence that fits, in tokens. Return None if `shortest` does not fit.
 
-    With `train.memory=auto`, a sequence fits if it fits with any setting. Return None if `shortest`
-    does not fit.
+    Between a power of two and the next, seven evenly spaced lengths are tried (512k, 576k, 640k,
+    ...). With `train.memory=auto`, a sequence fits if it fits with any setting.
+
+    Args:
+        shortest, most: bounds on the result.
     """
 
     def fits(seq: int) -> bool:
@@ -385,7 +395,10 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Double the planned number of workers until the run fits. Return None if it never fits."""
+    """Return a number of workers with which the run fits, or None if none up to `most` does.
+
+    It is the planned number, doubled until the run fits.
+    """
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None

@@ -222,12 +222,12 @@ class _HostLink:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Let transfers that start from now on wait for the work queued on the device so far."""
+        """Make later transfers wait for the work queued on the device so far."""
         for stream in self._streams or ():
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Let work queued from now on wait for the transfers, without blocking the host."""
+        """Make later work on the device wait for the transfers so far. The host does not wait."""
         for stream in self._streams or ():
             torch.cuda.current_stream(self.device).wait_stream(stream)
 

@@ -233,7 +233,10 @@ class RunPlan:
         return memory.total <= usable * self.gpu_bytes and memory.host_peak <= self.host_share
 
     def estimate(self, config: Config) -> MemoryEstimate:
-        """Estimate the memory of a worker if `config` changes only memory settings of this plan."""
+        """Estimate the memory of a worker for another configuration.
+
+        config: may differ from the plan's in memory settings only.
+        """
         return estimate_memory(
             config,
             workers=self.dims.workers,
@@ -274,7 +277,7 @@ def make_plan(config: Config) -> RunPlan:
     `topology.device` decides where:
     - cpu: on the CPU of this machine.
     - cuda: on GPUs like those of this machine, or if it has none, on absent GPUs.
-    - auto: as for cuda if this machine has GPUs. Otherwise as for cpu. Only if the CPU cannot run
+    - auto: on this machine's GPUs, as for cuda. If it has none, on its CPU. If the CPU cannot run
       the configuration and `topology.workers` is a number, on that many absent GPUs.
 
     Raises:

@@ -85,8 +85,8 @@ class StateMemory:
     def saving(self) -> int:
         """Host memory of the copy of weights and states while a checkpoint is written.
 
-        0 if the configuration asks for no checkpoint, although a run that is asked to stop saves
-        one even then.
+        0 if the configuration asks for no checkpoint. Such a run still saves one if it is asked to
+        stop.
         """
         return 12 * self.shard if self.saves else 0
 
