@@ -54,17 +54,12 @@ class Range:
 def option(allowed: tuple[str, ...] | Range = (), *, tokens: bool = False, **default: Any) -> Any:
     """Return a dataclass field that is a configuration key.
 
-        `mtrain config show` and the configuration reference show the field's entry in the docstring.
+    `mtrain config show` and the configuration reference show the field's entry in the docstring.
 
-        Args:
-    <<<<<<< HEAD
-            allowed: allowed words, or the range of allowed numbers. Empty if any value of the type is.
-    =======
-            help: what the key sets, for `mtrain config show` and the configuration reference.
-            allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
-    >>>>>>> main
-            tokens: whether the key counts tokens, and so allows sizes such as 512k.
-            default: as in `dataclasses.field`.
+    Args:
+        allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
+        tokens: whether the key counts tokens, and so allows sizes such as 512k.
+        default: as in `dataclasses.field`.
     """
     return field(metadata={"allowed": allowed, "tokens": tokens}, **default)
 
