@@ -56,12 +56,12 @@ class SequenceMask:
 
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
-        """Causal attention over the whole sequence, without documents."""
+        """Return the mask of causal attention over the whole sequence, without documents."""
         return SequenceMask(np.zeros(padded, np.int64), length)
 
     @staticmethod
     def from_documents(documents: NDArray[np.integer], padded: int) -> SequenceMask:
-        """Causal attention within each document.
+        """Return the mask of causal attention within each document.
 
         documents: id of each token, non-decreasing.
 

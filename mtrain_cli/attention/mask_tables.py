@@ -71,7 +71,7 @@ class BlockPairs:
         return BlockPairs(len(rows), blocks, places, summed)
 
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
-        """Return each block diagonal's number of allowed pairs, and of blocks that hold any.
+        """Return for each block diagonal the number of allowed pairs, and of blocks with any.
 
         Both are int64 [blocks]. This works only if `make` counted all query blocks.
         """

@@ -123,7 +123,7 @@ class Exchange:
     def num_queries(self) -> int:
         """Number of queries per sequence for which this rank computes attention.
 
-        If ranks share heads, this counts the queries of all of them.
+        If this rank shares heads with others, their queries count, too.
         """
         return self.inside.tokens_per_worker
 

@@ -168,7 +168,7 @@ class Recorder:
             self._add(kind, step, message, began, self.now())
 
     def posted(self, step: int, message: MessageTag) -> None:
-        """Record that a transfer was posted, behind the work queued so far."""
+        """Record that a transfer was posted, after the work queued so far."""
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
 

@@ -119,7 +119,7 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
     """Return how many of a worker's first queries are recomputed.
 
-    sharing: number of ranks that share heads. The count covers the queries of all of them.
+    sharing: number of ranks that share heads. Their queries count together, as one worker's.
     """
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)

@@ -6,9 +6,9 @@ measurement, so that all ranks choose the same setting. It is the sum of:
     compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
                 the data, assume 10 % of the causal pairs.
     weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
-    activations transfer of the offloaded bytes over the host link. The transfer down overlaps with
-                the offloaded layers' forward pass, a quarter of their compute. The transfer up
-                overlaps with their backward pass, the rest of it.
+    activations transfer of the offloaded bytes over the host link. The transfer to the host
+                overlaps with the offloaded layers' forward pass, a quarter of their compute. The
+                transfer back overlaps with their backward pass, the rest of it.
     optimizer   28 bytes per weight of the shard through GPU memory. With optim.offload, through
                 host memory, which the machine's workers share
     tiles       0.5 ms per MLP tile and pass, and per chunk of the loss

@@ -134,8 +134,8 @@ class StateMemory:
         return (self.workers - 1) * (self.e * gathered + self.r * reduced)
 
     def over_host_link(self) -> int:
-        """Return the bytes between device and host per optimizer step of an offloaded optimizer.
+        """Return the bytes that an offloaded optimizer moves between device and host per step.
 
-        Float32 gradients go down, and weights in the compute dtype go up.
+        Float32 gradients move to the host, and weights in the compute dtype move back.
         """
         return (4 + self.e) * self.shard if self.offload else 0
