@@ -163,8 +163,9 @@ def _header(source: ReportSource) -> str:
         "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
-    state = "complete" if source.complete else "partial"
-    head = f"<h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>"
+    # The remarks say what an incomplete source lacks.
+    kind = escape(source.kind) + (", complete" if source.complete else "")
+    head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
     listed = _list([(name, value) for name, value in rows.items() if value])
     return f"<header>{head}{_remarks(source.remarks)}{listed}{_settings(source)}</header>"
 
