@@ -126,9 +126,10 @@ class Flash4Kernel(TritonColumns):
 
 
 def _load_dense() -> ModuleType:
-    """Return the module that calls FlashAttention-4.
+    """Import the module that calls FlashAttention-4, and return it.
 
-    FlashAttention-4 decides at its first import whether and where it caches compiled kernels.
+    The first import enables the kernel cache, because FlashAttention-4 decides at import whether
+    and where it caches compiled kernels.
     """
     loaded = "mtrain_cli.kernels.flash4.dense" in sys.modules
     with nullcontext() if loaded else persistent_kernel_cache():
@@ -198,7 +199,7 @@ def _sparse_backward(
 
 
 def _spans(tiles: Tiles) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return each row's span, or None if the mask is causal only and a kernel needs no spans."""
+    """Return (low, high) of the tiles, or None if the mask is causal only, which needs neither."""
     assert tiles.geometry is not None
     return None if tiles.geometry.tables.plain else (tiles.low, tiles.high)
 

@@ -78,7 +78,8 @@ class Index(ABC):
     def counts(self, tables: MaskTables) -> IndexCounts:
         """Count the work that index and masks leave, without waiting for the device.
 
-        A bitmap counts only its own query blocks, for which ``tables`` must have been made.
+        tables: the batch's masks. For a bitmap, make them with ``bitmap=True`` and its ``rows``;
+            only the query blocks in ``rows`` are counted.
         """
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -175,10 +176,11 @@ class VerticalSlash(Index):
         return IndexCounts(pairs, blocks, real.sum(-1), column_pairs, slashes.sum(-1))
 
     def _covered_queries(self, columns: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Return how many queries see each column through a chosen diagonal, too; like columns.
+        """Return for each column how many of its queries also see it through a chosen diagonal.
 
-        last: the last query that sees each column. All queries from the column's own position to
-            ``last`` see it.
+        columns: int64 [batch, heads, width], positions. The result has the same shape.
+        last: like columns, the last query that sees each column. The first one is at the column's
+            own position.
         """
         slashes = self.slashes.long()
         counts_below = torch.nn.functional.pad(slashes.cumsum(-1), (1, 0))
@@ -260,7 +262,11 @@ class GatedBitmap(BlockBitmap):
     by_head: ClassVar = ("bits", "gates")
 
     def gated(self, queries: slice) -> torch.Tensor:
-        """Return the choice of some queries of ``gates``, bool [batch, heads, queries, chunks]."""
+        """Unpack ``gates``: return which chunks some queries chose.
+
+        queries: slice of the second-to-last dimension of ``gates``.
+        Returns: bool [batch, heads, queries, chunks].
+        """
         chunks = -(-self.blocks * self.block // self.chunk)
         bit = torch.arange(chunks, device=self.gates.device)
         return (self.gates[:, :, queries, bit // 32] >> (bit % 32)) & 1 != 0

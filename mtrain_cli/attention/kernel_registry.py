@@ -32,9 +32,9 @@ def make_kernel(name: str) -> Kernel:
 
 
 def survey(request: KernelRequest) -> list[tuple[str, str | None]]:
-    """Return every kernel's name, and the reason why it cannot serve the request, None if it can.
+    """Return (name, reason) of every kernel, in order of preference.
 
-    The kernels come in order of preference.
+    The reason says why the kernel cannot serve the request; it is None if the kernel can.
     """
     return [(name, make().unsupported_reason(request)) for name, make in _KERNELS.items()]
 

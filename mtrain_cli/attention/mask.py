@@ -1,10 +1,10 @@
 """Masks: which query-key pairs are allowed before any dynamic index.
 
-Each query sees one interval of keys. Every layout keeps a worker's tokens in ascending order, so
-the interval stays one interval of slots in any shard of keys. `KeySpans` holds these intervals as
-two integers per row. They are exact, take kilobytes, and are computed on the CPU without a process
-group. This module derives rectangles and counts from them, and `mask_tables` derives tables by
-block.
+Each query sees one interval of keys. A slot is a token's place in its shard. Every layout keeps a
+worker's tokens in ascending order, so a query also sees one interval of slots in any key shard.
+`KeySpans` holds these intervals as two integers per query. They are exact, take kilobytes, and are
+computed on the CPU without a process group. This module derives rectangles and counts from them,
+and `mask_tables` derives tables by block.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ NOTHING = 1 << 30
 class BlockPairs:
     """The number of allowed query-key pairs in each pair of blocks of one sequence.
 
-    From one key block of a query block to the next, this number changes only at document starts and
-    at the diagonal. Only the changes are stored.
+    Along the key blocks of one query block, this number changes only at document starts and at the
+    diagonal, so only the changes are stored.
 
     rows, blocks: number of query blocks and of key blocks.
     places: int64 [changes], ascending flat indices into a table [rows, blocks + 1].
@@ -73,7 +73,7 @@ class BlockPairs:
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
         """Return each block diagonal's number of allowed pairs, and of blocks that hold any.
 
-        Both are int64 [blocks]. ``rows`` must have been all query blocks.
+        Both are int64 [blocks]. This works only if `make` counted all query blocks.
         """
         row, column = np.divmod(self.places, self.blocks + 1)
         away = row - column

@@ -40,7 +40,7 @@ class SharedColumns:
 
         Args:
             whole: tiles of this worker's queries and all keys of the sequence, with the index.
-            own: any tiles whose keys are this worker's, with the index.
+            own: tiles of this worker's keys and any queries, with the index.
         """
         index, geometry = whole.index, own.geometry
         assert geometry is not None

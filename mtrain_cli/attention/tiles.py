@@ -78,7 +78,7 @@ class Tiles:
 
     @property
     def num_keys(self) -> int:
-        """Number of key slots k."""
+        """Number of key slots."""
         return self.spans[0].num_keys
 
     @property
@@ -125,7 +125,7 @@ class Tiles:
 
     @property
     def empty(self) -> bool:
-        """Whether the mask allows no pair. Callers then skip the kernel, never communication."""
+        """Whether the mask allows no pair. Callers then skip the kernel, but still communicate."""
         return self.pairs == 0
 
     @cached_property

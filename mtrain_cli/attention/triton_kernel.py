@@ -188,7 +188,7 @@ def _vertical_slash_fields(tiles: Tiles, index: VerticalSlash, slashes: bool) ->
 
 
 def _bitmap_fields(index: BlockBitmap, geometry: BlockGeometry, backward: bool) -> dict[str, Any]:
-    """Return the fields of `TilePlan` that depend on an index of listed blocks."""
+    """Return the fields of `TilePlan` that depend on a block bitmap."""
     from mtrain_cli.kernels.triton.sparse import list_blocks
 
     # Lists hold the global numbers of local blocks, which ascend like the blocks' slots.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import inspect
 import io
 import os
 import re
@@ -38,6 +37,7 @@ from mtrain_cli.commands import (
     status,
     train,
 )
+from mtrain_cli.commands.options import describe, described_parameters, split_docstring
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
@@ -71,7 +71,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class Group(TyperGroup):
-    """A group that lists commands in order of use and prints user mistakes as lines."""
+    """A command group that lists commands in order of use and prints each mistake on one line."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
@@ -90,19 +90,21 @@ class Group(TyperGroup):
             return super().invoke(ctx)
 
 
-def reflow_help(group: typer.Typer) -> None:
-    """Join the lines of each help paragraph, so that the paragraph fills the terminal's width.
+def take_help_from_docstrings(group: typer.Typer) -> None:
+    """Take the help of commands and of their options from the docstrings.
 
-    Typer would keep the line breaks of the docstring. Indented lines, the examples, stay unchanged.
+    Join the lines of each help paragraph, so that the paragraph fills the terminal's width. Typer
+    would keep the line breaks of the docstring. Indented lines, the examples, stay unchanged.
     """
     infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
     for info in infos:
-        text = inspect.getdoc(info.callback) if info.callback is not None else None
-        if text:
+        if info.callback is not None:
+            text, _ = split_docstring(info.callback)
             info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+            describe(info.callback, described_parameters(info.callback))
     for subgroup in group.registered_groups:
         if subgroup.typer_instance is not None:
-            reflow_help(subgroup.typer_instance)
+            take_help_from_docstrings(subgroup.typer_instance)
 
 
 @contextlib.contextmanager
@@ -268,4 +270,4 @@ app.add_typer(config.app, name="config")
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
-reflow_help(app)
+take_help_from_docstrings(app)

@@ -29,16 +29,8 @@ class Dtype(StrEnum):
 
 @app.command("import")
 def import_weights(
-    hf_folder: Annotated[
-        Path,
-        argument(
-            "HF_FOLDER",
-            "Folder with config.json and safetensors of a qwen2, qwen3, llama or mistral model.",
-        ),
-    ],
-    run: Annotated[
-        Path, argument("RUN", "Run folder to create; the weights become its checkpoint step-0.")
-    ],
+    hf_folder: Annotated[Path, argument("HF_FOLDER")],
+    run: Annotated[Path, argument("RUN")],
 ) -> None:
     """Create a run whose checkpoint holds the weights of a Hugging Face folder, in float32.
 
@@ -48,6 +40,11 @@ def import_weights(
 
       [cyan]mtrain checkpoint import Qwen2.5-3B runs/qwen3b-start[/cyan]
           Create runs/qwen3b-start, which you can resume
+
+    Args:
+        hf_folder: Folder with config.json and safetensors of a qwen2, qwen3, llama or mistral
+            model.
+        run: Run folder to create; the weights become its checkpoint step-0.
     """
     from mtrain_cli.model.huggingface_config import remarks
     from mtrain_cli.training.conversion import import_folder
@@ -64,22 +61,10 @@ def import_weights(
 
 @app.command("export")
 def export_weights(
-    source: Annotated[
-        Path,
-        argument(
-            "RUN_OR_CHECKPOINT", "A run (its newest checkpoint), or one of its step-N folders."
-        ),
-    ],
-    hf_folder: Annotated[Path, argument("HF_FOLDER", "Folder to create; new or empty.")],
+    source: Annotated[Path, argument("RUN_OR_CHECKPOINT")],
+    hf_folder: Annotated[Path, argument("HF_FOLDER")],
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the exported weights.")] = Dtype.bfloat16,
-    tokenizer: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Folder to copy the tokenizer files and the token ids of config.json from, instead "
-            "of the run's tokenizer.",
-        ),
-    ] = None,
+    tokenizer: Annotated[Path | None, option("DIR")] = None,
 ) -> None:
     """Export a checkpoint and its tokenizer to a folder for transformers and inference servers.
 
@@ -91,6 +76,12 @@ def export_weights(
           Export a certain checkpoint in float32
       [cyan]mtrain checkpoint export runs/long my-model-hf --tokenizer Qwen2.5-3B[/cyan]
           Use the tokenizer of another folder
+
+    Args:
+        source: A run (its newest checkpoint), or one of its step-N folders.
+        hf_folder: Folder to create; new or empty.
+        tokenizer: Folder to copy the tokenizer files and the token ids of config.json from, instead
+            of the run's tokenizer.
     """
     import torch
 
@@ -109,20 +100,9 @@ def export_weights(
 
 @app.command("verify")
 def verify_weights(
-    source: Annotated[
-        Path,
-        argument("HF_FOLDER_OR_RUN", "A Hugging Face folder, a run, or one of its step-N folders."),
-    ],
-    tokens: Annotated[int, bounded("Number of random tokens.", 1, MOST_COMPARED)] = 256,
-    tolerance: Annotated[
-        float,
-        option(
-            "X",
-            "Largest logit difference that counts as agreement.",
-            least=0.0,
-            most=LARGEST_TOLERANCE,
-        ),
-    ] = 1e-3,
+    source: Annotated[Path, argument("HF_FOLDER_OR_RUN")],
+    tokens: Annotated[int, bounded(1, MOST_COMPARED)] = 256,
+    tolerance: Annotated[float, option("X", least=0.0, most=LARGEST_TOLERANCE)] = 1e-3,
 ) -> None:
     """Compare mtrain's logits with transformers'. The exit code is 1 if they differ.
 
@@ -135,6 +115,11 @@ def verify_weights(
           Check mtrain's decoder on released weights
       [cyan]mtrain checkpoint verify runs/latest --tokens 1024[/cyan]
           Check the export of the last run on more tokens
+
+    Args:
+        source: A Hugging Face folder, a run, or one of its step-N folders.
+        tokens: Number of random tokens.
+        tolerance: Largest logit difference that counts as agreement.
     """
     import torch
 

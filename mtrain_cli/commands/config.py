@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_options
-from mtrain_cli.commands.options import argument
+from mtrain_cli.commands.options import ConfigDir, argument
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -26,15 +26,6 @@ app = typer.Typer(
 VALUE, ALLOWED = "value", "allowed"
 _READABLE = 44  # characters per line that values and descriptions need next to a key
 RECIPE = "recipe"  # a group whose options set keys of all other groups
-ConfigDir = Annotated[
-    Path | None,
-    typer.Option(
-        "--config-dir",
-        metavar="DIR",
-        help="Folder of your own groups, as in `mtrain train`.",
-        show_default=False,
-    ),
-]
 
 
 @app.command("list")
@@ -75,9 +66,7 @@ def list_groups(config_dir: ConfigDir = None) -> None:
 
 @app.command("show")
 def show_option(
-    option: Annotated[
-        str, argument("GROUP/NAME", "An option from `mtrain config list`.", complete_options)
-    ],
+    option: Annotated[str, argument("GROUP/NAME", complete_options)],
     config_dir: ConfigDir = None,
 ) -> None:
     """Show the keys of an option: value, description and what is allowed.
@@ -88,6 +77,9 @@ def show_option(
           Show the shape of a model
       [cyan]mtrain config show topology/local[/cyan]
           Show how workers share a sequence
+
+    Args:
+        option: An option from `mtrain config list`.
     """
     from mtrain_cli.composition.compose import composed_values
     from mtrain_cli.config import keys

@@ -34,61 +34,18 @@ app = typer.Typer(
 
 @app.command()
 def prepare(
-    source: Annotated[
-        str,
-        argument(
-            "SOURCE",
-            "A .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS "
-            "shards, or 'stdlib' for Python's own sources.",
-        ),
-    ],
-    out: Annotated[Path, argument("OUT", "Folder of the token store; must hold nothing else.")],
-    tokenizer: Annotated[
-        str,
-        option(
-            "bytes|bpe|FILE",
-            "Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.",
-            complete=complete_tokenizers,
-        ),
-    ] = "bytes",
-    vocab_size: Annotated[
-        int | None,
-        bounded(
-            "Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.",
-            most=MOST_IDS,
-        ),
-    ] = None,
-    text_key: Annotated[
-        str, option("KEY", "Field that holds the text in .jsonl and .parquet files.")
-    ] = "text",
-    from_tokenizer: Annotated[
-        str | None, option("bytes|FILE", "Tokenizer of the ids in SOURCE; only for MDS shards.")
-    ] = None,
-    domain: Annotated[
-        str | None,
-        option(
-            "A,B",
-            "Keep only these domains. The domain of a document is its field 'domain', or else the "
-            "first folder of its path below SOURCE.",
-        ),
-    ] = None,
-    min_tokens: Annotated[
-        str, option("N", "Leave out documents with fewer tokens, such as 64k.")
-    ] = "0",
-    max_tokens: Annotated[
-        str, option("N", "Leave out documents with more tokens; 0 = no limit.")
-    ] = "0",
-    truncate: Annotated[
-        bool, flag("--truncate", "Cut documents at --max-tokens instead of leaving them out.")
-    ] = False,
-    min_chars: Annotated[
-        int,
-        bounded("Leave out documents with fewer characters; 0 = no limit.", most=MOST_DOCUMENTS),
-    ] = 0,
-    threads: Annotated[
-        int | None,
-        bounded("CPU threads of the tokenizer; all cores by default.", 1, MOST_THREADS),
-    ] = None,
+    source: Annotated[str, argument("SOURCE")],
+    out: Annotated[Path, argument("OUT")],
+    tokenizer: Annotated[str, option("bytes|bpe|FILE", complete=complete_tokenizers)] = "bytes",
+    vocab_size: Annotated[int | None, bounded(most=MOST_IDS)] = None,
+    text_key: Annotated[str, option("KEY")] = "text",
+    from_tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
+    domain: Annotated[str | None, option("A,B")] = None,
+    min_tokens: Annotated[str, option("N")] = "0",
+    max_tokens: Annotated[str, option("N")] = "0",
+    truncate: Annotated[bool, flag("--truncate")] = False,
+    min_chars: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
+    threads: Annotated[int | None, bounded(1, MOST_THREADS)] = None,
 ) -> None:
     """Tokenize SOURCE into memory-mapped arrays in OUT, for data=tokens.
 
@@ -105,6 +62,22 @@ def prepare(
           Read the text from another field
       [cyan]mtrain data prepare mds/ out/ --from-tokenizer a.json --tokenizer b.json[/cyan]
           Tokenize MDS shards again, for another model
+
+    Args:
+        source: A .txt, .md, .py, .jsonl or .parquet file, or a folder of them, or of MDS shards, or
+            'stdlib' for Python's own sources.
+        out: Folder of the token store; must hold nothing else.
+        tokenizer: Raw bytes, a byte-level BPE trained on SOURCE, or a Hugging Face tokenizer.json.
+        vocab_size: Vocabulary size of the BPE to train, 8192 by default; only with --tokenizer bpe.
+        text_key: Field that holds the text in .jsonl and .parquet files.
+        from_tokenizer: Tokenizer of the ids in SOURCE; only for MDS shards.
+        domain: Keep only these domains. The domain of a document is its field 'domain', or else the
+            first folder of its path below SOURCE.
+        min_tokens: Leave out documents with fewer tokens, such as 64k.
+        max_tokens: Leave out documents with more tokens; 0 = no limit.
+        truncate: Cut documents at --max-tokens instead of leaving them out.
+        min_chars: Leave out documents with fewer characters; 0 = no limit.
+        threads: CPU threads of the tokenizer; all cores by default.
     """
     from mtrain_cli.commands.data_output import describe_store, progress_bar
     from mtrain_cli.console import Console
@@ -175,22 +148,11 @@ def _parse_count(option: str, text: str) -> int:
 
 @app.command()
 def show(
-    path: Annotated[
-        Path,
-        argument(
-            "PATH",
-            "A folder that `mtrain data prepare` wrote, a folder of MDS shards or of such folders, "
-            "or a .npy or .bin file.",
-        ),
-    ],
-    document: Annotated[
-        int, bounded("Number of the document to show as text, from 0.", most=MOST_DOCUMENTS)
-    ] = 0,
-    check: Annotated[bool, flag("--check", "Read everything and verify the checksums.")] = False,
-    tokenizer: Annotated[
-        str | None, option("bytes|FILE", "Tokenizer that decodes the ids of MDS shards and arrays.")
-    ] = None,
-    token_dtype: Annotated[str, option("uint16|uint32", "Integer type of a .bin file.")] = "uint16",
+    path: Annotated[Path, argument("PATH")],
+    document: Annotated[int, bounded(most=MOST_DOCUMENTS)] = 0,
+    check: Annotated[bool, flag("--check")] = False,
+    tokenizer: Annotated[str | None, option("bytes|FILE")] = None,
+    token_dtype: Annotated[str, option("uint16|uint32")] = "uint16",
 ) -> None:
     """Show tokenized data: counts, document lengths, domains, and the start of a document.
 
@@ -202,6 +164,14 @@ def show(
           Show the start of document 17, and verify the checksums
       [cyan]mtrain data show prolong-data-512K/book-524288 --tokenizer llama3.json[/cyan]
           Show MDS shards, decoded with their tokenizer
+
+    Args:
+        path: A folder that `mtrain data prepare` wrote, a folder of MDS shards or of such folders,
+            or a .npy or .bin file.
+        document: Number of the document to show as text, from 0.
+        check: Read everything and verify the checksums.
+        tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.
+        token_dtype: Integer type of a .bin file.
     """
     from mtrain_cli.commands.data_output import show_array, show_shards, show_store
     from mtrain_cli.console import Console

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli import install_command
-from mtrain_cli.commands.options import flag
+from mtrain_cli.commands.options import Json, flag
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,15 +19,8 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    as_json: Annotated[bool, flag("--json", "Print one JSON object instead of tables.")] = False,
-    check: Annotated[
-        bool,
-        flag(
-            "--check",
-            "Also run two processes over gloo, and each usable kernel against the reference. Exit "
-            "code 1 if a check fails.",
-        ),
-    ] = False,
+    as_json: Json = False,
+    check: Annotated[bool, flag("--check")] = False,
 ) -> None:
     """Show devices, links and versions, and why each attention kernel is or is not usable.
 
@@ -37,6 +30,11 @@ def doctor(
           Show what is installed and what is missing
       [cyan]mtrain doctor --check[/cyan]
           Also run each usable kernel
+
+    Args:
+        as_json: Print one JSON object instead of tables.
+        check: Also run two processes over gloo, and each usable kernel against the reference. Exit
+            code 1 if a check fails.
     """
     from mtrain_cli.profiling.diagnosis import diagnose
 

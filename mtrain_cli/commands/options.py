@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
@@ -22,14 +24,14 @@ if TYPE_CHECKING:
     from mtrain_cli.launch.run_dir import RunDir
 
 # Upper limits of numeric options. Larger values overflow or keep the command busy for days.
-MOST_STEPS = 10**9  # as train.steps
-MOST_TOKENS = 2**26  # as seq
-MOST_WORKERS = 2**14  # as topology.workers
+MOST_STEPS = 10**9  # the limit of train.steps
+MOST_TOKENS = 2**26  # the limit of seq
+MOST_WORKERS = 2**14  # the limit of topology.workers
 MOST_SAMPLES = 10**6  # takes days to measure
 MOST_THREADS = 4096  # more than any machine has cores
-MOST_HEADS = 65_535  # as model.num_heads
-MOST_HEAD_DIM = 4096  # as model.head_dim
-MOST_IDS = 2**31 - 1  # as model.vocab_size
+MOST_HEADS = 65_535  # the limit of model.num_heads
+MOST_HEAD_DIM = 4096  # the limit of model.head_dim
+MOST_IDS = 2**31 - 1  # the limit of model.vocab_size
 MOST_DOCUMENTS = 2**40  # at one token each, these fill the largest disks
 MOST_COMPARED = 2**16  # tokens; with 152k ids their float32 logits take 40 GiB
 LARGEST_DEGREE = MOST_WORKERS  # imbalance degree when one worker does everything
@@ -41,53 +43,85 @@ T = TypeVar("T")
 
 def option(
     metavar: str,
-    help: str,
     *,
     least: float | None = None,
     most: float | None = None,
     complete: Callable[..., Any] | None = None,
+    help: str | None = None,
 ) -> Any:
-    """Declare an option that takes a value from ``least`` to ``most``."""
+    """Declare an option that takes a value from ``least`` to ``most``.
+
+    The help of an option or argument is its entry under "Args:" in the docstring of the command, or
+    under "Attributes:" in that of a dataclass of options. Without an entry, it is ``help``.
+    """
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
 
 
-def bounded(help: str, least: float | None = None, most: float | None = None) -> Any:
+def bounded(least: float | None = None, most: float | None = None, help: str | None = None) -> Any:
     """Declare an option that takes one number from ``least`` to ``most``."""
-    return option("N", help, least=least, most=most)
+    return option("N", least=least, most=most, help=help)
 
 
-def name_list(help: str, complete: Callable[..., Any] | None = None) -> Any:
+def name_list(complete: Callable[..., Any] | None = None, help: str | None = None) -> Any:
     """Declare an option that takes a comma-separated list of names."""
-    return option("NAME,...", help, complete=complete)
+    return option("NAME,...", complete=complete, help=help)
 
 
-def flag(names: str, help: str) -> Any:
+def flag(names: str, help: str | None = None) -> Any:
     """Declare a switch. names: ``--name``, or ``--name/--no-name`` if it is on by default."""
     return typer.Option(names, help=help)
 
 
-def argument(metavar: str, help: str, complete: Callable[..., Any] | None = None) -> Any:
+def argument(
+    metavar: str, complete: Callable[..., Any] | None = None, help: str | None = None
+) -> Any:
     """Declare a positional argument."""
     return typer.Argument(metavar=metavar, help=help, autocompletion=complete, show_default=False)
 
 
-def overrides_argument(help: str) -> Any:
-    """Declare the settings of a training run."""
-    return argument("OVERRIDES", help, complete_overrides)
-
-
-Overrides = Annotated[list[str] | None, overrides_argument("As in `mtrain train`.")]
+Overrides = Annotated[
+    list[str] | None, argument("OVERRIDES", complete_overrides, "As in `mtrain train`.")
+]
+ConfigDir = Annotated[
+    Path | None, option("DIR", help="Folder of your own groups, as in `mtrain train`.")
+]
 SummaryAsJson = Annotated[bool, flag("--json", "Print the summary as JSON only.")]
 Json = Annotated[bool, flag("--json", "Print one JSON object instead of a table.")]
 Threads = Annotated[
     int | None,
     bounded(
-        "CPU threads; torch's default if not given. In a run, a worker has cores / workers.",
         1,
         MOST_THREADS,
+        "CPU threads; torch's default if not given. In a training run, each worker gets an equal "
+        "share of the cores.",
     ),
 ]
-CalibrationOut = Annotated[Path | None, option("FILE", "Calibration file to write (JSON).")]
+CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
+
+
+def split_docstring(declared: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Split the docstring of a command or of a dataclass into its text and the help of options."""
+    parts = re.split(r"\n(?:Args|Attributes):\n", inspect.getdoc(declared) or "")
+    entries = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", "".join(parts[1:]), re.MULTILINE)
+    return parts[0].rstrip(), {name: " ".join(text.split()) for name, text in entries}
+
+
+def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter]:
+    """Return the parameters of a command or of a dataclass, with the help in its docstring."""
+    parameters = inspect.signature(declared, eval_str=True).parameters.copy()
+    for origin in reversed(getattr(declared, "__mro__", [declared])):
+        for name, help in split_docstring(origin)[1].items():
+            kind, declaration = get_args(parameters[name].annotation)
+            described = copy.copy(declaration)
+            described.help = help
+            parameters[name] = parameters[name].replace(annotation=Annotated[kind, described])
+    return list(parameters.values())
+
+
+def describe(command: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> None:
+    """Give a command these parameters: Typer reads the signature and the annotations."""
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., None]], Any]:
@@ -99,20 +133,17 @@ def with_options(shared: type[T], *left_out: str) -> Callable[[Callable[..., Non
         shared: dataclass whose fields are annotated like the parameters of a command.
         left_out: fields without an option; they keep their defaults.
     """
-    fields = inspect.signature(shared, eval_str=True).parameters
-    offered = [field for name, field in fields.items() if name not in left_out]
+    offered = [field for field in described_parameters(shared) if field.name not in left_out]
 
     def decorate(command: Callable[..., None]) -> Any:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        own = described_parameters(command)[1:]
 
         @functools.wraps(command)
         def call(**values: Any) -> None:
             typed = shared(**{field.name: values.pop(field.name) for field in offered})
             command(typed, **values)
 
-        # Typer reads the signature and the annotations.
-        call.__signature__ = inspect.Signature([*own, *offered])  # type: ignore[attr-defined]
-        call.__annotations__ = {field.name: field.annotation for field in (*own, *offered)}
+        describe(call, [*own, *offered])
         return call
 
     return decorate
@@ -215,8 +246,8 @@ def warn_of_unused_settings(
 
     Args:
         words: settings as typed.
-        config: the composed configuration. None, for commands that use only a few keys: warn only
-            of keys that are given twice.
+        config: the composed configuration. If it is None, as for commands that use only a few keys,
+            warn only of keys that are given twice.
         config_dir: folder of the user's own groups.
         exchange: the exchange that ``topology.exchange=auto`` chose; "" if unknown.
         device: the device that ``topology.device=auto`` chose; "" if unknown.

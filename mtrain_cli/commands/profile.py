@@ -140,11 +140,11 @@ def reporting_out_of_memory() -> Iterator[None]:
 def saving_partial_results(
     out: Path | None, save: Callable[[list[Any], Path], None]
 ) -> Iterator[tuple[list[Any], Callable[[Any], None]]]:
-    """Yield a list of times, and a function that adds a time and saves all of them.
+    """Yield a list of times, and a function that adds a time and saves all times so far.
 
-    They are saved in a partial file next to ``out``, which replaces ``out`` when the measurement is
-    complete. If the measurement stops early, an earlier ``out`` stays, and a message names the
-    partial file. With out=None nothing is saved.
+    The times are saved in a partial file next to ``out``. The partial file replaces ``out`` when
+    the measurement is complete. If the measurement stops early, an earlier ``out`` stays, and a
+    message names the partial file. With out=None nothing is saved.
     """
     times: list[Any] = []
     draft = None if out is None else out.with_name(f"{out.name}.partial")

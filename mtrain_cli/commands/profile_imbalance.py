@@ -37,58 +37,17 @@ DEGREES = ("worker", "step", "total", "critical")
 @app.command("imbalance")
 def imbalance(
     overrides: Overrides = None,
-    layout: Annotated[
-        str,
-        name_list("Layouts to compare; by default topology.layout.", complete_layouts),
-    ] = "",
-    exchange: Annotated[
-        str,
-        name_list("Exchanges to compare; by default topology.exchange.", complete_exchanges),
-    ] = "",
-    pattern: Annotated[
-        str,
-        name_list(
-            "Patterns to compare; by default the one that sparsity= sets. A setting "
-            "sparsity.KEY=... applies to each pattern that has the key."
-        ),
-    ] = "",
-    seq: Annotated[
-        str, option("N,...", "Sequence lengths to compare; only with --attention-only.")
-    ] = "",
-    steps: Annotated[int, bounded("Recorded training steps per case.", 1, MOST_SAMPLES)] = 5,
-    warmup: Annotated[
-        int, bounded("Training steps before the first recorded one.", 0, MOST_STEPS)
-    ] = 1,
-    every: Annotated[
-        int,
-        bounded("Record one of every N training steps.", 1, MOST_STEPS),
-    ] = 1,
-    attention_only: Annotated[
-        bool,
-        flag(
-            "--attention-only",
-            "Measure the attention of one layer on random data. No model is needed, so sequences "
-            "may be longer than a model's memory allows.",
-        ),
-    ] = False,
-    peer: Annotated[
-        bool,
-        flag(
-            "--peer",
-            "With --attention-only on GPUs: also time dense attention with PyTorch's context "
-            "parallelism.",
-        ),
-    ] = False,
+    layout: Annotated[str, name_list(complete_layouts)] = "",
+    exchange: Annotated[str, name_list(complete_exchanges)] = "",
+    pattern: Annotated[str, name_list()] = "",
+    seq: Annotated[str, option("N,...")] = "",
+    steps: Annotated[int, bounded(1, MOST_SAMPLES)] = 5,
+    warmup: Annotated[int, bounded(0, MOST_STEPS)] = 1,
+    every: Annotated[int, bounded(1, MOST_STEPS)] = 1,
+    attention_only: Annotated[bool, flag("--attention-only")] = False,
+    peer: Annotated[bool, flag("--peer")] = False,
     as_json: SummaryAsJson = False,
-    fail_above: Annotated[
-        str,
-        option(
-            "DEGREE=X,...",
-            "Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker, "
-            "step, total or critical for imbalance of time, and work.worker, ... for imbalance of "
-            "work.",
-        ),
-    ] = "",
+    fail_above: Annotated[str, option("DEGREE=X,...")] = "",
 ) -> None:
     """Measure how long each worker computes, which workers wait, for whom, and why.
 
@@ -108,6 +67,23 @@ def imbalance(
           Compare one layer at two lengths with PyTorch's context parallelism
       [cyan]mtrain profile imbalance --layout zigzag --fail-above worker=1.2 --json[/cyan]
           Print JSON for a script, with exit code 1 above that imbalance
+
+    Args:
+        layout: Layouts to compare; by default topology.layout.
+        exchange: Exchanges to compare; by default topology.exchange.
+        pattern: Patterns to compare; by default the one that sparsity= sets. A setting
+            sparsity.KEY=... applies to each pattern that has the key.
+        seq: Sequence lengths to compare; only with --attention-only.
+        steps: Recorded training steps per case.
+        warmup: Training steps before the first recorded one.
+        every: Record one of every N training steps.
+        attention_only: Measure the attention of one layer on random data. No model is needed, so
+            sequences may be longer than a model's memory allows.
+        peer: With --attention-only on GPUs: also time dense attention with PyTorch's context
+            parallelism.
+        fail_above: Exit with code 1 if an imbalance degree of any case exceeds X. DEGREE is worker,
+            step, total or critical for imbalance of time, and work.worker, ... for imbalance of
+            work.
     """
     from mtrain_cli.launch import run_dir
     from mtrain_cli.launch.environment import resolve_environment
@@ -144,7 +120,7 @@ def _refuse_attention_options(seq: str, peer: bool) -> None:
     """Raise ConfigError for an option that needs --attention-only."""
     if seq:
         raise ConfigError(
-            f"--seq {seq}: several lengths need --attention-only; training steps have one, seq=N"
+            f"--seq {seq}: several lengths need --attention-only; a training step has one, seq=N"
         )
     if peer:
         raise ConfigError("--peer: compares one layer's attention; add --attention-only")

@@ -43,51 +43,17 @@ _BLOCKS = (16, 32, 64, 128)
 
 @app.command("kernels")
 def kernels(
-    seq: Annotated[
-        str,
-        option(
-            "N,...", "Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU, 1k,2k on a CPU."
-        ),
-    ] = "auto",
-    density: Annotated[
-        str, option("D,...", "Shares of the causal blocks that slashes fill, such as 0.05 or 5%.")
-    ] = "0.1,0.05,0.02",
-    columns: Annotated[
-        int | None,
-        bounded(
-            "Single key columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.",
-            0,
-            MOST_TOKENS,
-        ),
-    ] = None,
-    heads: Annotated[str, option("Q/KV,...", "Numbers of query and key-value heads.")] = "16/2",
-    head_dim: Annotated[int, bounded("Width of one head.", 16, MOST_HEAD_DIM)] = 128,
-    block: Annotated[
-        int | None, option("N", "Tokens per block; by default 128 on a GPU, 16 on a CPU.")
-    ] = None,
-    kernel: Annotated[
-        str,
-        name_list(
-            "Kernels to time with an index; by default all that support it.", complete_kernels
-        ),
-    ] = "",
-    workers: Annotated[
-        str,
-        option(
-            "N,...",
-            "Also time the kernel calls of one of N workers, in a ring and on gathered keys. "
-            "Such as 8,32.",
-        ),
-    ] = "",
-    whole: Annotated[
-        bool,
-        flag(
-            "--whole/--no-whole",
-            "Time whole sequences. --no-whole times only the calls that --workers adds.",
-        ),
-    ] = True,
+    seq: Annotated[str, option("N,...")] = "auto",
+    density: Annotated[str, option("D,...")] = "0.1,0.05,0.02",
+    columns: Annotated[int | None, bounded(0, MOST_TOKENS)] = None,
+    heads: Annotated[str, option("Q/KV,...")] = "16/2",
+    head_dim: Annotated[int, bounded(16, MOST_HEAD_DIM)] = 128,
+    block: Annotated[int | None, option("N")] = None,
+    kernel: Annotated[str, name_list(complete_kernels)] = "",
+    workers: Annotated[str, option("N,...")] = "",
+    whole: Annotated[bool, flag("--whole/--no-whole")] = True,
     threads: Threads = None,
-    repeats: Annotated[int, bounded("Samples per measured time.", 1, MOST_SAMPLES)] = 7,
+    repeats: Annotated[int, bounded(1, MOST_SAMPLES)] = 7,
     out: CalibrationOut = None,
 ) -> None:
     """Time this machine's attention kernels, dense and with synthetic indices.
@@ -102,6 +68,19 @@ def kernels(
           Write a calibration for the simulator
       [cyan]mtrain profile kernels --seq 128k --density 5% --workers 8 --out mine.json[/cyan]
           Include the smaller calls of ring workers
+
+    Args:
+        seq: Sequence lengths, such as 32k,128k. auto = 32k,128k on a GPU, 1k,2k on a CPU.
+        density: Shares of the causal blocks that slashes fill, such as 0.05 or 5%.
+        columns: Single key columns per head; by default 2048 on a GPU, 1/64 of the length on a CPU.
+        heads: Numbers of query and key-value heads.
+        head_dim: Width of one head.
+        block: Tokens per block; by default 128 on a GPU, 16 on a CPU.
+        kernel: Kernels to time with an index; by default all that support it.
+        workers: Also time the kernel calls of one worker when N workers share the sequence, in a
+            ring and in an all-gather; such as 8,32.
+        whole: Time whole sequences. --no-whole times only the calls that --workers adds.
+        repeats: Samples per measured time.
     """
     import torch
 

@@ -11,10 +11,11 @@ import typer
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     MOST_WORKERS,
+    Json,
+    Overrides,
     bounded,
     flag,
     option,
-    overrides_argument,
     parse_items,
     warn_of_unused_settings,
     with_measurement_folder,
@@ -40,43 +41,14 @@ _NUMBERS = ("bytes", "us", "10-90 %", "GB/s", "us under load", "compute time")
 
 @app.command("links")
 def links(
-    overrides: Annotated[
-        list[str] | None,
-        overrides_argument(
-            "topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and "
-            "topology.device=, as in `mtrain train`."
-        ),
-    ] = None,
-    sizes: Annotated[
-        str,
-        option(
-            "N,...",
-            "Bytes per message; for a collective, the bytes that each worker receives. auto = "
-            "4k to 128m on GPUs, 4k to 4m on CPUs.",
-        ),
-    ] = "auto",
-    repeats: Annotated[int, bounded("Samples per size.", 3, MOST_SAMPLES)] = 7,
-    load: Annotated[
-        bool, flag("--load/--no-load", "Measure a second time while all workers compute.")
-    ] = True,
-    cluster_out: Annotated[
-        Path | None, option("FILE", "Cluster file to write, for `mtrain simulate --cluster FILE`.")
-    ] = None,
-    nodes: Annotated[
-        int | None,
-        bounded(
-            "Nodes of the cluster to describe, if it has more than were measured.", 1, MOST_WORKERS
-        ),
-    ] = None,
-    per_node: Annotated[
-        int | None,
-        bounded(
-            "GPUs per node of the cluster to describe, if it has more than were measured.",
-            1,
-            MOST_WORKERS,
-        ),
-    ] = None,
-    as_json: Annotated[bool, flag("--json", "Print the measurement as JSON only.")] = False,
+    overrides: Overrides = None,
+    sizes: Annotated[str, option("N,...")] = "auto",
+    repeats: Annotated[int, bounded(3, MOST_SAMPLES)] = 7,
+    load: Annotated[bool, flag("--load/--no-load")] = True,
+    cluster_out: Annotated[Path | None, option("FILE")] = None,
+    nodes: Annotated[int | None, bounded(1, MOST_WORKERS)] = None,
+    per_node: Annotated[int | None, bounded(1, MOST_WORKERS)] = None,
+    as_json: Json = False,
 ) -> None:
     """Measure messages between workers: ring hops, all-gather, reduce-scatter and all-to-all.
 
@@ -92,6 +64,18 @@ def links(
           Measure four workers as two nodes of two
       [cyan]mtrain simulate --cluster my.yaml model=tiny seq=16k[/cyan]
           Predict a step from the measurement
+
+    Args:
+        overrides: topology.workers=, topology.gpus_per_node= (virtual nodes on one host) and
+            topology.device=, as in `mtrain train`.
+        sizes: Bytes per message; for a collective, the bytes that each worker receives. auto = 4k
+            to 128m on GPUs, 4k to 4m on CPUs.
+        repeats: Samples per size.
+        load: Measure a second time while all workers compute.
+        cluster_out: Cluster file to write, for `mtrain simulate --cluster FILE`.
+        nodes: Nodes of the cluster to describe, if it has more than were measured.
+        per_node: GPUs per node of the cluster to describe, if it has more than were measured.
+        as_json: Print the measurement as JSON only.
     """
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.launch import run_dir

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 from mtrain_cli.commands.options import (
     MOST_SAMPLES,
     CalibrationOut,
+    Overrides,
     Threads,
     bounded,
     option,
-    overrides_argument,
     parse_items,
     warn_of_unused_settings,
 )
@@ -32,18 +32,10 @@ if TYPE_CHECKING:
 
 @app.command("non-attention")
 def non_attention(
-    overrides: Annotated[
-        list[str] | None,
-        overrides_argument(
-            "As in `mtrain train`, such as model= and train.activation_checkpoint=. With "
-            "sparsity=NAME, the index estimate is timed too."
-        ),
-    ] = None,
-    seq: Annotated[
-        str, option("N,...", "Tokens per worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.")
-    ] = "auto",
+    overrides: Overrides = None,
+    seq: Annotated[str, option("N,...")] = "auto",
     threads: Threads = None,
-    repeats: Annotated[int, bounded("Samples per measured time.", 1, MOST_SAMPLES)] = 5,
+    repeats: Annotated[int, bounded(1, MOST_SAMPLES)] = 5,
     out: CalibrationOut = None,
 ) -> None:
     """Time a training step without attention on one device: layers, loss and index estimate.
@@ -59,6 +51,12 @@ def non_attention(
           Write a calibration on a GPU, for 1k to 64k tokens per worker
       [cyan]mtrain simulate model=qwen3b seq=512k --calibration non-attention.json[/cyan]
           Predict whole steps with it
+
+    Args:
+        overrides: As in `mtrain train`, such as model= and train.activation_checkpoint=. With
+            sparsity=NAME, the index estimate is timed too.
+        seq: Tokens per worker. auto = 1k to 64k on a GPU, 256 to 4k on a CPU.
+        repeats: Samples per measured time.
     """
     from mtrain_cli.config.sizes import parse_size
     from mtrain_cli.console import Console
@@ -118,8 +116,8 @@ def _single_worker(words: list[str], length: int) -> Config:
     config = compose([*words, f"seq={length}", "topology.workers=1", "train.offload_activations=0"])
     if config.train.memory == "auto":
         raise ConfigError(
-            "train.memory=auto: its choice depends on the number of workers; give the settings to "
-            "time"
+            "train.memory=auto: its choice depends on the number of workers; give the memory "
+            "settings to time instead"
         )
     return dataclasses.replace(
         config,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from mtrain_cli.commands.options import (
     MOST_STEPS,
     MOST_TOKENS,
+    Overrides,
     bounded,
     name_list,
     option,
-    overrides_argument,
     parse_names,
     warn_of_unused_settings,
     with_measurement_folder,
@@ -33,40 +33,16 @@ if TYPE_CHECKING:
 
 @app.command("sparsity")
 def sparsity(
-    overrides: Annotated[
-        list[str] | None, overrides_argument("As in `mtrain train`; the run uses one worker.")
-    ] = None,
-    pattern: Annotated[
-        str,
-        name_list(
-            "Patterns to measure, all on the same queries and keys. sparsity= sets the pattern "
-            "that the model trains with, dense by default."
-        ),
-    ] = "vertical_slash",
-    steps: Annotated[
-        int,
-        bounded("Number of training steps; the first and the last are measured.", 1, MOST_STEPS),
-    ] = 2,
-    every: Annotated[
-        int,
-        bounded("Also measure every N steps; 0 = only the first and the last.", 0, MOST_STEPS),
-    ] = 0,
-    rows: Annotated[
-        int,
-        bounded("Queries to sample per layer, among those that no pattern probes.", 1, MOST_TOKENS),
-    ] = 256,
-    out: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "Parquet file with one row per step, pattern, layer and head; by default a folder "
-            "in measurements/, which `mtrain report` can show.",
-        ),
-    ] = None,
+    overrides: Overrides = None,
+    pattern: Annotated[str, name_list()] = "vertical_slash",
+    steps: Annotated[int, bounded(1, MOST_STEPS)] = 2,
+    every: Annotated[int, bounded(0, MOST_STEPS)] = 0,
+    rows: Annotated[int, bounded(1, MOST_TOKENS)] = 256,
+    out: Annotated[Path | None, option("FILE")] = None,
 ) -> None:
     """Measure how much of dense attention the patterns cover on real training steps, per layer.
 
-    The coverage is measured on queries that no pattern probed to estimate its index.
+    The coverage is measured on queries from which no pattern estimated its index.
 
     [bold]Examples[/bold]
 
@@ -74,6 +50,17 @@ def sparsity(
           Measure the tiny model at its first and second step
       [cyan]mtrain profile sparsity --pattern moba,fixed --steps 99 sparsity.top_k=3[/cyan]
           Compare two patterns as a model learns; each key applies to the pattern that has it
+
+    Args:
+        overrides: As in `mtrain train`; the run uses one worker.
+        pattern: Patterns to measure, all on the same queries and keys. sparsity= sets the pattern
+            that the model trains with, dense by default.
+        steps: Number of training steps; the first and the last are measured.
+        every: Also measure every N steps; 0 = only the first and the last.
+        rows: Queries to sample per layer. Queries from which a pattern estimates its index are left
+            out.
+        out: Parquet file with one row per step, pattern, layer and head; by default a folder in
+            measurements/, which `mtrain report` can show.
     """
     from mtrain_cli.console import Console
     from mtrain_cli.profiling.pattern_quality import profile_sparsity

@@ -27,26 +27,9 @@ if TYPE_CHECKING:
 @app.command("step")
 def step(
     overrides: Overrides = None,
-    warmup: Annotated[
-        int | None,
-        bounded(
-            "Training steps before the first recorded one; by default sparsity.dense_steps + "
-            "2. They also give the step time without recording. For that time, the first step, "
-            "dense steps of a sparse run and its first sparse step are left out if others remain.",
-            1,
-            MOST_STEPS,
-        ),
-    ] = None,
-    steps: Annotated[
-        int,
-        bounded("Recorded steps; the report shows means over them.", 1, MOST_STEPS),
-    ] = 1,
-    trace: Annotated[
-        bool,
-        flag(
-            "--trace/--no-trace", "Save the trace of every rank, for Perfetto and chrome://tracing."
-        ),
-    ] = True,
+    warmup: Annotated[int | None, bounded(1, MOST_STEPS)] = None,
+    steps: Annotated[int, bounded(1, MOST_STEPS)] = 1,
+    trace: Annotated[bool, flag("--trace/--no-trace")] = True,
     as_json: SummaryAsJson = False,
 ) -> None:
     """Break down one training step into attention, index, matrix products, loss, optimizer,
@@ -65,6 +48,13 @@ def step(
           Record Qwen2.5-3B with a dynamic index, on all GPUs of this machine
       [cyan]mtrain profile step model=qwen3b seq=64k --steps 3 --no-trace --json[/cyan]
           Print the mean of three steps, for scripts
+
+    Args:
+        warmup: Training steps before the first recorded one; by default sparsity.dense_steps + 2.
+            They also give the step time without recording. That time leaves out the first step,
+            dense steps of a sparse run and its first sparse step, if other steps remain.
+        steps: Recorded steps; the report shows means over them.
+        trace: Save the trace of every rank, for Perfetto and chrome://tracing.
     """
     from mtrain_cli.composition.compose import compose
     from mtrain_cli.config.validate import require_manifest

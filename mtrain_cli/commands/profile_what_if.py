@@ -41,26 +41,13 @@ _DEGREES = ("worker", "step", "total", "critical")
 
 @app.command("what-if")
 def what_if(
-    run: Annotated[
-        Path,
-        argument(
-            "RUN",
-            "A profile: its folder, its name under measurements/ or runs/, or an index.npz. By "
-            "default the newest one.",
-        ),
-    ] = Path("latest"),
-    layout: Annotated[str, name_list("Layouts to compare.")] = "contiguous,zigzag,striped",
-    exchange: Annotated[str, name_list("Exchanges to compare.")] = "ring,all_gather",
-    workers: Annotated[
-        str,
-        option("N,...", "Numbers of workers that share a sequence; by default the recorded one."),
-    ] = "",
-    per_node: Annotated[
-        int | None,
-        bounded("Workers per node; by default the recorded number.", 1, MOST_WORKERS),
-    ] = None,
-    layers: Annotated[str, option("N,...", "Layers to replay; all by default.")] = "",
-    pattern: Annotated[str, name_list("Patterns to replay; all recorded ones by default.")] = "",
+    run: Annotated[Path, argument("RUN")] = Path("latest"),
+    layout: Annotated[str, name_list()] = "contiguous,zigzag,striped",
+    exchange: Annotated[str, name_list()] = "ring,all_gather",
+    workers: Annotated[str, option("N,...")] = "",
+    per_node: Annotated[int | None, bounded(1, MOST_WORKERS)] = None,
+    layers: Annotated[str, option("N,...")] = "",
+    pattern: Annotated[str, name_list()] = "",
     as_json: Json = False,
 ) -> None:
     """Replay a profile's dynamic indices with other layouts, exchanges and worker counts.
@@ -77,6 +64,16 @@ def what_if(
           Compare three layouts and two exchanges on the recorded workers
       [cyan]mtrain profile what-if RUN --workers 8,32 --per-node 8[/cyan]
           Compare the same index on one node and on four
+
+    Args:
+        run: A profile: its folder, its name under measurements/ or runs/, or an index.npz. By
+            default the newest one.
+        layout: Layouts to compare.
+        exchange: Exchanges to compare.
+        workers: Numbers of workers that share a sequence; by default the recorded one.
+        per_node: Workers per node; by default the recorded number.
+        layers: Layers to replay; all by default.
+        pattern: Patterns to replay; all recorded ones by default.
     """
     from mtrain_cli.config.schema import EXCHANGES, LAYOUTS
     from mtrain_cli.console import Console
@@ -219,9 +216,9 @@ def _cells(row: ReplayedSetup, passes: int) -> Iterator[str]:
 
 
 def _bar(shares: Sequence[float]) -> str:
-    """Return a character per worker, as high as its share of the largest.
+    """Return a bar per worker, one character wide. Its height is relative to the largest share.
 
-    If workers outnumber the characters, each character shows the largest of several neighbors.
+    If there are too many workers, a bar shows the largest share of several neighbors.
     """
     group = -(-len(shares) // _BAR)
     heights = [max(shares[i : i + group]) for i in range(0, len(shares), group)]

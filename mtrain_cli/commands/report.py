@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtrain_cli.commands.completion import complete_measured
-from mtrain_cli.commands.options import argument, flag, option, writing
+from mtrain_cli.commands.options import Json, argument, flag, option, writing
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -24,27 +24,12 @@ PAGE, TABLES = "report.html", "tables"
 
 
 def report(
-    runs: Annotated[
-        list[str] | None,
-        argument(
-            "RUN",
-            "Folders of runs, profiles or simulations, or their names under runs/ and "
-            "measurements/; the newest one by default.",
-            complete_measured,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        option("DIR", "Folder for the files; the run's own by default. Required for several runs."),
-    ] = None,
-    html: Annotated[
-        bool, flag("--html/--no-html", f"Write {PAGE}, one self-contained file with figures.")
-    ] = True,
-    csv: Annotated[bool, flag("--csv/--no-csv", "Write one CSV file per table.")] = True,
-    as_json: Annotated[
-        bool, flag("--json", "Print the analysis as JSON only; write no files.")
-    ] = False,
-    show: Annotated[bool, flag("--open", "Open the page in a browser, if there is one.")] = False,
+    runs: Annotated[list[str] | None, argument("RUN", complete_measured)] = None,
+    out: Annotated[Path | None, option("DIR")] = None,
+    html: Annotated[bool, flag("--html/--no-html")] = True,
+    csv: Annotated[bool, flag("--csv/--no-csv")] = True,
+    as_json: Json = False,
+    show: Annotated[bool, flag("--open")] = False,
 ) -> None:
     """Show how much each worker computed in each step, which workers waited, and why.
 
@@ -58,6 +43,15 @@ def report(
           Show a run by its name under runs/ or measurements/, or by its folder
       [cyan]mtrain report before after --out compared[/cyan]
           Compare two runs, with ratios, and mark differences within the noise
+
+    Args:
+        runs: Folders of runs, profiles or simulations, or their names under runs/ and
+            measurements/; the newest one by default.
+        out: Folder for the files; the run's own by default. Required for several runs.
+        html: Write report.html, one self-contained file with figures.
+        csv: Write one CSV file per table.
+        as_json: Print the analysis as JSON only; write no files.
+        show: Open the page in a browser, if there is one.
     """
     from mtrain_cli.reporting import report_source
     from mtrain_cli.reporting.terminal import make_console, show_sources

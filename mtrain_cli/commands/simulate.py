@@ -22,12 +22,12 @@ from mtrain_cli.commands.options import (
     MOST_TOKENS,
     MOST_WORKERS,
     Json,
+    Overrides,
     argument,
     bounded,
     flag,
     name_list,
     option,
-    overrides_argument,
     with_options,
 )
 from mtrain_cli.commands.simulate_args import DEFAULT_CLUSTER, DEFAULT_LAYOUTS, parse_job
@@ -40,7 +40,7 @@ _UsageError: type[Any] = typer.BadParameter.__mro__[1]
 
 
 class _Group(TyperGroup):
-    """A group that takes `mtrain simulate SETTINGS` for `mtrain simulate run SETTINGS`."""
+    """A command group in which `mtrain simulate SETTINGS` means `mtrain simulate run SETTINGS`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         _refuse_former_options(args, self.commands)
@@ -110,7 +110,7 @@ Calibrations = Annotated[
     str | None,
     option(
         "FILE,...",
-        "Times of your GPU: files that `mtrain profile kernels` and `mtrain profile "
+        help="Times of your GPU: files that `mtrain profile kernels` and `mtrain profile "
         "non-attention` wrote with --out. They replace the shipped times.",
     ),
 ]
@@ -118,100 +118,63 @@ ClusterName = Annotated[
     str | None,
     option(
         "NAME|FILE",
-        f"Name of a shipped cluster, or a YAML file in the same form; {DEFAULT_CLUSTER} by "
-        "default.",
         complete=complete_clusters,
+        help="Name of a shipped cluster, or a YAML file in the same form; "
+        f"{DEFAULT_CLUSTER} by default.",
     ),
 ]
 Nodes = Annotated[
-    int | None,
-    bounded("Number of nodes; by default the cluster's.", 1, MOST_WORKERS),
+    int | None, bounded(1, MOST_WORKERS, "Number of nodes; by default the cluster's.")
 ]
 Out = Annotated[
-    Path | None, option("DIR", "Folder for the files; by default a new one in measurements/.")
+    Path | None, option("DIR", help="Folder for the files; by default a new one in measurements/.")
 ]
 Files = Annotated[bool, flag("--files/--no-files", "Write records for `mtrain report`.")]
 
 
 @dataclass(frozen=True)
 class SimulateOptions:
-    """The options of `run`, `sweep` and `recommend`, as typed."""
+    """The options of `run`, `sweep` and `recommend`, as typed.
 
-    overrides: Annotated[
-        list[str] | None, overrides_argument("As in `mtrain train`, such as model= and seq=.")
-    ] = None
+    Attributes:
+        overrides: As in `mtrain train`, such as model= and seq=.
+        workers: Number of GPUs in total; by default all of the cluster.
+        exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
+            between nodes.
+        index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
+            dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
+            sparsity=, or clustered with --density or --columns.
+        density: Share of the causal blocks that the slashes of a synthetic index cover, such as
+            0.05 or 5%. By default 5%, within sparsity.min_slashes and max_slashes.
+        columns: Single key columns per head of a synthetic index; 2048 by default.
+        layers: Number of layers to predict, each with its own index; by default 1, or all layers
+            of a recorded index.
+        kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
+        slow: Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.
+        jitter: Spread of message times: standard deviation of their logarithm.
+        tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
+        price: Dollars per GPU and hour; by default the cluster's.
+    """
+
+    overrides: Overrides = None
     cluster: ClusterName = None
     nodes: Nodes = None
-    workers: Annotated[
-        int | None, option("N", "Number of GPUs in total; by default all of the cluster.")
-    ] = None
+    workers: Annotated[int | None, option("N")] = None
     layout: Annotated[
         str | None,
-        name_list(f"Layouts to compare; {DEFAULT_LAYOUTS} by default.", complete_layouts),
+        name_list(complete_layouts, f"Layouts to compare; {DEFAULT_LAYOUTS} by default."),
     ] = None
-    exchange: Annotated[
-        str | None,
-        name_list(
-            "Exchanges to compare. By default ring and all_gather, and hierarchical_ring between "
-            "nodes.",
-            complete_exchanges,
-        ),
-    ] = None
-    index: Annotated[
-        str | None,
-        option(
-            "FILE|NAME",
-            "Pairs to compute: a profile's folder or index.npz, the name of a shipped profile, "
-            "dense, or a synthetic family (local, clustered, uniform, drifting). By default those "
-            "of sparsity=, or clustered with --density or --columns.",
-        ),
-    ] = None
-    density: Annotated[
-        str | None,
-        option(
-            "X",
-            "Share of the causal blocks that the slashes of a synthetic index cover, such as 0.05 "
-            "or 5%. By default 5%, within sparsity.min_slashes and max_slashes.",
-        ),
-    ] = None
-    columns: Annotated[
-        int | None,
-        bounded(
-            "Single key columns per head of a synthetic index; 2048 by default.", 0, MOST_TOKENS
-        ),
-    ] = None
-    layers: Annotated[
-        int | None,
-        bounded(
-            "Layers that get an index each; by default 1, or all layers of a recorded index.",
-            1,
-            MOST_WORKERS,
-        ),
-    ] = None
-    kernel: Annotated[
-        str,
-        option(
-            "NAME", "Attention kernel; auto = the one of train.kernel, or else the GPU's usual one."
-        ),
-    ] = "auto"
+    exchange: Annotated[str | None, name_list(complete_exchanges)] = None
+    index: Annotated[str | None, option("FILE|NAME")] = None
+    density: Annotated[str | None, option("X")] = None
+    columns: Annotated[int | None, bounded(0, MOST_TOKENS)] = None
+    layers: Annotated[int | None, bounded(1, MOST_WORKERS)] = None
+    kernel: Annotated[str, option("NAME")] = "auto"
     calibration: Calibrations = None
-    slow: Annotated[
-        str,
-        option(
-            "RANK=X,...",
-            "Stragglers: rank RANK of all workers takes X times as long. Such as 3=1.5.",
-        ),
-    ] = ""
-    jitter: Annotated[
-        float, option("X", "Spread of message times: standard deviation of their logarithm.")
-    ] = 0.0
-    tokens: Annotated[
-        str | None,
-        option("N", "Tokens to train on, such as 20b. Adds the days and dollars of a training."),
-    ] = None
-    price: Annotated[
-        float | None, option("X", "Dollars per GPU and hour; by default the cluster's.")
-    ] = None
+    slow: Annotated[str, option("RANK=X,...")] = ""
+    jitter: Annotated[float, option("X")] = 0.0
+    tokens: Annotated[str | None, option("N")] = None
+    price: Annotated[float | None, option("X")] = None
     out: Out = None
     files: Files = True
     as_json: Json = False
@@ -219,12 +182,13 @@ class SimulateOptions:
 
 @dataclass(frozen=True)
 class RecommendOptions(SimulateOptions):
-    """The options of `recommend`. By default it compares all exchanges."""
+    """The options of `recommend`. By default it compares all exchanges.
 
-    exchange: Annotated[
-        str | None,
-        name_list("Exchanges to compare; all by default.", complete_exchanges),
-    ] = None
+    Attributes:
+        exchange: Exchanges to compare; all by default.
+    """
+
+    exchange: Annotated[str | None, name_list(complete_exchanges)] = None
 
 
 @app.callback()
@@ -248,21 +212,8 @@ def simulate() -> None:
 @with_options(SimulateOptions)
 def run(
     typed: SimulateOptions,
-    attention_only: Annotated[
-        bool,
-        flag(
-            "--attention-only",
-            "Predict the attention of one layer instead of whole steps. A recorded --index "
-            "without model= always does.",
-        ),
-    ] = False,
-    recompute: Annotated[
-        bool,
-        flag(
-            "--recompute",
-            "With --attention-only: add the forward pass of full recomputation.",
-        ),
-    ] = False,
+    attention_only: Annotated[bool, flag("--attention-only")] = False,
+    recompute: Annotated[bool, flag("--recompute")] = False,
 ) -> None:
     """Predict a training step for every layout and exchange.
 
@@ -278,6 +229,11 @@ def run(
           Predict the attention of a profile on another cluster
       [cyan]mtrain simulate run model=qwen3b seq=4m --cluster my.yaml --nodes 128[/cyan]
           Use 128 nodes of a cluster that you describe in my.yaml
+
+    Args:
+        attention_only: Predict the attention of one layer instead of whole steps. A recorded
+            --index without model= always does.
+        recompute: With --attention-only: add the forward pass of full recomputation.
     """
     job = parse_job(typed)
     if typed.price and job.tokens is None:
@@ -290,8 +246,8 @@ def run(
     job.require_gpus(alone, "give --attention-only")
     if recompute and not alone:
         raise ConfigError(
-            "--recompute: only with --attention-only; steps recompute as "
-            "train.activation_checkpoint says"
+            "--recompute: only with --attention-only; for whole steps, set "
+            "train.activation_checkpoint"
         )
     # Imported late: it takes seconds, and mistakes are reported above.
     from mtrain_cli.commands.simulate_actions import predict_attention, predict_steps
@@ -355,18 +311,8 @@ def recommend(typed: RecommendOptions) -> None:
 
 @app.command()
 def validate(
-    runs: Annotated[
-        list[Path],
-        argument("RUN", "Folders of profiles, or names of shipped ones.", complete_measured),
-    ],
-    prediction: Annotated[
-        list[Path] | None,
-        option(
-            "DIR",
-            "Use predictions that `mtrain simulate run --out DIR` saved before, instead of new "
-            "ones. Can be repeated.",
-        ),
-    ] = None,
+    runs: Annotated[list[Path], argument("RUN", complete_measured)],
+    prediction: Annotated[list[Path] | None, option("DIR")] = None,
     cluster: ClusterName = None,
     nodes: Nodes = None,
     calibration: Calibrations = None,
@@ -384,6 +330,11 @@ def validate(
           Predict the cases of a profile now
       [cyan]mtrain simulate validate measurements/after --prediction measurements/before[/cyan]
           Use a prediction that was written before the measurement
+
+    Args:
+        runs: Folders of profiles, or names of shipped ones.
+        prediction: Use predictions that `mtrain simulate run --out DIR` saved before, instead of
+            new ones. Can be repeated.
     """
     from mtrain_cli.commands.simulate_validate import validate as compare
     from mtrain_cli.simulation.calibration import load_user_calibration

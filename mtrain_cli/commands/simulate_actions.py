@@ -123,7 +123,7 @@ def recommend(job: SimulateJob) -> None:
     if job.request.slow and job.request.context_parallel(scenario.config) is None:
         # The group of a rank depends on the size of groups, and several sizes are tried.
         raise ConfigError(
-            f"--slow {job.request.slow}: groups of any size are tried; add "
+            f"--slow {job.request.slow}: this command tries context groups of several sizes; add "
             "topology.context_parallel=N, or leave --slow out"
         )
     folder = files.folder_of(job)

@@ -164,7 +164,7 @@ def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str],
     if len({*named, *([] if option is None else [option])}) > 1:
         raise ConfigError(
             f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} "
-            "names another; give one of them"
+            "names another cluster; give one of them"
         )
     settings = [word for word in words if not word.startswith("cluster=")]
     return settings, option or (named[0] if named else DEFAULT_CLUSTER)

@@ -35,7 +35,7 @@ LEGEND = (
 )
 STEP_LEGEND = (
     "s / step: one optimizer step. best, worst: by the bounds of the constants. MFU, HFU: share of "
-    "the peak FLOP/s, by the model's FLOP and by all that are computed. waits: for slower workers, "
+    "the peak FLOP/s, by the model's FLOP and by all executed FLOP. waits: for slower workers, "
     "for transfers of keys and values, and for transfers of weights and gradients. worker, step: "
     "imbalance degrees of attention work, largest over mean. GiB: per GPU, as planned by "
     "`mtrain train --dry-run`. all_gather in N: gathers N head groups, each while the previous one "

@@ -98,7 +98,7 @@ class SimulateRequest:
     def without_a_model(self) -> bool:
         """Whether the input is a recorded index without a model.
 
-        The index gives the shape of the attention, and nothing about other layers.
+        The index gives the shape of the attention, and nothing about the rest of a layer.
         """
         return self.recorded_file() is not None and not self.sets("model")
 
@@ -159,8 +159,8 @@ class SimulateRequest:
             return PairSource(DENSE, layers=layers)
         if settings is not None and settings.bitmap:
             raise ConfigError(
-                f"sparsity={pattern}: there are no synthetic block lists; give --index FILE from "
-                "a profile of such a run"
+                f"sparsity={pattern}: there are no synthetic indices for this pattern; give "
+                f"--index FILE from a profile of a run with sparsity={pattern}"
             )
         if pattern == FIXED:
             _refuse(
@@ -215,8 +215,8 @@ class SimulateRequest:
         trained = compose([*self.words, *extra]).sparsity.pattern
         purpose = f" for sparsity={trained}" if trained != DENSE else ""
         return (
-            f"synthetic ({pairs}){purpose}, each sequence one document; use --index for those of "
-            "a profile"
+            f"synthetic ({pairs}){purpose}, each sequence one document; use --index for the pairs "
+            "of a profile"
         )
 
     def _layers(self, config: Config) -> int:
@@ -356,7 +356,7 @@ class SimulateRequest:
 
 
 def _check_workers(words: Sequence[str]) -> None:
-    """Raise ConfigError for ``topology.workers``, which an option sets here."""
+    """Raise ConfigError for ``topology.workers``: these commands take ``--workers`` instead."""
     for word in words:
         if word.startswith("topology.workers=") and not word.endswith("=auto"):
             raise ConfigError(
@@ -378,7 +378,7 @@ def _check_index(index: str | None, pattern: str | None) -> None:
         )
     if index == FIXED and pattern != FIXED:
         raise ConfigError(
-            "--index fixed: needs sparsity=fixed with its keys; give it, or leave --index out"
+            "--index fixed: needs sparsity=fixed with its keys; give both, or leave --index out"
         )
     if pattern == FIXED != index:
         raise ConfigError(
@@ -388,7 +388,10 @@ def _check_index(index: str | None, pattern: str | None) -> None:
 
 
 def _refuse(reason: str, density: float | None, columns: int | None) -> None:
-    """Raise ConfigError if a density or a number of columns is given."""
+    """Raise ConfigError if a density or a number of columns is given.
+
+    reason: why neither is allowed.
+    """
     for option, value in (("--density", density), ("--columns", columns)):
         if value is not None:
             raise ConfigError(f"{option} {value:g}: {reason}")

@@ -52,7 +52,7 @@ _SHOWN = 12  # constants named in one line
 _PASS = ("measured", "predicted", "error", "best - worst", "in")
 _NUMBERS = (*_PASS, "steps", "ranks", "worker ID", "step ID")  # columns
 # The simulator's own constants, which no calibration replaces (`simulation.costs`).
-ASSUMED = "launches of a step; estimating an index"
+ASSUMED = "number of launches of a step; time to estimate an index"
 
 
 def validate(
@@ -268,8 +268,8 @@ def _accuracy_lines(accuracy: PredictionAccuracy) -> Iterator[str]:
         f"{accuracy.worst:+.1%}{passes}"
     )
     yield (
-        f"common     predictions are x {accuracy.common:.2f} in the median; without that factor, "
-        f"mean absolute error {accuracy.mape_without_common:.1%}"
+        f"common     predicted / measured is {accuracy.common:.2f} in the median; without this "
+        f"factor, mean absolute error {accuracy.mape_without_common:.1%}"
     )
     yield f"bounds     hold for {accuracy.covered:.0%} of the passes"
     yield (

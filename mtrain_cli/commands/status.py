@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from mtrain_cli.commands.completion import complete_runs
-from mtrain_cli.commands.options import argument, flag
+from mtrain_cli.commands.options import Json, argument, flag
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -36,24 +36,10 @@ _COLORS = {
 
 
 def status(
-    run: Annotated[
-        str | None,
-        argument(
-            "RUN",
-            "Folder of a run, or its name under runs/; by default the run that is active, "
-            "or the last one.",
-            complete_runs,
-        ),
-    ] = None,
-    every: Annotated[
-        bool, flag("--all", "Print one line per run under runs/, newest first.")
-    ] = False,
-    watch: Annotated[
-        bool, flag("--watch", "Refresh until the run ends or you press Ctrl-C.")
-    ] = False,
-    as_json: Annotated[
-        bool, flag("--json", "Print one JSON object per line and run, for scripts.")
-    ] = False,
+    run: Annotated[str | None, argument("RUN", complete_runs)] = None,
+    every: Annotated[bool, flag("--all")] = False,
+    watch: Annotated[bool, flag("--watch")] = False,
+    as_json: Json = False,
 ) -> None:
     """Show the state of a run.
 
@@ -71,6 +57,13 @@ def status(
           List all runs under runs/
       [cyan]mtrain status my-run --json | jq .step[/cyan]
           Print one field for a script
+
+    Args:
+        run: Folder of a run, or its name under runs/; by default the run that is active, or the
+            last one.
+        every: Print one line per run under runs/, newest first.
+        watch: Refresh until the run ends or you press Ctrl-C.
+        as_json: Print one JSON object per line and run, for scripts.
     """
     from mtrain_cli.commands.train import find_run
     from mtrain_cli.launch import run_status

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mtrain_cli.commands.completion import complete_runs
-from mtrain_cli.commands.options import flag, option, overrides_argument, warn_of_unused_settings
+from mtrain_cli.commands.options import ConfigDir, Overrides, flag, option, warn_of_unused_settings
 from mtrain_cli.config.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -21,39 +21,11 @@ SHOWN = 5  # run names in a message
 
 
 def train(
-    overrides: Annotated[
-        list[str] | None,
-        overrides_argument(
-            "group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. "
-            "`mtrain config list` lists them all."
-        ),
-    ] = None,
-    cfg: Annotated[bool, flag("--cfg", "Print the composed configuration and exit.")] = False,
-    dry_run: Annotated[
-        bool,
-        flag(
-            "--dry-run",
-            "Print the plan of the run, with memory and FLOP per worker, and exit. The exit code "
-            "is 1 if the run does not fit.",
-        ),
-    ] = False,
-    resume: Annotated[
-        str | None,
-        option(
-            "RUN",
-            "Resume a run, given by its folder or its name under runs/. auto: resume the run "
-            "that this command line started earlier; if there is none, start a new one.",
-            complete=complete_runs,
-        ),
-    ] = None,
-    config_dir: Annotated[
-        Path | None,
-        option(
-            "DIR",
-            "Folder of your own groups, such as DIR/model/mine.yaml. It is searched before the "
-            "shipped ones.",
-        ),
-    ] = None,
+    overrides: Overrides = None,
+    cfg: Annotated[bool, flag("--cfg")] = False,
+    dry_run: Annotated[bool, flag("--dry-run")] = False,
+    resume: Annotated[str | None, option("RUN", complete=complete_runs)] = None,
+    config_dir: ConfigDir = None,
 ) -> None:
     """Train a model, with each sequence shared by several workers.
 
@@ -76,6 +48,17 @@ def train(
 
     Ctrl-C, SIGTERM and SIGHUP save a checkpoint and stop the run, with exit code 130 or 143. The
     exit code of a finished run is 0.
+
+    Args:
+        overrides: group=option and key=value, such as model=qwen3b seq=512k optim.lr=1e-4. `mtrain
+            config list` lists them all.
+        cfg: Print the composed configuration and exit.
+        dry_run: Print the plan of the run, with memory and FLOP per worker, and exit. The exit code
+            is 1 if the run does not fit.
+        resume: Resume a run, given by its folder or its name under runs/. auto: resume the run that
+            this command line started earlier; if there is none, start a new one.
+        config_dir: Folder of your own groups, such as DIR/model/mine.yaml. It is searched before
+            the shipped ones.
     """
     words = list(overrides or ())
     run_path = _run_to_resume(resume, words, config_dir)

@@ -12,7 +12,7 @@ def train(config: Config, run_dir: RunDir, environment: Environment, resume: boo
     """Train as `training.loop.train` does; with `profile.every`, also record every N-th step."""
     callbacks: list[loop.MakeCallback] = []
     if config.profile.every:
-        # Imports pandas and pyarrow, which other trainings do without.
+        # Imports pandas and pyarrow, which other runs do not need.
         from mtrain_cli.profiling.periodic_profile import TrainingProfile
 
         callbacks.append(TrainingProfile)

@@ -198,7 +198,7 @@ def _model_in(file: Path) -> tuple[str | None, set[str]]:
 
 
 def composed_values(choices: Mapping[str, str], config_dir: Path | None = None) -> dict[str, Any]:
-    """Return the values of the chosen options by dotted key, as the YAML has them, unchecked."""
+    """Return the values of the chosen options by dotted key, as in the YAML and unchecked."""
     return compose_groups(open_groups(config_dir), choices, {})[0]
 
 

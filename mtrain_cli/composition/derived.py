@@ -30,8 +30,8 @@ def fill(
         raw: values by dotted key, not yet converted to schema types.
         given: keys under ``model`` that the user chose.
         model: the user's choice of model for messages, such as ``model=qwen3b``; may be empty.
-        defaults: values to use if another file does not give one. A problem from here or from
-            `validate` gives the reason.
+        defaults: values for keys that a file should decide but cannot. This function or `validate`
+            reports why it cannot.
     """
     leaves = dict(raw)
     of_model = [name for name in leaves if name.startswith("model.")]
@@ -72,7 +72,7 @@ def folder_of(init_from: object) -> Path | None:
 
 
 def without_auto(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop the keys that another file decides, whose values a resumed run keeps from its start."""
+    """Drop the keys that another file decides. A resumed run keeps the values it started with."""
     derived = (VOCABULARY, TOKENIZER, *(["model."] if leaves.get("model.family") == AUTO else []))
     return {
         name: value

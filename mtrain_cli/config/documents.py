@@ -50,7 +50,7 @@ def read_yaml(path: Path) -> Any:
 
 
 def reason(error: BaseException) -> str:
-    """Return in one line why a file cannot be read. error: what reading it raised."""
+    """Return in one line why a file cannot be read. error: the exception that reading raised."""
     match error:
         case UnicodeDecodeError():
             return f"it is not text: byte {error.start + 1} is not UTF-8"

@@ -27,7 +27,8 @@ EXCHANGE_TRAITS = {
     "ring": ExchangeTraits(gathers=False, hierarchical=False),
     "hierarchical_ring": ExchangeTraits(gathers=False, hierarchical=True),
 }
-# Settings that share heads among all workers of a sequence -> the exchange that they run.
+# {value of topology.exchange that splits the heads among all workers of a sequence: the exchange
+# that runs then}
 HEAD_SHARING = {"ulysses": "all_gather"}
 # The exchanges that `topology.exchange=auto` chooses from. Others may have the same traits.
 _AUTOMATIC = ("all_gather", "hierarchical_all_gather", "ring", "hierarchical_ring")
@@ -40,7 +41,7 @@ def exchange_name(*, gathers: bool, hierarchical: bool) -> str:
 
 
 def flat_name(name: str) -> str:
-    """Return the exchange that does the same as a hierarchical one, without levels of nodes.
+    """Return the flat counterpart of a hierarchical exchange, such as ring for hierarchical_ring.
 
     Return any other name unchanged.
     """

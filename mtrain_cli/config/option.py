@@ -30,7 +30,7 @@ class Range:
 
     rule: what a number must satisfy, worded to follow ``key=value: ``.
     fits: function that returns whether a number satisfies the rule.
-    most: upper limit, unless the rule itself sets one.
+    most: upper limit, unless the rule states a limit.
     """
 
     rule: str
@@ -42,7 +42,7 @@ class Range:
 
     @property
     def limit(self) -> UpperLimit | None:
-        """The upper limit that a message or table states. None if the rule itself sets one."""
+        """The upper limit to state in messages and tables. None if the rule states a limit."""
         return self.most if self.fits(_VAST) else None
 
     def is_beyond(self, value: object) -> bool:
@@ -62,7 +62,7 @@ def option(
 
     Args:
         help: what the key sets, for `mtrain config show` and the configuration reference.
-        allowed: allowed words, or the range of allowed numbers. Empty if any value of the type is.
+        allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
         tokens: whether the key counts tokens, and so allows sizes such as 512k.
         default: as in `dataclasses.field`.
     """

@@ -35,7 +35,7 @@ _MOST_LINES = NOT_NEGATIVE.up_to(2**31 - 1, "an index numbers its columns and sl
 
 @dataclass(frozen=True)
 class PatternSettings:
-    """Which query-key pairs are computed. Keys that the pattern does not use are null."""
+    """Settings that choose the query-key pairs to compute. Keys of other patterns are null."""
 
     # The pattern's name, as in ``sparsity=NAME``.
     name: ClassVar[str]
@@ -172,7 +172,7 @@ class VerticalSlashSettings(SparseSettings):
         elif self.last_q >= 1 and 1 <= seq < self.windows * self.last_q:
             yield (
                 f"sparsity.windows={self.windows}: windows of sparsity.last_q={self.last_q} "
-                f"queries would overlap; give at most {seq // self.last_q}, which fill seq={seq}"
+                f"queries would overlap; seq={seq} has room for at most {seq // self.last_q}"
             )
 
     @property
@@ -273,7 +273,8 @@ class FixedSettings(SparseSettings):
         return self.columns
 
     def slash_bound(self, blocks: int) -> int:
-        # Random slashes are denser near the main diagonal, so they are longer than the mean slash.
+        # Random slashes are denser near the main diagonal, where slashes are longest. So at most
+        # this number of slashes reaches the density.
         return self.slashes or min(blocks, int(self.density * blocks) + 2)
 
     def known_density(self, seq: int) -> float | None:

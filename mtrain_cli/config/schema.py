@@ -164,8 +164,8 @@ class TopologyConfig:
         _GIB,
     )
     gpus_per_node: int | str = option(
-        "workers per node; fewer than the host has divides it into virtual nodes; auto = as "
-        "launched",
+        "workers per node; a number below the host's divides the host into virtual nodes; auto = "
+        "as launched",
         _WORKERS,
     )
     layout: str = option(
@@ -405,8 +405,8 @@ class ProfileConfig:
     """Which training steps are recorded."""
 
     every: int = option(
-        "steps between recorded steps, which go to the run's folder profile/ for `mtrain report`; "
-        "0 = record none",
+        "steps from one recorded step to the next. The records go to the run's folder profile/, "
+        "for `mtrain report`; 0 = record none",
         _STEPS_OR_0,
     )
 
@@ -441,7 +441,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration: one attribute per group, and the keys of no group."""
+    """The whole configuration: one attribute per group, and the keys that belong to no group."""
 
     seq: int = option(
         "tokens per sequence; 512k = 524288, 1m = 1048576",

@@ -65,7 +65,7 @@ def unused_keys(
 def unused_ring_keys(words: Sequence[str], config: Config, exchange: str) -> list[str]:
     """Return the lines of `unused_keys` about keys that only rings use.
 
-    They are known only after ``topology.exchange=auto`` has chosen ``exchange``.
+    These lines are known only after ``topology.exchange=auto`` has chosen ``exchange``.
     """
     if config.topology.exchange != "auto":
         return []
@@ -91,7 +91,7 @@ def _ineffective_topology(config: Config, exchange: str, device: str) -> Iterato
         yield "topology.block_size", why
 
 
-# {key: (key that decides whether it is used, the value with which it is)}
+# {key: (deciding key, value)}: the key has an effect only if the deciding key has this value
 _READERS = {
     "train.checkpoint_keep": ("train.activation_checkpoint", "sequence_selective"),
     "data.text_key": ("data.kind", "text"),

@@ -348,7 +348,7 @@ def _offload(train: TrainConfig, layers: int) -> Iterator[str]:
     elif train.offload_activations and train.activation_checkpoint == "none":
         others = ", ".join(kind for kind in CHECKPOINTS if kind != "none")
         why = "train.activation_checkpoint=none keeps too much to move"
-        yield f"{offload}: {why}; allowed with it: {others}"
+        yield f"{offload}: {why}; allowed values of that key: {others}"
 
 
 def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
@@ -356,12 +356,12 @@ def _train(train: TrainConfig, topology: TopologyConfig) -> Iterator[str]:
         if topology.device == "cpu":
             yield (
                 "train.kernel=flash4: runs on GPUs only, not with topology.device=cpu; "
-                "allowed there: auto, reference, sdpa"
+                "allowed on a CPU: auto, reference, sdpa"
             )
         if train.dtype == "float32":
             yield (
                 "train.kernel=flash4: computes in bfloat16, not train.dtype=float32; "
-                "allowed with it: auto, reference, sdpa"
+                "allowed with float32: auto, reference, sdpa"
             )
     if train.shard == "optimizer" and train.reduce_dtype == "bfloat16":
         yield (

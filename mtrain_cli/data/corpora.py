@@ -51,7 +51,7 @@ class Unit:
     """A file or a package.
 
     size: bytes.
-    documents: function of a number N. It yields the documents after the unit's first N records.
+    documents: function (n) that yields the documents after the unit's first n records.
     """
 
     name: str

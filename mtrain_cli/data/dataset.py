@@ -72,13 +72,14 @@ class Dataset(Protocol):
 class PackedDataset:
     """The stream of all documents, cut every ``seq`` tokens. ``dataset[i]`` reads one sequence.
 
-    Every token is in exactly one sequence. One exception: a tail of less than 5 % of a sequence is
-    left out. The label of a position is the next token of the stream, even if that token is in the
-    next sequence.
+    Every token is in exactly one sequence, but a tail of less than 5 % of a sequence is left out.
+    The label of a position is the next token of the stream, even if that token is in the next
+    sequence.
 
     store: source of the tokens. The stream is its units end to end.
     seq: tokens per sequence.
-    seed, shuffle: if ``shuffle``, the units are in a random order given by ``seed``.
+    shuffle: whether the units are in random order.
+    seed: determines that order.
     document_mask: if true, the last token of a document has no label. If false, the whole sequence
         is one document with number 0.
     location: where the tokens are, for `describe`.
@@ -124,7 +125,7 @@ class PackedDataset:
             ConfigError: the source is corrupt.
         """
         if not 0 <= index < self._length:
-            raise IndexError(f"Sequence {index} of {self._length}.")
+            raise IndexError(f"sequence {index} does not exist; allowed: 0 to {self._length - 1}")
         return self._sample(index)
 
     @property

@@ -19,8 +19,8 @@ class Loader(Generic[Batch]):
 
     A step takes the next ``global_batch`` sequences of the run and splits them into ``dp`` equal
     parts. Data-parallel rank r gets part r. All workers of a context group have the same
-    ``dp_rank``, so they get the same micro-batches. If the background thread fails, the next
-    ``next`` raises its error.
+    ``dp_rank``, so they get the same micro-batches. If the background thread fails, the following
+    call of ``next`` raises its error.
 
     dp_rank, dp: data-parallel rank, and number of data-parallel ranks.
     global_batch: sequences per step over all data-parallel ranks.
@@ -105,10 +105,10 @@ class Loader(Generic[Batch]):
         current = (len(self._dataset), self._dataset.fingerprint)
         if saved != current:
             raise ConfigError(
-                "The data changed since the checkpoint. Its corpus was "
-                f"{saved[1][:12]} with {saved[0]:,} sequences; this corpus is {current[1][:12]} "
-                f"with {current[0]:,}. Resume with the same data and seq (for data=stdlib also the "
-                "same Python)."
+                "The data changed since the checkpoint. Then the corpus had the fingerprint "
+                f"{saved[1][:12]} and {saved[0]:,} sequences; now it has {current[1][:12]} and "
+                f"{current[0]:,}. Resume with the same data and seq (for data=stdlib also the same "
+                "Python)."
             )
         if self._next is not None:
             if not self._next.cancel():

@@ -394,7 +394,7 @@ class MdsFolder:
 
 
 def _parse_index(content: dict[str, Any]) -> tuple[list[Shard], list[str], list[str]]:
-    """Return the shards, and the names and encodings of the columns.
+    """Return the shards, the names of the columns, and their encodings.
 
     Raises:
         ValueError: an entry is wrong. The message is worded to follow "index.json".

@@ -62,7 +62,8 @@ class MdsSource:
         length = int(self.offsets[unit + 1] - self.offsets[unit])
         if tokens.shape != (length,):
             raise ConfigError(
-                f"{place} has {tokens.shape} tokens instead of {length}. The shards have changed."
+                f"{place} has an {TOKENS} of shape {tokens.shape}, not ({length},) as at the start "
+                "of the run. The shards have changed: start the run again."
             )
         ends = targets = None
         if SPANS in sample:
@@ -77,7 +78,8 @@ class MdsSource:
             mask = np.asarray(sample[TARGETS]).astype(bool)
             if mask.shape != (length,):
                 raise ConfigError(
-                    f"{place} has a {TARGETS} of shape {mask.shape} for {length} tokens"
+                    f"{place} has a {TARGETS} of shape {mask.shape}, but {length} tokens. Write "
+                    "one value per token."
                 )
             targets = mask if targets is None else targets & mask
         return Stretch(tokens[start:stop], ends, None if targets is None else targets[start:stop])

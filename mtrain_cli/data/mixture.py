@@ -103,13 +103,13 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of sequence ``number``, and how many of its sequences came before."""
+        """Return the corpus of the run's sequence ``number``, and its sequences drawn before."""
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])
 
     def _deal_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return both results of `locate` for each number of a block: int32 and int64[block]."""
+        """Return the results of `locate` for every number of a block, int32 and int64[block]."""
         before, after = (self._counts_before(b * self.block) for b in (block, block + 1))
         quotas = np.array(after) - np.array(before)
         slots = Permutation(self.block, mix64(self.seed, -1, block)).images()
@@ -177,7 +177,7 @@ class MixedDataset:
 
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
-            raise IndexError(f"Sequence {index} of {len(self)}.")
+            raise IndexError(f"sequence {index} does not exist; allowed: 0 to {len(self) - 1}")
         part = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._datasets[part][index - int(self._starts[part])]
 

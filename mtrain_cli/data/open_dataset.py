@@ -75,7 +75,7 @@ def _open_part(config: Config, data: DataConfig, origin: str, held_out: int) -> 
 
 
 def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSource, str]:
-    """Return the tokens of a corpus, and words that say where they are."""
+    """Return the tokens of a corpus, and a phrase for messages that says where they are."""
     if data.kind == "mds":
         from mtrain_cli.data.mds_source import MdsSource
 

@@ -39,7 +39,7 @@ def shuffled_order(count: int, seed: int) -> np.ndarray:
 
 
 def _mix_array(state: np.ndarray, increment: int) -> None:
-    """Replace each uint64 by its hash. ``increment`` is added first. `mix64` does this per word."""
+    """Add ``increment`` to each uint64 and replace it by its hash, as `mix64` does for a word."""
     state += np.uint64(increment)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
         state ^= state >> np.uint64(shift)

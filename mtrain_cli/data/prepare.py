@@ -52,9 +52,9 @@ DEFAULT_BPE_VOCABULARY = 8192
 
 @dataclass(frozen=True)
 class CorpusPosition:
-    """The position before record ``record`` of unit ``unit``.
+    """The position in a corpus before record ``record`` of unit ``unit``.
 
-    read: about how many bytes of the corpus precede it.
+    read: bytes of the corpus before this position, approximately.
     """
 
     unit: int = 0
@@ -67,8 +67,8 @@ class PreparationProgress:
     """Values for a progress bar.
 
     stage: what is being done, such as tokenising.
-    read, size: bytes of the corpus that are read, and all of its bytes.
-    tokens, documents: numbers written so far.
+    read, size: bytes of the corpus read so far, and in total.
+    tokens, documents: tokens and documents written so far.
     """
 
     stage: str

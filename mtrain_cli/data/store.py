@@ -210,7 +210,7 @@ class TokenStore:
 class Written:
     """Content of the files of an unfinished store.
 
-    tokens, documents: their numbers.
+    tokens, documents: number of tokens and of documents.
     domains, left_out, cut: as in `StoreMeta`.
     """
 

@@ -25,7 +25,7 @@ from mtrain_cli.launch.temporary_folders import lies_at
 
 
 def cached_store(corpus: Corpus, tokenizer: Tokenizer) -> tuple[TokenStore, str]:
-    """Return the token store of a corpus, and words that say where it is.
+    """Return the token store of a corpus, and a phrase for messages that says where it is.
 
     Several processes may call this at the same time. The first one tokenises the corpus into the
     cache folder, the others wait and map its files. If the cache folder cannot be written, for

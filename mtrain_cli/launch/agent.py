@@ -204,7 +204,7 @@ class WorkerAgent(LocalElasticAgent):
     def _find_silent(
         self, failed: list[Failure], running: dict[int, int], records: dict[int, WorkerActivity]
     ) -> list[Failure]:
-        """Return a failure for workers that reported none but kept the others waiting.
+        """Return a failure for workers that reported no failure but kept the others waiting.
 
         Args:
             failed: the failures so far.

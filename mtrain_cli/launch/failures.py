@@ -1,4 +1,4 @@
-"""Failures of workers: writing and reading them, finding the cause, and reporting it.
+"""Write and read the failures of workers, find the cause, and report it.
 
 After one worker fails, its peers soon fail, too: with a closed connection or an aborted collective.
 These later failures are called consequences.
@@ -35,9 +35,9 @@ _TIMED_OUT = re.compile(
     r"|Socket Timeout|connectFullMesh failed.*timed out"
 )
 _LOG_TAIL_LINES = 20
-# Errors of a disk in writing. They are not the user's mistake.
+# Disk errors while writing. They are not the user's mistake.
 _DISK_FAILURES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
-# Errors of a disk or its network in reading a file that exists. `restart` knows their texts.
+# Errors of a disk or its network while reading a file that exists. `restart` knows their texts.
 READ_FAILURES = frozenset(
     getattr(errno, name)
     for name in ("EIO", "ESTALE", "ENOTCONN", "ENODEV", "ETIMEDOUT", "EREMOTEIO", "EHOSTDOWN")
@@ -57,7 +57,7 @@ class PeerLostError(RunError):
 
 
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return the error to raise for an OSError in writing a file.
+    """Return the error to raise in place of an OSError while writing a file.
 
     It is a RunError if the disk is full or failed. Otherwise it is a ConfigError: the user chose a
     place where mtrain cannot write.
@@ -66,7 +66,7 @@ def write_failure(error: OSError, text: str) -> RunError | ConfigError:
 
 
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
-    """Return the error to raise for an OSError in reading a file.
+    """Return the error to raise in place of an OSError while reading a file.
 
     It is a RunError if the disk or its network failed. Otherwise it is a ConfigError: the user
     named a file that mtrain cannot read.
@@ -143,7 +143,7 @@ class Failure:
 
 
 def failure_from(error: BaseException) -> Failure:
-    """Return the failure that ``error`` means. Its rank is -1: the reader of the record sets it."""
+    """Describe ``error`` as a failure. Its rank is -1: the reader of the record sets the rank."""
     lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False)
     lost = lost or _PEER_LOST.search(str(error)) is not None
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
@@ -169,7 +169,7 @@ def first_sentence(error: BaseException) -> str:
 def find_silent_rank(
     failed: Sequence[Failure], stopped: Sequence[int], running: Sequence[int], waited: str = ""
 ) -> Failure | None:
-    """Return a failure for ranks that reported none but kept the others waiting.
+    """Return a failure for ranks that reported no failure but kept the others waiting.
 
     Args:
         failed: the failures so far.
@@ -239,7 +239,7 @@ def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure with the lowest `Failure.severity`, and of several the earliest."""
+    """Return the failure with the lowest `Failure.severity`. If there are several, the earliest."""
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 

@@ -110,8 +110,8 @@ def print_error(text: str) -> None:
 def divert_native_output(log: TextIO) -> None:
     """Redirect what libraries and child processes write to standard error to ``log``.
 
-    An example are the stacks that NCCL's watchdog writes before it ends a process. Python code that
-    writes to `sys.stderr` is not redirected.
+    For example, NCCL's watchdog writes stacks before it ends a process. Python code that writes to
+    `sys.stderr` is not redirected.
     """
     descriptor = os.dup(2)
     encoding = sys.stderr.encoding

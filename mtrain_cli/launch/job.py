@@ -189,7 +189,7 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store that all processes of ``job`` share.
 
-    torchrun serves the store, or else rank 0. Later calls return the same store.
+    torchrun serves the store; if it does not, rank 0 does. Later calls return the same store.
 
     Raises:
         ConfigError: the address of the store does not answer, or its port is in use.

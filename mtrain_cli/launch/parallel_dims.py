@@ -39,7 +39,7 @@ class ParallelDims:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The degree of each dimension, by name. Along the last one, ranks are consecutive."""
+        """The degree of each dimension, by name. Ranks are consecutive along the last dimension."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @property

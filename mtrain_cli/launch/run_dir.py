@@ -41,7 +41,7 @@ class _Inside:
 class RunDir:
     """A run's folder and the paths of its files.
 
-    `create` and `open` return an object that has the folder's lock. Workers have one without.
+    The objects that `create` and `open` return hold the folder's lock. Those of workers do not.
 
     resolved: the complete configuration. A folder with this file is a run.
     overrides: the overrides of the command line, one per line.

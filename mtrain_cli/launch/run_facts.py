@@ -17,7 +17,7 @@ from mtrain_cli.launch.job import current_job
 
 
 def environment_facts() -> dict[str, object]:
-    """Return what somebody needs to repeat the run, by name."""
+    """Return the facts that somebody needs to repeat the run, by name."""
     versions = {"mtrain": mtrain_cli.__version__, "python": platform.python_version()}
     for package in ("torch", "numpy", "flash-attn-4"):
         with contextlib.suppress(metadata.PackageNotFoundError):

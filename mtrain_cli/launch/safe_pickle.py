@@ -130,7 +130,7 @@ def _require_small_memo(content: bytes) -> None:
     """
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise RefusedError("numbers more objects than it can hold")
+            raise RefusedError("claims more objects than a file of its size can hold")
 
 
 def guard_collectives() -> None:

@@ -99,7 +99,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 def lies_at(path: Path, descriptor: int) -> bool:
     """Return whether ``path`` still leads to the open file, which may have been replaced.
 
-    Only then does a lock on the open file keep others from ``path``.
+    If not, a lock on the open file does not protect ``path``.
     """
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))

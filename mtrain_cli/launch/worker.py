@@ -213,7 +213,7 @@ def _run_target(
 
 @contextlib.contextmanager
 def _explain_timeouts(config: Config, rank: int) -> Iterator[None]:
-    """Replace an error that says that a wait timed out by a `PeerLostError` with one line.
+    """Replace the error of a wait that timed out with a `PeerLostError` of one line.
 
     The traceback of the original error goes to the log of this worker.
     """

@@ -96,8 +96,8 @@ class HuggingFaceFolder:
     max_position: max_position_embeddings of config.json, in tokens.
 
     Raises:
-        ConfigError: a file is missing, truncated or corrupt. Or a tensor is missing, unexpected, or
-            has a shape that contradicts config.json. The message names the file and the tensor.
+        ConfigError: a file is missing, truncated or corrupt, or its tensors do not match
+            config.json. The message names the file and the tensor.
     """
 
     def __init__(self, path: Path | str) -> None:

@@ -52,9 +52,9 @@ class TokenizerFiles:
     ids: Mapping[str, Any] = field(default_factory=lambda: NO_IDS)
 
     def for_family(self, family: str) -> TokenizerFiles:
-        """Return files with which transformers gives the same ids for a model of ``family``.
+        """Return files from which transformers makes the same token ids for a model of ``family``.
 
-        Only a tokenizer that is not Qwen's but goes with a qwen2 model needs other files.
+        The files change only for a tokenizer that is not Qwen's in a folder with a qwen2 model.
         """
         config = _parse_object(self.files.get(TOKENIZER_CONFIG, b"{}"))
         is_qwen2 = str(config.get("tokenizer_class")).removesuffix("Fast") == "Qwen2Tokenizer"
@@ -167,9 +167,9 @@ def _complete(
 
 
 def _includes(ids: object, wanted: object) -> bool:
-    """Return whether ``ids`` include every one of ``wanted``. Each is one id, a list or None.
+    """Return whether ``ids`` include all of ``wanted``; true if ``wanted`` is None.
 
-    None as ``wanted`` is always included.
+    ids, wanted: one id, a list of ids, or None.
     """
     known, asked = (value if isinstance(value, list) else [value] for value in (ids, wanted))
     return wanted is None or wanted == ids or all(one in known for one in asked)

@@ -2,9 +2,9 @@
 
 Copies run on their own stream. A layer's tensors move to the host while the next layer runs
 forward, and return while that layer runs backward. At most two offloaded layers have tensors on the
-device. Streams wait for each other; the host never waits. Tensors share pinned host blocks, so
-data-dependent sizes allocate blocks only until the largest sizes have occurred. On a CPU the copies
-are plain copies.
+device. Streams wait for each other; the host never waits. Tensors reuse pinned host blocks. If
+sizes depend on the data, allocation therefore stops once the largest sizes have occurred. On a CPU
+the copies are plain copies.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FULL_BLOCK = 16 << 20
 
 
 def block_sizes(size: int) -> list[int]:
-    """Return the bytes of the host blocks for a tensor of ``size`` bytes.
+    """Return the bytes of each host block for a tensor of ``size`` bytes.
 
-    Use full blocks, and for the rest one block of the next power of two: few sizes then serve all
-    tensors.
+    All blocks are full (`FULL_BLOCK`) but the last. Its size is rounded up to a power of two, so
+    that few block sizes serve all tensors.
     """
     rest = size % FULL_BLOCK
     return [FULL_BLOCK] * (size // FULL_BLOCK) + ([1 << (rest - 1).bit_length()] if rest else [])
@@ -33,7 +33,8 @@ def block_sizes(size: int) -> list[int]:
 class OffloadedTensor:
     """One tensor between its forward and its backward pass.
 
-    device, host: its copies; both exist during a transfer. The host copy is split over blocks.
+    device: the tensor on the device; None while it is only on the host.
+    host: its copy, split over host blocks; None while it is only on the device.
     copied: event at the end of the last transfer; None on a CPU.
     """
 
@@ -60,7 +61,8 @@ def layers_on_host(offloaded: bool | int, layers: int) -> int:
 
     The last layer never does, because its backward pass follows immediately.
 
-    offloaded: ``train.offload_activations``.
+    offloaded: value of ``train.offload_activations``: whether to offload, or the number of layers.
+    layers: number of the decoder's layers.
     """
     return min(layers if offloaded is True else int(offloaded), layers - 1)
 
@@ -68,13 +70,13 @@ def layers_on_host(offloaded: bool | int, layers: int) -> int:
 class ActivationOffload:
     """Host memory for the tensors that a decoder's layers keep for backward. Every step reuses it.
 
-    leaving: number of first layers that are offloaded. Later layers' tensors stay on the device.
+    leaving: how many of the first layers are offloaded. Other layers' tensors stay on the device.
     allocated: bytes of all host blocks.
     moved: bytes copied so far, in both directions.
     """
 
     def __init__(self, layers: int, device: torch.device, offloaded: bool | int = True) -> None:
-        """layers: of the decoder. offloaded: see `layers_on_host`."""
+        """Allocate nothing yet. layers, offloaded: see `layers_on_host`."""
         self.leaving = layers_on_host(offloaded, layers)
         self.device = device
         self.allocated = 0
@@ -91,7 +93,10 @@ class ActivationOffload:
         return sum(len(row) for row in self._waiting.values())
 
     def put(self, layer: int, tensor: torch.Tensor) -> OffloadedTensor:
-        """Start to copy a tensor to the host, behind the queued work. Do not change it any more."""
+        """Start to copy a tensor to the host after the work queued so far.
+
+        The caller must not change the tensor any more.
+        """
         if layer != self._at:
             self._begin(layer)
         kept = OffloadedTensor(self, layer, tensor.detach())
@@ -110,7 +115,7 @@ class ActivationOffload:
         return kept
 
     def _begin(self, layer: int) -> None:
-        """Start a layer. Free the device tensors of layer ``layer - 2`` after their copies."""
+        """Start a layer. Free the device tensors of layer ``layer - 2`` once they are copied."""
         self._at = layer
         if layer == 0:
             # Drop what is left of a forward pass that had no backward pass.
@@ -154,7 +159,7 @@ class ActivationOffload:
             self.moved += kept.device.nbytes
 
     def _release_blocks(self, kept: OffloadedTensor) -> None:
-        """Reuse the host blocks: later copies are queued behind this tensor's."""
+        """Return the host blocks for reuse now: later copies are queued behind this tensor's."""
         for block in kept.host or ():
             self._free.setdefault(block.nbytes, []).append(block)
         kept.device = kept.host = None
@@ -173,7 +178,7 @@ class ActivationOffload:
         return self._memory.empty(size)
 
     def _copy_stream(self) -> AbstractContextManager[object]:
-        """Switch to the copy stream, behind the work queued on the current stream so far."""
+        """Return a context whose copies run after the work queued on the current stream so far."""
         if self.device.type != "cuda":
             return nullcontext()
         if self._stream is None:

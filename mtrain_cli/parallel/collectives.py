@@ -27,7 +27,7 @@ def all_gather(
 
 
 def share(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather ``own`` from all ranks, in rank order, as JSON. Tuples arrive as lists.
+    """Gather every rank's ``own``, in rank order. It travels as JSON, so tuples arrive as lists.
 
     torch's object collectives send pickles, which can run code on the receiver.
     """

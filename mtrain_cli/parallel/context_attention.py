@@ -31,7 +31,8 @@ _COUNTED_AT_ONCE = 1 << 21
 class IndexRecord:
     """One estimate of an index: the work that the index leaves and the time that the estimate took.
 
-    counts_or_index: the counts; until `DynamicIndex.count` runs, the index itself.
+    counts_or_index: the counts. For slashes and columns it is the index itself until
+        `DynamicIndex.count` runs.
     workers: number of workers whose counts add up to all queries; 1 if this worker's counts cover
         all queries.
     started, ended: CUDA events, or seconds on a CPU.
@@ -63,11 +64,11 @@ class IndexRecord:
 class DynamicIndex:
     """A sparsity pattern applied to one batch.
 
-    foreign_queries: whether to gather block bitmaps from all workers, because this worker also
-        computes for other workers' queries.
-    kept: each layer's index from forward to backward; recomputation reuses it.
+    foreign_queries: whether this worker also computes for other workers' queries. Block bitmaps are
+        then gathered from all workers.
+    kept: by layer, its index from forward to backward. Recomputation reuses it.
     records: one per estimate.
-    estimated: each layer's index, for a profile; None keeps none.
+    estimated: by layer, its index, kept after backward for a profile; None outside a profile.
     """
 
     pattern: Pattern
@@ -153,10 +154,11 @@ class ContextAttention:
 
     plan: what this rank computes, on the device.
     index: None for dense attention.
-    kept: each layer's tensors that recomputation needs.
+    kept: by layer, the tensors of the first forward pass that recomputation needs.
     offload: host memory for `kept`; None keeps it on the device.
-    narrowed: each layer's tiles and early tiles under its index, with what kernels derive from the
-        index (`Tiles.index_cache`), until the layer's backward pass.
+    narrowed: by layer, its tiles and early tiles (`Plan`) after its index has narrowed them. An
+        entry lives until the layer's backward pass, because kernels cache in the tiles what they
+        derive from the index (`Tiles.index_cache`).
     """
 
     exchange: Exchange
@@ -184,8 +186,12 @@ class ContextAttention:
 
         Args:
             masks: one per sequence of the batch.
-            pattern, offload: see `of`.
-            keep: see `Plan.make`, which also raises the ValueErrors.
+            pattern: None for dense attention.
+            keep: see `Plan.make`.
+            offload: host memory for the tensors that recomputation needs; None for the device.
+
+        Raises:
+            ValueError: the layout's shards are not whole blocks of the index.
         """
         request = None if pattern is None else pattern.request()
         plan = Plan.make(exchange, masks, request, keep=keep)
@@ -204,6 +210,7 @@ class ContextAttention:
         Args:
             plan: a plan on the device, made for the pattern's kind of index.
             pattern: None for dense attention.
+            offload: host memory for the tensors that recomputation needs; None for the device.
         """
         index = None
         if pattern is not None:
@@ -251,7 +258,7 @@ class ContextAttention:
     def _narrowed(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, recorder: Recorder | None
     ) -> tuple[ShardTiles, ShardTiles | None]:
-        """Return the tiles and the early tiles under the layer's index."""
+        """Return the plan's tiles and early tiles, narrowed by the layer's index."""
         tiles, early_tiles = self.plan.tiles, self.plan.early_tiles
         if self.index is None:
             return tiles, early_tiles
@@ -275,7 +282,7 @@ class ContextAttention:
         return 1.0 / math.sqrt(head_dim)
 
     def keep_for_recompute(self, layer: int, saved: tuple[torch.Tensor, ...]) -> None:
-        """Keep those tensors of ``saved``, from a first pass, that recomputation needs."""
+        """Keep what recomputation needs. saved: the tensors that the first forward pass saved."""
         early = self.plan.early
         if early is None:
             return

@@ -31,9 +31,11 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ShardTiles:
-    """The tiles of one rank under a batch's masks, by the (query, key) shards of its steps.
+    """What each kernel call of one rank computes for a batch.
 
-    Made once per batch. `under` narrows them by the dynamic index of one layer.
+    tiles: the query-key pairs that the masks allow (`Tiles`), by (query shard, key shard) of the
+        call. Made once per batch and shared by all layers.
+    index: the dynamic index of one layer, by which `for_pair` narrows the tiles; None narrows none.
     """
 
     tiles: dict[tuple[Shards, Shards], Tiles]
@@ -66,8 +68,8 @@ class ShardTiles:
 class Exchange:
     """One way of moving keys and values, bound to a layout, a context group and a schedule.
 
-    shared_columns: whether to gather the KV of an index's single columns once if shards circulate.
-        The steps then compute block diagonals only.
+    shared_columns: whether a ring gathers the KV of the index's single columns once per pass. Its
+        steps then compute block diagonals only.
     inside: the layout between the two all-to-alls. It counts ranks that share heads as one rank.
     part: (i, n), the part of the model's heads that this rank computes.
     own: the shard of this rank, or of the ranks that share heads with it.
@@ -104,7 +106,7 @@ class Exchange:
         self.recorder = recorder
 
     def program(self, *, backward: bool, traits: Traits | None = None) -> Program:
-        """Return this rank's program of a pass."""
+        """Return this rank's program of a pass. traits: of kernel and index; None for defaults."""
         key = backward, traits or Traits()
         if key not in self._programs:
             self._programs[key] = lower(
@@ -126,7 +128,10 @@ class Exchange:
         return self.inside.tokens_per_worker
 
     def recomputes(self, early: int | None) -> Recompute:
-        """Return which part of `forward` `recompute` runs again for the first ``early`` queries."""
+        """Return what `recompute` runs again.
+
+        early: number of this rank's first queries to recompute; None for all.
+        """
         return Recompute.of(early, self.schedule.heads)
 
     def needed_tiles(
@@ -134,6 +139,7 @@ class Exchange:
     ) -> set[tuple[Shards, Shards]]:
         """Return the (query, key) shards of all tiles that `forward` and `backward` ask for.
 
+        indexed: whether a dynamic index narrows the tiles.
         forward_only: leave out the tiles of `backward`.
         """
         passes = (False,) if forward_only else (False, True)
@@ -143,9 +149,9 @@ class Exchange:
         return needed | {(self.own, WHOLE_SEQUENCE)} if indexed and self.gathers_columns else needed
 
     def columns_of(self, shard_tiles: ShardTiles) -> SharedColumns | None:
-        """Return the columns that are gathered once for the whole pass.
+        """Return the single columns of the index that this rank gathers once per pass.
 
-        None if the ring steps compute them or the index has no columns.
+        None if the ring steps compute the columns, or the index has none.
         """
         if not self.gathers_columns or shard_tiles.index is None:
             return None
@@ -155,9 +161,10 @@ class Exchange:
         return SharedColumns.make(whole, own)
 
     def token_order(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the order that sorts the tokens of the ranks that share heads, and its inverse.
+        """Return the permutation that sorts the tokens of ranks that share heads, and its inverse.
 
-        Unsorted, the tokens stand rank after rank. Both tensors are copied to the device once.
+        The all-to-all delivers the tokens rank after rank. Both tensors, int64[tokens], are copied
+        to the device once.
         """
         if device not in self._token_order:
             first = self.own[0] * self.schedule.heads
@@ -252,12 +259,13 @@ class Exchange:
         scale: float,
         label: str = "",
     ) -> tuple[torch.Tensor, Saved]:
-        """Run forward again, from what `kept_for_recompute` kept.
+        """Restore the results of `forward` from what `kept_for_recompute` kept.
 
-        Compute the first ``early`` queries only. If there are any, all ranks exchange KV again as
-        in forward.
+        Compute attention for the first ``early`` queries only. If there are any, all ranks exchange
+        KV again as in forward.
 
         Args:
+            kept: result of `kept_for_recompute` for the same ``early``.
             shard_tiles: tiles of the early queries (`Plan.early_tiles`).
 
         Returns:

@@ -31,8 +31,10 @@ _ACCUMULATION_BYTES = 4
 
 @dataclass(frozen=True)
 class ExchangeChoice:
-    """The exchange of a run and the reason for it; see `ScheduleOptions` for the numbers.
+    """The exchange of a run and the reason for it.
 
+    per_node, heads, chunks, prefetch, circulates: see `ScheduleOptions`.
+    shared_columns: whether a ring gathers the single columns of an index once.
     channels: the schedule's channels; empty if the workers only share heads.
     """
 
@@ -94,9 +96,9 @@ class ExchangeNeeds:
 
     workers: size of the context group.
     per_node: workers of the group that share a node.
-    tokens: padded sequence times micro-batch.
-    heads, kv_heads, head_dim: the model's.
-    dtype_bytes: bytes per number in the compute dtype.
+    tokens: padded length of a sequence, times the sequences of a micro-batch.
+    heads, kv_heads, head_dim: the model's query heads, key-value heads and elements per head.
+    dtype_bytes: bytes per element in the compute dtype.
     device_memory: bytes of one device; None if unknown.
     index: kind of the dynamic index; None if dense.
     columns: upper bound on the single columns per head; None if unbounded.
@@ -121,7 +123,7 @@ class ExchangeNeeds:
 
     @property
     def shard(self) -> int:
-        """Tokens of a worker, times micro-batch."""
+        """Tokens of a worker, over all sequences of a micro-batch."""
         return self.tokens // self.workers
 
 
@@ -132,10 +134,12 @@ _LABEL = re.compile(
 
 
 def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleOptions] | None:
-    """Return the exchange and the schedule's options for an `ExchangeChoice.label`.
+    """Return the exchange and the schedule's options that an `ExchangeChoice.label` describes.
 
     The exchange is ``all_gather`` if workers only share heads. The result is None if this version
     does not know the label.
+
+    workers, per_node: as in `ScheduleOptions`.
     """
     match = _LABEL.fullmatch(label)
     if match is None or (match["name"] is None and match["heads"] is None):
@@ -152,16 +156,18 @@ def parse_label(label: str, workers: int, per_node: int) -> tuple[str, ScheduleO
 
 
 def short_label(label: str) -> str:
-    """Shorten `ExchangeChoice.label` for a table: ``all_gather in 2``; the legend explains it."""
+    """Shorten an `ExchangeChoice.label` for a table with a legend, such as ``all_gather in 2``."""
     return re.sub(r" \((\d+) parts of the heads\)$", r" in \1", label)
 
 
 def gathered_bytes(needs: ExchangeNeeds, heads: int = 1, chunks: int = 1) -> int:
-    """Return the bytes of gathered KV, its gradients and their float32 sums in backward of a layer.
+    """Return the bytes that all-gather needs in a layer's backward pass.
+
+    They hold the gathered KV, its gradients, and these gradients in float32.
 
     heads: ranks that share heads.
-    chunks: parts of the heads gathered one after the other. With more than one, the next part's KV
-        is already held while a part is computed.
+    chunks: parts of the heads, gathered one after the other. With more than one, the KV of two
+        parts is held at a time.
     """
     one_token = ShardSizes(1, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
     size = _gathered(needs.workers, heads, chunks).of(one_token, heads)
@@ -177,10 +183,12 @@ def _gathered(workers: int, heads: int, chunks: int) -> Size:
 
 
 def ring_backward_bytes(needs: ExchangeNeeds, circulates: str) -> int:
-    """Return the bytes that a worker sends for each other worker in backward of a layer.
+    """Return the bytes that a worker of a ring sends per hop in a layer's backward pass.
 
     If queries circulate: q, dout, lse, delta (or out, if the kernel needs it) and float32 dq
     (BurstEngine, section 3.1). Otherwise KV and its float32 gradient.
+
+    circulates: KV or QUERIES.
     """
     sizes = ShardSizes(needs.shard, needs.heads, needs.kv_heads, needs.head_dim, needs.dtype_bytes)
     return int(_backward_of_two(circulates, needs.needs_out).sent(sizes))
@@ -228,7 +236,7 @@ def choose_exchange(topology: TopologyConfig, needs: ExchangeNeeds) -> ExchangeC
 
 
 def _head_ranks(topology: TopologyConfig, needs: ExchangeNeeds) -> int:
-    """Return the number of workers that trade tokens for heads; 1 if none do."""
+    """Return how many workers share heads by trading tokens for heads (Ulysses); 1 if none do."""
     key, among_all = f"topology.exchange={topology.exchange}", topology.exchange in HEAD_SHARING
     heads = needs.workers if among_all else 1
     if topology.ulysses != "auto":
@@ -287,10 +295,10 @@ def _fastest(
 
 
 def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
-    """Return in how many parts to gather the heads, one after the other.
+    """Return the number of parts in which to gather the heads, one after the other.
 
-    Two if the gather is large; more if memory requires it. More parts mean more and smaller kernel
-    calls, and beyond two they hide little more communication.
+    It is 2 for a large gather, and more only if memory requires it: more parts mean more and
+    smaller kernel calls, and beyond two they hide little more communication.
     """
     kv_heads = max(1, needs.kv_heads // heads)
     large = needs.tokens * 2 * kv_heads * needs.head_dim * needs.dtype_bytes >= 2 * _CHUNK_BYTES
@@ -304,9 +312,9 @@ def _fewest_chunks(needs: ExchangeNeeds, heads: int) -> int:
 
 
 def _fewest_parts(needs: ExchangeNeeds) -> int:
-    """Return in how many parts a single worker computes the heads, one after the other.
+    """Return the number of parts in which a single worker computes the heads, one by one.
 
-    The parts bound the memory of the float32 dq, which a kernel accumulates for one part at a time.
+    A kernel accumulates dq in float32 for one part at a time, so parts bound its memory.
     """
     most = _PART_SHARE * (needs.device_memory or _ASSUMED_MEMORY)
     size = needs.shard * needs.heads * needs.head_dim * _ACCUMULATION_BYTES
@@ -326,8 +334,9 @@ def _chunks(
     assert isinstance(topology.chunks, int)
     if topology.chunks > 1 and not gathers:
         raise ConfigError(
-            f"topology.chunks={topology.chunks}: is for all_gather and hierarchical_all_gather, "
-            f"not {_user_exchange(topology, name)}"
+            f"topology.chunks={topology.chunks}: works only with all_gather and "
+            f"hierarchical_all_gather, not with {_user_exchange(topology, name)}. Set "
+            "topology.chunks=auto"
         )
     if kv_heads % topology.chunks:
         allowed = ", ".join(str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0)
@@ -340,7 +349,7 @@ def _chunks(
 
 def _user_exchange(topology: TopologyConfig, name: str) -> str:
     """Return the exchange as the user set it, and what ``auto`` resolves to."""
-    resolved = f", which takes {name} here" if topology.exchange == "auto" else ""
+    resolved = f" (here: {name})" if topology.exchange == "auto" else ""
     return f"topology.exchange={topology.exchange}{resolved}"
 
 
@@ -349,8 +358,8 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     bitmap = needs.index is not None and needs.index.bitmap
     if topology.circulates == "queries" and not rings:
         raise ConfigError(
-            "topology.circulates=queries: is for ring and hierarchical_ring, not "
-            f"{_user_exchange(topology, name)}"
+            "topology.circulates=queries: works only with ring and hierarchical_ring, not with "
+            f"{_user_exchange(topology, name)}. Set topology.circulates=auto"
         )
     if topology.circulates != "auto":
         return topology.circulates

@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """One pass of one layer on this rank.
+    """Runs the program of one pass of one layer's attention on this rank.
 
     exchange: provides the layout and the pool.
     transport: runs the transfers and records times.
-    columns: the single columns that are gathered once, or None.
+    columns: the single columns of the index that are gathered once per pass, or None.
     tensors: the live buffers by name. Initially these are the program's inputs.
     """
 
@@ -85,7 +85,7 @@ class Executor:
         for op in operations:
             _RUN[type(op)](self, op)
             for name in op.frees:
-                # The results of a step without pairs do not exist.
+                # A step without pairs has no results.
                 tensor = self.tensors.pop(name, None)
                 if tensor is not None and name in self.program.pooled:
                     self.buffers.release(tensor)
@@ -302,20 +302,20 @@ class Executor:
         return concatenate(outs, 2), concatenate(lses, 1)
 
     def _to_heads(self, op: Arrange) -> Sequence[Any]:
-        """Make [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Split heads over ranks to send: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = [split_heads(t, self.program.sharing) for t in self._read(op)]
         self._widths = [part.shape[3] for part in parts]
         return (torch.cat(parts, 3),)
 
     def _from_tokens(self, op: Arrange) -> Sequence[Any]:
-        """Make [batch, tokens of all ranks in ascending order, heads per rank, head_dim]."""
+        """Sort the tokens received: [batch, tokens of all ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
         order, _ = self.exchange.token_order(arrived.device)
         whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
     def _to_tokens(self, op: Arrange) -> Sequence[Any]:
-        """Make [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Split tokens over ranks to send: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
         _, back = self.exchange.token_order(parts[0].device)
@@ -323,7 +323,7 @@ class Executor:
         return (together.unflatten(1, (self.program.sharing, -1)).transpose(0, 1).contiguous(),)
 
     def _from_heads(self, op: Arrange) -> Sequence[Any]:
-        """Make [batch, tokens, ranks, heads per rank, head_dim]."""
+        """View the heads received as [batch, tokens, ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
         return arrived.permute(1, 2, 0, 3, 4).split(self._widths, 3)
 

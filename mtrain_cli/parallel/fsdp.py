@@ -32,8 +32,8 @@ def shard_parameters(
     """Shard a decoder in place, layer by layer. Parameters keep their dtype.
 
     Gradients are summed, not averaged: the loss is already divided by the number of valid tokens of
-    the whole step. Over micro-batches a worker accumulates them in the parameters' dtype; under
-    ``optimizer`` in reduce_dtype (in compute_dtype if the two are equal).
+    the whole step. Over micro-batches a worker accumulates them in the parameters' dtype. Under
+    ``optimizer`` it accumulates them in reduce_dtype.
 
     Args:
         compute_dtype: gathered weights have this dtype.
@@ -57,9 +57,12 @@ def shard_parameters(
 
 
 def begin_micro_batch(decoder: nn.Module, shard: str, *, last: bool) -> None:
-    """Set what the next backward pass does with weights and gradients at its end.
+    """Set whether the next backward pass frees gathered weights and reduces gradients.
 
-    last: whether it is the last micro-batch of the optimizer step.
+    Under ``full`` every pass does both. Otherwise only the last micro-batch's pass frees weights,
+    and under ``optimizer`` only that pass reduces gradients.
+
+    last: whether this is the last micro-batch of the optimizer step.
     """
     if shard == "full" or not isinstance(decoder, FSDPModule):
         return
@@ -91,12 +94,12 @@ def unit_parameters(decoder: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def on_reduced_gradients(decoder: nn.Module, hook: Callable[[int, Tensor], None]) -> None:
-    """Call ``hook(unit, packed)`` with every unit's reduced gradients, after every reduction.
+    """Call ``hook(unit, packed)`` after every reduction. The parameters get no gradient.
 
-    The parameters themselves get no gradient. ``packed`` is 1-D, in the dtype of the reduction:
-    this worker's shards one after the other (`unit_parameters`), each padded with zeros to the size
-    of rank 0's. FSDP2 allocates and writes it on its own streams; the hook runs on the stream that
-    writes it.
+    unit: index into `unit_parameters`.
+    packed: the unit's reduced gradients, 1-D, in the dtype of the reduction. It holds this worker's
+        shards one after the other, each padded with zeros to the size of rank 0's shard. FSDP2
+        writes it on a stream of its own; the hook runs on that stream.
     """
     for number, module in enumerate(_units(decoder)):
         assert isinstance(module, FSDPModule)

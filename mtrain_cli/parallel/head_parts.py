@@ -22,7 +22,7 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
 def split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
     """Split [batch, tokens, heads, head_dim] into [ranks, batch, tokens, heads per rank, head_dim].
 
-    Repeats heads if there are fewer than ranks.
+    If there are fewer heads than ranks, repeat each head.
     """
     heads = tensor.shape[2]
     if heads < ranks:
@@ -33,7 +33,7 @@ def split_heads(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
 def sum_repeated_heads(gradient: torch.Tensor, heads: int) -> torch.Tensor:
     """Turn [batch, tokens, ranks, heads per rank, head_dim] into [batch, tokens, heads, head_dim].
 
-    Sums the gradients of repeated heads.
+    Sum the gradients of the copies that `split_heads` made of a head.
     """
     flat = gradient.flatten(2, 3)
     repeats = flat.shape[2] // heads

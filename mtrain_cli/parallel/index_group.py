@@ -54,7 +54,10 @@ class DistributedIndexGroup:
 
     @contextmanager
     def _recorded_wait(self, nbytes: int) -> Iterator[None]:
-        """Record a blocking message of the estimate. nbytes: bytes sent, and bytes received."""
+        """Record a blocking message of the estimate.
+
+        nbytes: bytes that this worker sends. It receives the same number.
+        """
         recorder = self._recorder
         if recorder is None:
             yield
@@ -88,7 +91,7 @@ def record_index_messages(group: IndexGroup, recorder: Recorder | None) -> None:
 
 
 def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
-    """Gather the rows of all workers; each worker estimated the rows of its own queries."""
+    """Gather the bitmap's rows from all workers. Each has estimated those of its own queries."""
     if masked.group.size == 1:
         return index
     own_bits = index.bits.to(torch.uint8)

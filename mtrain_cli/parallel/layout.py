@@ -29,8 +29,8 @@ class Layout(ABC):
     workers: size of the context group.
     seq: tokens of a sequence, before padding.
     block_size: tokens per block of a striped layout.
-    unit: every contiguous piece that a rank holds is a multiple of this many tokens, such as the
-        block of a dynamic index.
+    unit: tokens. The length of every contiguous piece that a rank holds is a multiple of it. With
+        a dynamic index it is the index's block.
     """
 
     workers: int
@@ -67,7 +67,7 @@ class Layout(ABC):
         return self._to_sequence(as_wide(shards) if shards.ndim > 3 else shards).view(shards.dtype)
 
     def to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """The inverse of `to_sequence`; returns a view if the layout allows it."""
+        """Turn a sequence into shards: undo `to_sequence`. A view if the layout allows one."""
         from mtrain_cli.parallel.wide_copy import as_wide
 
         return self._to_shards(as_wide(sequence) if sequence.ndim > 2 else sequence).view(
@@ -75,18 +75,18 @@ class Layout(ABC):
         )
 
     def copy_to_shards(self, sequence: torch.Tensor, shards: torch.Tensor) -> None:
-        """`to_shards` into an existing tensor of any dtype."""
+        """Write the result of `to_shards` into ``shards``, which can have another dtype."""
         from mtrain_cli.parallel.wide_copy import copy
 
         copy(self.to_shards(sequence), shards)
 
     @abstractmethod
     def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
-        """`to_sequence`."""
+        """Reorder as `to_sequence` does. ``shards`` may be a view with wider elements."""
 
     @abstractmethod
     def _to_shards(self, sequence: torch.Tensor) -> torch.Tensor:
-        """`to_shards`."""
+        """Reorder as `to_shards` does. ``sequence`` may be a view with wider elements."""
 
 
 class Contiguous(Layout):
@@ -147,8 +147,9 @@ class Zigzag(Layout):
 class Striped(Layout):
     """Deal blocks to the ranks in turn: rank r holds blocks r, r + workers, r + 2 * workers, ...
 
-    In each ring step all ranks then see the same residue class of block diagonals. This also
-    balances dynamic sparse attention (MTraining, section 4.1).
+    In each ring step all ranks then compute the same set of block diagonals: those whose number has
+    the same remainder modulo workers. This also balances dynamic sparse attention, which keeps
+    whole diagonals (MTraining, section 4.1).
     """
 
     name = "striped"
@@ -181,10 +182,10 @@ class Striped(Layout):
 
 @dataclass(frozen=True)
 class Joined(Layout):
-    """Neighbouring ranks of another layout as one shard.
+    """A layout whose shards each join the tokens of neighbouring ranks of another layout.
 
     base: the other layout.
-    together: ranks per shard; a shard holds their tokens in ascending order.
+    together: ranks of ``base`` per shard. A shard holds their tokens in ascending order.
     """
 
     base: Layout | None = None
@@ -209,7 +210,7 @@ class Joined(Layout):
 
     @cached_property
     def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each position's place in the concatenated shards, and the inverse permutation."""
+        """For each position, its place in the concatenated shards; and the inverse permutation."""
         order = np.concatenate([self.positions(r) for r in range(self.workers)])
         return np.argsort(order), order
 
@@ -218,7 +219,7 @@ class Joined(Layout):
         return {}
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return `_places` on a device; copied there once."""
+        """Return `_places` as tensors on a device. They are copied there once."""
         from mtrain_cli.attention.device_copy import to_device
 
         if device not in self._moved:
@@ -245,9 +246,14 @@ def make_layout(name: str, workers: int, seq: int, block_size: int, unit: int = 
 
 
 def early_queries(queries: int, keep: float, block: int | None) -> int:
-    """Return how many of a worker's queries to recompute if it keeps the share ``keep`` of out.
+    """Return how many of a worker's queries recomputation computes again.
 
-    Rounds to whole blocks of the index, or to kernel tiles if that changes the share little.
+    The result is a whole number of index blocks. Without an index it is a whole number of kernel
+    tiles, if the worker has enough tiles for the rounding not to matter.
+
+    queries: number of the worker's queries.
+    keep: share of the queries whose out and lse the first forward pass keeps.
+    block: tokens per block of the index; None without an index.
     """
     unit = block or (_TILE if queries % _TILE == 0 and queries >= 16 * _TILE else 1)
     return min(queries, round((1 - keep) * queries / unit) * unit)

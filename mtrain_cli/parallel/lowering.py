@@ -1,15 +1,15 @@
 """Lower a schedule to the program of one rank in one pass (`program.Program`).
 
-Each pass of a kind of exchange has one function, such as `_ring_forward`. The function emits the
-operations in order through `_Builder`. Under Ulysses, `_trade_heads` adds the all-to-alls before
-and after them.
+Each kind of exchange has one function per pass, such as `_ring_forward`. The function emits the
+operations in order through `_Builder`. Under Ulysses, `_trade_heads` adds an all-to-all before and
+one after them.
 
 A buffer's name is its kind and a number. "kv 2", "dkv 2" and "queries 2" belong to shard 2.
 "keys 1", "part 1", "dq 1" and "dkeys 1" belong to step 1. "gathered 3" and "sum 3" arrive by
 transfer 3. `_Builder.program` derives from the operations when each buffer is freed.
 
-The simulator charges the bytes in an operation's `moves`. If one charge covers several copies, the
-first copy carries it.
+The simulator charges the bytes in an operation's `moves`. If one charge covers several copies, it
+stands on the first copy.
 """
 
 from __future__ import annotations
@@ -369,13 +369,13 @@ class _Builder:
             self._post(t, (leaves,), (arrives,), _payload(t.payload, t.part[1], self.traits))
 
     def hold(self, *names: str) -> None:
-        """Keep these buffers until after the latest operation."""
+        """Keep these buffers alive through the operation emitted last."""
         self._held |= dict.fromkeys(names, len(self._operations) - 1)
 
     def end_step(self, step: ScheduleStep, *computed: str) -> None:
         """End a step. Free the shards that it computed and the buffers that it finished sending.
 
-        Until here they are held, so that the step's gradients do not take over their memory.
+        If they were free any earlier, the step's gradients could reuse their memory.
         """
         left = (self._transfers[n].reads for n in step.wait if n in self._transfers)
         self.hold(*computed, *(name for names in left for name in names))
@@ -471,7 +471,7 @@ class _Builder:
         self.arrange(GRADIENTS, reads, ("dq", "dk", "dv"), _COPIED + _KEYS_COPIED)
 
     def enclose(self, inside: _Lowering, steps: Steps) -> None:
-        """Lower the operations between the two Ulysses all-to-alls."""
+        """Emit the operations between the two Ulysses all-to-alls and remember their range."""
         start = len(self._operations)
         inside(self, steps)
         self._inside = slice(start, len(self._operations))
@@ -547,7 +547,7 @@ class _Builder:
         self._in_flight[transfer.number] = self._transfers[transfer.number] = post
 
     def _size(self, name: str, sizes: dict[str, Size]) -> Size:
-        """Return the bytes of a buffer. sizes: by name, or by the first word of a name."""
+        """Return the bytes of a buffer. sizes: `_sizes`, by first word of a buffer's name."""
         word, _, number = name.partition(" ")
         if word in ("gathered", "leaving", "sum"):
             post = self._transfers[int(number)]

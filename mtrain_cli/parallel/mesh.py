@@ -26,8 +26,9 @@ class ContextGroup:
     per_node: consecutive ranks that share a node.
     channels: communicators. Each channel of the exchange has one for data and one for gradients, so
         that neither queues behind the other. Empty for a group of one.
-    heads: ranks that trade tokens for heads before keys move.
-    exchange: the ranks with this rank's heads, among which keys move; None if that is this group.
+    heads: number of ranks that trade tokens for heads (Ulysses) before keys move.
+    exchange: the ranks among which keys move: those with this rank's heads. None if that is this
+        whole group.
     """
 
     rank: int
@@ -76,7 +77,8 @@ def make_context_group(
     All ranks must call this: `dist.new_group` is collective over the whole job.
 
     Args:
-        timeout: limit for one message, then the peer counts as hung. None for torch's default.
+        timeout: longest wait for one message; after it the peer counts as hung. None for torch's
+            default.
         per_node: ranks of a node; None if all share one.
         heads: ranks that trade tokens for heads.
         channels: the exchange's channels.
@@ -114,7 +116,10 @@ def make_context_group(
 
 @dataclass(frozen=True)
 class _GroupMaker:
-    """Make a communicator per set of context ranks, in every context group; return this rank's."""
+    """Makes communicators. A call makes one per set of context ranks, in every context group.
+
+    The call returns the communicator of the set that this rank is in.
+    """
 
     rank: int
     dims: ParallelDims

@@ -1,7 +1,7 @@
 """NVTX ranges in the domain ``mtrain``, for Nsight Systems and other profilers.
 
-Range names are few, so that `nsys stats` aggregates them; the step of the exchange is the payload.
-Without a listening profiler a range costs nothing.
+The step of the exchange is a range's payload, not part of its name, so that `nsys stats` can
+aggregate by name. Without a listening profiler a range costs nothing.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ _LISTENER: list[NvtxRanges | None] = []
 
 
 def listener() -> NvtxRanges | None:
-    """Return None if no profiler listens. Checked once: a profiler attaches before the start."""
+    """Return the ranges to push to, or None if no profiler listens.
+
+    This is checked once: a profiler attaches before the process starts.
+    """
     if not _LISTENER:
         _LISTENER.append(_make_ranges())
     return _LISTENER[0]

@@ -38,8 +38,8 @@ class PinnedMemory:
     two arenas.
 
     mapped: bytes pinned so far, including unused remainders.
-    registers: whether CUDA registration pins memory; False once CUDA has refused, after which torch
-        pins it.
+    registers: whether this object pins memory by registering it with CUDA. False once CUDA has
+        refused: torch pins memory from then on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,8 +78,8 @@ class PinnedMemory:
                     return torch.frombuffer(mapping, dtype=torch.uint8)
             self.registers = False
             logging.getLogger(__name__).warning(
-                "CUDA cannot register host memory here: torch pins it, which takes longer and "
-                "up to twice the memory"
+                "CUDA cannot register host memory here, so torch pins it. This takes longer and up "
+                "to twice the memory"
             )
         return pinned_by_torch(size)
 
@@ -109,18 +109,16 @@ class _Mapping(mmap.mmap):
 
 
 def touching_threads() -> int:
-    """Return the threads for one GPU's memory: the process's cores per GPU, up to a limit."""
+    """Return how many threads `touch` one GPU's memory: the cores per GPU, up to a limit."""
     return max(
         1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // max(1, torch.cuda.device_count()))
     )
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Fault in every page of fresh memory. This takes most of the pinning time.
+    """Fault in every page of fresh memory, several threads at a time: the slow part of pinning.
 
-    Each thread writes to its own part.
-
-    memory: bytes; the first byte of each page becomes 0.
+    memory: uint8. The first byte of each page becomes 0.
     """
 
     def write(part: np.ndarray) -> None:

@@ -34,13 +34,14 @@ class Plan:
     masks: one per sequence of the batch.
     forward, backward: this rank's programs, which name the tiles of each step.
     tiles: what the steps of both passes compute under the masks, by (query shard, key shard).
-    early: number of this rank's first queries that recomputation computes again. The first pass
-        keeps out and lse of the others. None keeps nothing.
-    early_tiles: the tiles of these early queries; None if there are none.
+    early: number of this rank's first queries that recomputation computes again. The first forward
+        pass keeps out and lse of the other queries. None: it keeps nothing, and recomputation
+        computes all queries.
+    early_tiles: the tiles of these early queries; None if ``early`` is 0 or None.
     masked: what the estimate of a dynamic index reads; None for dense attention.
     allowed_pairs: query-key pairs that the masks allow over all ranks, per head and layer.
-    pairs: query-key pairs that the masks leave this rank, per head and layer. A pair in 1/n of the
-        heads counts as 1/n.
+    pairs: query-key pairs that this rank computes under the masks, before any index, per head and
+        layer. A pair in 1/n of the heads counts as 1/n.
     buffer: uint8, pinned memory that holds all tables; None if each table has its own memory.
     """
 
@@ -118,7 +119,7 @@ class Plan:
         )
 
     def pinned(self) -> Plan:
-        """Return the plan in pinned memory, which one asynchronous copy moves to a GPU."""
+        """Return the plan in pinned memory, so that one asynchronous copy moves it to a GPU."""
         parts, buffer = packed(self._parts, pin=True)
         return self._with(parts, buffer)
 
@@ -161,7 +162,10 @@ class Plan:
 
 
 def positions_of(layout: Layout, shards: Shards) -> IntArray:
-    """Return the global positions of a shard's slots, ascending."""
+    """Return the global positions of a shard's tokens, ascending, int64[tokens].
+
+    shards: one shard, or `WHOLE_SEQUENCE`.
+    """
     if shards == WHOLE_SEQUENCE:
         return np.arange(layout.padded_seq, dtype=np.int64)
     (shard,) = shards

@@ -20,15 +20,15 @@ from mtrain_cli.parallel.schedule import Transfer
 
 Part = tuple[int, int]  # (i, n): the i-th of n equal parts
 Shards = tuple[int, ...]
-Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes of a number) of a buffer
+Shape = tuple[tuple[Fraction, str, int], ...]  # (count, unit, bytes per element) of a buffer
 WHOLE_SEQUENCE: Shards = (-1,)  # stands for all key shards, in sequence order
 
-# Units of a size, in numbers:
+# Units of a size. Each stands for a count of tensor elements:
 #   ROWS: a rank's queries.
 #   KEYS: the keys and values with which a rank computes. Ulysses repeats a key-value head if it has
 #       more ranks than the model has key-value heads.
 #   OWN_KEYS: a rank's keys and values before Ulysses trades them, with every head once.
-#   STATS: one number per query and head, such as lse.
+#   STATS: one element per query and head, such as lse.
 #   COLUMNS: keys and values of single columns.
 #   WIDE_COLUMNS: the same columns, padded to whole tiles, as they travel.
 ROWS, KEYS, OWN_KEYS, STATS = "rows", "keys", "own_keys", "stats"
@@ -43,12 +43,12 @@ class ShardSizes:
     """The numbers that determine a shard's bytes.
 
     tokens: tokens of one rank, over all sequences of a micro-batch.
-    heads, kv_heads, head_dim: the model's numbers of heads, and the numbers per head.
-    dtype_bytes: bytes per number in the compute dtype.
+    heads, kv_heads, head_dim: the model's query heads, key-value heads and elements per head.
+    dtype_bytes: bytes per element in the compute dtype.
     columns: single columns of the index per head. 0 without an index of columns.
     column_width: `columns`, rounded up to whole tiles.
     sequences: sequences of a micro-batch.
-    made_bytes: bytes per number of the dk and dv that a kernel returns. 0 means `dtype_bytes`.
+    made_bytes: bytes per element of the dk and dv that a kernel returns. 0 means `dtype_bytes`.
     """
 
     tokens: int
@@ -62,15 +62,15 @@ class ShardSizes:
     made_bytes: int = 0
 
     def width(self, precision: str) -> int:
-        """Return the bytes per number. precision: LOW, HIGH or MADE."""
+        """Return the bytes per element. precision: LOW, HIGH or MADE."""
         widths = {LOW: self.dtype_bytes, HIGH: _SUM_BYTES, MADE: self.made_bytes}
         return widths[precision] or self.dtype_bytes
 
     def count(self, unit: str, sharing: int) -> int | Fraction:
-        """Return the number of numbers in a unit, such as KEYS, on one rank.
+        """Return the number of elements in a unit, such as KEYS, on one rank.
 
-        sharing: ranks that share heads. Each holds 1 / sharing of the heads, for the tokens of all
-            of them, so most units do not depend on it.
+        sharing: number of ranks that share heads (Ulysses). Such a rank holds 1 / sharing of the
+            heads for sharing times as many tokens, so most units do not depend on it.
         """
         if unit in (KEYS, OWN_KEYS):
             kv_heads = self.kv_heads if unit == OWN_KEYS else max(self.kv_heads, sharing)
@@ -85,7 +85,10 @@ class ShardSizes:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes, as a sum of terms (count, unit, precision)."""
+    """A formula for a number of bytes: a sum of terms (count, unit, precision).
+
+    A term is count * elements of the unit * bytes per element. `of` computes the sum.
+    """
 
     terms: tuple[tuple[Fraction, str, str], ...] = ()
 
@@ -112,7 +115,7 @@ class Size:
         return int(total) if total.denominator == 1 else float(total)
 
     def shape(self, sizes: ShardSizes) -> Shape:
-        """Return a key that is equal for two buffers if one can be reused as the other."""
+        """Return a key. Two buffers with equal keys can use the same memory in turn."""
         return tuple((count, unit, sizes.width(precision)) for count, unit, precision in self.terms)
 
 
@@ -198,7 +201,7 @@ class Post(Operation):
 
     @property
     def sends(self) -> Size:
-        """Bytes that this rank sends. It receives as many bytes."""
+        """Bytes that this rank sends. It receives the same number of bytes."""
         return self.payload * (self.transfer.shards * self.transfer.share)
 
 
@@ -215,13 +218,13 @@ class Compute(Operation):
 
     Forward reads (q, keys) and writes one buffer with out and lse. Backward reads
     (q, dout, out, lse, delta, keys), or (message, keys) if the queries came from another rank. It
-    writes dq, and dk with dv. Some programs have no delta.
+    writes dq, and one buffer with dk and dv. A kernel that gets no delta computes it from out.
 
-    queries, keys: one shard each, or `WHOLE_SEQUENCE` for keys. Ranks that share heads count as one
-        shard.
-    part: (i, n), the heads to compute as the i-th of n equal parts of the model's heads.
-    piece: (i, n), the same heads as a part of this rank's heads.
-    with_columns: whether to compute the single columns of the index, too.
+    queries, keys: one shard each; keys can be `WHOLE_SEQUENCE`. Ranks that share heads hold one
+        shard together.
+    part: (i, n): compute the i-th of n equal parts of the model's heads.
+    piece: (i, n): the same heads, as a part of the heads that this rank holds.
+    with_columns: whether this call also computes the single columns of the index.
     """
 
     queries: Shards
@@ -233,7 +236,7 @@ class Compute(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeColumns(Operation):
-    """Compute attention over the single columns of the index, which are gathered once."""
+    """Compute attention over the single columns of the index, which all ranks hold by now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,9 +248,9 @@ class AddColumns(Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Merge(Operation):
-    """Merge the results of one step into the running sums, if the step has any.
+    """Merge the results of one step into the running sums. A step without pairs has no results.
 
-    begins: sums to overwrite instead of adding to them.
+    begins: sums to overwrite instead of adding to them; zeroed if the step has no results.
     """
 
     moves: Size = NOTHING
@@ -300,7 +303,7 @@ class Program:
     inputs: buffers that exist at the start.
     results: buffers that the pass returns.
     saved: buffers that a forward pass leaves for backward: q, keys, out, lse, and single columns if
-        they were gathered. No operation frees results and saved buffers.
+        they were gathered. No operation frees a result or a saved buffer.
     buffers: all buffers, by name.
     inside: the operations between the two Ulysses all-to-alls; all operations without Ulysses.
     sharing: ranks that share heads.
@@ -335,7 +338,7 @@ class Program:
     def recomputed(self, what: Recompute) -> Program:
         """Return the part of this forward program that backward runs again.
 
-        For `HEAD_TRADES`, ``inside`` is empty: out and lse, which were kept, take its place.
+        For `HEAD_TRADES` the result has an empty ``inside``, because out and lse were kept.
         """
         if what is Recompute.EVERYTHING:
             return self
@@ -347,7 +350,7 @@ class Program:
         return replace(self, operations=tuple(trades), inside=slice(start, start))
 
     def sent(self, sizes: ShardSizes) -> int | float:
-        """Return the bytes that the rank sends."""
+        """Return the bytes that the rank sends in the pass."""
         return sum(op.sends.of(sizes, self.sharing) for op in self.posts)
 
     def live(self) -> Iterator[tuple[Operation, set[str]]]:
@@ -362,9 +365,9 @@ class Program:
 
     @cached_property
     def _held(self) -> frozenset[tuple[str, Size, Size]]:
-        """Each operation's name, the size of the live buffers, and the scratch.
+        """For each operation: its name, the size of the buffers live during it, and its scratch.
 
-        Live buffers leave out the pass's inputs and pooled buffers.
+        The size leaves out the inputs of the pass and pooled buffers.
         """
         apart = self.pooled.union(self.inputs)
         return frozenset(
@@ -377,9 +380,9 @@ class Program:
         )
 
     def peak_bytes(self, sizes: ShardSizes, scratch: Mapping[str, int]) -> int:
-        """Return the most bytes that a pass holds in addition to its inputs and the pool.
+        """Return the peak bytes of a pass, without its inputs and the pool.
 
-        scratch: least bytes of temporary memory, by `Arrange.what` or an operation's class name.
+        scratch: lower bound on an operation's temporary bytes, by `Arrange.what` or class name.
         """
         return int(
             max(
@@ -391,14 +394,17 @@ class Program:
 
     @cached_property
     def _pooled_groups(self) -> frozenset[frozenset[tuple[Size, int]]]:
-        """For each set of pooled buffers that are live together: each size with its count."""
+        """The sets of pooled buffers that are live together, each as (size, count) pairs."""
         return frozenset(
             frozenset(Counter(self.buffers[name].size for name in live & self.pooled).items())
             for _, live in self.live()
         )
 
     def pooled_at_once(self, sizes: ShardSizes) -> Counter[Shape]:
-        """Return the most live pooled buffers of each shape. Leaves out saved buffers."""
+        """Return the most pooled buffers of each shape that are live at the same time.
+
+        Saved buffers do not count.
+        """
         saved = self.pooled.intersection(self.saved)
         kept = Counter(self.buffers[name].size.shape(sizes) for name in saved)
         most: Counter[Shape] = Counter()
@@ -413,8 +419,8 @@ class Program:
 def pool_bytes(programs: Iterable[Program], sizes: ShardSizes) -> int:
     """Return the bytes of the pool after these passes have run for many layers.
 
-    A buffer that a forward pass saves for backward leaves the pool. If the compute dtype is
-    float32, shards and gradient sums of equal size use the same buffers.
+    A buffer that a forward pass saves for backward leaves the pool for good. With a float32 compute
+    dtype, shards and gradient sums have equal shapes and share buffers.
     """
     most: Counter[Shape] = Counter()
     sharing = 1

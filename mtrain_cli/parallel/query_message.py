@@ -8,9 +8,10 @@ import torch
 
 
 class QueryMessage:
-    """What another worker needs to compute gradients for these queries, as one flat byte tensor.
+    """The format of a message from which another worker computes gradients of this one's queries.
 
-    It holds q, dout and lse, and out (if the kernel needs it) or delta.
+    The message is one flat byte tensor. It holds q, dout and lse, and out (if the kernel needs it)
+    or delta.
     """
 
     def __init__(self, shapes: list[tuple[torch.Size, torch.dtype]], *, needs_out: bool) -> None:
@@ -32,7 +33,7 @@ class QueryMessage:
         return message, packed
 
     def unpack(self, packed: torch.Tensor) -> tuple[Any, ...]:
-        """Return q, dout, out, lse, delta; out or delta is None, whichever was not sent."""
+        """Return q, dout, out, lse and delta. Either out or delta was not sent and is None."""
         places = zip(packed.split(self._room), self._sizes, self._shapes, strict=True)
         q, dout, lse, last = (
             place[:n].view(dtype).view(shape) for place, n, (shape, dtype) in places

@@ -40,7 +40,7 @@ DIRECTIONS = ("", FORWARD, RECOMPUTE, BACKWARD)
 
 @dataclass(frozen=True)
 class MessageTag:
-    """The message that a span is about.
+    """The message that a span sends, receives or waits for.
 
     link: the message's channel.
     shard, leaving: shards that arrive and leave; -1 for a collective.
@@ -106,7 +106,7 @@ class Recorder:
         return self._zero is not None
 
     def start(self) -> float:
-        """Start recording. Returns the uncertainty, in s, of device times on the host's clock."""
+        """Start recording. Return by how many seconds device times may be off the host's clock."""
         self._spans.clear()
         self._forwards.clear()
         self._micro, self._layer, self._direction = 0, -1, ""
@@ -152,7 +152,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record what is queued inside (on a CPU: what runs) as one span of the current pass."""
+        """Record the work queued inside the context as one span. On a CPU: the work that runs."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -230,7 +230,7 @@ class Recorder:
         return spans
 
     def now(self) -> Moment:
-        """Return this point of the current stream, or on a CPU the time."""
+        """Return a new event on the current stream, or on a CPU the time."""
         if not self._cuda:
             return time.perf_counter()
         event = self._pool.pop() if self._pool else torch.cuda.Event(enable_timing=True)
@@ -247,9 +247,10 @@ class Recorder:
 def with_gaps(spans: list[Span]) -> list[Span]:
     """Add a gap for every part of a pass that no span covers.
 
-    A gap belongs to the step of the next span; the last gap to the step of the span before it.
-    Spans that contain waits are split around them: workers that estimate an index wait for each
-    other, and with gloo a collective waits for the one whose result it forwards.
+    A gap belongs to the step of the next span, the last gap to the step of the span before it.
+    Index and arrange spans that contain waits are split around the waits: workers that estimate an
+    index wait for each other, and with gloo the host waits for a collective before it posts the
+    next one.
     """
     waits = sorted((s for s in spans if s.kind == WAIT), key=lambda s: s.start)
     starts = [s.start for s in waits]
@@ -279,7 +280,11 @@ def with_gaps(spans: list[Span]) -> list[Span]:
 
 
 def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
-    """Split a span around the waits inside it. waits: ascending by start. starts: of the waits."""
+    """Split a span around the waits inside it.
+
+    waits: ascending by start.
+    starts: the waits' starts, for bisection.
+    """
     end = span.start + span.seconds
     left, at = [], span.start
     for wait in waits[bisect_left(starts, span.start) : bisect_left(starts, end)]:
@@ -289,5 +294,5 @@ def _without(span: Span, waits: list[Span], starts: list[float]) -> list[Span]:
 
 
 def _between(began: Any, ended: Any) -> float:
-    """Seconds."""
+    """Return the seconds between two events, or two times on a CPU."""
     return ended - began if isinstance(began, float) else began.elapsed_time(ended) / 1e3

@@ -7,22 +7,23 @@ it. Each rank runs the parts of a step in this order:
     post -> wait -> compute -> collect -> send
 
 `lowering.lower` turns the steps of one rank into its operations (a `Program`). `Executor` runs the
-operations, and the simulator prices them. For example, rank 0 of 3 in step 1 of a ring's forward
-pass receives the last shard while it computes the one before. The step is
+operations, and the simulator prices them. As an example, take rank 0 in a ring of 3 ranks, in the
+forward pass. In step 1 it computes shard 2 and receives shard 1. The step is
 
     ScheduleStep(queries=(0,), keys=(2,), wait=(0,), post=(Transfer(1, "p2p", sends=(2,),
                  receives=(1,), to=1, source=2, after=0, ...),))
 
-In step 0, transfer 0 began to bring shard 2 from rank 2. `lowering._ring_forward` emits:
+Transfer 0, posted in step 0, brings shard 2 from rank 2. `lowering._ring_forward` emits:
 
     operation  reads       writes   what the executor does
     Begin      -           -        tags the spans and messages that follow with step 1
-    Post       kv 2        kv 1     starts to send shard 2 to rank 1, and shard 1 from rank 2
+    Post       kv 2        kv 1     starts: send shard 2 to rank 1, receive shard 1 from rank 2
     Wait       -           -        waits for transfer 0, which brings shard 2
     Compute    q, kv 2     part 1   calls the kernel: out and lse of this rank's queries
-    Merge      part 1      total    merges them into out and lse so far; frees kv 0 and part 1
+    Merge      part 1      total    merges these into out and lse so far; frees kv 0 and part 1
 
-Transfer 1 forwards what transfer 0 brings, so it starts behind transfer 0. Step 2 waits for it.
+Transfer 1 sends on what transfer 0 brings, so it runs after transfer 0. Step 2 waits for
+transfer 1 and computes shard 1.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ class Transfer:
         for gradients.
     kind: ``p2p`` (send to one rank and receive the same payload from another), ``all_gather``,
         ``reduce_scatter`` or ``all_to_all``.
-    payload: ``kv``; ``queries`` (all that another worker needs to compute their gradients); the
-        gradients ``dkv`` and ``dq``; ``heads`` (all_to_all: trade tokens for heads, or back).
+    payload: ``kv``; ``queries`` (what another worker needs to compute the gradients of queries);
+        the gradients ``dkv`` and ``dq``; ``heads`` (all_to_all: trade tokens for heads, or back).
     channel: ``context``, ``inner``, ``outer`` or ``heads``.
     sends, receives: shards.
     to, source: ranks, for p2p.
     peers: ranks in order, for collectives.
-    after: the transfer that must complete before this one starts, because this one forwards what
-        that one delivers; None if there is none.
+    after: number of the transfer that delivers what this one sends on. It must complete first.
+        None if this rank already holds the payload.
     part: (i, n), the i-th of n equal parts of the heads.
     """
 
@@ -89,11 +90,11 @@ class Transfer:
 
     @property
     def share(self) -> Fraction:
-        """Bytes that a rank sends per byte of the tensor that it posts. It receives as many bytes.
+        """Bytes that a rank sends per byte of the tensor that it posts. It receives the same.
 
-        For a collective of n ranks this is the lower bound: a gather sends the tensor to n - 1
-        peers; a reduce-scatter and an all-to-all send one n-th of it to each peer; an all-reduce
-        does both with n-ths of it.
+        For a collective of n ranks this is the lower bound. A gather sends the tensor to n - 1
+        peers. A reduce-scatter and an all-to-all send one n-th of it to each peer. An all-reduce
+        sends one n-th to each peer twice.
         """
         if self.kind == "p2p":
             return Fraction(1)
@@ -110,9 +111,9 @@ class ScheduleStep:
     part: (i, n), the i-th of n equal parts of the heads.
     post: transfers that start first, to overlap with the computation.
     wait: numbers of transfers that must complete before the computation.
-    collect: numbers of gradient transfers that must complete after the computation. The rank then
-        adds a hop's gradient to its own part, or frees a reduce-scatter's send buffer before the
-        next one allocates its own.
+    collect: numbers of gradient transfers to wait for after the computation. A hop then delivers a
+        gradient, to which the rank adds its own part. A reduce-scatter frees its send buffer before
+        the next one allocates another.
     send: gradient transfers that start last.
     """
 
@@ -134,7 +135,7 @@ _NONE: tuple[Transfer, ...] = ()
 
 
 class PerRank(Sequence[T]):
-    """One value per rank, made on first access. A rank of a thousand builds only its own value."""
+    """One value per rank, made on first access, so that a rank builds only the values it reads."""
 
     def __init__(self, ranks: int, make: Callable[[int], T]) -> None:
         self._make = make
@@ -202,7 +203,7 @@ class Schedule:
 
     @property
     def channels(self) -> tuple[str, ...]:
-        """The channels that move keys or queries, among ranks that do not share heads."""
+        """The channels of keys, queries and their gradients, so without Ulysses's all-to-alls."""
         steps = (*self.forward[0], *self.backward[0])
         named = {t.channel for step in steps for t in (*step.post, *step.send)}
         return tuple(channel for channel in (CONTEXT, INNER, OUTER) if channel in named)
@@ -318,9 +319,13 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
 def _collectives(
     rank: int, workers: int, nodes: int, number: count[int], payload: str, part: tuple[int, int]
 ) -> tuple[Transfer, ...]:
-    """Gather keys, or reduce-scatter their gradients: across nodes and inside each, if both exist.
+    """Return the transfers that gather keys, or reduce-scatter their gradients, for one rank.
 
-    Keys cross nodes first. Gradients take the way back.
+    With several nodes of several ranks there are two: keys cross nodes first, then spread inside
+    each node. Gradients take the way back. Otherwise one collective among all ranks suffices.
+
+    payload: KV or DKV.
+    part: (i, n), the i-th of n equal parts of the heads.
     """
     everyone = tuple(range(workers))
     gathers = payload == KV
@@ -388,7 +393,7 @@ class _Rings:
         return node % self.nodes * self.size + local % self.size
 
     def forward(self, rank: int) -> Steps:
-        """In phase p, turn t compute the shard of (node - p, local - t); send it to local + 1."""
+        """In turn t of phase p, compute shard (node - p, local - t) and send it to local + 1."""
         return self._circulate(rank, KV, direction=1, first=0)
 
     def backward_of_keys(self, rank: int) -> Steps:
@@ -396,8 +401,8 @@ class _Rings:
 
         A pass starts with the shard that arrived last in forward. It ends with every shard and its
         complete gradient on the owner. Each rank adds its part to a gradient and passes it on. At
-        the end of a phase a node's sum is on the counterpart of the shard's owner. That rank adds
-        the sum of the nodes before and sends the total to the next node. Gradients take size - 1
+        the end of a phase, the counterpart of the shard's owner has the sum of its node. It adds
+        the sum of the previous nodes and sends the total to the next node. Gradients take size - 1
         inner hops per phase and nodes - 1 outer hops per pass.
         """
         node, local = divmod(rank, self.size)
@@ -422,10 +427,10 @@ class _Rings:
     def backward_of_queries(self, rank: int) -> Steps:
         """Keep KV in place; circulate queries, with their gradients one hop behind.
 
-        See BurstEngine, section 3.1. This rank keeps its part of the gradient for the first queries
-        of a phase until the gradient has gone round the inner ring. In the first phase these
-        queries are its own. In later phases they belong to a counterpart: the node's sum goes to
-        the next node, until it reaches the owner.
+        See BurstEngine, section 3.1. At the start of a phase, this rank computes its part of the
+        gradient of some queries. It keeps this part until the rest of the gradient has gone round
+        the inner ring. In the first phase the queries are its own. In later phases they belong to a
+        counterpart, so the node's sum travels from node to node until it reaches the owner.
         """
         node, local = divmod(rank, self.size)
         steps = list(self._circulate(rank, QUERIES, direction=1, first=0))
@@ -459,7 +464,10 @@ class _Rings:
     def _gradient_hops(
         self, rank: int, payload: str, direction: int, number: count[int]
     ) -> tuple[Callable[[int, int], Transfer], Callable[[int, int], Transfer]]:
-        """Return two functions (sent, received) -> hop: inside the node, and across nodes."""
+        """Return two functions (shard to send, shard to receive) -> hop.
+
+        The first hops inside the node, the second across nodes.
+        """
         node, local = divmod(rank, self.size)
         inner = self.rank(node, local + direction), self.rank(node, local - direction)
         outer = self.rank(node + direction, local), self.rank(node - direction, local)
@@ -539,10 +547,10 @@ def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Wrap Ulysses around another exchange.
 
-    The ranks R * heads to R * heads + heads - 1 share heads. In an all-to-all they first trade
-    tokens of all heads for all their tokens of some heads. Then each of them acts as rank R of the
-    inner exchange, for its part of the heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP,
-    arXiv:2405.07719).
+    The ranks R * heads to R * heads + heads - 1 share heads. A first all-to-all gives each of them
+    the tokens of all of them for 1 / heads of the heads. Each then acts as rank R of the inner
+    exchange for these heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719). A last
+    all-to-all undoes the trade.
     """
     heads = options.heads
 
@@ -564,12 +572,16 @@ def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
 
 
 def _members(groups: tuple[int, ...], heads: int) -> tuple[int, ...]:
-    """Return the ranks of groups that share heads."""
+    """Return the ranks of these groups, each of ``heads`` ranks that share heads."""
     return tuple(g * heads + m for g in groups for m in range(heads))
 
 
 def _trade_around(steps: Steps, group: int, place: int, heads: int) -> Steps:
-    """Add the two all-to-alls around a group's steps, for the rank at a place in the group."""
+    """Add the two all-to-alls around the steps of an inner exchange.
+
+    group: rank in the inner exchange, which is a group of ranks that share heads.
+    place: place of the rank in its group.
+    """
 
     def rank(of_group: int | None) -> int | None:
         return None if of_group is None else of_group * heads + place

@@ -36,7 +36,7 @@ HEADER = (
 
 @entry_point(MeasurementPlan)
 def run(bench: Bench, plan: MeasurementPlan) -> bool:
-    """Measure every case of the plan on this worker. Return whether a stop request ended it."""
+    """Measure every case of the plan on this worker. Return whether a stop was requested."""
     stopped = False
     with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
         cases = bench.cases(plan)
@@ -191,8 +191,8 @@ def _heads(config: Config) -> tuple[int, ...]:
 def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
     """Yield q, k, v and dout of this worker, random, each [batch, tokens, heads, head_dim].
 
-    A seed draws whole sequences, of which each worker keeps its tokens. So all layouts compute the
-    same sequences.
+    All workers of a context group draw the same whole sequences, and each keeps its own tokens. So
+    all layouts compute the same sequences.
     """
     layout, config = case.choices.layout, case.config
     head_dim = config.model.head_dim

@@ -149,7 +149,11 @@ class KernelBench:
     repeats: int
 
     def kernels(self, case: KernelCase) -> Iterator[Kernel]:
-        """Yield the kernels that can run the case; for dense attention, the choice of `auto`."""
+        """Yield the kernels to time on a case.
+
+        These are all kernels that support a sparse case; for dense attention, the one that `auto`
+        chooses.
+        """
         names = ["auto"]
         if case.density is not None:
             names = [name for name, reason in self.survey(case) if reason is None]
@@ -228,8 +232,8 @@ class KernelBench:
 def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator[KernelTime]:
     """Yield the time of every kernel on every case that the kernel supports.
 
-    For each length, dense attention with the choice of `auto` comes first. The ratios of the other
-    kernels compare with its time.
+    For each length, dense attention with the kernel that `auto` chooses comes first. The ratios of
+    the sparse cases compare with its time.
     """
     dense: dict[KernelCase, KernelTime] = {}
     for case in cases:

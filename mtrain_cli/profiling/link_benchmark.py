@@ -71,7 +71,7 @@ class LinkBenchmarkPlan(BenchmarkPlan):
 
 @entry_point(LinkBenchmarkPlan)
 def run(bench: Bench, plan: LinkBenchmarkPlan) -> bool:
-    """Measure all operations on this worker. Return whether a stop request ended it."""
+    """Measure all operations on this worker. Return whether a stop was requested."""
     per_node = bench.environment.workers_per_node
     group = bench.context_group(per_node=per_node, channels=(schedule.INNER, schedule.OUTER))
     operations = list(_operations(group, bench.device))

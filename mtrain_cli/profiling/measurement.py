@@ -1,4 +1,4 @@
-"""What benchmarks have in common: plan, cases, process groups, exchanges and progress bar."""
+"""The parts that all benchmarks share: plan, cases, process groups, exchanges, progress bar."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class Bench:
     def context_group(self, **options: Any) -> ContextGroup:
         """Make the process groups of this worker's context group.
 
-        options: arguments of `make_context_group`
+        options: arguments of `make_context_group`.
         """
         e = self.environment
         return make_context_group(e.rank, e.dims, self.device, self._timeout, **options)
@@ -243,7 +243,8 @@ def entry_point(
 ) -> Callable[[Callable[[Bench, P], bool]], Callable[[Config, RunDir, Environment, bool], bool]]:
     """Turn a measurement into the function that the launcher calls on every worker.
 
-    The measurement takes the bench and the plan. It returns whether a stop request ended it.
+    The measurement takes the bench and the plan. It returns whether it ended early because a stop
+    was requested.
     """
 
     def decorate(measure: Callable[[Bench, P], bool]):
@@ -257,13 +258,13 @@ def entry_point(
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """Return the choices on which the communicators depend."""
+    """Return the key of communicators: cases with equal keys share them."""
     chosen = choices.exchange
     return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
 def rotated(items: Sequence[T], sample: int) -> list[T]:
-    """Return the items in an order that starts with another item in each sample."""
+    """Rotate the items by the number of the sample, so each sample starts with another item."""
     first = sample % len(items)
     return [*items[first:], *items[:first]]
 
@@ -301,7 +302,7 @@ class MeasurementProgress:
         self._bar.advance(self._task)
 
     def sampled(self, done: int, of: int) -> None:
-        """Print a line of progress if the output is not a terminal, which has a bar."""
+        """Print a line of progress if the output is not a terminal. A terminal shows a bar."""
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 

@@ -31,7 +31,7 @@ class HeadRecord:
     density: computed pairs / all causal pairs, including pairs across documents.
     of_mask: computed pairs / pairs that the mask allows.
     recall: share of dense attention that the index keeps, mean over the sampled queries. No pattern
-        probes these queries.
+        estimates its index from these queries.
     worst: lowest recall of a sampled query.
     slashes: number of slashes; 0 for patterns that list blocks.
     columns: number of single columns; 0 for patterns that list blocks.
@@ -61,7 +61,7 @@ def profile_sparsity(
     Args:
         steps: training steps in which to measure, from 1.
         rows: number of queries to sample per layer; the step is the seed. Queries that a pattern
-            probes are excluded, because the index was estimated from them.
+            probes (from which it estimates its index) are excluded.
         progress: called with step and loss after each step.
 
     Raises:

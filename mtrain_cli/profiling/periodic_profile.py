@@ -164,7 +164,7 @@ class TrainingProfile(Callback):
             self._writer.sampled(self._trainer.step, self._samples)
         except OSError as error:
             self.problem = (
-                f"{self._folder}: step {self._trainer.step} was not written "
+                f"{self._folder}: the profile of step {self._trainer.step} was not written "
                 f"({error.strerror or error}); training goes on"
             )
         self._recorded.append(seconds)
@@ -217,8 +217,8 @@ def _numbered(
     """Number the cases. A case that continues an earlier case takes the earlier number.
 
     Returns:
-        The entries of the summary (earlier cases, then new ones), and the numbered cases by whether
-        their attention is dense.
+        The entries of the summary (earlier cases, then new ones), and {whether attention is dense:
+        numbered case}.
     """
     kept, numbered = list(earlier), {}
     for case in cases:

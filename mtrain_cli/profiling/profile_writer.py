@@ -193,7 +193,7 @@ class ProfileWriter:
     def save_indices(self) -> None:
         """Write the indices that each pattern estimated in the last sample.
 
-        The file holds those of the first forward pass of the first context group.
+        Write only those of the first micro-batch of the first context group.
         """
         first = self.cases[0]
         chosen: dict[str, MeasurementCase] = {}
@@ -254,7 +254,7 @@ class ProfileWriter:
                             yield pattern, layer, part
 
     def _gathered(self, mine: Index | None) -> Sequence[Index | None]:
-        """Gather the bitmaps of all workers on the first worker; return none on the others."""
+        """Gather the bitmaps of all workers on the first worker. Return [] on other workers."""
         assert mine is None or isinstance(mine, BlockBitmap)
         sent = mine and (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
         workers = self.bench.environment.dims.workers

@@ -215,8 +215,8 @@ def _find_late(table: np.ndarray) -> None:
     mine = waits.reset_index().merge(
         hops[[*_PASS, "rank", "number", "sent", "taken"]], on=[*_PASS, "rank", "number"]
     )
-    # Join the k-th message that the source posted to this rank, then the k-th message that the
-    # receiver of this rank's messages posted.
+    # Join the time at which the source posted the message to this rank. Then join the time at which
+    # the receiver of this rank's message posted its own.
     for end, back, mine_of, its in (
         ("source", "to", "taken", "sent"),
         ("to", "source", "sent", "taken"),

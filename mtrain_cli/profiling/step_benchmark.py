@@ -1,4 +1,4 @@
-"""`mtrain profile imbalance`: train, and run the attention of every case on sampled batches."""
+"""`mtrain profile imbalance`: train, and record every case on the batches of some steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
     optimizer step. All cases have the same weights, so they estimate the same index.
 
     Returns:
-        Whether it stopped before all samples were recorded.
+        Whether the measurement ended before all samples were recorded.
     """
     with MeasurementProgress(bench, plan, plan.samples * len(plan.cases)) as progress:
         progress.now("preparing")
@@ -55,7 +55,7 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
 class _Rehearsal(Callback):
     """Compute every case on the sequences of a training step, without and with recording.
 
-    due: whether to do so in the next step.
+    due: whether to compute the cases in the next step.
     """
 
     needs_samples = True

@@ -38,8 +38,8 @@ class StepProfilePlan(BenchmarkPlan):
     """Which steps to record.
 
     warmup: number of training steps before the recorded steps.
-    alike: the first of these, counted from 1, that compares with the recorded steps. It is not a
-        dense first step of a sparse run. If possible, it is not the first sparse step either,
+    alike: number, from 1, of the first warm-up step that does the same work as the recorded steps.
+        Dense first steps of a sparse run do not. If possible, it is not the first sparse step,
         because that step compiles.
     steps: number of recorded steps.
     trace: whether to keep the trace of every rank.
@@ -69,7 +69,7 @@ class _RankSummary:
 
 @entry_point(StepProfilePlan)
 def run(bench: Bench, plan: StepProfilePlan) -> bool:
-    """Train and record the last steps on this worker. Return whether a stop request ended it."""
+    """Train and record the last steps on this worker. Return whether a stop was requested."""
     config, run_dir, environment = bench.config, bench.run_dir, bench.environment
     with (
         MeasurementProgress(bench, plan, plan.warmup + plan.steps) as progress,

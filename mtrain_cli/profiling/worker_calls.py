@@ -38,7 +38,7 @@ RING, GATHER = (exchange_name(gathers=gathers, hierarchical=False) for gathers i
 
 @dataclass(frozen=True)
 class _Worker:
-    """The calls of the worker with the last rank.
+    """The worker with the last rank, whose kernel calls are timed.
 
     index: index of the whole sequence; None for dense attention.
     """

@@ -93,7 +93,7 @@ def _estimates(degrees: np.ndarray, ratios: np.ndarray, owners: np.ndarray) -> d
     """Return the fields time, work and computation of an analysis.
 
     Args:
-        degrees: [ms and pairs, 4 degrees, samples].
+        degrees: imbalance degrees, first of times, then of pairs: [2, 4 degrees, samples].
         ratios: [2 ratios, samples].
         owners: the iteration of each sample.
     """
@@ -110,7 +110,7 @@ class PassAnalysis:
 
     attention: time of attention kernels, [workers, steps].
     elapsed: time of whole steps, [workers, steps].
-    late: time of waits until the peer started to send, [workers, steps].
+    late: the part of waits before the peer started to send, [workers, steps].
     exposed: exposed communication, [workers, steps].
     pairs: computed query-key pairs, [workers, steps].
     blocks: block pairs with computed pairs, [workers, steps].
@@ -122,7 +122,7 @@ class PassAnalysis:
     computation: computation ratios.
     duration: time of one layer's pass on the slowest worker, over iterations.
     p50, p95, longest: 50th and 95th percentile and maximum of the time of one worker's step.
-    layers: for each layer, ms of the slowest worker's pass, and the means over workers of
+    layers: per layer, the ms of the slowest worker's pass, and the mean ms over workers of
         attention, late waits and exposed communication.
     across_workers: quantiles (`QUANTILES`) of attention time over workers, [steps, 5].
     across_steps: quantiles of attention time over steps, [workers, 5].
@@ -183,7 +183,7 @@ class CaseAnalysis:
     tokens: tokens per iteration, over all context groups; None if unknown.
     iterations: number of recorded iterations.
     wanted: number of requested iterations.
-    samples: iterations x forward passes x layers x context groups.
+    samples: number of samples. A sample is one layer of one micro-batch in one context group.
     workers: ranks of a context group.
     groups: number of context groups.
     typical: number of the iteration whose passes took the median time.
@@ -226,15 +226,15 @@ class CaseAnalysis:
     def bare_ms(self, direction: str) -> float | None:
         """Return ms of one layer's pass on the slowest worker, without the cost of recording.
 
-        The value is the median of iterations without recording. Recorded iterations
-        (`PassAnalysis.duration`) take a little longer. Return None if the profile does not have the
-        value, or the case has several layers.
+        This is the median over iterations without recording. Recorded iterations take a little
+        longer (`PassAnalysis.duration`). Return None if the profile lacks this value, or if the
+        case has several layers.
         """
         ms = self.facts.get(f"{direction}_ms")
         return float(ms) if ms is not None and len(self.layers) == 1 else None
 
     def bin_ms(self, name: str, direction: str | None = None) -> float:
-        """Return ms per iteration of one of `BINS`, mean over ranks.
+        """Return the ms per iteration of one category (`BINS`), mean over ranks.
 
         direction: None for the sum of all directions.
         """
@@ -493,8 +493,8 @@ class _CaseTotals:
 def _degrees(tables: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Return imbalance degrees, [4, samples], in the order of `Imbalance`.
 
-    The degrees that compare workers count single columns as one more step. The degree that compares
-    the steps of a worker omits them.
+    Single columns count as one more step in the degrees that compare workers. They do not count in
+    the degree that compares the steps of a worker.
 
     Args:
         tables: time or work of the steps, [samples, workers, steps].

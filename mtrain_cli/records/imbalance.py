@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike
 class Imbalance:
     """Imbalance degrees. Each is a maximum divided by a mean; 1 is perfect balance.
 
-    worker: maximum / mean over the workers of a step, averaged over steps.
-    step: maximum / mean over the steps of a worker, averaged over workers.
-    total: maximum / mean over workers of the sum of a worker's steps.
+    worker: in each step, maximum / mean over workers; averaged over steps.
+    step: for each worker, maximum / mean over steps; averaged over workers.
+    total: sum over steps of each worker; then maximum / mean over workers.
     critical: the time if every step lasted as long as its slowest worker, divided by the time with
         perfect balance in every step.
     """
@@ -68,7 +68,7 @@ def ratios(
 ) -> np.ndarray:
     """Return the computation ratios of many samples, [2, samples]; 1 is perfect.
 
-    A computation ratio is the share of time that attention kernels take:
+    A computation ratio is the share of a duration that attention kernels take:
     - first row: share of a worker's step, averaged over workers and steps
     - second row: share of the whole pass, averaged over workers
 
@@ -105,7 +105,7 @@ def _checked(table: ArrayLike, dimensions: int) -> np.ndarray:
 
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    """Return part / whole, or 1 if the whole is 0: work that no worker has is balanced."""
+    """Return part / whole, or 1 (perfect balance) if the whole is 0."""
     return np.divide(part, whole, out=np.ones_like(part), where=whole > 0)
 
 
@@ -113,7 +113,7 @@ def _mean_where(values: np.ndarray, counts: np.ndarray, empty: float = 1.0) -> n
     """Average over all axes but the first.
 
     Args:
-        counts: which entries count.
+        counts: bool, whether an entry counts.
         empty: result if no entry counts.
     """
     axes = tuple(range(1, values.ndim))

@@ -4,12 +4,15 @@ The file is an archive of NumPy arrays, written layer by layer:
 - ``about``: JSON with the schema, the recorded setup and the list of entries
 - ``lengths``: tokens of each sequence, without padding
 - ``padded``: tokens of each sequence, with padding
-- ``mask<i>``: for sequence i, the starts and the values of the runs of equal numbers in
-  `SequenceMask.first`, int64 [2, runs]
-- ``<i>.slashes``, ``<i>.columns``: for entry i, if it is a vertical-slash index. uint8 with bits
-  packed along the slashes; int32
-- ``<i>.bits``, ``<i>.rows``: for entry i, if it is a bitmap. uint8 with bits packed along the key
-  blocks; query blocks
+- ``mask<i>``: the mask of sequence i, `SequenceMask.first` in run-length encoding: int64 [2, runs],
+  the starts and the values of the runs
+- If entry i is a vertical-slash index:
+  - ``<i>.slashes``: uint8, one bit per diagonal, 8 bits packed into a byte
+  - ``<i>.columns``: int32, positions of the single columns
+- If entry i is a bitmap:
+  - ``<i>.bits``: uint8, one bit per block pair, packed along the key blocks
+  - ``<i>.rows``: int32, numbers of the query blocks in ``<i>.bits``
+  - ``<i>.gates``, ``<i>.chunk``: fields of a `GatedBitmap`, only for this kind of bitmap
 Before compression, a vertical-slash index takes kilobytes per layer. A bitmap takes one bit per
 head and block pair.
 """
@@ -34,8 +37,8 @@ from mtrain_cli.config.schema import ConfigError
 
 INDEX_SCHEMA = 1
 _KIND = "mtrain indices"
-_FORMER_COLUMNS = ".bars"  # what files of version 0.1.0 call ".columns"
-# What NumPy, zipfile, json and constructors raise for a damaged file, or a file of another program.
+_FORMER_COLUMNS = ".bars"  # the name of ".columns" in files of version 0.1.0
+# Errors that NumPy, zipfile, json and constructors raise for a damaged or foreign file.
 _FOREIGN = (
     *(ValueError, KeyError, TypeError, AttributeError, IndexError, EOFError, OSError),
     *(RuntimeError, zipfile.BadZipFile, zlib.error),
@@ -53,9 +56,9 @@ class RecordedSetup:
     per_node: ranks of a node.
     layout, exchange, block_size: settings of the topology.
     needs_out: whether the kernel's backward pass needs the output (`lowering.Traits`).
-    columns: most single columns per head, by pattern label (`exchange_selection.ExchangeNeeds`).
-        None if the pattern has no bound. If a label is missing, a replay counts the columns of the
-        index.
+    columns: by pattern label, the most single columns that a head can have; None if there is no
+        bound (`exchange_selection.ExchangeNeeds`). If a label is missing, a replay counts the
+        columns of the index.
     iteration: number of the training step.
     """
 

@@ -127,8 +127,8 @@ class MetricsWriter:
         """Append one step and flush it to the operating system.
 
         Returns:
-            A warning if the write fails, for example because the disk is full. If the write before
-            failed, too, there is no further warning.
+            A warning if the write fails, for example because the disk is full. Of several failures
+            in a row, only the first returns a warning.
         """
         problem = None
         before = os.fstat(self._file.fileno()).st_size
@@ -144,8 +144,8 @@ class MetricsWriter:
             self.lost += 1
             if self.lost == 1:
                 problem = (
-                    f"{self.path}: step {metrics.step} was not written ({error.strerror}); "
-                    "training goes on"
+                    f"{self.path}: metrics of step {metrics.step} were not written "
+                    f"({error.strerror}); training goes on"
                 )
         if self._events is not None:
             for field in fields(metrics):
@@ -219,7 +219,7 @@ def _rows(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _drop_later_steps(path: Path, last: int) -> None:
-    """Replace the file, atomically, by one with the steps up to `last`."""
+    """Drop the steps after `last` from the file. The file is replaced atomically."""
     kept = "".join(f"{line}\n" for line, row in _rows(path) if row["step"] <= last)
     draft = path.with_suffix(".jsonl.new")
     with draft.open("w", encoding="utf-8") as file:

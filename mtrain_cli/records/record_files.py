@@ -1,7 +1,7 @@
 """Records: one row per timed span of a worker, in a file that pandas can read.
 
-`profiles/definitions.md` documents the columns. A profile writes a file of rows (a part) after each
-sample, so that a killed run keeps its samples. At the end, it joins the parts. A simulation writes
+`profiles/definitions.md` documents the columns. A profile writes one file of rows (a part) after
+each sample, so a killed run keeps its samples. At the end, it joins the parts. A simulation writes
 rows of the same kind.
 """
 
@@ -33,8 +33,8 @@ STEP, KERNELS = "step", "kernels.csv"  # `profile step`: kind in the summary, an
 SPARSITY, HEAD_ROWS = "sparsity", "sparsity.parquet"  # `profile sparsity`: kind, and its file
 LINKS = ("", CONTEXT, INNER, OUTER, HEADS)
 PAYLOADS = ("", KV, DKV, QUERIES, DQ, HEADS, "columns", "index")
-# The columns of words. Files store the words. Arrays in memory store codes: indices into these
-# tuples.
+# The text columns and their possible words. Files store the words. Arrays in memory store codes:
+# indices into these tuples.
 WORDS: dict[str, tuple[str, ...]] = {
     "direction": DIRECTIONS,
     "phase": KINDS,
@@ -52,7 +52,8 @@ ROW = np.dtype(
         ("step", np.int16),  # step of the schedule, from 0; -1 before all steps
         ("rank", np.int16),
         ("phase", np.int8),
-        # The comments below name the phases that have a value. Other phases have 0, or -1.
+        # Each comment below first names the phases whose rows have a value. Other rows have 0 or
+        # -1.
         ("link", np.int8),  # wait, send, receive: the channel
         ("payload", np.int8),  # wait, send, receive: the kind of data
         ("shard", np.int16),  # wait, send, receive: rank that owns the data; -1 for a collective
@@ -61,7 +62,7 @@ ROW = np.dtype(
         ("peer", np.int16),
         ("start_us", np.float64),  # all: since the iteration began, on the clock of rank 0
         ("dur_us", np.float32),  # all: duration
-        # wait: the part until the peer started to send, which a faster link would not shorten
+        # wait: time until the peer started to send. A faster link would not shorten it
         ("late_us", np.float32),
         # attention: block pairs with computed pairs, summed over heads and sequences
         ("blocks", np.int64),
@@ -104,7 +105,7 @@ class RecordedFolder:
                 if absent:
                     raise ConfigError(
                         f"{part}: has no column {', '.join(absent)}; "
-                        "it was written by another version of mtrain"
+                        "the file was written by another version of mtrain"
                     )
                 for batch in file.iter_batches(batch_size=1 << 19, columns=wanted):
                     yield {name: _codes(batch.column(name), name, part) for name in wanted}
@@ -127,7 +128,7 @@ class RecordedFolder:
                     )
 
     def frame(self) -> pandas.DataFrame:
-        """Return all rows as a frame, in which words are categories."""
+        """Return all rows as a pandas frame with categorical text columns."""
         none = {name: np.empty(0, ROW[name]) for name in ROW.names or ()}
         batches = [none, *self.batches()]
         return as_frame({name: np.concatenate([b[name] for b in batches]) for name in none})
@@ -135,7 +136,7 @@ class RecordedFolder:
 
 @contextmanager
 def _reading(part: Path) -> Iterator[None]:
-    """Turn errors of a damaged file into a `ConfigError`."""
+    """Turn errors from reading a damaged file into a `ConfigError`."""
     try:
         yield
     except ConfigError:
@@ -146,7 +147,7 @@ def _reading(part: Path) -> Iterator[None]:
 
 
 def as_frame(values: dict[str, np.ndarray]) -> pandas.DataFrame:
-    """Return a frame of the columns. Codes of `WORDS` become categories."""
+    """Return the columns as a pandas frame. Codes of `WORDS` become categories."""
     import pandas
 
     frame = pandas.DataFrame(values)
@@ -165,8 +166,8 @@ def _codes(column: Any, name: str, part: Path) -> np.ndarray:
         table = np.array([known[word] for word in column.dictionary.to_pylist()] or [0], np.int8)
     except KeyError as error:
         raise ConfigError(
-            f"{part}: {name} {error.args[0]!r} is unknown; "
-            "it was written by another version of mtrain"
+            f"{part}: unknown {name} {error.args[0]!r}; "
+            "the file was written by another version of mtrain"
         ) from None
     return table[column.indices.to_numpy(zero_copy_only=False).astype(np.int64)]
 
@@ -201,7 +202,7 @@ def delete_parts_after(folder: Path, last: int) -> int:
 
 
 def join_parts(folder: Path) -> None:
-    """Join all parts into one file and remove them."""
+    """Join all parts into one file, and remove the parts."""
     import pyarrow.parquet as pq
 
     parts = sorted((folder / PARTS).glob("*.parquet"))

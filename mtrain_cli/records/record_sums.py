@@ -39,11 +39,11 @@ _SURVEY = ("case", "iteration", "micro", "layer", "direction", "step", "rank")
 
 @dataclass(frozen=True)
 class RecordedShape:
-    """What the rows of a case cover.
+    """The range of a case's rows: iterations, layers, ranks and steps.
 
     case: number of the case.
     facts: entry of the case in the summary.
-    iterations, micros, layers: numbers of iterations, micro-batches and layers with rows.
+    iterations, micros, layers: the iterations, micro-batches and layers that have rows.
     workers: number of ranks in a context group.
     ranks: number of ranks in all context groups.
     present: whether a rank has rows, [groups, workers].
@@ -90,9 +90,10 @@ class Iteration:
     pairs: computed query-key pairs, [direction, sample, group, worker, slot].
     blocks: block pairs with computed pairs, shape of `pairs`.
     link: exposed time by link class, sum over samples, [direction, LINKS, group, worker, slot].
-    behind: for whom and on which link a worker waits, shape of `pairs`. It describes the wait with
-        the longest late part: ((peer + 1) * len(LINKS) + link) * 2 + gradients, or -1 without
-        waits. `gradients` is 1 if the peer sends gradients, which it does after it computes a step.
+    behind: code of the peer and the link of the wait with the longest late part, shape of `pairs`;
+        -1 if there is no wait. The code is ((peer + 1) * len(LINKS) + link) * 2 + gradients.
+        `gradients` is 1 if the message holds gradients. A peer computes its step before it sends
+        gradients.
     start: start of the pass, [direction, sample, group, worker]; NaN if it was not recorded.
     length: duration of the pass, shape of `start`; NaN if it was not recorded.
     whole: duration of the iteration, [group, worker]; NaN if it was not recorded.
@@ -110,11 +111,11 @@ class Iteration:
 
 
 def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tuple[int, int], int]]:
-    """Scan all rows once, to find out what they cover.
+    """Scan all rows once to find the cases, iterations, layers, ranks and steps that they cover.
 
     Returns:
         The shape of each case by its number, and for each (case, iteration) the number of the last
-        batch that has rows of it.
+        batch with its rows.
 
     Raises:
         ConfigError: the rows do not match the summary.
@@ -139,7 +140,8 @@ def survey(recorded: RecordedFolder) -> tuple[dict[int, RecordedShape], dict[tup
     for case, values in sorted(seen.items()):
         if not 0 <= case < len(cases) or not isinstance(cases[case], dict):
             raise ConfigError(
-                f"{recorded.folder}: has rows of case {case}, which {SUMMARY} does not list"
+                f"{recorded.folder}: has rows of case {case}, which {SUMMARY} does not list; "
+                "measure again"
             )
         shapes[case] = _shape(case, cases[case], values, steps[case], recorded)
     return shapes, last
@@ -180,9 +182,9 @@ def _shape(
 def iterations(
     recorded: RecordedFolder, shapes: dict[int, RecordedShape], last: dict[tuple[int, int], int]
 ) -> Iterator[tuple[RecordedShape, Iteration]]:
-    """Yield the iterations of all cases, each when its last row has been read.
+    """Yield the iterations of all cases, each as soon as its last row has been read.
 
-    Only iterations that are not yet complete take memory.
+    Only incomplete iterations are in memory.
 
     shapes, last: results of `survey`.
     """
@@ -227,7 +229,7 @@ class _RecordSums:
         keep = (rows["layer"] >= 0) & (direction >= 0)
         sample = direction * len(self.shape.micros) + self.micro[rows["micro"]]
         sample = sample * len(self.shape.layers) + self.layer[rows["layer"]]
-        at = sample * self.shape.ranks + rows["rank"]  # of the pass
+        at = sample * self.shape.ranks + rows["rank"]  # index of the pass
         passes = keep & (phase == KINDS.index(PASS))
         self.start[at[passes]] = rows["start_us"][passes] / 1e3
         self.length[at[passes]] = rows["dur_us"][passes] / 1e3
@@ -275,7 +277,7 @@ class _RecordSums:
 
 def _places(codes: Sequence[int], size: int) -> np.ndarray:
     """Return an array that maps a code below ``size`` to its place in ``codes``, or to -1."""
-    # The extra last entry stays -1, for the code -1 (no layer).
+    # The code -1 (no layer) reads the last entry, which stays -1.
     table = np.full(size + 1, -1, np.int64)
     table[list(codes)] = np.arange(len(codes))
     return table
@@ -293,7 +295,7 @@ def select(batch: dict[str, np.ndarray], mask: np.ndarray) -> dict[str, np.ndarr
 
 
 def _unique(values: np.ndarray) -> list[int]:
-    """Return the distinct integers of an array. It is fast if they lie close together."""
+    """Return the distinct integers of an array. This is fast if they lie close together."""
     if not len(values):
         return []
     low = int(values.min())

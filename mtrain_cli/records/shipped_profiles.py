@@ -8,7 +8,10 @@ from mtrain_cli import resource_dir
 
 
 def find_shipped(path: Path) -> Path:
-    """Return the path, or the shipped folder or .json file of that name if the path is missing."""
+    """Return the path if it exists, else the shipped folder or .json file of this name.
+
+    If neither exists, return the path.
+    """
     path = path.expanduser()
     if path.is_absolute() or path.exists():
         return path

@@ -1,17 +1,17 @@
-"""Break a training step down into parts that add up to it, from a `torch.profiler` trace.
+"""Divide the time of a training step into parts, from a `torch.profiler` trace.
 
-On a GPU, each instant counts for the first of these that runs:
+On a GPU, each instant counts for the first entry of this list that is active:
 1. a compute kernel; if several overlap, the one that started first
 2. a copy
 3. an NCCL transfer
 4. an NCCL wait for other ranks
 5. idle
 An NCCL kernel runs from the moment its rank arrives until the message is complete. So the rank that
-arrives last has the shortest kernel of a message. That duration counts as the transfer on all
-ranks. The rest of a kernel counts as a wait for other ranks, whether a link or computation delayed
-them. Only durations are compared, so the clocks of the ranks need not agree.
+arrives last has the shortest kernel of a message. The duration of that kernel counts as transfer on
+all ranks. The rest of a kernel counts as a wait for other ranks, whether a link or computation
+delayed them. Only durations are compared, so the clocks of the ranks need not agree.
 
-On a CPU, each instant counts for the first of these that runs:
+On a CPU, each instant counts for the first entry of this list that is active:
 1. the innermost operator of the training thread
 2. a gloo message
 3. the host: Python, or a wait
@@ -47,15 +47,15 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
-# What identifies an NCCL message on all ranks: the values of `_OF_MESSAGE`, then the number of
-# earlier messages with the same values.
+# Identifies an NCCL message on all ranks: the values of `_OF_MESSAGE`, then the number of earlier
+# messages with the same values.
 Message = tuple[Any, ...]
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
 _MESSAGES = "gloo:"  # Annotations of gloo messages start with this. They overlap operators.
 _NCCL = re.compile(r"^nccl", re.IGNORECASE)
-# Parts by kernel name, for kernels that no range of `profiler_labels` launched. The order matters:
-# the name of CuTe's attention kernel also contains "cutlass".
+# The part of a kernel by its name, for kernels that were launched outside all ranges of
+# `profiler_labels`. The order matters: the name of CuTe's attention kernel also contains "cutlass".
 _KERNELS = (
     (ATTENTION, re.compile(r"(?i)flash|fmha|attention|sdpa")),
     (OPTIMIZER, re.compile(r"(?i)adam|multi_tensor_apply")),
@@ -65,7 +65,7 @@ _KERNELS = (
         re.compile(r"(?i)^triton_|elementwise_kernel|reduce_kernel|layer_norm|rms_?norm"),
     ),
 )
-# Parts by the name of PyTorch's CPU operators.
+# The part of one of PyTorch's CPU operators by its name.
 _OPERATORS = (
     (
         PRODUCTS,
@@ -91,7 +91,8 @@ class OperationTotals:
 
     part: part of the step to which they belong.
     calls: number of calls.
-    ns: nanoseconds in these calls without nested operators. Overlap with other kernels counts.
+    ns: nanoseconds in these calls. Nested operators do not count. Time that overlaps with other
+        kernels counts.
     """
 
     name: str
@@ -107,18 +108,18 @@ class StepBreakdown:
     steps: number of steps.
     step: wall-clock time of the steps.
     parts: wall-clock time by part; the sum is `step`.
-    hidden: overlapped communication. Exposed communication is in the parts links and waits.
+    hidden: overlapped communication. `parts` has exposed communication as links and waits.
     kinds: totals by name of kernel or operator, the longest first.
 
-    Only a GPU fills the fields below. On a CPU they keep their defaults:
+    The fields below are for GPUs. On a CPU they keep their defaults:
 
     launches: number of launched kernels.
     launching: host time in launch calls.
     syncs: number of calls that wait for the device.
     syncing: host time in calls that wait for the device.
     ahead: median time from the launch of a kernel to its start.
-    unmatched: number of NCCL messages that were not found on other ranks. They count as transfers,
-        without waits.
+    unmatched: number of NCCL messages that were not found on other ranks. Their whole time counts
+        as transfer.
     """
 
     steps: int
@@ -142,7 +143,8 @@ def find_parts(
     Args:
         events: `traceEvents` of the trace. Each step is an annotation named `profiler_labels.STEP`.
         gpu: whether the steps ran on a GPU.
-        least: result of `shortest`. A message that is not in it counts as a transfer, without wait.
+        least: result of `shortest`. The whole time of a message that is not in it counts as
+            transfer.
 
     Raises:
         ValueError: the trace holds no step.
@@ -152,9 +154,9 @@ def find_parts(
 
 
 def messages(events: Iterable[Event]) -> dict[Message, int]:
-    """Return nanoseconds of each NCCL message in the steps of one rank.
+    """Return the nanoseconds of each NCCL message in the steps of one rank.
 
-    Skip messages that the trace does not identify.
+    Skip messages whose group and size are not in the trace.
 
     Raises:
         ValueError: the trace holds no step.
@@ -169,10 +171,11 @@ def messages(events: Iterable[Event]) -> dict[Message, int]:
 
 
 def shortest(everyone: Sequence[Mapping[Message, int]]) -> dict[Message, int]:
-    """Return for each message the nanoseconds on the rank where it was shortest.
+    """Return the nanoseconds of each message on the rank where it was shortest.
 
-    Skip a message if a rank of its group lacks it, or if the ranks have different numbers of
-    messages with the same values.
+    Messages of one kind have the same group, operation and size. Their order identifies them. Skip
+    a message if a rank of its group lacks it, or if ranks have different numbers of messages of its
+    kind.
 
     everyone: results of `messages` on all ranks.
     """
@@ -210,8 +213,8 @@ def kernel_part(name: str) -> str:
 def operator_part(name: str) -> str | None:
     """Return the part to which a CPU operator of this name belongs.
 
-    None for a span whose time counts for the operators inside it: Python, autograd nodes, requests
-    to gloo.
+    Return None for Python, autograd nodes and requests to gloo: their time counts for the operators
+    inside them.
     """
     if name.startswith(_FUSED_OPERATOR):
         return ELEMENTWISE
@@ -224,9 +227,9 @@ def operator_part(name: str) -> str | None:
 
 
 def range_part(name: str) -> str | None:
-    """Return the part to which all work belongs that runs inside an annotation of this name.
+    """Return the part of all work that runs inside an annotation of this name.
 
-    None if the annotation does not determine a part.
+    Return None if the annotation does not determine a part.
     """
     if name.startswith(PREFIX):
         own = name.removeprefix(PREFIX)
@@ -314,18 +317,18 @@ def _innermost(
 def _claim(
     free: Sequence[Interval], wanted: Sequence[tuple[int, int, str]], parts: dict[str, int]
 ) -> list[Interval]:
-    """Give each interval of ``wanted`` the free time that it covers.
+    """Assign the free time inside each interval of ``wanted`` to the part of this interval.
 
     Args:
         free: free intervals, sorted.
         wanted: (begin, end, part), sorted by begin.
-        parts: nanoseconds by part; the call adds the time that it gave away.
+        parts: nanoseconds by part, to which the assigned time is added.
 
     Returns:
         The intervals that remain free.
     """
     left: list[Interval] = []
-    # Index of the current free interval, and the time at which its free rest begins.
+    # Index of the current free interval, and the time from which it is still free.
     place, cursor = 0, None
     for begin, end, word in wanted:
         while place < len(free):
@@ -373,10 +376,10 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 
 
 def _messages(device: Iterable[_Span]) -> list[Message | None]:
-    """Return the message of each span; None for a span that has none.
+    """Return the message of each span; None for a span that is no NCCL message.
 
-    Messages with equal values get numbers in the order of their start. The numbers agree between
-    ranks, because all ranks send the messages of a group in the same order.
+    Messages with equal values are numbered by their start. Ranks agree on these numbers, because
+    all ranks of a group send its messages in the same order.
     """
     numbers: dict[tuple[Any, ...], int] = defaultdict(int)
     numbered: list[Message | None] = []
@@ -390,7 +393,7 @@ def _messages(device: Iterable[_Span]) -> list[Message | None]:
 def _of_gpu(
     spans: Sequence[_Span], steps: Sequence[_Span], least: Mapping[Message, int]
 ) -> StepBreakdown:
-    # Work that a step launches ends in the step, because a step ends with a wait for the device.
+    # All work that a step launches also ends in it, because a step ends with a wait for the device.
     device = _inside((s for s in spans if s.category in _DEVICE), steps)
     runtime = [s for s in spans if s.category in _RUNTIME]
     # A runtime call may contain a driver call with the same correlation id. Keep the outer call.
@@ -471,7 +474,7 @@ def _device_parts(
 def _launched_in(
     device: Sequence[_Span], launches: Mapping[Any, _Span], spans: Sequence[_Span]
 ) -> list[str | None]:
-    """Return for each device span the part of the range that launched it, or None."""
+    """Return for each device span the part of the host range that launched it, or None."""
     host = [s for s in spans if s.category in ("cpu_op", "user_annotation")]
     known = {s.thread for s in host}
     operators = {s.external: s for s in host if s.external is not None}
@@ -529,8 +532,8 @@ def _of_cpu(spans: Sequence[_Span], steps: Sequence[_Span]) -> StepBreakdown:
 def _self_times(spans: Sequence[_Span]) -> list[tuple[_Span, str | None, list[Interval]]]:
     """Return (span, part, self time) of the spans of one thread, ordered by start.
 
-    The part is None if the span's time counts for the spans inside it. Self time is the time that
-    no span inside it covers.
+    Self time is the time of a span outside all spans nested in it. The part is None if the span's
+    own time counts for no part.
     """
     times: list[tuple[_Span, str | None, list[Interval]]] = []
     # Open spans: index in times, end, part of the range around the span, begin of the self time

@@ -1,8 +1,10 @@
 """Attribute waits to the ranks, steps and links that cause them.
 
 Delays propagate: in a ring, a rank waits for its neighbour, and that neighbour may have waited for
-another rank one step before. So each wait is traced back to its origin, the rank and step whose own
-work caused it, and counts as time lost because of that rank and step.
+another rank one step before. So each wait is traced back to its origin: the rank and step whose own
+work caused it. The wait counts as time that others lose because of this origin.
+
+A slot is a step of a pass, or the time before all steps (`RecordedShape.slots`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from mtrain_cli.parallel.schedule import HEADS, INNER, OUTER
 from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import BUSY, EXPOSED, LATE, SPENT, Iteration, RecordedShape
 
-# Cells of the largest table, [samples, workers, steps, steps]. Of a larger iteration, only some
+# Most cells of a table [samples, workers, steps, steps]. If an iteration has more, only some of its
 # samples are used.
 MOST_CELLS = 1 << 28
 START = "start"  # a rank starts the pass later than the others
@@ -28,13 +30,14 @@ _WORK = (ATTENTION, "pairs", "blocks")
 class LostTime:
     """Time that other ranks lose because of a rank's slot in one direction.
 
-    Arrays are [groups, workers, slots]. All but `lost` are weighted sums over waits, with the lost
-    time of a wait as its weight. Divide them by `lost` for means.
+    Arrays are [groups, workers, slots]. All except `lost` are sums over waits, weighted by the lost
+    time of each wait. Divide them by `lost` to get means.
 
     lost: milliseconds that the other ranks wait.
-    own: by how many ms the rank exceeds the mean of the other ranks, [OWN, groups, workers, slots].
+    own: ms of the rank minus the mean ms of the other ranks, by category,
+        [OWN, groups, workers, slots].
     work: attention ms, pairs and blocks of the rank.
-    of_others: attention ms, pairs and blocks of the other ranks, mean.
+    of_others: mean attention ms, pairs and blocks of the other ranks.
     """
 
     lost: np.ndarray
@@ -48,7 +51,7 @@ class LostTime:
         return LostTime(np.zeros(shape), np.zeros((len(OWN), *shape)), work, of_others)
 
     def over(self, name: str, at: tuple[int, ...]) -> float:
-        """Return the rank's work / the mean work of the others.
+        """Return the rank's work divided by the mean work of the other ranks.
 
         name: `ATTENTION`, `pairs` or `blocks`.
         """
@@ -65,14 +68,16 @@ class _Times:
     weight: number of samples of the iteration that each kept sample represents.
     own: busy time by category, [BUSY, samples, workers, slots].
     busy: busy time of each slot.
-    late: late part of the waits. One more slot has the wait for the last rank at the end.
+    late: late part of the waits. An extra last slot has the wait for the last rank at the end of
+        the pass.
     exposed: exposed part of the waits.
     begin: start of the pass, [samples, workers].
     offset: start of the pass minus the mean start of the other ranks, [samples, workers].
     excess: busy time minus the mean of the other ranks. Slot 0 includes the offset.
-    starts: start of each slot. One more slot has the end of the pass.
+    starts: start of each slot. An extra last slot has the end of the pass.
     middle: midpoint of the busy time of each slot.
-    behind: as in `Iteration`. In one more slot, all ranks wait for the rank that ends last.
+    behind: code of the peer and the link of each slot's wait (`Iteration.behind`). In an extra last
+        slot, the peer is the rank that ends the pass last.
     """
 
     kept: np.ndarray
@@ -139,14 +144,14 @@ class WaitAttribution:
     """Collect the waits of a case's iterations and attribute them to ranks, steps and links.
 
     uncertainty: largest difference in ms between the clocks of two ranks.
-    ends_together: whether all ranks wait for the last rank at the end of a pass. In training, a
-        rank goes on and waits in the next pass.
+    ends_together: whether all ranks wait for the last rank at the end of a pass. In training they
+        do not: a rank goes on and waits in the next pass.
     iterations: number of iterations so far.
-    layers: samples of an iteration.
+    layers: samples (layers of all micro-batches) of an iteration.
     passes: ms of all passes of all ranks, including the waits at their ends.
     charges: lost time, per direction.
-    victims: who waits for whom, per direction: (codes, ms). `victim` reads the codes.
-    link: as in `Iteration`, sum over iterations.
+    victims: which rank waits for which, per direction: (codes, ms). `victim` decodes the codes.
+    link: exposed ms by link class (`Iteration.link`), sum over iterations.
     pairs: computed query-key pairs, [directions, groups, workers].
     attention: ms of attention, [directions, groups, workers].
     """
@@ -192,7 +197,7 @@ class WaitAttribution:
         self.passes += times.weight * float(late[..., -1].sum()) if self.ends_together else 0.0
         length = float(np.nan_to_num(iteration.length[d, :, group]).mean())
         threshold = max(self.uncertainty, 1e-3, 1e-3 * length)
-        # Origin of each wait: worker * slots + slot; -1 for a link.
+        # Origin of each wait: worker * slots + slot, or -1 if a link was slow.
         origin = np.full(late.shape, -1, np.int32)
         last = np.full(late.shape[:2], -1)  # slot of the last wait
         for t in range(s.slots + self.ends_together):
@@ -220,7 +225,7 @@ class WaitAttribution:
         victim: np.ndarray,
         came: np.ndarray,
     ) -> None:
-        """Add the waits of slot ``t`` to the lost time of their origins, with the work there.
+        """Add the waits of slot ``t`` to the lost time of their origins, with the origins' work.
 
         Args:
             at, victim: sample and waiting worker of each wait.
@@ -259,7 +264,7 @@ class WaitAttribution:
     def _peers(
         self, behind: np.ndarray, late: np.ndarray, victim: np.ndarray, group: int
     ) -> np.ndarray:
-        """Return the worker for which each wait waits.
+        """Return the peer of each wait: the worker that causes it directly.
 
         In a collective, this is the worker that arrived last: the one that waited least.
         """
@@ -278,11 +283,11 @@ class WaitAttribution:
         return np.where(peer >= 0, peer % s.workers, slowest)
 
     def victim(self, d: int, rank: int, slot: int) -> tuple[int, int, float]:
-        """Find the rank that waits longest because of a rank's slot.
+        """Find the rank that waits longest because of ``rank``'s work in ``slot``.
 
         Returns:
-            The waiting rank, the slot in which it waits, and ms per layer. At the end of the pass,
-            the slot is `RecordedShape.slots`.
+            The waiting rank, the slot in which it waits, and the ms per layer for which it waits.
+            If it waits at the end of the pass, the slot is `RecordedShape.slots`.
         """
         codes, ms = self._join_victims(d)
         s = self.shape
@@ -310,15 +315,15 @@ def _origins(
 ) -> np.ndarray:
     """Return the origin of each wait in slot t: worker * slots + slot, or -1 for a link.
 
-    A worker, the victim, waits for another, its peer. If a recent wait of the peer explains half of
-    the lost time, the origin is that of the peer's wait. Otherwise, it is the largest of three
-    explanations: the peer waited, the peer computed for longer, or a link was slow.
+    A worker, the victim, waits for another worker, its peer. If recent waits of the peer explain at
+    least half of the lost time, the wait has the origin of the peer's wait. Otherwise the largest
+    of three explanations counts: the peer waited, the peer computed for longer, or a link was slow.
 
     Args:
         at, victim, peer: sample, waiting worker and peer of each wait.
         origin: origins of the waits in earlier slots, [samples, workers, slots].
         last: the slot in which each worker last waited, [samples, workers].
-        first: origin that stands for slot 0 of the peer.
+        first: the origin code of slot 0 of each wait's peer.
     """
     busy, begin, exposed = times.busy, times.begin, times.exposed
     lost = times.late[at, victim, t]
@@ -326,11 +331,11 @@ def _origins(
     after = (times.behind[at, victim, t] & 1).astype(bool)
     computing = np.where(after, busy[at, victim, min(t, busy.shape[2] - 1)], 0)
     end = times.starts[at, victim, t] + lost + computing
-    # The victim's last wait mostly made up for delays before it.
+    # Delays before the victim's last wait are mostly part of that wait.
     window = np.arange(t) >= np.maximum(last[at, victim] - 1, 0)[:, None]
     did = times.middle[at, peer, :t] < end[:, None]  # slots that the peer computed before it sent
     waited, excess = times.late[at, peer, :t], times.excess[at, peer, :t]
-    # Peer minus victim: waits; computation and start of the pass; exposed communication.
+    # Differences, peer minus victim: of waits, of computation and start, of exposed communication.
     more_waits = waited.sum(1) - times.late[at, victim, :t].sum(1)
     computed = (np.where(did, busy[at, peer, :t], 0) - busy[at, victim, :t]).sum(1)
     longer = computed + begin[at, peer] - begin[at, victim]

@@ -11,8 +11,8 @@ from mtrain_cli.records.record_files import LINKS
 from mtrain_cli.records.record_sums import BUSY
 from mtrain_cli.records.wait_attribution import OWN, START, WaitAttribution, over
 
-# A rank is a straggler if (its time / time of the others) exceeds (its work / work of the others)
-# by this factor. Otherwise, the cause of its longer time is more work.
+# A rank is a straggler if (its time / time of the others) is more than this many times (its work /
+# work of the others). Otherwise it takes longer because it has more work.
 SLOWER = 1.25
 MORE = 1.1  # up to this ratio of their work, ranks have "the same work"
 WORTH = 0.005  # a cause is listed if it costs at least this share of the time of all passes
@@ -68,7 +68,7 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
             steps = exposed.sum((0, 1)) / waits.iterations
             if not steps.sum():
                 continue
-            each = steps / (ranks * waits.layers)  # of a rank and layer
+            each = steps / (ranks * waits.layers)  # ms per rank and layer
             worst = int(each.argmax())
             link = f"the {name} link" if name else "the link"
             text = f"{direction}: {_ms(each.sum())} of exposed communication per layer on {link}"
@@ -80,7 +80,10 @@ def _links(waits: WaitAttribution) -> list[WaitCause]:
 
 
 def _ranks(waits: WaitAttribution) -> list[WaitCause]:
-    """Return the causes that lie with a rank. More work is a separate cause in each direction."""
+    """Return the causes that lie with a rank: more work, a slow device, or a late start.
+
+    More work is a separate cause in each direction.
+    """
     shape = waits.shape
     merged: dict[tuple[int, str, int], list[Place]] = {}
     for d, charge in enumerate(waits.charges):
@@ -108,7 +111,8 @@ def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
     own = charge.own[(slice(None), *at)]
     phase = OWN[int(own.argmax())]
     if phase == START:
-        # The rank starts late. If its attention took that much longer, the pass before is to blame.
+        # The rank starts late. If its attention took longer by more than half of that delay, the
+        # longer attention of the pass before is the cause.
         before = _longer(waits, d, rank) > 0.5 * own[-1] / charge.lost[at]
         if waits.ends_together or not before:
             return phase
@@ -123,7 +127,7 @@ def _kind(waits: WaitAttribution, d: int, rank: int, slot: int) -> str:
 def _cause(waits: WaitAttribution, rank: int, kind: str, places: list[Place]) -> WaitCause:
     """Return a cause, with its sentence.
 
-    places: where the rank loses time for others, the costliest first.
+    places: the slots in which the rank makes others lose time, the costliest first.
     """
     ms, (_, d, slot) = sum(p[0] for p in places), places[0]
     slots, names = waits.shape.slots, waits.shape.directions
@@ -203,7 +207,7 @@ def _longer(waits: WaitAttribution, d: int, rank: int) -> float:
 
 
 def _against(waits: WaitAttribution, name: str, d: int, rank: int) -> float:
-    """Return a rank's total / the mean of the other ranks that are not 0.
+    """Return a rank's total divided by the mean over the other ranks, without ranks of total 0.
 
     name: `attention` or `pairs`.
     """

@@ -68,9 +68,10 @@ class RatioComparison:
 
 
 def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
-    """Compare each quantity that a later run shares with the first run.
+    """Compare every later run with the first run, in each quantity that both have.
 
-    Cases with equal labels are compared. If both runs have only one case, these are compared.
+    Cases with equal labels are compared. If no labels are equal and both runs have one case, these
+    two cases are compared.
     """
     first = sources[0]
     rows: list[RatioComparison] = []
@@ -114,7 +115,7 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
 
 
 def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
-    """Return the quantities of a training run. All but the loss skip the steps that warm up.
+    """Return the quantities of a training run. Only the losses include the steps that warm up.
 
     Args:
         unit: unit of the throughput, from `rate_unit`.

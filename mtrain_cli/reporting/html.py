@@ -76,7 +76,7 @@ def write_page(path: Path, sources: Sequence[ReportSource]) -> Path:
 
 
 def _base64(packed: bytes) -> str:
-    """Encode as base64: unlike other text, it cannot contain the end of a script element."""
+    """Encode bytes as base64 text, which cannot contain the end of a script element."""
     return base64.b64encode(packed).decode()
 
 
@@ -189,7 +189,7 @@ def _settings(source: ReportSource) -> str:
 
 
 def _differences(sources: Sequence[ReportSource]) -> str:
-    """Return how several runs differ: first warnings about workers and machines, then settings."""
+    """Return warnings if workers or machines of the runs differ, then the settings that differ."""
     if len(sources) < 2:
         return ""
     content = _remarks(incomparable(sources))
@@ -313,7 +313,7 @@ def _steps(source: ReportSource) -> str:
     note = (
         "Times are of one optimizer step. Best and worst: all constants of the prediction at their "
         "best or worst bound. Bold: the fastest row that fits into memory, among rows with equal "
-        "settings and equally many GPUs."
+        "settings and the same number of GPUs."
     )
     return _section("Predicted steps", _table(heads, rows, words, states), note)
 

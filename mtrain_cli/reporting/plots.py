@@ -32,7 +32,7 @@ LATE_LABEL, EXPOSED_LABEL = "waiting for late peers", "exposed communication"
 
 @dataclass(frozen=True)
 class FigureView:
-    """What a figure shows for one choice of its selectors.
+    """The content of a figure for one choice of its selectors (drop-down lists).
 
     labels: the chosen label of each selector.
     data: plotly's traces.

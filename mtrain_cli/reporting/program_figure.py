@@ -63,7 +63,7 @@ class DrawnExchange:
     def of(source: ReportSource, case: CaseAnalysis | None = None) -> DrawnExchange | None:
         """Return the exchange of a case, or of a training run without cases.
 
-        The result is None if there is one worker, or if the exchange is not known.
+        Return None if there is one worker, or if the exchange is not known.
         """
         facts = _planned(source) if case is None else case.facts
         names = ("seq", "num_heads", "num_kv_heads", "head_dim", "cp", "per_node")
@@ -97,7 +97,7 @@ class DrawnExchange:
 
 
 def _planned(source: ReportSource) -> dict[str, Any]:
-    """Return the facts of a training run whose settings name the exchange; empty for other runs."""
+    """Return the facts of a training run from its settings; empty if they name no exchange."""
     try:
         config = resolved_file.load(source.folder / RESOLVED)
         topology, model, batch = config.topology, config.model, config.train.micro_batch
@@ -135,7 +135,7 @@ class PlacedOperation:
 def place(
     programs: Sequence[Program], sizes: ShardSizes
 ) -> tuple[list[list[PlacedOperation]], list[float]]:
-    """Place the operations of each rank. Return them, and the place where each step begins."""
+    """Return the placed operations of each rank, and the x position at which each step begins."""
     widths = [0.0] * max(program.steps for program in programs)
     for program in programs:
         of_rank = [0.0] * len(widths)
@@ -291,7 +291,10 @@ def _trace(group: str, bars: Sequence[tuple[Any, ...]]) -> Trace:
 
 
 def program_table(source: ReportSource, case: CaseAnalysis) -> Table | None:
-    """Return a table of rank 0's steps in one layer; None if there are too many, or no exchange."""
+    """Return a table of rank 0's steps in one layer.
+
+    Return None if there are too many steps, or if `DrawnExchange.of` finds no exchange.
+    """
     exchange = DrawnExchange.of(source, case)
     if exchange is None:
         return None

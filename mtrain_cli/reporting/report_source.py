@@ -1,4 +1,4 @@
-"""Find and open what a report can show: training runs, profiles, simulations, shipped profiles."""
+"""Find and open the sources of a report: training runs, profiles, simulations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class ReportSource:
     cases: analysis of `recorded`.
     metrics: metrics of the training steps.
     steps_wanted: planned number of training steps; None if unknown.
-    shipped: content of a shipped profile of the older kind, which has tables only.
+    shipped: content of a shipped profile in the older file format, which has tables only.
     evaluations: held-out losses.
     step: summary of `mtrain profile step`.
     sparsity: rows of `mtrain profile sparsity`, with the keys of `HeadRecord`.
@@ -136,7 +136,7 @@ class ReportSource:
         for ranks, case in missing.items():
             share = f"{len(ranks)} of {case.workers * case.groups}"
             remarks.append(
-                f"no rows of rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({share}); "
+                f"no rows from rank{'s' * (len(ranks) > 1)} {shortened(ranks)} ({share}); "
                 "imbalance degrees cover the other ranks"
             )
         cores, workers = self.facts.get("cpu_cores"), self.summary.get("workers")
@@ -168,14 +168,14 @@ class ReportSource:
         of_wanted = f" of the {wanted} requested" if wanted else ""
         text = f"{done}{of_wanted} iteration{'s' * ((wanted or done) != 1)} recorded"
         text += f" ({', '.join(behind)})" if behind else ""
-        text += f"; {left_out} of {len(cases)} cases have none" if left_out > 0 else ""
+        text += f"; {left_out} of {len(cases)} cases have no sample" if left_out > 0 else ""
         return f"{text}; all figures are of {'this one' if done == 1 else 'these'}"
 
 
 def labelled_cases(
     sources: Sequence[ReportSource],
 ) -> list[tuple[str, ReportSource, CaseAnalysis]]:
-    """Return (label, run, case) of all cases. With several runs, a label starts with the run."""
+    """Return (label, run, case) of all cases. If there are several runs, labels name the run."""
     several = len(sources) > 1
     return [
         (f"{source.name}: {case.label}" if several else case.label, source, case)
@@ -323,7 +323,7 @@ def open_source(path: Path) -> ReportSource:
 
 
 def _metrics(path: Path, *, alone: bool) -> tuple[tuple[StepMetrics, ...], str]:
-    """Return the metrics of a run, and what is wrong with their file (empty if nothing is).
+    """Return the metrics of a run, and an error about their file; empty if there is none.
 
     Args:
         alone: whether the run has nothing else to show.
@@ -387,7 +387,7 @@ def _nothing(path: Path) -> str:
     if RECORDS in content or PARTS in content:
         return f"{path}: records without {SUMMARY}, which describes them; measure again"
     if RESOLVED in content:
-        return f"{path}: a run without any step or profile yet"
+        return f"{path}: a run that has no step and no profile yet"
     if (path / PROFILE).is_dir():
         return f"{path}: no {METRICS_FILE}, and {PROFILE}/ has no {SUMMARY}"
     inside = [

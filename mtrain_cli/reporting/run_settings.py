@@ -32,7 +32,7 @@ _CARD = (
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return the settings in resolved.yaml by dotted key; empty if there is no readable file.
 
-    The file is not checked against the schema, so that runs of other versions of mtrain show, too.
+    The file is not checked against the schema, so reports can show runs of other mtrain versions.
     """
     try:
         document = read_yaml(folder / RESOLVED)

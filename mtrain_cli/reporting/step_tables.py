@@ -19,19 +19,19 @@ NAME = 44  # characters of a kernel's name
 _GPU = (
     "Each instant of the GPU counts once: for a compute kernel, else a copy, else NCCL. If kernels "
     "overlap, the first to start counts. links: exposed NCCL communication{}; idle: nothing runs. "
-    "attention, index, loss (with its products), weights (FSDP copies), optimizer: everything that "
-    "this code launches; other parts: by kernel name"
+    "attention, index, loss (with its products), weights (FSDP copies), optimizer: every kernel "
+    "that this part of the code launches; other parts: by kernel name"
 )
 _WAITS = (
-    "; waits: exposed NCCL time spent waiting for stragglers, beyond the message's shortest time "
-    "on any rank"
+    "; waits: exposed NCCL time beyond the shortest time of the same message on any rank, spent "
+    "waiting for other ranks"
 )
 _NO_WAITS = ", including waits for other ranks"
 _CPU = (
     "Each instant counts once: for the training thread's innermost operator, else for gloo. "
     "links: exposed gloo communication, including waits for other ranks; host: Python, and other "
     "waits. attention, index, loss (with its products), weights (FSDP copies), optimizer: every "
-    "operator that this code calls; other parts: by operator name"
+    "operator that this part of the code calls; other parts: by operator name"
 )
 
 
@@ -194,7 +194,7 @@ def _message_line(ranks: Sequence[dict[str, Any]], hidden: float, gpu: bool) -> 
     name, work = ("NCCL", "computation or copies") if gpu else ("gloo", "operators")
     waiting = f" (waiting for other ranks: {_ms(waits)} ms)" if waits else ""
     if unmatched := statistics.fmean(rank.get("unmatched", 0.0) for rank in ranks):
-        waiting += f"; {unmatched:,.0f} messages unmatched on other ranks count as links"
+        waiting += f"; {unmatched:,.0f} messages, not found on other ranks, count as links"
     return [
         f"{name:<10}{_ms(exposed + hidden)} ms: {_ms(hidden)} ms overlapped with {work}, "
         f"{_ms(exposed)} ms exposed{waiting}"

@@ -42,7 +42,7 @@ def spread(value: Estimate) -> str:
 
 
 def degree_cells(case: CaseAnalysis) -> list[str]:
-    """Return the imbalance of workers by time and by work, then that of steps by time and work."""
+    """Return worker imbalance by time and by work, then step imbalance by time and by work."""
     by_time, by_work = case.time, case.work
     return [spread(d) for d in (by_time.worker, by_work.worker, by_time.step, by_work.step)]
 
@@ -99,7 +99,9 @@ def recording_cost(summary: dict[str, Any]) -> str | None:
 
 
 def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return a table of load balance, with a row per case. The headings name the lines of a cell.
+    """Return a table of load balance, with a row per case.
+
+    A cell has several lines, which the heading names.
 
     names: name of each case's run, if there are several runs.
     """
@@ -143,7 +145,7 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
 
 
 def bins_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> Table:
-    """Return a table: the share of each of `BINS` in the time of all passes, mean over ranks."""
+    """Return a table of the share of each category (`BINS`) in the time of all passes."""
     used = [name for name in BINS if any(case.bin_ms(name) > 0 for case in cases)]
     headings = ("ms", *(name.replace(" ", "\n") for name in used))
     caption = f"shares of all passes of an iteration, mean over workers; {_TERMS}"
@@ -233,7 +235,7 @@ def _bare(case: CaseAnalysis, direction: str) -> str:
 def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
     """Return the part of the caption that explains `_bare`; empty if no case has the value."""
     there = any(_bare(case, direction) for case in cases for direction in case.passes)
-    note = "; pass ms: mean of recorded iterations, in brackets bare: median without recording"
+    note = "; pass ms: mean of recorded iterations; in brackets (bare): median without recording"
     return note if there else ""
 
 
@@ -248,7 +250,7 @@ def heat_map(
 ) -> RenderableType:
     """Return a heat map of attention ms, with a line per worker and a column per step.
 
-    The shades are characters, so a terminal without colours shows them, too.
+    The shades are characters, so they also show in a terminal without colours.
 
     Args:
         cells: most lines and columns.
@@ -293,7 +295,7 @@ def fold(table: np.ndarray, cells: int) -> tuple[np.ndarray, bool]:
 
 
 def shipped_table(document: dict[str, Any]) -> Table:
-    """Return a table of the cases of a shipped profile of the older kind."""
+    """Return a table of the cases of a shipped profile in the older file format."""
     headings = (
         *("case", "seq", "density", "forward\nms", "backward\nms", "waits\nms"),
         *("worker\nimbalance", "step\nimbalance", "computed"),

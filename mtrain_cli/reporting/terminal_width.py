@@ -84,7 +84,7 @@ def print_table(console: Console, table: Table, spare: Sequence[str] = ()) -> No
 def fitted(
     table: Table, width: int | None, spare: Sequence[str] = ()
 ) -> tuple[Table, int, list[str]]:
-    """Return the table as `print_table` shows it, its width, and the headings that it lost."""
+    """Return the table as `print_table` shows it, its width, and the columns that it lost."""
     whole = Console(width=_WIDEST).measure(table).maximum
     left_out: list[str] = []
     if width is None or whole <= width:
@@ -106,7 +106,7 @@ def without(left_out: Sequence[str]) -> str:
 
 
 def _narrow(table: Table, left_out: Sequence[str], width: int) -> tuple[Table, int]:
-    """Return the table with wrapped headings and text, without some columns, and its width."""
+    """Return the table without the columns ``left_out``, its text wrapped, and its width."""
     narrow = Table(
         title=table.title,
         title_justify=table.title_justify,

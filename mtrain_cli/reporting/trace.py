@@ -5,8 +5,8 @@
 
 In a trace, each rank is a process. Its first thread is the compute stream. The other threads are
 lanes of the links: messages at the same time are on different lanes. An arrow connects the sending
-of a shard with its arrival. Every row of the records is one slice, except gaps, and compute phases
-and waits without duration.
+of a shard with its arrival. Every row of the records is one slice. Gaps are left out, and so are
+compute phases and waits of zero duration.
 """
 
 from __future__ import annotations
@@ -215,7 +215,8 @@ def _meta(rank: int, tid: int, kind: str, value: Any, key: str = "name") -> dict
 def _write(path: Path, about: dict[str, Any], events: list[dict[str, Any]]) -> None:
     draft = path.with_name(f".{path.name}.part")
     with gzip.open(draft, "wt") if path.suffix == ".gz" else draft.open("w") as file:
-        # Only the events have no spaces: HTA's pattern for the rank has a space after the colon.
+        # HTA finds the rank by a pattern with a space after the colon. So only the events, not the
+        # facts before them, are written without spaces.
         file.write(json.dumps(about)[:-1] + ', "traceEvents": ')
         json.dump(events, file, separators=(",", ":"))
         file.write("}")

@@ -199,7 +199,10 @@ def _tick(value: float) -> str:
 
 
 def held_out_figure(sources: Sequence[ReportSource]) -> Figure:
-    """Draw held-out loss over steps, by context length at the last evaluation, and both."""
+    """Draw held-out loss over steps, by context at the last evaluation, and by context over steps.
+
+    Context is the number of earlier tokens.
+    """
     evaluated = [(source, colour) for source, colour in _coloured(sources) if source.evaluations]
     several = len(evaluated) > 1
     views = []

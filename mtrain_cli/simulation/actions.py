@@ -41,7 +41,7 @@ class Spend:
     kind: kind of the work, as in profiles (`recording.COMPUTING`).
     us: [workers], microseconds; 0 for an idle rank.
     slowed: whether messages in flight slow this work down.
-    pairs, blocks, columns: [workers], how many of them are computed. Only records need them.
+    pairs, blocks, columns: [workers], numbers of computed pairs, blocks and columns, for records.
     """
 
     kind: str
@@ -65,8 +65,8 @@ class Dispatch:
 class PricedMessage:
     """A transfer of all ranks with its price. Arrays are [workers].
 
-    latency: microseconds between the time when the link is free again and the arrival.
     busy: microseconds for which the message occupies the link into the receiving rank.
+    latency: microseconds from then until the message has arrived.
     outer: bool, whether the message that a rank receives crosses nodes.
     share: share of a rank's computing power, 0 to 1, that is lost while the message is in flight.
     size: bytes that each rank sends and receives, as a profile records them.
@@ -98,7 +98,10 @@ Action = Spend | Dispatch | PostMessage | AwaitMessage
 
 
 class Prices(ABC):
-    """Prices of one pass of one layer. A time is in microseconds: [workers], or one for all."""
+    """Prices of one pass of one layer.
+
+    Times are in microseconds: an array [workers], or one number for all ranks.
+    """
 
     direction: str  # forward, recompute or backward
 
@@ -134,7 +137,10 @@ class Prices(ABC):
 
 
 def actions(program: Program, lockstep: SpmdSchedule, prices: Prices) -> Iterator[Action]:
-    """Yield all actions of one pass, in order. program: rank 0's program."""
+    """Yield the actions of one pass, in order, with prices for all ranks.
+
+    program: rank 0's program.
+    """
     everyone = np.ones(lockstep.grid.workers)
     moves = lockstep.transfers(prices.direction)
     yield Dispatch(-1, prices.dispatch("begin"))

@@ -1,10 +1,10 @@
 """Fit times of attention kernels to measurements.
 
-The model: a call takes a fixed time plus its work / a rate. Slashes and single columns have
-separate rates, and so do forward and backward. A kernel's efficiency therefore grows with the work
-w of a call as w / (w + w0), if w0 is the work that would take the fixed time at full speed.
+The model: a call takes a fixed time, plus its work divided by a rate. Slashes and single columns
+have separate rates, and so do forward and backward. A kernel's efficiency therefore grows with the
+work w of a call as w / (w + w0), where w0 is the work that takes the fixed time at full speed.
 
-The error of a fit is a leave-one-out error: each point is predicted from a fit to the others.
+The error of a fit is a leave-one-out error: each point is predicted from a fit to the other points.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ LOW, VALUE, HIGH = "low", "value", "high"
 # Bounds of a kernel's time on a GPU that was not measured, as factors on the expected time.
 UNKNOWN = (1 / 1.6, 2.0)
 _LEAST_ERROR = 0.05  # relative; GPUs of one model differ by this much
-# A size is launch-bound if its measured / expected time is this factor above that of the largest.
+# The smallest size is launch-bound if its measured / expected time exceeds the lowest such ratio by
+# this factor.
 _WAITS = 1.5
 _NEAR = 0.5  # a size is near the measured ones if it exceeds their range by at most this share
 
@@ -55,8 +56,8 @@ _NEAR = 0.5  # a size is near the measured ones if it exceeds their range by at 
 class CalibrationPoint:
     """One measured call.
 
-    flop: 1e12 FLOP of slashes, or of all dense work.
-    column_flop: 1e12 FLOP of single columns.
+    flop: work on slashes, or the whole work of a dense call, in 1e12 FLOP.
+    column_flop: work on single columns, in 1e12 FLOP.
     ms: measured time.
     """
 
@@ -127,9 +128,9 @@ def fit(points: Sequence[CalibrationPoint]) -> tuple[float, float, float]:
 def fit_together(forms: Sequence[Sequence[CalibrationPoint]]) -> list[tuple[float, float, float]]:
     """Fit several forms of calls to one kernel together; see `fit`.
 
-    Each form has its own fixed time, and all forms share the two rates. If all calls of a form mix
-    slashes and columns in one proportion, they do not determine both rates. If they are all small,
-    they do not determine the rate of large calls. The other forms supply what is missing.
+    Each form has its own fixed time, and all forms share the two rates. One form alone may not
+    determine both rates: its calls may all have the same ratio of slashes to columns, or all be
+    small. Then the other forms determine them.
     """
     rows = [(number, point) for number, points in enumerate(forms) for point in points]
     table = np.zeros((len(rows), len(forms) + 2))
@@ -203,7 +204,10 @@ class NonAttentionTimes:
         at: Callable[[NonAttentionPoint], float],
         of: Callable[[NonAttentionPoint], float],
     ) -> dict[float, float]:
-        """Group the points of a part by ``at``, ascending; return each group's median of ``of``."""
+        """Return the median of ``of(point)`` for each value of ``at(point)``, ascending.
+
+        Only points of the part count.
+        """
         found: dict[float, list[float]] = {}
         for point in self.points:
             if point.part == part:
@@ -213,10 +217,10 @@ class NonAttentionTimes:
     def share(
         self, part: str, expected: float, of: Callable[[NonAttentionPoint], float]
     ) -> tuple[float, bool]:
-        """Return a part's measured / expected time, and whether measured sizes are near.
+        """Return a part's measured time / expected time, and whether a measured size is near.
 
-        Interpolate over the logarithm of the expected time. If the smallest measured size is
-        launch-bound, smaller sizes take the same time.
+        The ratio is interpolated over the logarithm of the expected time. If the smallest measured
+        size is launch-bound, smaller sizes take the same time.
 
         Args:
             expected: expected microseconds of the part.
@@ -233,7 +237,7 @@ class NonAttentionTimes:
     def index(self, tokens: float, heads: int, each: float) -> float | None:
         """Return the microseconds of an index estimate; None if none was measured.
 
-        each: microseconds per token above the largest measured size. Measurements do not give it,
+        each: microseconds per token beyond the largest measured size. Measurements do not give it,
             because short estimates are launch-bound.
         """
         by_size = self._medians(INDEX, lambda point: point.size, lambda point: point.us)
@@ -275,7 +279,7 @@ def load_calibration(*paths: Path) -> Calibration:
     points: dict[tuple[str, str, str], list[CalibrationPoint]] = {}
     non_attention: list[NonAttentionPoint] = []
     dtypes: list[str] = []
-    dense_only: set[str] = set()  # kernels that compute the pairs that an index leaves out, too
+    dense_only: set[str] = set()  # kernels that also compute the pairs that an index leaves out
     devices: list[str] = []
     for path in paths:
         document = _document(path)
@@ -352,12 +356,12 @@ def load_user_calibration(files: str | None) -> Calibration | None:
 
 
 def _add_same(path: Path, values: list[str], value: str, what: str) -> None:
-    """Append a file's GPU or dtype. Raise ConfigError if the first file has another one."""
+    """Append a file's GPU or dtype. Raise ConfigError if it differs from the first file's."""
     values.append(value)
     if value != values[0]:
         raise ConfigError(
-            f"--calibration {path}: was measured with {what} {value}, but the first file with "
-            f"{values[0]}; give files of one {what}"
+            f"--calibration {path}: measured with {what} {value}, but the first file was measured "
+            f"with {what} {values[0]}; give files of one {what}"
         )
 
 
@@ -447,10 +451,10 @@ def _shipped_files() -> dict[str, list[Path]]:
 class KernelCurves:
     """Curves of the attention kernels of a cluster's GPU, measured or scaled from another GPU.
 
-    whole: by direction, the curve of calls that compute everything that a step computes.
+    whole: by direction, the curve of calls that compute all pairs of a step.
     remarks: sentences for the user.
     alone: by form and direction, the curve of calls with slashes or columns only, if measured.
-    non_attention: times of the other parts of a step, if measured on such a GPU.
+    non_attention: times of the other parts of a step, if measured on this GPU model.
     """
 
     whole: dict[str, Curve]
@@ -461,8 +465,8 @@ class KernelCurves:
     def part(self, direction: str, form: str) -> Curve:
         """Return the curve of calls with slashes or columns only (`DIAGONALS`, `ALONE_COLUMNS`).
 
-        If such calls were not measured, only the fixed time of a call with both is known. Each
-        form then gets half of this fixed time, with bounds of 0 and the whole.
+        If such calls were not measured, only the fixed time of a call with slashes and columns is
+        known. Then each form gets half of this time, with bounds of 0 and the whole time.
         """
         if (form, direction) in self.alone:
             return self.alone[form, direction]
@@ -492,9 +496,9 @@ def kernels_for(
     if not measured:
         factor, (low, high) = peaks[source.device] / peak, UNKNOWN
         remarks.append(
-            f"not calibrated on {gpu}: kernel times are those of {source.device} by peak FLOP/s (x "
-            f"{factor:.2f}), within x {low:.2f} and x {high:.2f}; run `mtrain profile "
-            "kernels --out FILE` on that GPU and give --calibration FILE"
+            f"not calibrated on {gpu}: kernel times are those of {source.device}, scaled by peak "
+            f"FLOP/s (x {factor:.2f}), with bounds x {low:.2f} and x {high:.2f}; run "
+            "`mtrain profile kernels --out FILE` on that GPU and give --calibration FILE"
         )
     elif source.device != gpu:
         remarks.append(
@@ -511,8 +515,8 @@ def kernels_for(
         if stands is not None:
             low, high = min(low, UNKNOWN[0]), max(high, UNKNOWN[1])
             remark = (
-                f"{kernel} was not measured on {form} calls: times are those of {stands}, within "
-                f"x {low:.2f} and x {high:.2f}"
+                f"{kernel} was not measured on {form} calls: times are those of {stands}, with "
+                f"bounds x {low:.2f} and x {high:.2f}"
             )
             remarks += [remark] if remark not in remarks else []
         curve = replace(curve, stands_for=stands)
@@ -545,14 +549,14 @@ def _scaled(curve: Curve, factor: float, low: float, high: float, device: str | 
 
 
 def _source(gpu: str, calibration: Calibration | None) -> tuple[Calibration, bool]:
-    """Return the calibration that prices a GPU's kernels, and whether it is of that GPU."""
+    """Return the calibration that prices a GPU's kernels, and whether it was measured there."""
     known = (calibration,) if calibration is not None and calibration.curves else shipped()
     same = [c for c in known if c.device == gpu] or [c for c in known if same_device(c.device, gpu)]
     return (same or known)[0], bool(same)
 
 
 def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttentionTimes | None:
-    """Return the parts of a step measured on such a GPU: the user's, else the shipped ones."""
+    """Return times other than attention for a GPU: the user's, else shipped ones, else None."""
     for known in (*([calibration] if calibration is not None else []), *shipped()):
         if known.non_attention is not None and same_device(known.device, gpu):
             return known.non_attention
@@ -562,10 +566,10 @@ def _non_attention_of(gpu: str, calibration: Calibration | None) -> NonAttention
 def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]:
     """Describe the calibration in use, for files.
 
-    ``scaled`` is whether the times are those of another device.
+    ``scaled`` says whether the times come from another device.
     """
     source, measured = _source(gpu, calibration)
-    # The user's file may be of such a GPU and hold no kernel times.
+    # The user's file may hold other times of this GPU but no kernel times.
     own = (
         calibration.files
         if calibration not in (None, source) and same_device(calibration.device, gpu)
@@ -580,9 +584,9 @@ def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]
 
 
 def _curve(source: Calibration, kernel: str, form: str, direction: str) -> tuple[Curve, str | None]:
-    """Return the curve for a kernel and form, or that of a similar kernel or form.
+    """Return the curve of a kernel and form, or the curve of a similar kernel or form.
 
-    The second value names the kernel and form that were measured instead, else None.
+    The second value names the similar kernel and form. It is None if no substitute was needed.
     """
     curve = source.find(kernel, form, direction)
     if curve is not None:

@@ -107,7 +107,7 @@ class Link:
     latency_us, bandwidth_gbps: for one message between two GPUs on an idle link.
     capacity_gbps: total bandwidth of all messages that a GPU receives at once.
     collective_latency_us: latency of a collective over ``collective_ranks`` ranks.
-    collective_bandwidth_gbps: bandwidth of each link in a collective, which counts as a ring.
+    collective_bandwidth_gbps: bandwidth of each link during a collective.
     collective_ranks: number of ranks with which ``collective_latency_us`` was measured.
     shared_by: number of GPUs that share one network card and its capacity; 1 for inner links.
     gpu_share: share of a GPU's computing power, 0 to 1, that is lost while a message is in flight.
@@ -176,8 +176,8 @@ def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
         str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus
     )
     return (
-        f"{cluster.name} has nodes of {each} GPUs, and several nodes must be filled; allowed: 1 to "
-        f"{each}, or multiples of {each} such as {near}"
+        f"{cluster.name} has nodes of {each} GPUs, and a run on several nodes must use all GPUs of "
+        f"each; allowed: 1 to {each}, or multiples of {each} such as {near}"
     )
 
 
@@ -235,9 +235,9 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 _Check = tuple[str, Callable[[float], bool]]
-# No constant may be larger, whatever its unit. Sums over a whole cluster are 1,000 times smaller.
+# Largest allowed constant, whatever its unit. Sums over a real cluster are 1,000 times smaller.
 _MOST = 1e12
-_MOST_NODES = 2**14  # limit of nodes and of GPUs per node, as of topology.workers
+_MOST_NODES = 2**14  # limit on nodes and on GPUs per node; topology.workers has the same limit
 _ABOVE: _Check = (f"a number above 0 and at most {_MOST:g}", lambda v: 0 < v <= _MOST)
 _AT_LEAST: _Check = (f"a number of at least 0 and at most {_MOST:g}", lambda v: 0 <= v <= _MOST)
 _COUNT: _Check = (
@@ -276,14 +276,20 @@ _DEFAULTS = {
 # reaches 0.77; other GPUs reach 0.5 to nearly 1.
 _GEMM_SHARES = 0.5, 0.77, 0.95
 _GPU_DEFAULTS = {
-    "step_ms": _guess(10, "not measured separately", 0, 60),
-    "host_gib": _guess(128, "hosts of eight GPUs have 1 to 2 TiB", 64, 256),
-    "host_link_gbps": _guess(50, "pinned copies over PCIe 5 x16, whose datasheet says 64", 20, 60),
+    "step_ms": _guess(10, "data loading and host syncs of a step, not measured", 0, 60),
+    "host_gib": _guess(128, "hosts with eight GPUs have 1 to 2 TiB", 64, 256),
+    "host_link_gbps": _guess(
+        50, "copies from pinned memory over PCIe 5.0 x16 (64 GB/s by datasheet)", 20, 60
+    ),
     "host_memory_gbps": _guess(
-        19, "AdamW on two sockets reached 150 for eight GPUs; datasheets say 600 and more", 8, 60
+        19,
+        "AdamW on two CPU sockets reached 150 GB/s for eight GPUs together; datasheets promise 600 "
+        "and more",
+        8,
+        60,
     ),
 }
-_RANKS = _guess(8, "ranks assumed for the latency of collectives")
+_RANKS = _guess(8, "assumed number of ranks to which the collective latency applies")
 _OWN_LINKS = {
     "value": 1,
     "source": "datasheet",
@@ -478,7 +484,7 @@ class _Reader:
 
 
 def _default_of(key: str, left_out: Sequence[str]) -> str:
-    """Return the constant of a link that replaces ``key``, which the file omits."""
+    """Return the constant whose value a link's ``key`` takes, because the file omits ``key``."""
     other = _DEFAULTS[key]
     return _default_of(other, left_out) if other in left_out else other
 
@@ -491,7 +497,7 @@ def _with_defaults(gpu: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     peak = gpu.get("peak_tflops")
     value: Any = peak.get("value") if isinstance(peak, Mapping) else None
     if "gemm_tflops" not in given and _is_number(value) and value > 0:
-        note = "not in the file: the share of the peak that an H200 reaches"
+        note = "not in the file; an H200 reaches this share of its peak"
         low, likely, high = (share * value for share in _GEMM_SHARES)
         given["gemm_tflops"] = _guess(likely, note, low, high)
     return given

@@ -13,13 +13,13 @@ def _fixed(value: float, note: str) -> Constant:
 
 
 def _of_index(value: float, note: str) -> Constant:
-    note = f"{note}, of {costs.INDEX_HEADS} heads on {costs.INDEX_DEVICE}"
+    note = f"{note}; measured with {costs.INDEX_HEADS} heads on {costs.INDEX_DEVICE}"
     low, high = costs.INDEX_BOUNDS[LOW], costs.INDEX_BOUNDS[HIGH]
     return Constant(value, "measured", note, low * value, high * value)
 
 
 def _factor(low: float, high: float, note: str) -> Constant:
-    """Return a factor on other times: 1, and ``low`` or ``high`` in the best or worst case."""
+    """Return a factor on times: 1 as expected, ``low`` in the best case, ``high`` in the worst."""
     return Constant(1.0, "guess", note, low, high)
 
 
@@ -30,32 +30,33 @@ CONSTANTS: dict[str, Constant] = {
     "non_attention.measured": _factor(
         _MEASURED[LOW],
         _MEASURED[HIGH],
-        "parts other than attention, on another GPU of the measured model or under load",
+        "times other than attention vary between GPUs of one model and under load",
     ),
     "non_attention.beyond": _factor(
         _BEYOND[LOW],
         _BEYOND[HIGH],
-        "parts other than attention, if only a layer of another size was measured",
+        "times other than attention, if only layers of another size were measured",
     ),
     **{
-        f"costs.launches.{name}": _fixed(number, "kernels, counted roughly in the code")
+        f"costs.launches.{name}": _fixed(number, "number of kernel launches, counted roughly")
         for name, number in costs.LAUNCHES.items()
     },
     "costs.index_alone_us": _of_index(
-        costs.INDEX_ALONE_US, "estimating an index on one GPU takes at least this, at any length"
+        costs.INDEX_ALONE_US, "shortest time to estimate an index on one GPU"
     ),
     "costs.index_per_token_us": _of_index(
         costs.INDEX_PER_TOKEN_US,
-        "estimating an index, per token of a GPU; grows with heads and 1 / memory bandwidth",
+        "time to estimate an index, for each token on a GPU; scaled by the number of heads and by "
+        "1 / memory bandwidth",
     ),
     "costs.index_together_us": _of_index(
-        costs.INDEX_TOGETHER_US, "estimating an index on several GPUs takes at least this"
+        costs.INDEX_TOGETHER_US, "shortest time to estimate an index on several GPUs"
     ),
-    "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "the smallest copy"),
+    "costs.least_copy_us": _fixed(costs.LEAST_COPY_US, "shortest time of a copy"),
     "timeline.least_power": _fixed(
         timeline.LEAST_POWER, "messages leave at least this share of a GPU to computation"
     ),
     "calibration.unknown": _factor(
-        *UNKNOWN, "kernel times that were measured on another GPU (scaled by peak) or kernel"
+        *UNKNOWN, "kernel times measured on another GPU (scaled by peak FLOP/s) or another kernel"
     ),
 }

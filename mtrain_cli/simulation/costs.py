@@ -5,10 +5,10 @@ Each price has an expected value (`VALUE`), a best case (`LOW`) and a worst case
 - Kernels: calibrated curves (`simulation.calibration`).
 - Copies: bytes / memory bandwidth.
 - A message between two GPUs: latency + bytes / bandwidth (BurstEngine, table 1).
-- A collective: like a ring, in which each link carries the bytes that a rank receives. Between
-  nodes, the network cards of a node carry these bytes together. Several GPUs may share a card.
+- A collective: like a ring. Each link carries the bytes that one rank receives. Between nodes, the
+  network cards of a node share these bytes. Several GPUs may share a card.
 
-Nodes are those of the cluster, not the virtual nodes of a schedule (`topology.gpus_per_node`).
+"Node" means a node of the cluster, not a virtual node of a schedule (`topology.gpus_per_node`).
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Costs:
     _messages: dict[tuple, LinkPrice] = field(default_factory=dict, repr=False, compare=False)
 
     def rate(self, constant: Constant) -> float:
-        """Return the value under the bound of a constant whose higher values are faster."""
+        """Return a bandwidth or another rate under the bound. The best case is its high value."""
         return getattr(constant, {LOW: HIGH, HIGH: LOW}.get(self.bound, VALUE))
 
     def burden(self, constant: Constant) -> float:
-        """Return the value under the bound of a constant whose higher values are slower."""
+        """Return a latency or another cost under the bound. The best case is its low value."""
         return getattr(constant, self.bound)
 
     def bytes_of(self, size: Size) -> int:
@@ -166,7 +166,11 @@ class Costs:
         return alone - busy, busy, outer, np.maximum(share, share[move.to])
 
     def _sharing(self, ranks: IntArray, crossing: np.ndarray) -> FloatArray:
-        """Return how many of the crossing messages use each rank's network card, [workers]."""
+        """Return how many messages between nodes use each rank's network card, [workers].
+
+        ranks: for each message, the rank at one of its ends.
+        crossing: whether the message crosses nodes.
+        """
         cards = self._cards[ranks]
         messages = np.bincount(cards[crossing], minlength=len(cards))[cards]
         return np.maximum(messages, 1).astype(np.float64)
@@ -241,10 +245,7 @@ class Costs:
 
 
 def _longer(link: Link, ranks: int) -> float:
-    """Return how many times longer a ring's latency is than with the measured number of ranks.
-
-    The result is at least 1.
-    """
+    """Return the factor, at least 1, on a ring's measured latency for a ring of ``ranks`` ranks."""
     return max(1.0, (ranks - 1) / max(1.0, link.collective_ranks.value - 1))
 
 
@@ -293,7 +294,7 @@ class LayerPrices(Prices):
         return self.counts.pairs[:, step], self.counts.blocks[:, step]
 
     def message(self, move: SpmdTransfer, post: Post) -> PricedMessage:
-        # An all-reduce sends more bytes than its payload, which is what a profile records.
+        # A profile records the payload of an all-reduce, which sends more bytes than that.
         recorded = self.costs.bytes_of(post.payload) if move.first.kind == SUM else None
         return self.costs.message(move, self.costs.bytes_of(post.sends), recorded)
 

@@ -39,7 +39,8 @@ class LinkTime:
     us: microseconds of the slowest rank, median over repeats.
     low, high: the 10th and the 90th percentile of these microseconds.
     loaded_us: median microseconds while a matrix product runs; None if not measured.
-    slowdown: time of this matrix product with messages / without; None if not measured.
+    slowdown: time of this matrix product with messages, divided by its time without messages; None
+        if not measured.
     """
 
     link: str
@@ -141,7 +142,7 @@ def _fit_not_negative(table: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What was measured of a machine, except its links.
+    """The measured properties of a machine, except its links.
 
     gpu: name of the device.
     peak_tflops, peak_source: dense peak in 1e12 FLOP/s, and the source of this number.
@@ -164,7 +165,7 @@ class MeasuredMachine:
 
 
 def fit_links(times: Sequence[LinkTime]) -> dict[str, dict[str, LinkFit]]:
-    """Fit each operation of each link class. The key ``collectives`` fits `COLLECTIVES`."""
+    """Fit each operation of each link class. ``collectives`` is one fit to all `COLLECTIVES`."""
     by_link: dict[str, dict[str, LinkFit]] = {}
     for link in dict.fromkeys(t.link for t in times):
         link_times = [t for t in times if t.link == link]
@@ -263,7 +264,8 @@ def _link(
 
     hop_note = note("ring of batch_isend_irecv", hop)
     collective_note = note("all-gather and reduce-scatter", collectives)
-    # Two concurrent messages reach this in sum. Noise may put it below one message: then use that.
+    # Total bandwidth of two concurrent messages, but at least that of one message: noise may make
+    # the total smaller.
     capacity = max(hop.gbps, 2 * two.gbps if two is not None else hop.gbps)
     took_part = [t.ranks for t in times if t.link == link and t.what in COLLECTIVES]
     share_note = "slowdown of matrix products while hops of 1 MiB and more are under way"

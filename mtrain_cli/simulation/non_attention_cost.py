@@ -1,8 +1,8 @@
 """Count a rank's work except attention: FLOP of matrix products, and bytes of other kernels.
 
-FLOP are those of `training.flops`. Bytes are what element-wise kernels read and write. They follow
-`model.decoder`, `model.loss` and FSDP2's copies line by line. Norms, rotary embedding and gates
-count as the fused kernels that ``torch.compile`` makes of them.
+`training.flops` counts the FLOP. The bytes are what element-wise kernels read and write, counted
+line by line in `model.decoder`, `model.loss` and FSDP2's copies. Norms, rotary embedding and gates
+count as fused kernels, as under ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from mtrain_cli.training.state_memory import StateMemory
 _EAGER_SOURCE = "a step of 32K on one H200 takes 10 to 15 % longer uncompiled (profiles/notes.md)"
 EAGER = Constant(2.8, "measured", _EAGER_SOURCE, 2.0, 3.5)
 _LAUNCHES_SOURCE = (
-    "kernels of the compiled parts of a layer and of FSDP2, forward; twice as many backward"
+    "number of kernels that a compiled layer and FSDP2 launch in forward; twice as many in backward"
 )
 LAUNCHES = Constant(16, "guess", _LAUNCHES_SOURCE, 8, 40)
 # Bytes per float32 logit (`model.loss`): 4 each to write it, to read it for the maximum, to read it
 # for the sum, and to read and write its gradient. A copy of the gradient in the compute dtype is
 # counted separately.
 _LOGITS = 20
-_LOGITS_AGAIN = 12  # the part of these bytes that a pass needs that only computes the loss
+_LOGITS_AGAIN = 12  # bytes per logit of a pass that computes the loss and no gradient
 _TILE_LAUNCHES = 6, 18  # kernels per tile of the MLP, forward and backward (`model.feed_forward`)
 DEVICE_ROWS = 4096  # with fewer rows, a layer on an H200 is launch-bound
-# Factors that bound, in a run, a time that was measured on such a GPU: GPUs of one model differ,
-# and clocks drop under load.
+# Bounds of a time in a run, as factors on the time measured on a GPU of this model. GPUs of one
+# model differ, and clocks drop under load.
 MEASURED = {LOW: 0.97, VALUE: 1.0, HIGH: 1.1}
-# The factors if a layer of another size was measured.
+# The same bounds if the measured layer had another size.
 BEYOND = {LOW: 0.85, VALUE: 1.0, HIGH: 1.3}
 # Float32 bytes that AdamW moves per number of a shard: it reads and writes the parameter and two
 # states, and reads the gradient.
@@ -64,7 +64,7 @@ class ComputeCost:
 
 @dataclass(frozen=True)
 class MicroBatchRound:
-    """Micro-batches of a step that communicate alike.
+    """Micro-batches of a step with the same FSDP communication.
 
     times: number of these micro-batches in a step.
     forward, backward: whether the pass gathers weights.
@@ -78,9 +78,9 @@ class MicroBatchRound:
 
 
 def rounds(shard: str, micro_batches: int) -> list[MicroBatchRound]:
-    """Group the micro-batches of a step by what ``train.shard`` makes them communicate.
+    """Group the micro-batches of a step by their communication, which ``train.shard`` determines.
 
-    `fsdp.begin_micro_batch` does the same in a run.
+    In a run, `fsdp.begin_micro_batch` decides the same.
     """
     if shard == "full":
         return [MicroBatchRound(micro_batches, True, True, True)]
@@ -155,10 +155,11 @@ class NonAttentionCost:
     rows: int
 
     def size(self, part: str) -> int:
-        """Return the number of tokens at which a measurement of a part applies.
+        """Return the number of tokens at which to look up the measured time of a part.
 
-        For a tiled layer, this is the number of rows in a tile. If a tile is launch-bound, it is
-        `DEVICE_ROWS`, because launches delay a layer once and not once per tile.
+        For a layer with a tiled MLP, this is the number of rows in a tile, but at least
+        `DEVICE_ROWS`. Smaller tiles are launch-bound when measured alone, but not as one of many
+        tiles.
         """
         if part == LOSS or self.rows == self.tokens:
             return self.tokens
@@ -283,8 +284,8 @@ def longer_than_expected(
 ) -> dict[str, float]:
     """Return measured / expected time of each part of `profiling.non_attention_benchmark`.
 
-    The expected time is `expected_us`. The factors include the bound of ``costs``. A part that was
-    not measured on such a GPU in this dtype is missing.
+    The expected time is `expected_us`. The factors include the bound of ``costs``. The result lacks
+    parts that were not measured on this GPU model in this dtype.
     """
     gpu, measured = costs.cluster.gpu, costs.kernels.non_attention
     if measured is None or measured.dtype != dtype:
@@ -306,7 +307,7 @@ def longer_than_expected(
 
 
 def priced(work: ComputeCost, costs: Costs, longer: float | None = None) -> ExpectedTime:
-    """Return the time of work.
+    """Return the time that work takes.
 
     longer: measured / expected time from `longer_than_expected`; None if not measured.
     """

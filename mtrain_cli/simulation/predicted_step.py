@@ -2,13 +2,14 @@
 
 Order and overlap follow FSDP2. While one layer computes, the next layer's weights are gathered. In
 backward, the previous layer's gradients are reduce-scattered after that gather. All layers are
-equal, so a layer takes the maximum of computation and communication. The first gather and the last
-reduce-scatter are exposed.
+equal, so a layer takes the larger of computation time and communication time. The first gather and
+the last reduce-scatter are exposed.
 
-Micro-batches communicate as ``train.shard`` requires. If a part of attention is recomputed, it
-takes that part of a forward pass's time, but sends all messages. The transfers of offloaded
-activations overlap with one layer in each direction. An optimizer on the host takes the maximum of
-its memory traffic, gradients to the host, and weights to the GPU.
+``train.shard`` determines what each micro-batch communicates. If a run recomputes a part of
+attention, the recomputation takes the same part of the forward pass's time, but sends all its
+messages. While a layer's activations move to or from the host, one layer computes. An optimizer on
+the host takes the largest of three times: its memory traffic, gradients to the host, and weights to
+the GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from mtrain_cli.training.flops import (
 )
 from mtrain_cli.training.run_plan import RunPlan
 
-# The parts of a step, in display order. Those that only wait:
+# The parts of a step, in display order. These parts are waits:
 # - late: for slower workers, in attention.
 # - links: for keys, values and their gradients.
 # - weights: for gathered weights and scattered gradients.
@@ -61,7 +62,7 @@ class PredictedStep:
         of dense attention.
     hfu: share of the peak FLOP/s that the executed FLOP reach.
     flop: FLOP that one worker executes.
-    sent: bytes of weights and gradients that reach one worker.
+    sent: bytes of weights and gradients that one worker receives.
     over_host: bytes between one worker and its host.
     """
 
@@ -128,9 +129,9 @@ def overlapped_us(
 ) -> float:
     """Return the microseconds of successive collectives that run during a computation.
 
-    Attention's messages share the links with them. During the computation, the collectives get the
-    rest of the link, and after it the whole link. The low bound assumes that the collectives never
-    meet attention's messages.
+    Attention's messages use the same links. During the computation, the collectives get the
+    bandwidth that these messages leave; afterwards they get the whole link. The low bound assumes
+    that the collectives never meet attention's messages.
 
     Args:
         computing: microseconds of the computation.
@@ -307,7 +308,8 @@ class _StepEstimate:
 
         Args:
             passes: the passes of attention.
-            work, again: other work of a layer, and the recomputed part of it.
+            work: work of a layer except attention.
+            again: work that a layer recomputes; None if there is none.
             copied: copies of weights and gradients.
         """
         before = sum(self.us.values())
@@ -322,7 +324,9 @@ class _StepEstimate:
     def _attention(self, direction: str, layers: int) -> None:
         found, plan = self.attention.passes[direction], self.plan
         again = direction == RECOMPUTE
-        share = recomputed_pair_share(plan.config.train, plan.layout) if again else 1.0
+        share = 1.0
+        if again:
+            share = recomputed_pair_share(plan.config.train, plan.layout, plan.exchange.heads)
         duration = getattr(found.duration, self.costs.bound)
         spent, exposed = found.spent, sum(found.exposed.values())
         of_all = {
@@ -389,9 +393,10 @@ class _StepEstimate:
         transfers: Sequence[WeightTransfer],
         times: int,
     ) -> None:
-        """Add the exposed time of collectives that run while one layer computes, ``times`` times.
+        """Add the exposed time of the collectives that run while layers compute.
 
         Args:
+            times: number of layers. Each of them runs the ``transfers``.
             computing: microseconds for which the layer computes.
             carried: see `overlapped_us`.
         """

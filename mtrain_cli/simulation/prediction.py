@@ -62,7 +62,7 @@ class AttentionWorkload:
     masks: one per sequence.
     layers: numbers of the layers to predict.
     index: returns the index of a layer, or None for dense attention.
-    pattern: name of the indices.
+    pattern: name of the pattern or index family that made the indices.
     columns: see `what_if.make_case`.
     estimated: whether the time includes estimating indices.
     model: name of the model, for files.
@@ -80,7 +80,7 @@ class AttentionWorkload:
 
 @dataclass(frozen=True)
 class BoundedTime:
-    """A predicted value, and its bounds if all constants are at their best or at their worst."""
+    """A predicted value, and its bounds: all constants at their best, or all at their worst."""
 
     low: float
     value: float
@@ -189,7 +189,7 @@ def predict(
     """
     first = problem.index(problem.layers[0])
     name = kernel or default_kernel(cluster.gpu, first is None)
-    # Predict for kernels that take delta instead of out in backward; every kernel can.
+    # Predict for a backward that takes delta instead of out. Every kernel supports it.
     problem = replace(problem, made=replace(problem.made, needs_out=False))
     case = make_case(problem.made, problem.masks, setup, first, problem.columns, choice)
     lockstep = SpmdSchedule.of(case.schedule)
@@ -263,14 +263,14 @@ def _guesses(name: str, keys: Sequence[str]) -> str:
 
 
 def _index_remarks(cluster: Cluster, problem: AttentionWorkload, first: Index | None) -> list[str]:
-    """Return a remark if index estimates are priced by those of another index or GPU."""
+    """Return a remark if index estimates were measured for another kind of index or GPU."""
     heads, here = problem.made.heads, same_device(INDEX_DEVICE, cluster.gpu.name)
     if first is None or not problem.estimated:
         return []
     measured = _measured(cluster, first)
     if measured and heads == INDEX_HEADS:
         return []
-    kind = "" if isinstance(first, VerticalSlash) else " and lists of blocks"
+    kind = "" if isinstance(first, VerticalSlash) else " and a bitmap of blocks"
     by = f"number of heads{'' if here else ' and the memory bandwidth'}"
     return [
         f"estimating an index was measured for vertical_slash with {INDEX_HEADS} heads on "
@@ -286,7 +286,7 @@ def _measured(cluster: Cluster, first: Index) -> bool:
 
 
 class _CasePlayer:
-    """Plays the passes of one case under each bound."""
+    """Simulates the passes of one case, under each bound of the prices."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class Recommendation:
 
     ranked: configurations that fit, fastest first; the first two have bounds.
     rejected: configurations that are impossible or do not fit.
-    needed: if nothing fits, changes of which each would make the training fit.
+    needed: if nothing fits, changes to cluster or settings. Each alone would make the training fit.
     least: if nothing fits, the plan that needs the least memory with ``train.memory=auto``.
     """
 
@@ -108,7 +108,7 @@ def label(plan: RunPlan) -> str:
 
 
 def memory_settings(config: Config) -> dict[str, str]:
-    """Return the memory settings that differ from their defaults, without the recomputation."""
+    """Return the memory settings that differ from their defaults, except for recomputation."""
     settings = {
         key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
     }
@@ -141,8 +141,8 @@ def recommend(
 ) -> Recommendation:
     """Search all configurations for the fastest one that fits.
 
-    progress: called with the number of places that are predicted so far, and with their total. A
-        place is a layout, an exchange and a context size.
+    progress: called with the number of places predicted so far, and with the number of all places.
+        A place is a combination of layout, exchange and context size.
 
     Raises:
         InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
@@ -153,7 +153,7 @@ def recommend(
     )
     for context in contexts(scenario.config, workers, min(cluster.gpus_per_node, workers)):
         found.add(space, context)
-    # The plan that misses by the least memory comes first.
+    # The plan that needs the least memory comes first.
     unfit = sorted(found.unfit, key=lambda plan: plan.memory.total)
     rejected = (*found.rejected, *map(_too_large, unfit))
     if found.mistakes and not found.fitting and not unfit:
@@ -189,7 +189,10 @@ class _Space:
         return _distinct(self.layouts, self.exchanges, context, per_node)
 
     def plans(self, context: int, layout: str, exchange: str) -> Iterator[RunPlan]:
-        """Yield the plans of a place. If none fits, the last one recomputes the most."""
+        """Yield the plans of a place: layout, exchange and context size.
+
+        If no plan fits, the last one recomputes the most.
+        """
         scenario, anything = self.scenario, self.recomputations is RECOMPUTATIONS
         check_enough_blocks(scenario.config, layout, self.workers, context)
 
@@ -205,7 +208,7 @@ class _Space:
                 context_parallel=context,
             )
 
-        # Only activations that recomputation keeps can be offloaded, so offloading needs it.
+        # Only what a recomputed layer keeps can be offloaded, so offloading needs recomputation.
         away = scenario.config.train.offload_activations
         kinds = [kind for kind in self.recomputations if kind != "none" or not away]
         plans = [plan_with(activation_checkpoint=kind) for kind in kinds]
@@ -303,10 +306,10 @@ def _too_large(plan: RunPlan) -> RejectedSetup:
 def _distinct(
     layouts: Sequence[str], exchanges: Sequence[str], context: int, per_node: int
 ) -> list[tuple[str, str]]:
-    """Return the combinations of layout and exchange, each of several equivalent ones once.
+    """Return the combinations of layout and exchange. Of equivalent ones, return only the first.
 
     - One worker exchanges nothing, so all combinations are equivalent.
-    - Inside one node, a hierarchical exchange is equivalent to its flat one.
+    - Inside one node, a hierarchical exchange is equivalent to its flat counterpart.
     - With ulysses alone, every worker computes whole sequences, so all layouts are equivalent.
     """
     if context == 1:
@@ -321,7 +324,7 @@ def _distinct(
 
 
 def place(outcome: PredictedScenario) -> tuple[str, str, int]:
-    """Return layout, exchange and context size. The runner-up has another place than the best."""
+    """Return the place of a configuration: layout, exchange and context size."""
     return outcome.layout, outcome.plan.exchange.label, outcome.context
 
 
@@ -345,7 +348,7 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
 
 
 def _needed(space: _Space) -> Iterator[str]:
-    """Yield changes of which each alone would make the training fit."""
+    """Yield changes to cluster or settings. Each alone would make the training fit."""
     cluster, config = space.cluster, space.scenario.config
 
     def smallest(changed: _Space) -> RunPlan | None:
@@ -364,7 +367,7 @@ def _needed(space: _Space) -> Iterator[str]:
         return
 
     def on_larger(gib: int) -> RunPlan | None:
-        """Return a plan that fits if the GPUs had ``gib`` GiB of memory, or None."""
+        """Return a plan that would fit on GPUs with ``gib`` GiB of memory, or None."""
         gpu = replace(cluster.gpu, hbm_gib=Constant(gib, "guess", "", gib, gib))
         return fitting(cluster=replace(cluster, gpu=gpu))
 
@@ -431,7 +434,7 @@ def reasons(
     if difference < -0.002 * step:
         explanation.append(f"but {part(name)}")
     explanation.append(
-        f"memory {mine.gib:.1f} GiB, the other {its.gib:.1f} GiB, of {usable(best.plan):.1f} "
+        f"memory {mine.gib:.1f} GiB instead of {its.gib:.1f} GiB, of {usable(best.plan):.1f} GiB "
         f"usable ({USABLE:.0%})"
     )
     typed = any(word.startswith("train.keep_mlp=") for word in words)

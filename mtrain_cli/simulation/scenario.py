@@ -49,7 +49,7 @@ class PairSource:
     most: int = 0
 
     def sparsity(self) -> list[str]:
-        """Return sparsity settings for a run that computes about as many query-key pairs.
+        """Return sparsity settings for a run that computes about this number of query-key pairs.
 
         A plan's memory and its exchange depend on these settings.
         """
@@ -159,27 +159,30 @@ class PredictedScenario:
     def remarks(self) -> tuple[str, ...]:
         costs, pattern = self.attention.costs.get(VALUE), self.attention.facts["pattern"]
         times = None if costs is None else costs.kernels.non_attention
-        source = "matrix products, memory and links"
+        source = "the cluster's constants give the times of matrix products, memory and links"
         if times is not None and times.dtype == self.plan.dtype:
-            source = "layers and the loss as measured (profile non-attention), links and optimizer"
+            source = (
+                "layers and loss take measured times (`mtrain profile non-attention`); the "
+                "cluster's constants give the times of links and optimizer"
+            )
         remarks = [
             *self.attention.remarks,
-            f"steps: {source} by the cluster's constants; every sequence is one document; loading "
-            "data and writing checkpoints take no time",
+            f"steps: {source}; every sequence is one document; loading data and writing "
+            "checkpoints take no time",
         ]
         if pattern in FAMILIES:
             remarks.append(
-                f"the computed pairs are drawn at random ({pattern}), and balance depends on them; "
-                "give --index for those of a profile"
+                f"the computed pairs are drawn at random ({pattern}), and the balance between "
+                "workers depends on them; to use the pairs of a profile, give --index"
             )
         if self.plan.search is not None and self.plan.search.chosen is not None:
             remarks.append(
-                f"train.memory=auto takes {self.plan.search.chosen.overrides or 'the defaults'}"
+                f"train.memory=auto chooses {self.plan.search.chosen.overrides or 'the defaults'}"
             )
         if self.plan.config.train.compile == False:  # noqa: E712 - auto is a word
             remarks.append(
-                "train.compile=false: element-wise kernels take 2.8 times as long, as measured on "
-                "one H200 at 32K"
+                "train.compile=false: element-wise kernels take 2.8 times as long as compiled ones "
+                "(measured on one H200 at 32K tokens)"
             )
         return tuple(remarks)
 
@@ -253,8 +256,8 @@ def evaluate(
 ) -> PredictedScenario:
     """Predict a training.
 
-    recompute: the part of attention whose recomputation is predicted, even if the plan recomputes
-        nothing; None for the plan's own.
+    recompute: the part of attention that the prediction recomputes; None for the part that the plan
+        recomputes.
 
     Raises:
         InvalidSetup: the configuration is impossible.
@@ -379,7 +382,7 @@ def slowest_group(
 
     Args:
         size: ranks of a group.
-        predict_group: predicts a group; its ``conditions`` count that group's ranks from 0.
+        predict_group: predicts a group under ``conditions``, whose ranks count from 0 in the group.
     """
     predictions = {
         group: predict_group(conditions=own) for group, own in conditions.of_groups(size).items()
@@ -404,10 +407,10 @@ def with_step(
     *,
     bounds: bool = True,
 ) -> PredictedScenario:
-    """Predict a step of a plan from the attention of a plan that may recompute other parts.
+    """Predict a step of a plan from a prediction of its attention, which other plans may share.
 
-    attention: prediction of attention. If ``plan`` recomputes attention, it must have the pass
-        ``RECOMPUTE`` for what ``plan.recompute`` says.
+    attention: if ``plan`` recomputes attention, it must have a pass `RECOMPUTE` that covers
+        ``plan.recompute``.
     """
     return PredictedScenario(
         plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
@@ -444,7 +447,7 @@ def train_line(
 
 
 def pattern_words(label: str) -> list[str]:
-    """Return the settings with which a training estimates indices like the recorded ones.
+    """Return settings for a training that estimates indices with the pattern of recorded ones.
 
     label: label of the recorded indices, which begins with the name of a pattern.
     """

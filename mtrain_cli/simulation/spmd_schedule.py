@@ -26,8 +26,8 @@ class SpmdTransfer:
     to, source: [workers], the receiver of the message that each rank sends, and the sender of the
         message that it receives. None for a collective.
     peers: [workers], the lowest rank in each rank's collective. None for a p2p message.
-    arriving, leaving: groups whose shards rank 0 receives and sends (`RankGrid.groups_of`). None
-        for a collective.
+    arriving, leaving: the groups whose shards rank 0 receives and sends. `RankGrid.groups_of`
+        translates them to other ranks. None for a collective.
     """
 
     first: Transfer
@@ -76,7 +76,10 @@ EVERYTHING = -1
 
 @dataclass(frozen=True)
 class RankGrid:
-    """The torus of ranks: ``nodes`` x ``size`` groups, each of ``heads`` ranks that share heads."""
+    """The torus of ranks: ``nodes`` x ``size`` groups of ``heads`` ranks.
+
+    The ranks of a group split the heads among them (Ulysses).
+    """
 
     nodes: int
     size: int
@@ -106,12 +109,12 @@ class RankGrid:
         return np.arange(self.workers) // self.heads % self.size
 
     def groups_of(self, group: int) -> IntArray:
-        """Translate a group that rank 0 names to the group that each rank names, [workers]."""
+        """Return the group that each rank has in place of rank 0's ``group``, [workers]."""
         node, local = divmod(group, self.size)
         return (self._node + node) % self.nodes * self.size + (self._local + local) % self.size
 
     def ranks_of(self, rank: int) -> IntArray:
-        """Translate a rank that rank 0 names to the rank that each rank names, [workers]."""
+        """Return the peer that each rank has in place of rank 0's peer ``rank``, [workers]."""
         assert rank % self.heads == 0
         return (
             self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
@@ -149,19 +152,19 @@ class SpmdSchedule:
         return {move.number: move for beat in beats for move in (*beat.post, *beat.send)}
 
     def parts_of(self, beat: SpmdStep) -> IntArray:
-        """Return the part of the heads that each rank computes, [workers]."""
+        """Return which part of the heads each rank computes: the part's number, [workers]."""
         own = beat.part[1] // self.grid.heads
         return np.arange(self.grid.workers) % self.grid.heads * own + beat.part[0]
 
     def column_sum(self, first: Transfer) -> SpmdTransfer:
-        """Return the all-reduce of gathered columns, which is no part of the schedule.
+        """Return the all-reduce of gathered columns, which is not part of the schedule.
 
         first: rank 0's transfer. The ranks with the same heads take part.
         """
         return SpmdTransfer(first, None, None, np.arange(self.grid.workers) % self.grid.heads)
 
     def compare(self, rank: int) -> None:
-        """Raise AssertionError if a rank's own schedule differs from rank 0's, translated."""
+        """Raise AssertionError if a rank's schedule differs from the translation of rank 0's."""
         for beats, steps in (
             (self.forward, self.schedule.forward[rank]),
             (self.backward, self.schedule.backward[rank]),
@@ -208,7 +211,7 @@ class SpmdSchedule:
 
 
 class _SpmdStepMaker:
-    """Makes the steps of all ranks. Transfers with equal peers share the arrays of these peers."""
+    """Makes the steps of all ranks from rank 0's. Transfers with equal peers share one array."""
 
     def __init__(self, grid: RankGrid) -> None:
         self.grid = grid

@@ -1,8 +1,8 @@
 """Predict every combination of lengths, workers, nodes, settings, layouts and exchanges.
 
-The result of a combination is a row: a plain dictionary, which ``summary.json`` holds under
-``sweep``. Each row is written when it is complete. So an interrupted sweep resumes if you start it
-again in the same folder.
+The result of a combination is a row: a plain dictionary. ``summary.json`` lists the rows under
+``sweep``. Each row is written as soon as it is complete, so an interrupted sweep resumes when you
+start it again in the same folder.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SweepPoint:
 def points(
     swept: Mapping[str, Sequence[str]], layouts: Sequence[str], exchanges: Sequence[str]
 ) -> list[SweepPoint]:
-    """Make all points. Settings vary slowest, so points with the same indices are adjacent."""
+    """Make all points. Settings vary slowest, so points that use the same indices are adjacent."""
     names = sorted(swept, key=lambda name: name in (NODES, WORKERS))
     combinations = [
         SweepPoint(dict(zip(names, values, strict=True)), layout, exchange)
@@ -189,7 +189,7 @@ def with_cost(row: dict[str, Any], tokens: float | None, price: float | None) ->
 
 
 def row_of(outcome: PredictedScenario) -> dict[str, Any]:
-    """Return the numbers of one training as a row for files.
+    """Return the predicted numbers of one training as a row.
 
     ``mfu`` is None for sparse attention. ``mfu_as_dense`` also counts the pairs that sparse
     attention skips, so it may exceed 1.

@@ -12,7 +12,7 @@ from mtrain_cli.config.suggest import did_you_mean
 NODES, WORKERS, DENSITY, COLUMNS = "nodes", "workers", "density", "columns"
 OWN = (NODES, WORKERS, DENSITY, COLUMNS)  # axes that are not settings
 EXAMPLE = "seq=128k,512k nodes=1,2,4"
-_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # as topology.workers and seq
+_LARGEST = {NODES: 2**14, WORKERS: 2**14, COLUMNS: 2**26}  # the limits of topology.workers and seq
 _DIGITS = 18
 
 
@@ -32,7 +32,7 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
     The values of settings are checked later, when a configuration is composed from them.
 
     Raises:
-        ConfigError: a word is not a list of values, or names something that cannot be swept.
+        ConfigError: a word is not NAME=VALUE,..., or its name or a value cannot be swept.
     """
     found: dict[str, list[str]] = {}
     for word in words:

@@ -142,7 +142,7 @@ def play(
     rows: bool = False,
     stream: int = 0,
 ) -> PassTimes:
-    """Play the actions of a pass.
+    """Simulate the actions of a pass, and return its times.
 
     Args:
         direction: name of the pass.
@@ -245,7 +245,7 @@ class _Player:
         self.now = self.now + us
 
     def _slowed(self, us: FloatArray) -> FloatArray:
-        """Return the microseconds of work that starts now, slowed by messages in flight."""
+        """Return how long work of ``us`` microseconds takes from now, with messages in flight."""
         self.active = [entry for entry in self.active if (entry[1] > self.now).any()]
         if not self.active:
             return us
@@ -426,7 +426,7 @@ def together(
     iteration: int = 0,
     flop: tuple[float, float] = (0.0, 0.0),
 ) -> np.ndarray:
-    """Join the records of passes into those of one iteration, of dtype `ROW`.
+    """Join the records of passes into the records of one iteration, of dtype `ROW`.
 
     Args:
         passes: (layer, times) of each pass.

@@ -146,8 +146,8 @@ def replay(
 def _setup(facts: dict[str, Any], config: Config | None) -> ReplaySetup:
     """Make the setup of a recorded case.
 
-    The label of its exchange, such as ``ulysses over 2, then ring (2 hops ahead)``, has all options
-    except where columns are computed. ``config`` has this option.
+    The label of its exchange, such as ``ulysses over 2, then ring (2 hops ahead)``, gives all
+    options except ``topology.columns``. ``config`` gives that one.
 
     Raises:
         ConfigError: this version does not know the label.
@@ -180,7 +180,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
         indices, layers = run.indices, set(run.indices.layers(pattern)) & set(case.layers)
         if not layers:
             raise ConfigError(
-                f"RUN {run.folder}: {record_files.INDEX} has no index of the layers of {case.label}"
+                f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
             )
         estimated = pattern not in (_DENSE, _FIXED)
         return AttentionWorkload(
@@ -193,7 +193,7 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             estimated,
             model,
         )
-    # The file has indices for one length. Dense and fixed cases of other lengths need none of it.
+    # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
         raise ConfigError(
@@ -316,10 +316,12 @@ class PassComparison:
     bare: measured time of the slowest worker without recording (`CaseAnalysis.bare_ms`), if known.
     recorded, std: measured time of the slowest worker with recording, and its standard deviation.
     predicted, low, high: predicted time of the slowest worker, and its bounds.
-    steps, ranks: (measured, predicted) time of all work, by step and by rank.
+    steps: (measured, predicted) time of each step, with waits; mean over ranks.
+    ranks: (measured, predicted) time of all steps and of gathered columns, by rank.
     mape: mean absolute relative error of the attention time over (rank, step).
     degrees: (measured, predicted) imbalance degrees of time.
-    cells, equal: number of entries of the work table (`_work`), and of those that are equal.
+    cells: number of entries of the work table (`_work`).
+    equal: number of entries that are equal in measurement and prediction.
     """
 
     bare: float | None
@@ -436,8 +438,8 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
         if measured.attention.shape != other.attention.shape:
             ours, theirs = case.facts.get("exchange"), predicted.analysis.facts.get("exchange")
             raise MismatchedPrediction(
-                f"predicted as {theirs} with {other.attention.shape[1]} steps {name}, ran as "
-                f"{ours} with {measured.attention.shape[1]}"
+                f"the prediction is for exchange {theirs!r} with {other.attention.shape[1]} steps "
+                f"in {name}, but the run used {ours!r} with {measured.attention.shape[1]} steps"
             )
         passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
     facts, folder = case.facts, str(run.folder)
@@ -499,7 +501,8 @@ class PredictionAccuracy:
     passes: mean absolute relative error of each pass.
     covered: share of passes whose measured time is within the bounds.
     degree, worst_degree: mean and largest absolute error of the imbalance degrees of time.
-    rank: Spearman correlation of measured and predicted times, by group of at least three cases.
+    rank: Spearman correlation of measured and predicted times, for each group of three cases or
+        more.
     cells, equal: sums of these fields of `PassComparison`.
     chosen: by group, whether the case that was predicted as fastest was measured as fastest.
     common: median over cases of predicted / measured time. It differs from 1 if, for example, the

@@ -108,7 +108,7 @@ class InvalidSetup(ValueError):
 
 @dataclass(frozen=True)
 class ReplayCase:
-    """A configuration with everything that its work and its messages depend on."""
+    """A configuration with everything that determines its work and its messages."""
 
     setup: ReplaySetup
     layout: Layout
@@ -327,8 +327,8 @@ def _choice(setup: ReplaySetup, needs: ExchangeNeeds) -> ExchangeChoice:
             setup,
             "exchange",
             f"cannot share {needs.heads} query heads and {needs.kv_heads} key-value heads among "
-            f"{setup.workers} workers in nodes of {needs.per_node}; allowed with it: --workers "
-            f"{','.join(fitting)}",
+            f"{setup.workers} workers in nodes of {needs.per_node}; allowed with this exchange: "
+            f"--workers {','.join(fitting)}",
         ) from None
 
 

@@ -1,8 +1,9 @@
 """Count exactly the query-key pairs and block pairs that each worker computes in each step.
 
-The counts follow from layout, masks and index. Workers that share heads form a group, which holds
-its tokens together. Without shared heads, each worker is a group of its own. A table holds the
-pairs for every (query group, key group), and each step reads the entries of its groups.
+The counts follow from layout, masks and index. With Ulysses, the workers that split the heads form
+a group, and each computes its heads for the tokens of the whole group. Otherwise each worker is a
+group of its own. A table holds the pairs for every (query group, key group), and each step reads
+the entries of its groups.
 
 Slashes are block diagonals. How many pairs a diagonal has between two groups depends only on masks
 and layout, so these numbers are counted once for all layers. Only a bitmap needs a table of
@@ -43,10 +44,11 @@ class StepWork:
     blocks: [workers, steps], chosen block pairs with at least one allowed pair. Single columns do
         not count.
     columns: [workers], single columns that are gathered once, without padding. 0 if the steps
-        compute them.
-    column_pairs: [workers], pairs that only the gathered columns add to the slashes.
-    of_columns: [workers, steps], pairs in ``pairs`` that only single columns add to the slashes.
-        None if they are not counted separately.
+        compute the columns.
+    column_pairs: [workers], pairs of the gathered columns that lie on no slash. ``pairs`` does not
+        contain them.
+    of_columns: [workers, steps], pairs of single columns that lie on no slash. ``pairs`` contains
+        them. None if they are not counted separately.
     """
 
     direction: str
@@ -110,7 +112,7 @@ class WorkCounter:
         if not masks or any(mask.padded != padded for mask in masks):
             raise ValueError(
                 f"Masks of {[mask.padded for mask in masks]} positions do not fit a layout of "
-                f"{padded}."
+                f"{padded} positions."
             )
         parts = {step.part[1] for step in schedule.forward[0] if step.keys}
         if any(heads % n for n in parts):
@@ -133,7 +135,7 @@ class WorkCounter:
 
     @property
     def groups(self) -> int:
-        """Return the number of groups: sets of workers that hold their tokens together."""
+        """Return the number of groups: sets of workers that split the heads of their tokens."""
         return self.schedule.workers // self.schedule.heads
 
     @property
@@ -153,8 +155,8 @@ class WorkCounter:
             blocks that this worker computes. None counts all workers.
 
         Raises:
-            ValueError: the index has other blocks, heads or sequences, it lacks query blocks, or a
-                worker does not hold whole blocks.
+            ValueError: the index has other blocks, heads or sequences than this batch, it lacks
+                query blocks, or a worker does not hold whole blocks.
         """
         steps = {name: _of_rank(places, rank) for name, places in self._places.items()}
         ranks = range(self.schedule.workers) if rank is None else (rank,)
@@ -174,10 +176,10 @@ class WorkCounter:
 
     @cached_property
     def _places(self) -> dict[str, IntArray]:
-        """Return the attention that all ranks compute, by pass: int64 [computations, 6].
+        """Return one row for each rank and step that computes attention, by pass: int64 [rows, 6].
 
-        The columns are rank, step, i and n (the i-th of n parts of the heads), query group and key
-        group. The key group is ``groups`` if the step computes all keys.
+        The columns are rank, step, i, n, query group and key group. The rank computes the i-th of n
+        equal parts of the heads. The key group is ``groups`` if the step computes all keys.
         """
         lockstep = SpmdSchedule.of(self.schedule)
         ranks = np.arange(self.schedule.workers)
@@ -203,7 +205,7 @@ class WorkCounter:
         return found
 
     def _own_part(self, rank: int) -> Part:
-        """Return the part of the heads for which a worker computes gathered columns."""
+        """Return (i, n): a worker's gathered columns are for the i-th of n parts of the heads."""
         return rank % self.schedule.heads, self.schedule.heads
 
     def _check(self, index: Index) -> None:
@@ -245,7 +247,7 @@ class WorkCounter:
 
     @cached_property
     def _kinds(self) -> list[_Kind]:
-        """Return the distinct masks of the batch, each with its sequences."""
+        """Return the distinct masks of the batch, each with the sequences that have it."""
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
@@ -366,9 +368,9 @@ class WorkCounter:
 
 @dataclass
 class _Table:
-    """The counts of one part of the heads, int64 [query groups, key groups] each.
+    """The counts of one part of the heads. Arrays are int64 [query groups, key groups].
 
-    column_pairs: pairs that only single columns add to the slashes.
+    column_pairs: pairs of single columns that lie on no slash.
     columns: number of single columns, without padding.
     """
 
@@ -425,8 +427,9 @@ class _Kind:
 class _Diagonals:
     """The pairs and blocks of each block diagonal between each (query group, key group).
 
-    There is one entry per diagonal and pair of groups that have query-key pairs. Entries are sorted
-    by pair of groups. A run is all entries of one pair of groups.
+    An entry holds the counts of one diagonal between one pair of groups. It exists if the mask
+    allows query-key pairs there. Entries are sorted by pair of groups. A run is all entries of one
+    pair of groups.
 
     diagonal, pairs, blocks: [entries].
     group_pair: [runs], query group * groups + key group.
@@ -496,9 +499,10 @@ _LATEST: dict[tuple[int, int, int, bytes, bytes], _Diagonals] = {}
 
 
 def _latest_diagonals(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _Diagonals:
-    """Return diagonals from a cache, or make them. It holds only the last, because they are large.
+    """Make the diagonals, or take them from a cache if the last call had the same arguments.
 
-    Counters of one layout under several exchanges have equal diagonals.
+    The cache has one entry, because diagonals are large. It serves counters that differ only in
+    their exchange.
     """
     key = mask.length, block, groups, _digest(mask.first), _digest(owner)
     if key not in _LATEST:
@@ -512,7 +516,7 @@ def _digest(values: IntArray) -> bytes:
 
 
 def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the distinct values and the inverse, like `np.unique`, but unsorted and faster.
+    """Return distinct values and inverse indices, like `np.unique`, but unsorted and faster.
 
     place: scratch array with more entries than the largest value.
     """
@@ -527,13 +531,13 @@ def _distinct(values: IntArray, place: IntArray) -> tuple[IntArray, IntArray]:
 class _ColumnCounter:
     """Counts the pairs that single columns add to the slashes, by query group and key group.
 
-    The queries from a column to the end of its document see the column. Pairs in blocks that lie on
-    a slash do not count again. Columns of one block and one document form a segment. The columns of
-    a segment differ only in the rows of their own block that see them.
+    All queries from a column to the end of its document see the column. Pairs in blocks on a slash
+    do not count again. The columns of one block and one document form a segment. They differ only
+    in the rows of their own block that see them.
 
     The blocks of a group consist of pieces. A piece is a run of adjacent blocks (stride 1) or, in a
-    striped layout, the blocks ``start, start + stride, ...``. With prefix sums over every stride-th
-    diagonal, the number of uncovered blocks of a piece is one difference.
+    striped layout, the blocks ``start, start + stride, ...``. The number of blocks of a piece that
+    lie on no slash is a difference of two prefix sums over every stride-th diagonal.
 
     owner: int64 [blocks], the group that holds each block.
     segment: [length], segment of each position without padding.
@@ -584,14 +588,15 @@ class _ColumnCounter:
         where = row * segments + self.segment[x]
         number = np.bincount(where)
         some = np.flatnonzero(number)
-        positions = np.bincount(where, x)[some].astype(np.int64)  # their sum
+        positions = np.bincount(where, x)[some].astype(np.int64)  # sum over a segment's columns
         number = number[some]
         row, of = np.divmod(some, segments)
         own, last = self.key_block[of], self.last[of]
         end = last // self.block
         key_group = self.owner[own]
         off = ~slashes
-        # Rows of the column's own block that see it. Then rows of the last block, if it is another.
+        # First the rows of the column's own block that see the column. Then the rows of the last
+        # block of the document, if that is another block.
         in_own = off[row, 0] * (
             number * (np.minimum(last, (own + 1) * self.block - 1) + 1) - positions
         )
@@ -615,16 +620,20 @@ class _ColumnCounter:
         return int(real.sum()), pairs
 
     def _sums(self, off: NDArray[np.bool_]) -> IntArray:
-        """Return how many of the diagonals d, d - stride, ... > 0 are no slash, [rows, blocks]."""
+        """Return prefix sums over diagonals, [rows, blocks].
+
+        The entry of diagonal d counts how many of d, d - stride, d - 2 * stride, ... (above 0) are
+        not slashes.
+        """
         rows, blocks = off.shape
         table = np.zeros((rows, -(-blocks // self.stride) * self.stride), np.int32)
         table[:, 1:blocks] = off[:, 1:]
         return table.reshape(rows, -1, self.stride).cumsum(1, dtype=np.int32).reshape(rows, -1)
 
     def _between(self, below: IntArray, row: IntArray, own: IntArray, end: IntArray) -> IntArray:
-        """Return how many blocks of each piece between own and end no slash covers.
+        """Count the blocks of each piece that lie on no slash, [segments, pieces].
 
-        The result is [segments, pieces].
+        Only blocks after ``own`` and before ``end`` count.
         """
         base = (row * below.shape[1])[:, None]
         before_end, own = end[:, None] - 1, own[:, None]

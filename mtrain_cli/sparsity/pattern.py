@@ -123,7 +123,7 @@ class MaskedPositions:
         return map_tensors(self, lambda tensor: to_device(tensor, device))
 
     def with_group(self, group: IndexGroup) -> MaskedPositions:
-        """Return the same positions, with which patterns communicate through ``group``."""
+        """Return the same positions with another group for the patterns to communicate through."""
         assert (group.rank, group.size) == (self.rank, len(self.shards))
         return replace(self, group=group)
 
@@ -183,8 +183,8 @@ def _numbers(blocks: IntArray) -> IntArray:
 class Pattern(Protocol):
     """Estimates an index from queries and keys.
 
-    The same queries and keys give the same index on any number of workers, but for ties that
-    rounding decides.
+    The same queries and keys give the same index on any number of workers, except for near ties,
+    which rounding can decide either way.
 
     name: the value of the setting ``sparsity``, such as ``moba``.
     synthetic: whether the index does not depend on the data. Such a pattern is for benchmarks only,
@@ -203,7 +203,7 @@ class Pattern(Protocol):
         ...
 
     def covers(self, seq: int) -> str | None:
-        """Return which setting makes the index allow every pair whatever the data, or None.
+        """Return why these settings allow every pair of ``seq`` tokens whatever the data, or None.
 
         The text ends with a verb, such as "3 chunks of 4096 keys cover". Messages continue it with
         "all of seq=...".
@@ -258,11 +258,11 @@ def to_mass_units(mass: torch.Tensor) -> torch.Tensor:
 
 
 def base_rank_keys(forced: torch.Tensor, numbers: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the part of `rank_keys` that does not depend on the mass, int64 like forced.
+    """Return the part of `rank_keys` that does not depend on the mass, int64 [..., candidates].
 
-    forced: bool [..., candidates], candidates that rank first.
-    numbers: int64 [candidates], the candidates' numbers.
-    n: above all numbers; at most `MOST_LINES`.
+    forced: bool [..., candidates], whether a candidate ranks first whatever its mass.
+    numbers: int64 [candidates], the candidates' numbers, from 0 to n - 1.
+    n: at most `MOST_LINES`.
     """
     assert n <= MOST_LINES
     return (forced.long() << 62) | (n - 1 - numbers)
@@ -292,11 +292,11 @@ def select_ranked(
     """Select candidates as `select_by_mass` does, from their `rank_keys`.
 
     Args:
-        order: keys [..., candidates]. They must include the ``at_most`` largest keys of all
-            candidates.
+        order: rank keys [..., candidates]. They must include the ``at_most`` largest of all.
         total: mass of all candidates in units, int64 [..., 1].
-        at_least: at least the number of forced candidates.
-        n: as for `base_rank_keys`.
+        share, at_most: as in `select_by_mass`.
+        at_least: as in `select_by_mass`; not below the number of forced candidates.
+        n: as in `base_rank_keys`.
     """
     order = torch.topk(order, min(at_most, order.shape[-1]), dim=-1).values
     candidates = n - 1 - (order & _NUMBER_MASK)

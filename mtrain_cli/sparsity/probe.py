@@ -1,4 +1,6 @@
-"""The attention that probed queries give to the keys, which the vertical-slash pattern ranks.
+"""The attention that a few probed queries give to all keys.
+
+The vertical-slash pattern ranks columns and diagonals by this attention.
 
 A sequence may be sharded over several workers. Keys never move: all workers receive the probed
 queries, and each worker scores them against its own keys. Sums over workers add integers
@@ -79,10 +81,11 @@ class ProbedAttention(ABC):
     """The attention from the probed queries of a batch to this worker's keys.
 
     The constructor computes each probed query's log-sum-exp over the keys of all workers, with
-    three collectives: one gathers the probed queries, two merge log-sum-exps. If the log-sum-exps
-    of all queries exceed the memory budget, each chunk of queries has its own two.
+    three collectives: one gathers the probed queries, two merge the log-sum-exps of all tiles. If
+    these exceed the memory budget, the queries are processed in chunks, and each chunk has two
+    collectives of its own.
 
-    tile: keys per log-sum-exp that is merged; it divides the block.
+    tile: keys per tile. It divides the block.
     """
 
     tile: int
@@ -103,7 +106,7 @@ class ProbedAttention(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tables."""
+        """Bytes of all results of `tables` together."""
         return sum(len(p.diagonals) for p in self.probes) * self._head_bytes * self.width
 
     @property
@@ -112,7 +115,9 @@ class ProbedAttention(ABC):
         return self.nbytes <= _SCORE_BYTES
 
     def tables(self) -> Iterator[Table]:
-        """Yield the mass that each probed block gives each local column, within the memory budget.
+        """Yield the mass that each probed block gives each local column.
+
+        A result covers as many probed blocks as the memory budget allows.
 
         The mass is float32, or float64 for float64 queries. Over the probed blocks of a sequence
         and the columns of all workers, the mass of a head sums to 1.

@@ -126,9 +126,8 @@ class VerticalSlashPattern(VerticalSlashSettings):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this worker's probed mass per diagonal and per local column.
 
-        The masses are integers, in multiples of 1 / `MASS_UNITS`.
-
-        Both are int64: [batch, heads, blocks] and [batch, heads, columns].
+        Both are in units of 1 / `MASS_UNITS`, int64: [batch, heads, blocks] and [batch, heads,
+        columns].
 
         shape: batch and heads of the index. If there are fewer heads than in the tables, a head of
             the index gets the mean mass of its group.

@@ -63,7 +63,10 @@ def _memory(plan: RunPlan) -> str:
 
 
 def _unused_ring_keys(plan: RunPlan, run_dir: Path) -> list[str]:
-    """Return warnings about keys of rings that the user set, if `auto` chose another exchange."""
+    """Return warnings about settings that only a ring reads, if this run has another exchange.
+
+    Only settings on the run's command line count.
+    """
     try:
         overrides = (run_dir / "overrides.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:

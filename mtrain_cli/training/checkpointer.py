@@ -177,7 +177,7 @@ class Checkpointer:
         return self._on_all_ranks(found)[0]
 
     def describe_fallback(self) -> str:
-        """Say whether this rank sees a checkpoint that a run can resume from after a failure."""
+        """Return a clause for messages: whether a checkpoint is left from which to resume."""
         # At the next start, `_clean_up` restores a checkpoint that a save had set aside.
         if self.latest() is not None or any(self._directory.glob("step-*.replaced")):
             return "the previous checkpoint is intact"

@@ -108,7 +108,7 @@ def describe_choice(plan: RunPlan) -> str:
     assert plan.search is not None
     assert plan.search.chosen is not None
     chosen = plan.search.chosen
-    reason = f"the fastest of {len(plan.search.settings)} settings that fits"
+    reason = f"of {len(plan.search.settings)} settings the fastest one that fits"
     step = f"{duration(chosen.seconds)} per step, estimated"
     return f"train.memory=auto takes {chosen.overrides or 'the defaults'}, {reason}: {step}"
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import numpy as np
+
 from mtrain_cli.config.schema import Config, ModelConfig, TrainConfig
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
-from mtrain_cli.parallel.layout import Layout, early_queries
+from mtrain_cli.parallel.layout import Joined, Layout, early_queries
 from mtrain_cli.parallel.program import Recompute
 
 Shape = tuple[int, ...]
@@ -114,31 +116,36 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
     return Recompute.of(_early_queries(train, layout, sharing), sharing)
 
 
-def _early_queries(train: TrainConfig, layout: Layout, sharing: int = 1) -> int:
-    """Return how many first queries of a worker, or of ranks that share heads, are recomputed."""
+def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
+    """Return how many of a worker's first queries are recomputed.
+
+    sharing: number of ranks that share heads. The count covers the queries of all of them.
+    """
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
 
 
-def recomputed_pair_share(train: TrainConfig, layout: Layout) -> float:
+def recomputed_pair_share(train: TrainConfig, layout: Layout, sharing: int) -> float:
     """Return the share of query-key pairs that backward recomputes, for a causal mask.
 
-    Backward recomputes the pairs of each worker's first tokens. The first half of the tokens has a
-    quarter of the causal pairs. With packed documents, it has up to half of the pairs, depending on
-    the data.
+    Backward recomputes the pairs of the first tokens of each worker, or of the workers that share
+    heads. In a striped layout, the first half of the tokens has a quarter of the causal pairs. With
+    packed documents, it has up to half of the pairs, depending on the data.
+
+    sharing: number of ranks that share heads.
     """
     if train.activation_checkpoint in ("none", "selective"):
         return 0.0
-    early = _early_queries(train, layout)
-    if early == layout.tokens_per_worker:
-        return 1.0
-    return _pairs_of_first(early, layout) / causal_pairs(layout.padded_seq)
+    early = _early_queries(train, layout, sharing)
+    return _pairs_of_first(early, layout, sharing) / causal_pairs(layout.seq)
 
 
 @lru_cache(maxsize=64)
-def _pairs_of_first(early: int, layout: Layout) -> int:
-    """Count the causal pairs of each worker's first `early` tokens, summed over workers."""
-    return sum(int((layout.positions(rank)[:early] + 1).sum()) for rank in range(layout.workers))
+def _pairs_of_first(early: int, layout: Layout, sharing: int) -> int:
+    """Count the causal pairs of the first `early` tokens of all ranks that share heads, summed."""
+    joined = Joined.of(layout, sharing)
+    first = np.concatenate([joined.positions(rank)[:early] for rank in range(joined.workers)])
+    return int((first[first < layout.seq] + 1).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +212,12 @@ def flops_per_token(
 
 
 def training_flops(
-    config: Config, layout: Layout, *, dtype_bytes: int, pairs: float | None = None
+    config: Config, layout: Layout, *, sharing: int, dtype_bytes: int, pairs: float | None = None
 ) -> FlopsPerToken:
     """Return the training FLOP per token of a run.
 
     Args:
+        sharing: number of ranks that share heads.
         pairs: mean number of allowed query-key pairs per sequence and head. Default: all causal
             pairs.
     """
@@ -224,7 +232,7 @@ def training_flops(
         recomputed=train.activation_checkpoint != "none",
         pairs=pairs,
         padded_seq=layout.padded_seq,
-        pairs_again=recomputed_pair_share(train, layout),
+        pairs_again=recomputed_pair_share(train, layout, sharing),
         tiled=rows < tokens,
         recomputed_logits=train.loss_gradients == "recompute",
         keep_mlp=train.keep_mlp,

@@ -124,7 +124,9 @@ class IndexShape:
         return self.sequences * self.heads * self._blocks_of(queries) * self._blocks_of(keys)
 
     def listed(self, queries: int, keys: int) -> int:
-        """Count the entries of a call's lists of blocks per key block (`attention.block_lists`).
+        """Count the entries of a call's lists of query blocks, one list per key block and head.
+
+        See `attention.block_lists`.
 
         Args:
             queries, keys: tokens of the call, summed over sequences.

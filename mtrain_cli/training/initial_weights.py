@@ -34,7 +34,7 @@ def remarks(config: Config) -> list[str]:
 
 
 def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[str]:
-    """Return at most one line: each rotary setting that differs from the folder's, both values."""
+    """Return a line with both values of each rotary setting that differs, or no line if none do."""
     ours = config.model.rope
     pairs = [
         ("theta", show(ours.theta), show(theirs.theta)),

@@ -72,7 +72,7 @@ class LayerMemory:
 
     @property
     def products(self) -> int:
-        """Bytes that train.keep_mlp adds to a layer: x + attention, gate and up (x: its input)."""
+        """Bytes that train.keep_mlp adds to a layer with input x: x + attention, gate and up."""
         return self.hidden + 2 * self.product
 
     @property

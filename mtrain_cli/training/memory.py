@@ -198,7 +198,7 @@ class _StepMemory:
         self.whole_layers = 2 if workers > 1 else 1
 
     def moments(self) -> list[MemoryMoment]:
-        """Return the candidates for the peak, in the order of the step."""
+        """Return the moments of a step that can be the peak, in their order."""
         layers = self.model.num_layers
         # Memory changes evenly from layer to layer, except that activations stop shrinking at the
         # offloaded layers. The second layer is a candidate, too: it has more gradients than higher
@@ -252,10 +252,11 @@ class _StepMemory:
         )
 
     def backward_of(self, layer: int, whole_layers: int, *, scatters: bool) -> MemoryMoment:
-        """Return the memory in the backward pass of a layer, counted from 1.
+        """Return the memory in the backward pass of a layer.
 
         Args:
-            whole_layers: layers whose weights train.shard=full holds.
+            layer: number of the layer, counted from 1.
+            whole_layers: number of layers whose unsharded weights train.shard=full holds.
             scatters: whether the gradients of the layer above are being reduced.
         """
         states = self.states
@@ -316,7 +317,7 @@ class _StepMemory:
         return self.layer.kept * self.on_device(layers) + self.layer.products * with_products
 
     def on_device(self, layers: int) -> int:
-        """Count the layers, of the first `layers`, that have activations on the device."""
+        """Return how many of the first `layers` layers have their activations on the device."""
         return max(layers - self.layers_on_host, min(layers, 2))
 
     def kept_index(self, layers: int) -> int:

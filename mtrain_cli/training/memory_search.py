@@ -159,9 +159,9 @@ def _variants(plan: RunPlan) -> Iterator[Variant]:
 
 
 def _short_of_memory(kind: str, offload: bool | int) -> bool:
-    """Return whether a setting offloads or drops attention's output.
+    """Return whether a setting offloads attention's output, or recomputes it.
 
-    MLP products are ten times as large, so there is no room for them.
+    Such a setting has no room for MLP products, which are ten times as large.
     """
     return bool(offload) or kind in ("sequence_selective", "full")
 
@@ -202,10 +202,10 @@ def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) 
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
-    """Return the run with the MLP products of as many layers as leave 10 % of a GPU free.
+    """Return the run's setting with the MLP products of as many layers as leave 10 % of a GPU free.
 
-    Return None if there is no room, if the run keeps products already, or if it offloads or drops
-    attention's output.
+    Return None if there is no room, if the run keeps products already, or if it offloads or
+    recomputes attention's output.
     """
     train = plan.config.train
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
@@ -230,7 +230,9 @@ def step_seconds(plan: RunPlan, config: Config, memory: MemoryEstimate) -> float
     environment, train, e = plan.environment, config.train, BYTES[plan.dtype]
     peak = peak_flops(plan.gpu_name) or 100e12
     pairs = density(config) * causal_pairs(config.seq)
-    flop = training_flops(config, plan.layout, dtype_bytes=e, pairs=pairs).executed
+    flop = training_flops(
+        config, plan.layout, sharing=plan.exchange.heads, dtype_bytes=e, pairs=pairs
+    ).executed
     n = plan.micro_batches
     # Seconds of one micro-batch.
     compute = flop * config.seq * train.micro_batch / environment.dims.cp / (USED_OF_PEAK * peak)
@@ -266,7 +268,10 @@ def density(config: Config) -> float:
 
 
 def _exposed(transfer: float, overlapping: float) -> float:
-    """Return what a transfer costs that overlaps with compute. All numbers are seconds."""
+    """Return the cost of a transfer that overlaps with compute.
+
+    transfer, overlapping: seconds of the transfer and of the compute. The result is in seconds.
+    """
     return HIDDEN_COST * transfer + max(0.0, transfer - overlapping)
 
 
@@ -307,9 +312,10 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
 
 
 def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
-    """Return changes that each make a run fit: at most one of each of these kinds, in this order.
+    """Return changes, as overrides, each of which alone makes the run fit.
 
-    The kinds are memory settings, the exchange, no checkpoints, a shorter sequence, more workers.
+    There is at most one of each kind: memory settings, the exchange, no checkpoints, a shorter
+    sequence, more workers.
     """
     changes = []
     fitting = [setting for setting in result.settings if setting.fits]
@@ -362,10 +368,13 @@ def _exchange_change(
 
 
 def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> int | None:
-    """Return the longest sequence that fits, of those with 3 significant bits (512k, 576k, ...).
+    """Return the longest sequence that fits, in tokens. Return None if `shortest` does not fit.
 
-    With `train.memory=auto`, a sequence fits if it fits with any setting. Return None if `shortest`
-    does not fit.
+    Between a power of two and the next, seven evenly spaced lengths are tried (512k, 576k, 640k,
+    ...). With `train.memory=auto`, a sequence fits if it fits with any setting.
+
+    Args:
+        shortest, most: bounds on the result.
     """
 
     def fits(seq: int) -> bool:

@@ -122,7 +122,7 @@ class DeviceOptimizer:
         self.optimizer.step()
 
     def send(self) -> None:
-        """Copy changed masters to the device. Does nothing, since they are on the device."""
+        """Do nothing: the masters are on the device already."""
 
 
 WSD_DECAY = 0.2  # share of the steps after warm-up that decay if optim.decay_steps=auto

@@ -70,7 +70,7 @@ def exchange_needs(
     """Return the facts on which the choice of an exchange depends.
 
     Args:
-        device_memory: bytes of a GPU. None on a CPU.
+        device_memory: bytes of one GPU's memory. None on a CPU.
     """
     model, sparsity = config.model, config.sparsity
     pattern = make_pattern(sparsity, config.seed)
@@ -162,9 +162,11 @@ def require_cpu_kernel(config: Config) -> None:
 def choose_kernels(
     config: Config, request: KernelRequest, pattern: Pattern | None
 ) -> tuple[tuple[Kernel, str], tuple[Kernel, str] | None]:
-    """Choose the kernel of a run and, if a sparse run starts dense, of these steps, with reasons.
+    """Return the kernel of a run, and the kernel of the dense first steps of a sparse run.
 
-    request: for dense attention.
+    Each comes with the reason for the choice. The second is None if there are no such steps.
+
+    request: what the run needs from a kernel for dense attention.
 
     Raises:
         ConfigError: the configured kernel does not support the run.

@@ -157,7 +157,9 @@ class RunPlan:
 
     @cached_property
     def flops(self) -> FlopsPerToken:
-        return training_flops(self.config, self.layout, dtype_bytes=self.dtype_bytes)
+        return training_flops(
+            self.config, self.layout, sharing=self.exchange.heads, dtype_bytes=self.dtype_bytes
+        )
 
     @property
     def recompute(self) -> Recompute:

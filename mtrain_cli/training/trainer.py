@@ -486,7 +486,11 @@ class Trainer:
         config, index, peak = self.config, result.index, self._peak_flops
         pairs = result.pairs / config.train.global_batch
         flops = training_flops(
-            config, self.choices.layout, dtype_bytes=self.choices.dtype.itemsize, pairs=pairs
+            config,
+            self.choices.layout,
+            sharing=self.choices.exchange.heads,
+            dtype_bytes=self.choices.dtype.itemsize,
+            pairs=pairs,
         )
         rate = result.tokens / seconds / self.environment.dims.workers
         memory = None

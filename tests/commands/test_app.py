@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from mtrain_cli import __version__
@@ -55,6 +56,16 @@ def test_every_command_has_help_with_an_example_in_80_columns(words):
 def test_h_is_short_for_help(words):
     result = run(*words, "-h")
     assert (result.exit_code, result.stdout) == (0, run(*words, "--help").stdout)
+
+
+def test_every_option_of_every_command_has_help_from_the_docstring():
+    commands = [typer.main.get_command(command_line.app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        assert "Args:" not in (command.help or ""), command.name
+        assert all(param.help for param in command.params), command.name
+    (fail_above,) = (p for c in commands for p in c.params if p.name == "fail_above")
+    assert fail_above.help.startswith("Exit with code 1 if an imbalance degree of any case exceeds")
 
 
 def test_the_bare_command_shows_help():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, get_args
 
 import pytest
 import typer
@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands.options import (
     MOST_DIGITS,
+    described_parameters,
     flag,
     option,
     parse_items,
@@ -26,8 +27,16 @@ from mtrain_cli.launch.failures import RunError
 
 @dataclass(frozen=True)
 class Shared:
-    size: Annotated[int, option("N", "A size.", least=1, most=9)] = 3
-    name: Annotated[str, option("NAME", "A name.")] = "usual"
+    """Options of a test.
+
+    Attributes:
+        size: A size.
+        name: A name that takes
+            two lines.
+    """
+
+    size: Annotated[int, option("N", least=1, most=9)] = 3
+    name: Annotated[str, option("NAME", help="Not shown: the docstring has an entry.")] = "usual"
     loud: Annotated[bool, flag("--loud", "Be loud.")] = False
 
 
@@ -36,7 +45,7 @@ def call(*words: str, left_out: tuple[str, ...] = ()):
 
     @app.command()
     @with_options(Shared, *left_out)
-    def command(shared: Shared, own: Annotated[int, option("N", "Its own.")] = 7) -> None:
+    def command(shared: Shared, own: Annotated[int, option("N", help="Its own.")] = 7) -> None:
         """Say what was typed."""
         seen.append((shared, own))
 
@@ -49,6 +58,23 @@ def test_a_command_gets_the_fields_of_a_dataclass_and_its_own_options():
     assert seen == [(Shared(size=5, loud=True), 1)]
     result, seen = call()
     assert seen == [(Shared(), 7)]
+
+
+def test_the_help_of_an_option_is_its_entry_in_the_docstring():
+    help = {p.name: get_args(p.annotation)[1].help for p in described_parameters(Shared)}
+    assert help == {"size": "A size.", "name": "A name that takes two lines.", "loud": "Be loud."}
+
+
+def test_an_entry_of_a_docstring_needs_an_option():
+    def command(size: Annotated[int, option("N")] = 1) -> None:
+        """Do nothing.
+
+        Args:
+            sise: A size.
+        """
+
+    with pytest.raises(KeyError, match="sise"):
+        described_parameters(command)
 
 
 def test_limits_of_a_dataclass_field_hold():

@@ -271,7 +271,7 @@ def test_a_step_on_many_gpus_fits_80_columns(monkeypatch, tmp_path):
         in now
     )
     assert (
-        "links: exposed NCCL communication; waits: exposed NCCL time spent waiting for stragglers"
+        "links: exposed NCCL communication; waits: exposed NCCL time beyond the shortest time"
         in now
     )
     without = [

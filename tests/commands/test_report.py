@@ -171,7 +171,7 @@ def test_killed_runs_are_reported_up_to_their_end():
 def test_missing_ranks_are_named():
     rows = rows_of(SLOW)
     write(Path("measurements/some"), [rows[rows["rank"] != 1]], [facts_of(SLOW.schedule)])
-    assert "no rows of rank 1 (1 of 4); imbalance degrees cover the other ranks" in report("some")
+    assert "no rows from rank 1 (1 of 4); imbalance degrees cover the other ranks" in report("some")
 
 
 def test_one_worker_has_no_imbalance():

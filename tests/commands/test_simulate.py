@@ -85,7 +85,7 @@ def _here(tmp_path, monkeypatch):
             ["train.kernel=flash4"],
             "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto",
         ),
-        (["sparsity=moba"], "sparsity=moba: there are no synthetic block lists"),
+        (["sparsity=moba"], "sparsity=moba: there are no synthetic indices for this pattern"),
         (["sparsity=dense --index local"], "--index local: contradicts sparsity=dense"),
         (
             ["sparsity=vertical_slash --columns 5000"],
@@ -141,8 +141,8 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["recommend --workers 65 cluster=a100_4x8 --nodes 9"],
-            "--workers 65: a100_4x8 has nodes of 8 GPUs, and several nodes must be filled; "
-            "allowed: 1 to 8, or multiples of 8 such as 64 or 72",
+            "--workers 65: a100_4x8 has nodes of 8 GPUs, and a run on several nodes must use all "
+            "GPUs of each; allowed: 1 to 8, or multiples of 8 such as 64 or 72",
         ),
         (
             ["sweep workers=65 cluster=a100_4x8 --nodes 9"],
@@ -150,7 +150,7 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["cluster=a100_4x8 --cluster h100_4x8"],
-            "cluster=a100_4x8: --cluster h100_4x8 names another; give one of them",
+            "cluster=a100_4x8: --cluster h100_4x8 names another cluster; give one of them",
         ),
         (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster (did you mean a100_4x8?)"),
         (

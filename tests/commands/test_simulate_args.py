@@ -26,8 +26,8 @@ def test_a_slow_rank_needs_a_group_of_one_size():
     refused = simulate(*words)
     assert refused.exit_code == 2, refused.output
     assert (
-        "--slow 3=2: groups of any size are tried; add topology.context_parallel=N"
-        in refused.stderr
+        "--slow 3=2: this command tries context groups of several sizes; add "
+        "topology.context_parallel=N" in refused.stderr
     )
     fixed = simulate(*words, "topology.context_parallel=4")
     assert fixed.exit_code == 0, fixed.output

@@ -87,7 +87,7 @@ def test_the_used_calibration_is_reported():
             "scaled": False,
         }
     assert any(
-        "layers and the loss as measured (profile non-attention)" in note
+        "layers and loss take measured times (`mtrain profile non-attention`)" in note
         for note in result["remarks"]
     )
     assert (

@@ -44,7 +44,7 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     assert first("--attention-only") == dense + asks
     assert first("sparsity=dense") == first("--index dense") == dense
     assert first("seq=16k,32k", command="sweep") == dense + asks
-    drawn = "each sequence one document; use --index for those of a profile"
+    drawn = "each sequence one document; use --index for the pairs of a profile"
     assert (
         first("--density 5%")
         == first("density=5%,10%", command="sweep")
@@ -142,5 +142,5 @@ def test_the_choice_of_auto_is_printed():
         "all_gather --no-files --density 5%",
     )
     message = " ".join(simulate(*words, "train.memory=auto").stdout.split())
-    assert "note train.memory=auto takes train.shard=gradients" in message
+    assert "note train.memory=auto chooses train.shard=gradients" in message
     assert "auto takes" not in simulate(*words).stdout

@@ -93,7 +93,7 @@ def test_report_and_validation_use_the_same_names_for_times():
         assert line in text.partition(f" {case['case']}, 2 samples ")[2][:400], case["case"]
         assert ms[0] != ms[1]
     assert (
-        "pass ms: mean of recorded iterations, in brackets bare: median without recording" in text
+        "pass ms: mean of recorded iterations; in brackets (bare): median without recording" in text
     )
     page = " ".join(shown(*VALIDATE, columns=80).split())
     assert (

@@ -140,8 +140,8 @@ def test_heads_share_an_index_only_with_kv_group(word, shared):
         ("sparsity=moba sparsity.chunk=no", "sparsity.chunk=no: expected"),
         (
             "sparsity=vertical_slash sparsity.windows=65 seq=4k",
-            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; give at "
-            "most 64, which fill seq=4096",
+            "sparsity.windows=65: windows of sparsity.last_q=64 queries would overlap; "
+            "seq=4096 has room for at most 64",
         ),
         (
             f"sparsity=vertical_slash sparsity.min_slashes={10**20}",

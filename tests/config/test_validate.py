@@ -156,7 +156,7 @@ def test_the_defaults_are_valid(defaults):
             {"train__offload_activations": True, "train__activation_checkpoint": "none"},
             "train.offload_activations=true: train.activation_checkpoint=none keeps too much to "
             "move; "
-            "allowed with it: selective, sequence_selective, full",
+            "allowed values of that key: selective, sequence_selective, full",
         ),
         (
             {"train__offload_activations": 2, "train__activation_checkpoint": "none"},

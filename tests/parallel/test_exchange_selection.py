@@ -270,7 +270,7 @@ def test_large_gathers_are_split_into_parts():
         ({"ulysses": 8}, {}, "allowed for topology.ulysses: 1, 2, 4"),
         ({"exchange": "ulysses", "ulysses": 2}, {}, "shares heads among all 4 workers"),
         ({"ulysses": 2}, {"workers": 6, "per_node": 3}, "nodes of 3"),
-        ({"exchange": "ring", "chunks": 2}, {}, "topology.chunks=2: is for all_gather"),
+        ({"exchange": "ring", "chunks": 2}, {}, "topology.chunks=2: works only with all_gather"),
         (
             {"exchange": "all_gather", "chunks": 3},
             {},
@@ -279,7 +279,7 @@ def test_large_gathers_are_split_into_parts():
         (
             {"exchange": "all_gather", "circulates": "queries"},
             {},
-            "is for ring and hierarchical_ring",
+            "works only with ring and hierarchical_ring",
         ),
     ],
 )
@@ -303,12 +303,12 @@ def test_only_rings_post_hops_ahead(exchange, hops):
 @pytest.mark.parametrize(
     ("exchange", "said"),
     [
-        ("ulysses", "not topology.exchange=ulysses"),
-        ("auto", "not topology.exchange=auto, which takes all_gather here"),
+        ("ulysses", "not with topology.exchange=ulysses. "),
+        ("auto", "not with topology.exchange=auto (here: all_gather). "),
     ],
 )
 def test_circulating_queries_is_refused_under_the_exchange_that_the_user_set(exchange, said):
     needs = replace(NEEDS, workers=2, per_node=2)
     with pytest.raises(ConfigError, match=r"^topology\.circulates=queries: ") as found:
         choose_exchange(asked(exchange=exchange, circulates="queries"), needs)
-    assert str(found.value).endswith(said)
+    assert said in str(found.value)

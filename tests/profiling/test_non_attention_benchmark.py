@@ -192,7 +192,9 @@ def test_a_file_of_times_is_a_calibration(configs, tmp_path):
     document = json.loads(path.read_text())
     float32 = tmp_path / "float32.json"
     float32.write_text(json.dumps(document | {"dtype": "float16"}))
-    with pytest.raises(ConfigError, match="dtype float16, but the first file with float32"):
+    with pytest.raises(
+        ConfigError, match="dtype float16, but the first file was measured with dtype float32"
+    ):
         load_calibration(path, float32)
     early = tmp_path / "early.json"
     early.write_text(json.dumps(document | {"times": document["times"][:2]}))

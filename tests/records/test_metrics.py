@@ -196,8 +196,8 @@ def test_a_full_disk_costs_lines_but_not_the_training(tmp_path, monkeypatch):
     for step, warning in (
         (
             2,
-            f"{tmp_path / 'metrics.jsonl'}: step 2 was not written (No space left on device); "
-            "training goes on",
+            f"{tmp_path / 'metrics.jsonl'}: metrics of step 2 were not written "
+            "(No space left on device); training goes on",
         ),
         (3, None),
     ):

@@ -127,7 +127,7 @@ def damage(folder, how: str) -> None:
         ("no parquet", "not a parquet file, or damaged"),
         ("cut", "not a parquet file, or damaged"),
         ("columns", "has no column late_us, pairs"),
-        ("words", "phase 'dreaming' is unknown"),
+        ("words", "unknown phase 'dreaming'"),
     ],
 )
 def test_folders_without_a_profile_are_refused_in_one_line(tmp_path, how, said):

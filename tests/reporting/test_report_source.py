@@ -81,7 +81,7 @@ def test_a_profile_is_complete_with_all_samples_of_all_ranks(tmp_path):
     )
     assert (missing.complete, missing.remarks) == (
         False,
-        ["no rows of rank 2 (1 of 4); imbalance degrees cover the other ranks"],
+        ["no rows from rank 2 (1 of 4); imbalance degrees cover the other ranks"],
     )
     for profile in (partial, missing):
         assert not replace(profile, metrics=steps(3), steps_wanted=3).complete

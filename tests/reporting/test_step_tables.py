@@ -46,7 +46,7 @@ def test_lines_name_their_rank_and_quantity():
     assert "80 ms (median" not in of_gpu[0]
     assert "90 ms (median of 2 steps before)" in of_gpu[0]
     assert of_gpu[1] == "speed     10 tokens/s/GPU, MFU 30.0%, density 50.0%, without recording"
-    assert of_gpu[2].endswith("1 ms exposed; 3 messages unmatched on other ranks count as links")
+    assert of_gpu[2].endswith("1 ms exposed; 3 messages, not found on other ranks, count as links")
 
 
 @pytest.mark.parametrize(

@@ -235,7 +235,9 @@ def test_a_file_of_the_user_replaces_the_shipped_one(tmp_path):
     assert float(found.whole["forward"].us(np.array(2e9 * 512.0))) == pytest.approx(2000)
     other = tmp_path / "other.json"
     other.write_text(times("NVIDIA H100"))
-    with pytest.raises(ConfigError, match="GPU NVIDIA H100, but the first file with NVIDIA B200"):
+    with pytest.raises(
+        ConfigError, match="GPU NVIDIA H100, but the first file was measured with GPU NVIDIA B200"
+    ):
         load_calibration(mine, other)
 
 

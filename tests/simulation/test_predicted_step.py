@@ -136,7 +136,7 @@ def test_flop_equal_training_and_bytes_equal_the_dry_run(pairs):
         one = with_step(H200, scenario, found, play[found.layout.name].attention, bounds=False).step
         density = play[found.layout.name].attention.facts["density"]
         flops = training_flops(
-            config, found.layout, dtype_bytes=2, pairs=density * causal_pairs(config.seq)
+            config, found.layout, sharing=1, dtype_bytes=2, pairs=density * causal_pairs(config.seq)
         ).executed
         assert one.flop * 8 == pytest.approx(flops * found.tokens_per_step, rel=1e-9), way
         assert one.hfu == pytest.approx(one.flop / one.seconds.value / 989e12)
@@ -183,7 +183,7 @@ def test_mfu_of_recorded_documents_counts_pairs_as_training_does():
     packed = evaluate(
         H200, Scenario(config, dataclasses.replace(problem, masks=(mask,))), found, bounds=False
     )
-    flops = training_flops(config, found.layout, dtype_bytes=2, pairs=mask.pairs)
+    flops = training_flops(config, found.layout, sharing=1, dtype_bytes=2, pairs=mask.pairs)
     per_second = 8192 / packed.step.seconds.value / 4 / 989e12
     assert packed.dense
     assert packed.step.mfu == pytest.approx(per_second * flops.model)
@@ -225,7 +225,7 @@ def test_saving_memory_costs_time():
     half = made("train.activation_checkpoint=sequence_selective")
     again = attention.passes["recompute"].spent["attention"] / 1e3 * 36 * 4
     assert half.parts["attention"] - made().parts["attention"] == pytest.approx(
-        again * recomputed_pair_share(half.plan.config.train, half.plan.layout), rel=1e-6
+        again * recomputed_pair_share(half.plan.config.train, half.plan.layout, sharing=1), rel=1e-6
     )
     assert seconds("train.loss_gradients=recompute") > plain
     assert seconds("train.tile_mib=64") > plain

@@ -143,7 +143,7 @@ def test_sent_bytes_are_those_of_the_messages(tmp_path):
             ReplaySetup("striped", "ulysses", 8, 8),
             "exchange",
             "cannot share 4 query heads and 2 key-value heads among 8 workers in nodes of 8; "
-            "allowed with it: --workers 1,2,4",
+            "allowed with this exchange: --workers 1,2,4",
         ),
     ],
 )

@@ -220,8 +220,8 @@ def test_a_tensor_with_missing_parts_is_refused(folder, chunks):
     [
         (b"cbuiltins\nrange\n(I0\nI68719476736\ntR.", "names builtins.range"),
         (b"cbuiltins\nbytearray\n(I2147483648\ntR.", "names builtins.bytearray"),
-        (b"]r\xff\xff\xff\x0f.", "numbers more objects than it can hold"),
-        (b"]p268435455\n.", "numbers more objects than it can hold"),
+        (b"]r\xff\xff\xff\x0f.", "claims more objects than a file of its size can hold"),
+        (b"]p268435455\n.", "claims more objects than a file of its size can hold"),
         (b"Q.", "cannot be read"),
         (b"", "cannot be read"),
     ],

@@ -9,7 +9,10 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.parallelize import set_execution
+from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.plan import Plan
 from mtrain_cli.training.flops import (
     causal_pairs,
     flops_per_token,
@@ -115,7 +118,9 @@ def test_executed_matmul_flops_equal_those_of_a_training_step(
             * (model.num_heads * model.head_dim + 3 * model.intermediate_size)
         )
     assert (
-        training_flops(whole, make_layout("striped", 1, seq, 128), dtype_bytes=4, pairs=0).executed
+        training_flops(
+            whole, make_layout("striped", 1, seq, 128), sharing=1, dtype_bytes=4, pairs=0
+        ).executed
         == seen / seq
     )
 
@@ -141,13 +146,37 @@ def test_the_early_half_of_a_sequence_has_a_quarter_of_its_pairs(layout):
         train = compose(
             [f"train.activation_checkpoint={checkpoint}", f"train.checkpoint_keep={keep}"]
         ).train
-        return recomputed_pair_share(train, make_layout(layout, 4, 16384, 64))
+        return recomputed_pair_share(train, make_layout(layout, 4, 16384, 64), 1)
 
     assert again("none") == again("selective") == again("sequence_selective", 1) == 0
     assert again("full") == again("sequence_selective", 0) == 1
     # With contiguous parts, every worker recomputes the early half of its own part.
     expected = {"striped": 0.25, "zigzag": 0.25, "contiguous": (1 + 5 + 9 + 13) / 64}[layout]
     assert again("sequence_selective") == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 4])
+@pytest.mark.parametrize("keep", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    ("layout", "seq"), [("contiguous", 256), ("zigzag", 250), ("striped", 250)]
+)
+def test_the_recomputed_pairs_are_those_of_the_early_tiles_of_all_workers(
+    layout, seq, keep, sharing
+):
+    """Under Ulysses, the early queries are the first ones of all workers that share heads."""
+    workers, again, whole = 4, 0.0, 0.0
+    parts = make_layout(layout, workers, seq, 8)
+    masks = [SequenceMask.causal(seq, parts.padded_seq)]
+    for rank in range(workers):
+        group = ContextGroup(rank, tuple(range(workers)), heads=sharing)
+        plan = Plan.make(make_exchange("ring", parts, group), masks, keep=keep)
+        early, computes = plan.early_tiles.tiles, list(plan.forward.computes)
+        again += sum(early[op.queries, op.keys].pairs / op.part[1] for op in computes)
+        whole += plan.pairs
+    train = compose(
+        ["train.activation_checkpoint=sequence_selective", f"train.checkpoint_keep={keep}"]
+    ).train
+    assert recomputed_pair_share(train, parts, sharing) == pytest.approx(again / whole)
 
 
 def test_the_default_mask_is_causal():

@@ -311,7 +311,7 @@ def test_the_output_shows_the_choice_the_rejected_settings_and_the_longest_seque
         assert (chosen_plan.search.chosen is not None) is fits
     assert " of a GPU " in flat
     assert re.search(
-        r"train\.memory=auto takes train\.\S+=.*, the fastest of \d+ settings that fits: "
+        r"train\.memory=auto takes train\.\S+=.*, of \d+ settings the fastest one that fits: "
         r"[\d.]+ (s|min) per step",
         flat,
     )
