@@ -28,7 +28,7 @@ class SimulateRequest:
     index: a file, a folder, or the name of a family of synthetic indices.
     density: share of the causal blocks that slashes cover.
     columns: number of single key columns per head.
-    layers: number of layers that get an index each.
+    layers: number of layers to predict, each with its own index.
     slow: RANK=X,..., the factors by which computation on these ranks takes longer.
     jitter: standard deviation of the logarithm of message times.
     """

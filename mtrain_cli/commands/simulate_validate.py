@@ -357,7 +357,7 @@ def _cells(p: PassComparison) -> Iterator[str]:
 
 
 def _definition(compared: Sequence[CaseComparison]) -> str:
-    """Return which measured times are compared: with or without recording."""
+    """Describe the measured times that are compared: with or without recording."""
     kinds = {p.bare is not None for case in compared for p in case.passes.values()}
     bare = "without recording, the median (`mtrain report`: bare)"
     recorded = "while recording, the mean (`mtrain report`: pass ms)"

@@ -262,7 +262,8 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
     """Return which kernels can run a typical model: head_dim 128, 16 query heads, 2 KV heads.
 
-    GPUs use bfloat16, one entry per compute capability. The CPU uses float32.
+    The dtype is bfloat16 on GPUs and float32 on the CPU. GPUs of the same compute capability share
+    an entry per kernel.
     """
     requests = [
         KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)

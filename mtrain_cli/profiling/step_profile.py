@@ -56,7 +56,7 @@ class _RankSummary:
     """The results of one rank.
 
     breakdown: parts of the recorded steps.
-    plain: seconds of each unrecorded step from step `StepProfilePlan.alike` on.
+    plain: seconds of each unrecorded step that does the same work as the recorded ones.
     recorded: seconds of each recorded step.
     peak_gib: peak memory in GiB of the steps in `plain`; None on a CPU.
     """
@@ -199,7 +199,7 @@ def _document(
     """Return the content of summary.json. Times are milliseconds per step.
 
     Args:
-        metrics: metrics of the unrecorded steps from step `StepProfilePlan.alike` on.
+        metrics: metrics of the unrecorded steps that do the same work as the recorded ones.
         losses: losses of all steps.
     """
     config, choices, e = trainer.config, trainer.choices, trainer.environment

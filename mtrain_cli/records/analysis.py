@@ -120,7 +120,7 @@ class PassAnalysis:
     time: imbalance degrees of the times.
     work: imbalance degrees of the query-key pairs.
     computation: computation ratios.
-    duration: time of one layer's pass on the slowest worker, over iterations.
+    duration: time of one layer's pass on the slowest worker, an estimate over iterations.
     p50, p95, longest: 50th and 95th percentile and maximum of the time of one worker's step.
     layers: per layer, the ms of the slowest worker's pass, and the mean ms over workers of
         attention, late waits and exposed communication.

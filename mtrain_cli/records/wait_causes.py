@@ -33,7 +33,8 @@ class WaitCause:
 
     text: sentence that explains the cause to a user.
     ms: milliseconds that all ranks together lose per iteration.
-    kind: work, slow, start, link, or the name of a phase.
+    kind: ``work`` (the rank has more work), ``slow`` (a straggler), ``start`` (a late start),
+        ``link`` (exposed communication), or the phase that takes longer than on other ranks.
     direction: pass in which the cause is costliest.
     rank: rank that others wait for; None for a link.
     step: step of the schedule in which the cause lies; -1 before the first step.

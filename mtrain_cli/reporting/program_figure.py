@@ -200,7 +200,7 @@ def transfers(
 
 
 def program_figure(shown: Sequence[tuple[str, ReportSource, CaseAnalysis | None]]) -> Figure:
-    """Draw each different exchange, a view per pass.
+    """Draw each distinct exchange once, with a view per pass.
 
     shown: (label, run, case) of each case; the case is None for a training run without cases.
     """

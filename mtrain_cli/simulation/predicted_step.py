@@ -269,7 +269,7 @@ class _StepEstimate:
         return self.costs.rate(self.cluster.gpu.host_link_gbps) * 1e3
 
     def _optimizer_on_host(self) -> float:
-        """Return the microseconds of an optimizer on the host.
+        """Return the microseconds that the optimizer takes on the host; 0 if it runs on the GPU.
 
         Gradients arrive and weights leave while the optimizer updates other weights. The first
         gradients and the last weights overlap with nothing. If gradients leave the GPU during

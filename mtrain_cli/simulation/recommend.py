@@ -68,7 +68,7 @@ class RejectedSetup:
     """A configuration that is impossible or does not fit.
 
     what: the configuration.
-    why: the reason. Tables group rejected configurations by it.
+    why: the reason. Tables group configurations by this reason.
     """
 
     what: str

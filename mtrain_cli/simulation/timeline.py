@@ -346,9 +346,9 @@ class _Player:
 
 
 class _Groups:
-    """The sets of ranks that take part in a collective together.
+    """The groups of ranks in which collectives run.
 
-    peers: [workers], the lowest rank of each rank's set.
+    peers: [workers], the lowest rank of each rank's group.
     """
 
     def __init__(self, peers: IntArray) -> None:
@@ -360,17 +360,20 @@ class _Groups:
         self.of = np.searchsorted(ordered[self.begin], peers)
 
     def most(self, values: FloatArray) -> FloatArray:
-        """Return the largest value in each rank's set, [workers]."""
+        """Return for each rank the largest value in its group, [workers]."""
         if self.alone:
             return np.full(len(values), values.max())
         return np.maximum.reduceat(values[self.order], self.begin)[self.of]
 
     def first(self, values: FloatArray) -> FloatArray:
-        """Return the value of the lowest rank in each rank's set, [workers]."""
+        """Return for each rank the value of the lowest rank in its group, [workers]."""
         return values[self.peers]
 
     def latest(self, values: FloatArray) -> IntArray:
-        """Return the lowest rank with the largest value in each rank's set, [workers]."""
+        """Return for each rank which rank of its group has the largest value, [workers].
+
+        If several have it, this is the lowest of them.
+        """
         largest = values == self.most(values)
         candidates = np.where(largest, np.arange(len(values)), len(values))
         if self.alone:
