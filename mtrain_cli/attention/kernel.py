@@ -40,7 +40,7 @@ class KernelRequest:
 
     capability: CUDA compute capability such as (9, 0); None without a GPU.
     dtype: torch's name, such as ``bfloat16``.
-    deterministic: results must be bitwise repeatable.
+    deterministic: whether results must be bitwise repeatable.
     index: None for dense attention.
     """
 
@@ -57,8 +57,8 @@ class KernelRequest:
 class Kernel(Protocol):
     """A local attention implementation.
 
-    needs_out: backward needs out and computes delta from it. If False, delta alone is enough, so
-        exchanges that send queries to other workers send delta instead of out.
+    needs_out: whether backward needs out, from which it computes delta. If False, delta is enough:
+        exchanges that send queries to other workers then send delta instead of out.
     skips: whether the kernel skips pairs that a dynamic index leaves out. If False, it computes and
         masks these pairs, no faster than dense attention.
     """
@@ -133,7 +133,7 @@ class Kernel(Protocol):
 
 
 class DefinitionColumns:
-    """Attention over gathered columns by its definition, for kernels that need not be fast."""
+    """The methods of a `Kernel` for gathered columns, by attention's definition: slow but exact."""
 
     skips = False
 

@@ -56,12 +56,12 @@ class SequenceMask:
 
     @staticmethod
     def causal(length: int, padded: int) -> SequenceMask:
-        """Causal attention over the whole sequence, without documents."""
+        """Return the mask of causal attention over the whole sequence, without documents."""
         return SequenceMask(np.zeros(padded, np.int64), length)
 
     @staticmethod
     def from_documents(documents: NDArray[np.integer], padded: int) -> SequenceMask:
-        """Causal attention within each document.
+        """Return the mask of causal attention within each document.
 
         documents: id of each token, non-decreasing.
 
@@ -101,8 +101,8 @@ class SequenceMask:
 class KeySpans:
     """The key slots ``low[i] <= j < high[i]`` that query i of a shard sees.
 
-    low, high: int64 [queries]. Equal if the query sees no key. Among queries that see a key,
-        neither decreases.
+    low, high: int64 [queries]. Equal if the query sees no key. Over the queries that see a key,
+        both are non-decreasing.
     num_keys: number of key slots.
     """
 

@@ -71,7 +71,7 @@ class BlockPairs:
         return BlockPairs(len(rows), blocks, places, summed)
 
     def by_diagonal(self) -> tuple[IntArray, IntArray]:
-        """Return each block diagonal's number of allowed pairs, and of blocks that hold any.
+        """Return for each block diagonal the number of allowed pairs, and of blocks with any.
 
         Both are int64 [blocks]. This works only if `make` counted all query blocks.
         """
@@ -99,8 +99,8 @@ class MaskTables:
     block: tokens per block.
     blocks: blocks in the whole sequence; the last may be short.
     padded: positions of the padded sequence.
-    plain: every mask is causal only, without documents or padding. Only blocks on the diagonal are
-        then partial.
+    plain: whether every mask is causal only, without documents or padding. Only blocks on the
+        diagonal are then partial.
     lengths: int64 [batch], tokens without padding.
     first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
         for padding.

@@ -73,7 +73,7 @@ def add_column_gradients(
     """Add the gradients of packed columns to dk and dv in place, in a fixed order.
 
     dk, dv: [batch, keys, kv_heads, head_dim], float32 or bfloat16.
-    columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim], summed over parts.
+    columns_dk, columns_dv: float32 [parts, batch, heads, width, head_dim]. All parts are added.
     """
     add_rows(dk, dv, columns_dk, columns_dv, local_columns(tiles)[1])
 

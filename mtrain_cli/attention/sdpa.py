@@ -129,7 +129,7 @@ def _surrogate_out(dout: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
 
 
 def _calls(tiles: Tiles, b: int, q: torch.Tensor) -> list[Call]:
-    """Return the calls that compute sequence b."""
+    """Return the kernel calls that together compute sequence number b of the batch."""
     dtype = accumulation_dtype(q.dtype)
     if tiles.index is not None:
         return list(_cpu_index_calls(tiles, b, dtype))

@@ -26,7 +26,7 @@ BLOCKS = (16, 32, 64, 128)
 
 
 class TritonColumns:
-    """Attention over an index's columns, gathered from all workers, by the Triton kernels."""
+    """The methods of a `Kernel` for gathered columns, by the Triton kernels."""
 
     skips = True
 

@@ -14,7 +14,7 @@ _VAST = 2.0**100
 class UpperLimit:
     """The largest allowed value of a number, and the reason for this limit.
 
-    Every number has a limit, since larger ones overflow or keep a plan busy for hours.
+    Every number has a limit, since larger ones overflow or make planning take hours.
     """
 
     value: float

@@ -121,7 +121,7 @@ class PackedDataset:
         """Return sequence ``index``.
 
         Raises:
-            IndexError: outside 0 to len - 1.
+            IndexError: ``index`` is not in 0 to len - 1.
             ConfigError: the source is corrupt.
         """
         if not 0 <= index < self._length:

@@ -42,7 +42,7 @@ class Filters:
     def recipe(self) -> dict[str, str]:
         """The entry for the filters in `StoreMeta.recipe`, or no entry if nothing is filtered.
 
-        Stores of versions without filters have no entry either, so both recipes are equal.
+        Stores that mtrain wrote before it had filters have no entry either, so recipes still match.
         """
         return {} if self == Filters() else {"filters": repr(sorted(asdict(self).items()))}
 

@@ -66,7 +66,7 @@ class Loader(Generic[Batch]):
         return self
 
     def __next__(self) -> list[Batch]:
-        """Return the micro-batches of the next step: global_batch / dp / micro_batch in number."""
+        """Return the next step's micro-batches, a list of global_batch / (dp * micro_batch)."""
         pending, self._next = self._next, None
         if pending is None:
             pending = self._reader.submit(self._read, self._sampler.consumed)
@@ -96,7 +96,7 @@ class Loader(Generic[Batch]):
         return {**self._sampler.state(), **stream}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue after the last step of a saved state. Its ``dp`` may differ from this loader's.
+        """Continue after the last step of a saved state. ``dp`` may have changed since.
 
         Raises:
             ConfigError: the state belongs to another dataset.

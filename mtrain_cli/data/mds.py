@@ -300,7 +300,9 @@ class MdsFolder:
     def _bounds(
         self, raw: np.ndarray, offsets: np.ndarray
     ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Return the byte offsets at which each column begins and ends, two int64[samples].
+        """Return for each column the byte offsets at which its values begin and end.
+
+        Both are int64[samples].
 
         Args:
             raw: the bytes of a shard.

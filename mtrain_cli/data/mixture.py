@@ -103,7 +103,7 @@ class MixtureSampler(Sampler):
         self.block = max(_MIN_BLOCK, 1 << math.ceil(math.log2(2 / smallest_share)))
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the corpus of the run's sequence ``number``, and its sequences drawn before."""
+        """Return the corpus of the run's sequence ``number``, and how often it was drawn before."""
         block, slot = divmod(number, self.block)
         corpora, counts = self._block(block)
         return int(corpora[slot]), int(counts[slot])
@@ -126,8 +126,8 @@ class MixtureSampler(Sampler):
     def state(self) -> dict[str, int]:
         """Return the state for a checkpoint.
 
-        ``in_order_from``: first block in which a corpus finishes an epoch before the next begins.
-        Earlier versions of mtrain mixed two epochs of a corpus within a block.
+        ``in_order_from``: number of the block from which on a corpus finishes an epoch before it
+        begins the next. Earlier versions of mtrain mixed two epochs of a corpus within a block.
         """
         return {**super().state(), "in_order_from": self._in_order_from}
 

@@ -40,7 +40,7 @@ class Sampler:
         return {"seed": self.seed, "consumed": self.consumed}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from the result of ``state()``, which the same dataset must have produced."""
+        """Continue from a saved ``state()`` of a sampler over the same dataset."""
         seed, consumed = int(state["seed"]), int(state["consumed"])
         if consumed < 0:
             raise ValueError(f"The number of consumed sequences cannot be negative: {consumed}.")

@@ -346,7 +346,7 @@ class StoreWriter:
             pending.clear()  # type: ignore[attr-defined]
 
     def sync(self) -> None:
-        """Call `flush`, and wait until the disk has everything."""
+        """Call `flush`, and wait until everything is on disk."""
         self.flush()
         for file in filter(None, (self._tokens, self._offsets, self._labels)):
             file.flush()
@@ -356,7 +356,7 @@ class StoreWriter:
         """Return the store in memory. tokens, offsets: contents of the two files after `flush`.
 
         Raises:
-            ConfigError: it has no documents.
+            ConfigError: the store has no documents.
         """
         self._require_documents(corpus)
         arrays = np.frombuffer(tokens, self._dtype), np.frombuffer(offsets, _OFFSET)

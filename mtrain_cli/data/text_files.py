@@ -195,7 +195,7 @@ def _parse_record(line: bytes, location: str, key: TextKey) -> dict[str, Any]:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{location}: not UTF-8 text (byte {error.start})") from None
+        raise ConfigError(f"{location}: not UTF-8 text at byte {error.start} of the line") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{location}: not JSON ({error})") from None
     if not isinstance(record, dict):

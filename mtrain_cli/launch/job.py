@@ -263,7 +263,7 @@ def _seal(name: str, text: str) -> str:
     """Return ``text`` with a signature for the store entry ``name``.
 
     Anyone who can reach the port of the store can write to it. The signature shows that the writer
-    has the job's secret. Without a secret it is empty.
+    has the job's secret. Without a secret the signature is empty.
     """
     key = shared_key("decision")
     seal = "" if key is None else _digest(key, f"{name}\0{text}")

@@ -165,7 +165,7 @@ def _undo_create(
     Args:
         is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
         new_parents: parent folders that `create` made, the nearest first.
-        latest_before: target of the link ``latest`` before, None if there was no such link.
+        latest_before: earlier target of the link ``latest``, None if there was no such link.
     """
     if any(run.checkpoints.glob("step-*")) or (run.metrics.exists() and run.metrics.stat().st_size):
         return False
@@ -194,9 +194,9 @@ def _undo_rewrite(
     """Restore the files that `RunDir.rewrite` changed, unless a step has run since.
 
     Args:
-        files: content of each file before, None if the file did not exist.
-        lines: hash of each line of metrics.jsonl before.
-        commit: result of `RunDir.last_commit` before.
+        files: earlier content of each file, None if the file did not exist.
+        lines: hash of each line that metrics.jsonl had before the change.
+        commit: result of `RunDir.last_commit` before the change.
 
     Returns:
         False: the run still exists.

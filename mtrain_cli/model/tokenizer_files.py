@@ -96,7 +96,7 @@ def of_folder(folder: Path, eos: int | None = None) -> TokenizerFiles:
 
 
 def of_file(path: Path, eos: int | None) -> TokenizerFiles:
-    """Return the tokenizer in a single file with the content of a tokenizer.json.
+    """Return the tokenizer in a tokenizer.json, under any file name.
 
     Args:
         eos: id of the token that ends each document of the run's data.

@@ -112,10 +112,10 @@ class DynamicIndex:
         return self.kept[layer]
 
     def count(self) -> None:
-        """Count the work that the slashes and columns of all layers leave.
+        """Replace slashes and columns in ``records`` by the counts of the work that they leave.
 
-        Count all layers in one batch at the end of a step: counting launches about fifty kernels,
-        and no layer should wait for a metric.
+        Call this once, at the end of a step: counting launches about fifty kernels, and no layer
+        should wait for a metric.
         """
         with profiler_labels.label(profiler_labels.INDEX):
             self._count()

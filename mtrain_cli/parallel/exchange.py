@@ -123,7 +123,7 @@ class Exchange:
     def num_queries(self) -> int:
         """Number of queries per sequence for which this rank computes attention.
 
-        If ranks share heads, this counts the queries of all of them.
+        If this rank shares heads with others, their queries count, too.
         """
         return self.inside.tokens_per_worker
 
@@ -300,7 +300,10 @@ class Exchange:
 def _restored(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Saved
 ) -> tuple[torch.Tensor, Saved]:
-    """Return what `Exchange.recompute` returns if nothing is computed again."""
+    """Return out and the saved tensors for `Exchange.recompute` if it computes nothing again.
+
+    kept: result of `Exchange.kept_for_recompute` with ``early`` 0.
+    """
     out, lse, *foreign = kept
     keys, *columns = foreign or [torch.stack([k, v])]
     return out, (q, keys, out, lse, *columns)

@@ -302,20 +302,20 @@ class Executor:
         return concatenate(outs, 2), concatenate(lses, 1)
 
     def _to_heads(self, op: Arrange) -> Sequence[Any]:
-        """Split heads over ranks to send: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Cut out the heads for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = [split_heads(t, self.program.sharing) for t in self._read(op)]
         self._widths = [part.shape[3] for part in parts]
         return (torch.cat(parts, 3),)
 
     def _from_tokens(self, op: Arrange) -> Sequence[Any]:
-        """Sort the tokens received: [batch, tokens of all ranks, heads per rank, head_dim]."""
+        """Sort the received tokens: [batch, tokens of all ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
         order, _ = self.exchange.token_order(arrived.device)
         whole = arrived.transpose(0, 1).flatten(1, 2).index_select(1, order)
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
     def _to_tokens(self, op: Arrange) -> Sequence[Any]:
-        """Split tokens over ranks to send: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Cut out the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
         _, back = self.exchange.token_order(parts[0].device)
@@ -323,7 +323,7 @@ class Executor:
         return (together.unflatten(1, (self.program.sharing, -1)).transpose(0, 1).contiguous(),)
 
     def _from_heads(self, op: Arrange) -> Sequence[Any]:
-        """View the heads received as [batch, tokens, ranks, heads per rank, head_dim]."""
+        """View the received heads as [batch, tokens, ranks, heads per rank, head_dim]."""
         (arrived,) = self._read(op)
         return arrived.permute(1, 2, 0, 3, 4).split(self._widths, 3)
 

@@ -1,4 +1,4 @@
-"""The message that lets another rank compute the gradients of these queries."""
+"""The message from which another rank computes the gradients of this rank's queries."""
 
 from __future__ import annotations
 

@@ -127,13 +127,16 @@ class Recorder:
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Record what happens inside as one iteration."""
+        """Record the ``with`` block as one iteration."""
         with self._timed(ITERATION, -1, NOTHING):
             yield
 
     @contextmanager
     def attention_pass(self, layer: int, direction: str) -> Iterator[None]:
-        """Record one pass of a layer's attention. A second forward pass counts as recompute."""
+        """Record the ``with`` block as one pass of a layer's attention.
+
+        A second forward pass counts as recompute.
+        """
         if not self.recording:
             yield
             return
@@ -152,7 +155,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the work queued inside the context as one span. On a CPU: the work that runs."""
+        """Record the ``with`` block as one span: what it queues on a GPU, or runs on a CPU."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager
@@ -168,7 +171,7 @@ class Recorder:
             self._add(kind, step, message, began, self.now())
 
     def posted(self, step: int, message: MessageTag) -> None:
-        """Record that a transfer was posted, behind the work queued so far."""
+        """Record that a transfer was posted, after the work queued so far."""
         if self.recording:
             self._under_way[message.number] = step, message, self.now()
 

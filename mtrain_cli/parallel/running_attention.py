@@ -17,7 +17,10 @@ class RunningAttention:
         self._lse: torch.Tensor | None = None
 
     def add(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merge attention over further, disjoint keys. The first out and lse become the buffers."""
+        """Merge the attention over further keys. The first ``out`` and ``lse`` become the sums.
+
+        No key may be added twice.
+        """
         if self._out is None or self._lse is None:
             self._out, self._lse = out, lse
             return
@@ -28,7 +31,7 @@ class RunningAttention:
         return None if self._out is None or self._lse is None else (self._out, self._lse)
 
     def replace_partial(self, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Set a result that already includes the partial one."""
+        """Replace the sums by ``out`` and ``lse``, which already include them."""
         self._out, self._lse = out, lse
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -111,9 +111,9 @@ class ScheduleStep:
     part: (i, n), the i-th of n equal parts of the heads.
     post: transfers that start first, to overlap with the computation.
     wait: numbers of transfers that must complete before the computation.
-    collect: numbers of gradient transfers to wait for after the computation. A hop then delivers a
-        gradient, to which the rank adds its own part. A reduce-scatter frees its send buffer before
-        the next one allocates another.
+    collect: numbers of gradient transfers that must complete after the computation. A completed hop
+        delivers a gradient, to which the rank adds its own part. A completed reduce-scatter frees
+        its send buffer before the next one allocates another.
     send: gradient transfers that start last.
     """
 
@@ -353,14 +353,14 @@ def _collectives(
 
 
 def ring(options: ScheduleOptions) -> Schedule:
-    """Circulate key shards in one ring over all ranks; compute each shard while it moves on."""
+    """Circulate key shards in one ring over all ranks; each computes a shard as it sends it on."""
     return _rings("ring", options, nodes=1)
 
 
 def hierarchical_ring(options: ScheduleOptions) -> Schedule:
     """Circulate in a ring inside every node, and in rings of counterparts across nodes.
 
-    Post an outer hop a whole turn of the inner ring ahead of its use (MTraining, section 4.2 and
+    Post an outer hop a whole turn of the inner ring before its use (MTraining, section 4.2 and
     algorithm 2; its formula for inner neighbours omits the first rank of the node).
     """
     return _rings("hierarchical_ring", options, nodes=-(-options.workers // options.per_node))
@@ -437,7 +437,10 @@ class _Rings:
         inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
 
         def to_next_node(phase: int) -> tuple[Transfer, ...]:
-            """Return the hop that ends a phase. The first phase keeps this rank's own gradient."""
+            """Return the hop that sends a phase's gradient to the next node.
+
+            Return no hop in the first phase, whose gradient is this rank's own.
+            """
             shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
             return (outer(*shards),) if phase else ()
 
@@ -547,10 +550,10 @@ def _numbers_after(steps: list[ScheduleStep]) -> count[int]:
 def _share_heads(inner: Schedule, options: ScheduleOptions) -> Schedule:
     """Wrap Ulysses around another exchange.
 
-    The ranks R * heads to R * heads + heads - 1 share heads. A first all-to-all gives each of them
-    the tokens of all of them for 1 / heads of the heads. Each then acts as rank R of the inner
-    exchange for these heads (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719). A last
-    all-to-all undoes the trade.
+    The ranks R * heads to R * heads + heads - 1 form group R, which shares heads. A first
+    all-to-all gives each rank the tokens of its whole group, for 1 / heads of the heads. The rank
+    then acts as rank R of the inner exchange for these heads. A last all-to-all undoes the trade
+    (DeepSpeed-Ulysses, arXiv:2309.14509; USP, arXiv:2405.07719).
     """
     heads = options.heads
 

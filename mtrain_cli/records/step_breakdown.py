@@ -47,8 +47,8 @@ OF_GPU, OF_CPU = (*COMPUTING, LINKS, WAITS, IDLE), (*COMPUTING, LINKS, HOST)
 Event = Mapping[str, Any]
 Interval = tuple[int, int]  # [begin, end) in nanoseconds
 Thread = tuple[Any, Any]  # process and thread
-# Identifies an NCCL message on all ranks: the values of `_OF_MESSAGE`, then the number of earlier
-# messages with the same values.
+# Identifies an NCCL message on all ranks: the values of `_OF_MESSAGE`, which are its kind, then the
+# number of earlier messages of this kind.
 Message = tuple[Any, ...]
 
 _STEP, _CLOSING = PREFIX + STEP, PREFIX + CLOSING
@@ -156,7 +156,7 @@ def find_parts(
 def messages(events: Iterable[Event]) -> dict[Message, int]:
     """Return the nanoseconds of each NCCL message in the steps of one rank.
 
-    Skip messages whose group and size are not in the trace.
+    Skip messages without a group and a size in the trace.
 
     Raises:
         ValueError: the trace holds no step.
@@ -378,8 +378,8 @@ def _kinds(calls: Iterable[tuple[str, str, int]]) -> list[OperationTotals]:
 def _messages(device: Iterable[_Span]) -> list[Message | None]:
     """Return the message of each span; None for a span that is no NCCL message.
 
-    Messages with equal values are numbered by their start. Ranks agree on these numbers, because
-    all ranks of a group send its messages in the same order.
+    Messages of one kind (see `shortest`) are numbered by their start. Ranks agree on these numbers,
+    because all ranks of a group send its messages in the same order.
     """
     numbers: dict[tuple[Any, ...], int] = defaultdict(int)
     numbered: list[Message | None] = []

@@ -233,7 +233,7 @@ def _bare(case: CaseAnalysis, direction: str) -> str:
 
 
 def _bare_note(cases: Sequence[CaseAnalysis]) -> str:
-    """Return the part of the caption that explains `_bare`; empty if no case has the value."""
+    """Return the part of the caption that explains `_bare`; empty if no case has such a time."""
     there = any(_bare(case, direction) for case in cases for direction in case.passes)
     note = "; pass ms: mean of recorded iterations; in brackets (bare): median without recording"
     return note if there else ""

@@ -74,10 +74,10 @@ class Disturbances:
     seed: int = 0
 
     def of_groups(self, size: int) -> dict[int, Disturbances]:
-        """Return the disturbances of each context group that has a slow rank.
+        """Return the disturbances of each context group that has a slow rank, by group.
 
-        If no rank is slow, return those of group 0.
-        Ranks count from 0 in each group of ``size`` ranks.
+        If no rank is slow, return those of group 0. Ranks count from 0 in each group of ``size``
+        ranks.
         """
         slow: dict[int, dict[int, float]] = {}
         for rank, factor in sorted(self.slow.items()):

@@ -16,7 +16,7 @@ from mtrain_cli.sparsity.pattern import NO_ROWS, MaskedPositions
 
 @dataclass(frozen=True)
 class FixedPattern(FixedSettings):
-    """An index that each layer draws from its own seed, the same in every step.
+    """Draws each layer's index from a seed, so it is the same in every step, whatever the data.
 
     Sequences of equal length have the same index.
 
@@ -117,6 +117,7 @@ def fixed_index(
     head draws its own index, which all sequences of the batch share.
 
     Args:
+        columns: columns per head.
         slashes: diagonals per head, at least 1.
         density: share of the causal blocks that the diagonals fill. If given, ignore slashes.
     """

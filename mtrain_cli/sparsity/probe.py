@@ -36,6 +36,8 @@ Table = tuple[int, range, torch.Tensor]
 class Probe:
     """The probed queries of one sequence, and where they meet this worker's shard, on the device.
 
+    Probed queries are the few whose attention to all keys is computed to estimate an index.
+
     rows: int64 [rows], positions of the queries, ascending.
     first: int32 [rows], first position that each query sees.
     row_blocks: int64 [rows], index of each query's block among the blocks with probed queries.
@@ -155,11 +157,20 @@ class ProbedAttention(ABC):
 
     @abstractmethod
     def _tile_lse(self, b: int, rows: slice) -> torch.Tensor:
-        """Return some queries' log-sum-exp over each tile of local keys, [tiles, heads, rows]."""
+        """Return log-sum-exps over each tile of local keys, [tiles, heads, rows].
+
+        b: sequence of the batch.
+        rows: slice of the sequence's probed queries.
+        """
 
     @abstractmethod
     def _columns(self, b: int, lse: torch.Tensor, blocks: range) -> torch.Tensor:
-        """Return the mass that some probed blocks give each column, [blocks, heads, columns]."""
+        """Return the mass that some probed blocks give each column, [blocks, heads, columns].
+
+        b: sequence of the batch.
+        lse: of its probed queries over the keys of all workers, [heads, rows].
+        blocks: range of the sequence's probed blocks, counted from 0.
+        """
 
 
 class FusedProbe(ProbedAttention):
@@ -247,7 +258,7 @@ def _merge_lse(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Te
     """Merge the log-sum-exps of tiles over all workers, [heads, rows of all sequences].
 
     A row that sees no key gets +inf. The result does not depend on which worker holds a block: each
-    tile lies within a block, and sums over tiles are integers.
+    tile lies within a block, and tiles are added as integers, which is exact in any order.
 
     partial: [tiles, heads, rows] per sequence; overwritten.
     """
@@ -275,7 +286,7 @@ def _scores(
 ) -> Iterator[tuple[slice, torch.Tensor]]:
     """Yield slices of query heads and their scores [heads, rows, keys], within the memory budget.
 
-    A score is -inf if the row does not see the key, or if it is +inf or NaN.
+    A score is set to -inf if the row does not see the key, or if the product is +inf or NaN.
 
     q: [rows, heads, head_dim]; k: [keys, kv_heads, head_dim]; hidden: bool [rows, keys].
     """

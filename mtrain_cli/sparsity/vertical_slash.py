@@ -103,7 +103,7 @@ class VerticalSlashPattern(VerticalSlashSettings):
         return VerticalSlash(self.block, masked.geometry.blocks, slashes, columns, self.max_slashes)
 
     def mass(self, q: torch.Tensor, k: torch.Tensor, masked: MaskedPositions) -> list[torch.Tensor]:
-        """Return the attention of the probed queries, one tensor per sequence.
+        """Return the mass that the probed queries give to local keys, one tensor per sequence.
 
         Args:
             q, k: this worker's [batch, tokens, heads, head_dim] and [batch, tokens, kv_heads,

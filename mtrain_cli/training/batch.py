@@ -78,7 +78,7 @@ class Batch:
 
 
 class BatchMaker:
-    """Cut loaded samples into this worker's tokens, in layout order.
+    """Makes micro-batches: cuts this worker's tokens out of whole sequences, in layout order.
 
     Activations keep the layout order through the whole model.
     """

@@ -55,7 +55,7 @@ class Callback:
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002 - a hook
         """Return the attention that a micro-batch uses. By default, `attend` unchanged.
 
-        The last callback is called first, so that the first one wraps all others.
+        The trainer asks the last callback first, so the first callback's wrapper is the outermost.
         """
         return attend
 

@@ -96,7 +96,7 @@ class CheckpointReader(dcp.FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """DCP's planner, but it reads values other than tensors with `weights_only=True`, too."""
+    """DCP's planner, except that all values, not only tensors, load with `weights_only=True`."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()

@@ -233,7 +233,7 @@ class Checkpointer:
         return None
 
     def _tensors(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what DCP saves: all but `trainer`, with `rng` under the name of this rank."""
+        """Return what DCP saves: `state` without `trainer`, with `rng` under this rank's name."""
         tensors = {key: value for key, value in state.items() if key not in ("trainer", "rng")}
         return tensors | ({"rng": {f"rank-{self._rank}": state["rng"]}} if "rng" in state else {})
 

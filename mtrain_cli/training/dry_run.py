@@ -291,7 +291,10 @@ def advice(plan: RunPlan) -> str:
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:
-    """Halve the planned number of workers until they fit this machine. Return None if none fit."""
+    """Return a smaller number of workers that fits this machine, or None if not even one fits.
+
+    It is the planned number, halved until it fits.
+    """
     workers = plan.dims.workers // 2
     while workers:
         topology = dataclasses.replace(plan.config.topology, workers=workers)
@@ -303,7 +306,10 @@ def _fewer_workers(plan: RunPlan) -> int | None:
 
 
 def _longest_seq(plan: RunPlan) -> int | None:
-    """Halve the planned sequence until it fits this machine. Return None if none fits."""
+    """Return a shorter sequence that fits this machine, in tokens, or None if none fits.
+
+    It is the planned length, halved until it fits.
+    """
     seq = plan.config.seq // 2
     while seq >= SHORTEST_SEQ:
         if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:

@@ -144,7 +144,7 @@ def _bucket_of_tokens(host: HostBatch, bounds: np.ndarray) -> torch.Tensor:
 class EvaluationWriter:
     """Append to `evaluations.jsonl` of a run, after removing rows later than `start_step`.
 
-    kept: rows that the file held before and still holds.
+    kept: the rows up to `start_step`, which remain in the file.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -200,7 +200,7 @@ def _rows(file: Path) -> list[dict[str, Any]]:
 def losses_by_bucket(
     evaluations: Sequence[Evaluation],
 ) -> list[tuple[int, int, list[float | None]]]:
-    """Return (begin, end, loss in each evaluation) for each bucket that is not always empty."""
+    """Return (begin, end, loss in each evaluation) for each bucket that ever has tokens."""
     spans = sorted(
         {(b.begin, b.end) for evaluation in evaluations for b in evaluation.buckets if b.tokens}
     )

@@ -119,7 +119,7 @@ def recomputed_attention(train: TrainConfig, layout: Layout, sharing: int) -> Re
 def _early_queries(train: TrainConfig, layout: Layout, sharing: int) -> int:
     """Return how many of a worker's first queries are recomputed.
 
-    sharing: number of ranks that share heads. The count covers the queries of all of them.
+    sharing: number of ranks that share heads. Their queries count together, as one worker's.
     """
     unit = layout.unit if layout.unit > 1 else None
     return early_queries(layout.tokens_per_worker * sharing, attention_kept(train), unit)
@@ -142,7 +142,10 @@ def recomputed_pair_share(train: TrainConfig, layout: Layout, sharing: int) -> f
 
 @lru_cache(maxsize=64)
 def _pairs_of_first(early: int, layout: Layout, sharing: int) -> int:
-    """Count the causal pairs of the first `early` tokens of all ranks that share heads, summed."""
+    """Count the causal pairs of the first `early` tokens of every shard, summed over shards.
+
+    sharing: number of ranks that share heads. They hold one shard together.
+    """
     joined = Joined.of(layout, sharing)
     first = np.concatenate([joined.positions(rank)[:early] for rank in range(joined.workers)])
     return int((first[first < layout.seq] + 1).sum())

@@ -67,7 +67,10 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
 
 
 def _beyond_reach(config: Config, reach: int) -> list[str]:
-    """Warn if the sequence is longer than the folder's positions and their scaling cover."""
+    """Return a line if the sequence is longer than the model's rotary positions cover.
+
+    reach: tokens that the folder's positions cover without the run's scaling.
+    """
     rope = config.model.rope
     if rope.scaling == "yarn":
         reach = round(rope_factor(rope, config.seq) * rope.original_max_position)

@@ -77,17 +77,17 @@ class LayerMemory:
 
     @property
     def ring_kv(self) -> int:
-        """Bytes of the KV shard of a ring that the layer keeps for backward."""
+        """Bytes of the KV shard that the layer keeps for backward in a ring; 0 otherwise."""
         return 0 if self.early else self.attention.ring_kv
 
     @property
     def gathered_columns(self) -> int:
-        """Bytes of gathered columns that the layer keeps for backward."""
+        """Bytes of the columns that the layer gathers once and keeps for backward."""
         return 0 if self.early else self.attention.gathered_columns
 
     @property
     def kept(self) -> int:
-        """Bytes that the layer keeps from forward to backward, without index and products."""
+        """Bytes that the layer keeps until backward, without index and train.keep_mlp products."""
         out = self.out + self.lse
         if self.recomputes:
             late = self.queries - self.early
@@ -106,7 +106,7 @@ class LayerMemory:
         return sum(sum(block_sizes(size)) for size in tensors)
 
     def in_backward(self, *, products: bool) -> BackwardBytes:
-        """Return the bytes at the MLP's gate or in attention, whichever takes more.
+        """Return the bytes at the peak of backward, which is at the MLP's gate or in attention.
 
         A recomputed layer first recomputes its normed input, q, k, v, and the output and lse that
         it did not keep.

@@ -45,7 +45,7 @@ def train(
 
     Args:
         resume: start from the newest checkpoint of `run_dir`.
-        more_callbacks: make callbacks in addition to those of this module.
+        more_callbacks: functions that make further callbacks.
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
@@ -231,7 +231,7 @@ def _let_save_finish(
 
 
 class MetricsLog(Callback):
-    """Show every step and its warnings. On the first worker, write it to metrics.jsonl, too."""
+    """Show every step and its warnings. The first worker also writes the step to metrics.jsonl."""
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, progress: TrainingProgress) -> None:
         self._progress, self._writer = progress, None
@@ -304,7 +304,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
 
 
 def _wait(checkpointer: Checkpointer, progress: TrainingProgress) -> bool:
-    """Wait for the save in progress. Return whether it failed, after a warning."""
+    """Wait for the save in progress. If it failed, show a warning and return True."""
     try:
         checkpointer.wait()
     except CheckpointError as error:

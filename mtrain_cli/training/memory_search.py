@@ -6,9 +6,9 @@ measurement, so that all ranks choose the same setting. It is the sum of:
     compute     executed FLOP / (0.56 x peak FLOP/s). If the density of a sparse pattern depends on
                 the data, assume 10 % of the causal pairs.
     weights     transfer of `StateMemory.sent` bytes, which overlaps with compute
-    activations transfer of the offloaded bytes over the host link. The transfer down overlaps with
-                the offloaded layers' forward pass, a quarter of their compute. The transfer up
-                overlaps with their backward pass, the rest of it.
+    activations transfer of the offloaded bytes over the host link. The transfer to the host
+                overlaps with the offloaded layers' forward pass, a quarter of their compute. The
+                transfer back overlaps with their backward pass, the rest of it.
     optimizer   28 bytes per weight of the shard through GPU memory. With optim.offload, through
                 host memory, which the machine's workers share
     tiles       0.5 ms per MLP tile and pass, and per chunk of the loss
@@ -187,7 +187,7 @@ def _with_fewest_offloaded(plan: RunPlan, config: Config, changes: dict[str, Any
 
 
 def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) -> Variant:
-    """Keep the MLP products of as many layers as leave 10 % of a GPU free, possibly none."""
+    """Set train.keep_mlp to the most layers that leave 10 % of a GPU free, possibly none."""
     key, layers = "train.keep_mlp", config.model.num_layers
 
     def too_large(config: Config) -> bool:
@@ -202,10 +202,10 @@ def _with_most_products(plan: RunPlan, config: Config, changes: dict[str, Any]) 
 
 
 def with_products(plan: RunPlan) -> MemorySetting | None:
-    """Return the run's setting with the MLP products of as many layers as leave 10 % of a GPU free.
+    """Return the run with train.keep_mlp set to the most layers that leave 10 % of a GPU free.
 
-    Return None if there is no room, if the run keeps products already, or if it offloads or
-    recomputes attention's output.
+    Return None if there is no room for one layer, if the run sets train.keep_mlp, or if it offloads
+    or recomputes attention's output.
     """
     train = plan.config.train
     if train.keep_mlp or _short_of_memory(train.activation_checkpoint, train.offload_activations):
@@ -334,7 +334,10 @@ def remedies(plan: RunPlan, result: MemorySearch) -> list[str]:
 
 
 def _other_exchange(plan: RunPlan) -> str | None:
-    """Return `topology` overrides that fit: more parts of the heads, a ring, or an all-gather."""
+    """Return overrides of `topology` with which the run fits, or None if there are none.
+
+    They set more parts of the heads, a ring, or an all-gather.
+    """
     config, cp, exchange = plan.requested or plan.config, plan.dims.cp, plan.exchange
     if plan.environment.device == "cpu":
         return None
@@ -394,7 +397,10 @@ def longest_seq(plan: RunPlan, *, shortest: int = 1024, most: int = 1 << 27) -> 
 
 
 def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
-    """Double the planned number of workers until the run fits. Return None if it never fits."""
+    """Return a number of workers with which the run fits, or None if none up to `most` does.
+
+    It is the planned number, doubled until the run fits.
+    """
     config, environment = plan.requested or plan.config, plan.environment
     if environment.device == "cpu":
         return None

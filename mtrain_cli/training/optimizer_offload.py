@@ -2,14 +2,14 @@
 
 The device keeps weight shards in the compute dtype, and gradients. Per weight, that is 2 bytes of
 bfloat16 and 4 bytes of float32 gradient, instead of 16 bytes with the optimizer on the device. Each
-step sends 4 bytes per weight down and 2 bytes up. With `optim.offload_gradients`, gradients move to
-the host as they are reduced. If a step has one micro-batch, the device then keeps only 2 bytes per
-weight.
+step sends 4 bytes per weight to the host and 2 bytes back. With `optim.offload_gradients`,
+gradients move to the host as they are reduced. If a step has one micro-batch, the device then keeps
+only 2 bytes per weight.
 
 PyTorch's CPUOffloadPolicy keeps nothing on the device. For every gather (twice per micro-batch) it
-reads the float32 weights from the host. It sends down the gradients of each micro-batch, and waits
-for every gradient that it accumulates. That is 12 bytes per weight and micro-batch: 768 bytes in a
-step of 64 micro-batches, compared with 6 here.
+reads the float32 weights from the host. It sends the gradients of each micro-batch to the host, and
+waits for every gradient that it accumulates. That is 12 bytes per weight and micro-batch: 768 bytes
+in a step of 64 micro-batches, compared with 6 here.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class OffloadedOptimizer:
     def step(self, scale: float = 1.0) -> None:
         """Run AdamW on the host with `scale` times the gradients, unit by unit.
 
-        While the CPU steps one unit, the gradients of the next unit go down, and the weights of the
-        previous unit go up.
+        While the CPU steps one unit, the gradients of the next unit move to the host, and the
+        weights of the previous unit move to the device.
         """
         link, units = self._link, self._units
         if self._gradients is None and scale != 1.0:
@@ -222,12 +222,12 @@ class _HostLink:
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def begin(self) -> None:
-        """Let transfers that start from now on wait for the work queued on the device so far."""
+        """Make later transfers wait for the work queued on the device so far."""
         for stream in self._streams or ():
             stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Let work queued from now on wait for the transfers, without blocking the host."""
+        """Make later work on the device wait for the transfers so far. The host does not wait."""
         for stream in self._streams or ():
             torch.cuda.current_stream(self.device).wait_stream(stream)
 
@@ -253,7 +253,7 @@ class _HostLink:
             tensor.record_stream(torch.cuda.current_stream(self.device))
 
     def keep_until_copied(self, tensor: Tensor) -> None:
-        """Keep the memory of a tensor that is about to be freed until its copy down is done."""
+        """Keep the memory of a tensor that is about to be freed until its copy to the host ends."""
         if self._streams is not None:
             tensor.record_stream(self._streams[0])
         self.record_use(tensor)

@@ -206,7 +206,7 @@ def dense_kernel_asked(config: Config) -> str:
 
 @contextmanager
 def dense_steps_named(config: Config) -> Iterator[None]:
-    """Turn a ConfigError about a kernel into an error of `sparsity.dense_steps`."""
+    """Turn a ConfigError of the ``with`` block into one that names `sparsity.dense_steps`."""
     try:
         yield
     except ConfigError as error:

@@ -30,9 +30,11 @@ def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
 class StateMemory:
     """Memory of one worker's weights, gradients and optimizer states.
 
-    Attributes are counts, in elements: `layer_shard`, `root_shard` and `shard` of this worker's
-    shards, `layer_weights` and `root_weights` of unsharded weights. Properties and methods return
-    bytes.
+    Properties and methods return bytes. Attributes count elements:
+
+    layer_shard, root_shard, shard: this worker's shards of a layer, of the weights outside the
+        layers, and of all weights.
+    layer_weights, root_weights: unsharded weights of a layer, and outside the layers.
     """
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:
@@ -85,8 +87,8 @@ class StateMemory:
     def saving(self) -> int:
         """Host memory of the copy of weights and states while a checkpoint is written.
 
-        0 if the configuration asks for no checkpoint, although a run that is asked to stop saves
-        one even then.
+        0 if the configuration asks for no checkpoint. Such a run still saves one if it is asked to
+        stop.
         """
         return 12 * self.shard if self.saves else 0
 
@@ -134,8 +136,8 @@ class StateMemory:
         return (self.workers - 1) * (self.e * gathered + self.r * reduced)
 
     def over_host_link(self) -> int:
-        """Return the bytes between device and host per optimizer step of an offloaded optimizer.
+        """Return the bytes that an offloaded optimizer moves between device and host per step.
 
-        Float32 gradients go down, and weights in the compute dtype go up.
+        Float32 gradients move to the host, and weights in the compute dtype move back.
         """
         return (4 + self.e) * self.shard if self.offload else 0

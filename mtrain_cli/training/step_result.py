@@ -1,4 +1,4 @@
-"""What an optimizer step returns: the report of each rank, and the result of all."""
+"""What an optimizer step returns: a report from each rank, and one result for all of them."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def _checked_plan(config: Config, environment: Environment, choices: ResolvedRun
 class Trainer:
     """One worker of a training run: its model and optimizer shards, its data, and its steps.
 
-    callbacks: what follows this run, in call order.
+    callbacks: the objects that follow this run (`Callback`), in call order.
     """
 
     def __init__(self, config: Config, environment: Environment) -> None:

@@ -51,7 +51,7 @@ class SpikeWatch:
 
     A step is a spike if its loss, or the logarithm of its gradient norm, exceeds the median of the
     last 64 steps by more than `sigma` robust standard deviations. The first 16 steps are never
-    spikes. Spikes count towards the median, so a lasting change is normal after 32 steps.
+    spikes. Spikes count towards the median, so a lasting change is no spike after 32 steps.
 
     A robust standard deviation is 1.4826 x the median absolute deviation. It is at least 1 % of
     the median loss, and at least 0.05 for the logarithm of the gradient norm.
@@ -120,7 +120,8 @@ class StragglerWatch:
     """
 
     def __init__(self, share: float, places: Sequence[str], work: str) -> None:
-        """Args:
+        """Watch one kind of work.
+
         share: threshold. 0 disables the watch.
         places: host and device of each rank.
         work: what is timed, for messages.
@@ -135,7 +136,7 @@ class StragglerWatch:
 
         Args:
             seconds: seconds that each rank took. 0 if not measured.
-            base: seconds that a difference from the other ranks is divided by. None divides by the
+            base: seconds by which a rank's difference from the other ranks is divided. None for the
                 median of the other ranks.
         """
         self._seen += 1
@@ -177,7 +178,8 @@ class StragglerWatches(Callback):
     def __init__(
         self, share: float | str, device: str, places: Sequence[str], warn: Callable[[str], None]
     ) -> None:
-        """Args:
+        """Watch devices and data loading.
+
         share: `run.straggler`. ``auto`` is 0.1 on GPUs, and 0.5 on CPU processes, which share
             cores.
         places: host and device of each rank.

@@ -17,12 +17,11 @@ from mtrain_cli.commands.app import app
 from mtrain_cli.commands.checkpoint import app as checkpoint_app
 from mtrain_cli.composition import compose
 from mtrain_cli.config import resolved_file
-from mtrain_cli.config.schema import ConfigError, ModelConfig
+from mtrain_cli.config.schema import ModelConfig
 from mtrain_cli.model.decoder import Decoder
 from mtrain_cli.model.huggingface import HuggingFaceFolder, load_into, write_folder
 from mtrain_cli.model.init import initialize
 from mtrain_cli.training.checkpointer import Checkpointer, load_model_state, write_model_state
-from mtrain_cli.training.conversion import export_checkpoint
 
 MODEL = split(
     "model.hidden_size=32 model.num_layers=2 model.head_dim=8", "model.intermediate_size=48"
@@ -238,23 +237,6 @@ def test_a_full_disk_is_one_error_line_and_leaves_no_files(hf_folder, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
 
 
-def test_a_checkpoint_of_another_model_is_not_exported(tmp_path):
-    config = compose.compose(MODEL)
-    (tmp_path / "run").mkdir()
-    resolved_file.save(config, tmp_path / "run" / "resolved.yaml")
-    state = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
-    state["norm.weight"] = torch.ones(31)
-    state["norm.bias"] = torch.ones(32)
-    del state["layers.1.mlp.up_proj.weight"]
-    write_model_state(tmp_path / "run" / "checkpoints", 1, state)
-    with pytest.raises(ConfigError) as caught:
-        export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
-    text = "\n".join(caught.value.problems)
-    assert "tensor layers.1.mlp.up_proj.weight is missing" in text
-    assert "tensor norm.weight has shape (31,)" in text
-    assert "unexpected tensor norm.bias" in text
-
-
 def test_help_shows_examples_without_importing_torch():
     for name in ("import", "export", "verify"):
         result = CliRunner().invoke(checkpoint_app, [name, "--help"])
@@ -273,71 +255,6 @@ def test_verify_reports_a_refusal_by_transformers_in_one_line(hf_folder):
     assert f"{hf_folder}: mtrain reads this folder, but transformers" in message
     assert "attention_dropout" in message
     assert "Correct the folder's config.json" in message
-
-
-def trained_run(run: Path, *words: str) -> Path:
-    """A run trained to step 1, whose checkpoint also holds the trainer's state."""
-    config = compose.compose([*MODEL, *words])
-    run.mkdir()
-    resolved_file.save(config, run / "resolved.yaml")
-    weights = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
-    Checkpointer(run / "checkpoints", keep=1).save(
-        1, {"model": weights, "trainer": {"step": 1}}, asynchronous=False
-    )
-    return run
-
-
-def ids_in(folder: Path) -> tuple[object, ...]:
-    config = json.loads((folder / "config.json").read_text())
-    return tuple(config[f"{name}_token_id"] for name in ("bos", "eos", "pad"))
-
-
-def test_export_of_a_byte_run_has_the_byte_tokenizer(tmp_path):
-    message = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
-    assert message.endswith("MiB of weights tokenizer: bytes")
-    assert ids_in(tmp_path / "out") == (256, 257, 258)
-    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
-        file.name for file in (tmp_path / "out").iterdir()
-    }
-
-
-def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "text.md").write_text("the quick brown fox\n" * 40)
-    mtrain(
-        "data",
-        "prepare",
-        tmp_path / "text.md",
-        tmp_path / "store",
-        *split("--tokenizer bpe --vocab-size 260"),
-    )
-    run = trained_run(
-        tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto"
-    )
-    message = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert message.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
-        tmp_path / "store" / "tokenizer.json"
-    ).read_bytes()
-    assert ids_in(tmp_path / "out") == (None, 0, None)
-    assert (
-        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"]
-        == "<|endoftext|>"
-    )
-
-
-def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
-    (tmp_path / "ids.npy").touch()
-    run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
-    message = mtrain("checkpoint", "export", run, tmp_path / "out")
-    assert message.endswith(
-        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; "
-        "copy one with --tokenizer FOLDER"
-    )
-    assert ids_in(tmp_path / "out") == (None, None, None), (
-        "transformers would take 1 and 2 for some families"
-    )
-    assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
 def test_export_keeps_the_tokenizer_of_an_imported_folder(hf_folder, tmp_path):
@@ -380,3 +297,20 @@ def test_a_shape_unsupported_by_transformers_is_reported_first(tmp_path):
     message = mtrain("checkpoint", "export", run, tmp_path / "out", code=2)
     assert "model.num_heads=3: must divide model.hidden_size=32 in a llama model" in message
     assert not (tmp_path / "out").exists()
+
+
+def trained_run(run: Path, *words: str) -> Path:
+    """A run trained to step 1, whose checkpoint also holds the trainer's state."""
+    config = compose.compose([*MODEL, *words])
+    run.mkdir()
+    resolved_file.save(config, run / "resolved.yaml")
+    weights = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
+    Checkpointer(run / "checkpoints", keep=1).save(
+        1, {"model": weights, "trainer": {"step": 1}}, asynchronous=False
+    )
+    return run
+
+
+def ids_in(folder: Path) -> tuple[object, ...]:
+    config = json.loads((folder / "config.json").read_text())
+    return tuple(config[f"{name}_token_id"] for name in ("bos", "eos", "pad"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict
 
 import gloo
 import pytest
@@ -16,7 +15,6 @@ from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.launch.parallel_dims import ParallelDims
-from mtrain_cli.parallel import nvtx_ranges
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
@@ -217,64 +215,3 @@ def test_uncovered_time_is_a_gap_of_the_next_step():
 def test_an_empty_pass_is_a_gap():
     (gap,) = (s for s in with_gaps([span("pass", 2, 5, -1)]) if s.kind == "gap")
     assert (gap.step, gap.start, gap.seconds) == (-1, 2, 3)
-
-
-class Domain:
-    """A fake NVTX domain with a listener."""
-
-    def __init__(self) -> None:
-        self.said: list[tuple[str, int] | None] = []
-        self.made = 0
-
-    def get_event_attributes(self, message, color, category, payload):
-        assert color
-        assert category
-        self.made += 1
-        return message, payload
-
-    def push_range(self, attributes):
-        self.said.append(attributes)
-
-    def pop_range(self):
-        self.said.append(None)
-
-
-@pytest.mark.parametrize("recording_too", [False, True])
-def test_nvtx_ranges_have_few_names_and_the_step_as_payload(monkeypatch, recording_too):
-    domain = Domain()
-    monkeypatch.setattr(nvtx_ranges, "_LISTENER", [nvtx_ranges.NvtxRanges(domain)])
-    layout = make_layout("striped", 1, SEQ, 4)
-    exchange = make_exchange("all_gather", layout, ContextGroup.alone())
-    attend = ContextAttention.make(
-        exchange, SdpaKernel(), [SequenceMask.causal(SEQ, layout.padded_seq)], "cpu"
-    )
-    recorder = Recorder(torch.device("cpu"))
-    if recording_too:
-        exchange.set_recorder(recorder)
-        recorder.start()
-    q, k, v = (
-        torch.randn(1, SEQ, h, HEAD_DIM, requires_grad=True) for h in (HEADS, KV_HEADS, KV_HEADS)
-    )
-    for layer in range(3):
-        attend(q, k, v, layer).sum().backward()
-    depth = list(itertools.accumulate(1 if said else -1 for said in domain.said))
-    assert min(depth) == 0 == depth[-1], "every range ends"
-    names: dict[str, set[int]] = defaultdict(set)
-    for said in filter(None, domain.said):
-        names[said[0]].add(said[1])
-    wanted = {"attention.forward", "attention.backward", "arrange.forward", "arrange.backward"}
-    assert set(names) == wanted | ({"pass.forward", "pass.backward"} if recording_too else set())
-    assert names["attention.forward"] == {0}
-    assert domain.made == len(names), "what a range says is made once"
-
-
-def test_range_names():
-    assert nvtx_ranges.name("wait", "forward", "inner") == "wait.inner"
-    assert nvtx_ranges.name("index", "forward", "") == "index"
-    assert nvtx_ranges.name("attention", "backward", "") == "attention.backward"
-
-
-def test_there_is_no_listener_by_default():
-    assert nvtx_ranges.listener() is None
-    with nvtx_ranges.span("attention", "forward", "", 0):
-        pass

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import command
-import pytest
 from reporting.test_html import figures_in
-from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 from synthetic_records import Play, recorded_once, ring
 
-from mtrain_cli.console import Console
-from mtrain_cli.printable import printable
 from mtrain_cli.records.metrics import StepMetrics
 from mtrain_cli.reporting.html import write_page
 from mtrain_cli.reporting.report_source import ReportSource, open_source
-from mtrain_cli.reporting.terminal import show_sources
 
 TAG = "<img src=x onerror=alert(1)></script><!--<script>"
-MARKUP = "[/red][bold]a :smile: \x1b]0;title\x07\x1b[31mred\r\b\u202ename"
 STEP = StepMetrics(
     step=1, loss=5.5, grad_norm=1.25, lr=1e-3, tokens=4096, tokens_per_second_per_gpu=1234.5,
     mfu_model=None, mfu_executed=None, density=1.0, peak_memory_gib=None, seconds=2.0, epoch=0.1,
@@ -68,46 +59,6 @@ def test_a_page_shows_names_and_executes_none(tmp_path):
     tags = {tag for text in texts(figures) for tag in re.findall(r"<[^>]*>?", text)}
     assert tags <= {"<br>", "<extra>", "</extra>", "<b>", "</b>", "<i>", "</i>"}
     assert any("&lt;img" in text for text in texts(figures))
-
-
-def test_a_terminal_shows_names_literally(tmp_path):
-    sources = [source_named(tmp_path / "a", MARKUP), source_named(tmp_path / "b", "b")]
-    file = io.StringIO()
-    show_sources(Console(file=file, width=200), sources)
-    text = file.getvalue()
-    assert "[/red][bold]a :smile:" in text
-    assert not set(text) & set("\x1b\x07\r\b\u202e")
-
-
-@pytest.mark.parametrize("renderable", [MARKUP, Text(MARKUP), "table"])
-def test_only_mtrain_sets_colours(renderable):
-    if renderable == "table":
-        renderable = Table(MARKUP, title=MARKUP, caption=MARKUP)
-        renderable.add_row(MARKUP)
-    file = io.StringIO()
-    Console(file=file, width=200, force_terminal=True, color_system="256", highlight=False).print(
-        renderable, style="red"
-    )
-    text = file.getvalue()
-    assert "\x1b[" in text
-    assert set(re.findall(r"\x1b(?!\[[\d;]*m)", text)) == set()
-    assert "\x1b[31mred" not in text.replace("\x1b[31m[/red]", "")
-    assert not set(text) & set("\x07\r\b\u202e")
-
-
-def test_progress_bars_still_move_the_cursor():
-    file = io.StringIO()
-    console = Console(file=file, width=80, force_terminal=True, color_system=None)
-    with Progress(console=console, auto_refresh=False) as progress:
-        progress.add_task("work", total=2)
-        progress.refresh()
-        progress.refresh()
-    assert "\x1b[1A" in file.getvalue() or "\x1b[2K" in file.getvalue()
-    assert "\ufffd" not in file.getvalue()
-
-
-def test_plain_lines_escape_control_characters():
-    assert printable("a\tb\nc\x1b[31m\x9b\u202e") == "a\tb\nc\\x1b[31m\\x9b\\u202e"
 
 
 def test_errors_escape_control_characters(tmp_path):

@@ -2,63 +2,33 @@
 
 import dataclasses
 import io
-import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from training.test_run_plan import LARGE, without_gpu
 
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.launch import environment
 from mtrain_cli.parallel.exchange_selection import ExchangeNeeds, gathered_bytes
 from mtrain_cli.parallel.program import Program
-from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
-from mtrain_cli.training import attention_memory, run_plan
+from mtrain_cli.training import attention_memory
 from mtrain_cli.training import dry_run as module
-from mtrain_cli.training.banner import banner
 from mtrain_cli.training.dry_run import GPU_MEMORY, count, dry_run, flop
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration
-from mtrain_cli.training.resolution import resolve_run
 from mtrain_cli.training.run_plan import make_plan, size
-
-LARGE = ["model=llama8b", "seq=4m", "topology.workers=64", "topology.device=cuda"]
-
-without_gpu = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="plans for GPUs on a machine without"
-)
 
 
 def text(renderable, width=80):
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(renderable)
     return console.file.getvalue()
-
-
-def test_the_default_plan_is_for_this_machine():
-    plan = make_plan(compose(["topology.device=cpu"]))
-    assert (plan.environment.device, plan.dims.workers, plan.dtype, plan.gpu) == (
-        "cpu",
-        2,
-        "float32",
-        None,
-    )
-    assert (
-        plan.layout.name,
-        plan.layout.tokens_per_worker,
-        plan.exchange.name,
-        plan.kernel,
-    ) == ("striped", 2048, "all_gather", "sdpa")
-    assert plan.tokens_per_step == 4096
-    assert plan.checkpoint == 12 * plan.parameters.total
 
 
 @without_gpu
@@ -82,27 +52,6 @@ def test_a_plan_for_absent_gpus_says_what_it_assumes():
     assert plan.fits is None
 
 
-@pytest.fixture
-def with_24_gib(monkeypatch):
-    """Pretend to the plan and the trainer that this machine has 24 GiB."""
-    for place in (module, run_plan, environment):
-        monkeypatch.setattr(place, "host_memory", lambda: 24 * GIB)
-
-
-@without_gpu
-@pytest.mark.usefixtures("with_24_gib")
-@pytest.mark.parametrize("workers", [1, 3, 16])
-def test_a_run_that_fits_here_is_planned_for_here(workers):
-    plan = make_plan(compose([f"topology.workers={workers}"]))
-    assert (plan.environment.device, plan.dims.workers, plan.dtype, plan.fits) == (
-        "cpu",
-        workers,
-        "float32",
-        True,
-    )
-    assert plan.machine.startswith("the CPU of this machine, which has no GPU")
-
-
 @without_gpu
 @pytest.mark.usefixtures("with_24_gib")
 def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason():
@@ -113,8 +62,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         "bfloat16",
     )
     assert re.fullmatch(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        r"and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
+        r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
+        r"no GPU, and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
         plan.machine,
     )
     assert (
@@ -133,8 +82,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         )
     )
     assert kernel.machine.startswith(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        "and its CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs (set topology.cluster to plan for others): this machine has "
+        "no GPU, and its CPU refuses train.kernel=flash4: "
     )
     assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
@@ -169,28 +118,6 @@ def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
         compose([words[0], words[1], words[3], "train.activation_checkpoint=selective"])
     ).fits
     assert "Does not fit" not in text(dry_run(compose(["topology.device=cpu"])))
-
-
-def test_workers_of_virtual_nodes_share_this_machines_memory():
-    words = ["topology.device=cpu", "topology.workers=4"]
-    one, virtual = (make_plan(compose([*words, f"topology.gpus_per_node={n}"])) for n in (4, 1))
-    assert virtual.environment.nodes == 4
-    assert virtual.host_bytes == one.host_bytes == 4 * (one.memory.total + one.memory.saving)
-
-
-def test_a_task_that_sees_only_its_own_gpu_plans_for_that_gpu(monkeypatch):
-    config = compose(["topology.device=cpu"])
-    here = make_plan(config).environment
-    choices = resolve_run(config, here)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    asked = []
-    properties = SimpleNamespace(name="NVIDIA H200", total_memory=140 * GIB)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: (asked.append(index), properties)[1]
-    )
-    task = dataclasses.replace(here, device="cuda", rank=1, local_rank=1, launcher="slurm")
-    assert run_plan.plan_resolved(config, task, choices).capacity == 140 * GIB
-    assert asked == [0]
 
 
 @without_gpu
@@ -236,25 +163,6 @@ def test_the_same_gpu_is_assumed_everywhere():
     assert "of the 989 TFLOP/s of NVIDIA H200" in printed
 
 
-@without_gpu
-def test_a_kernel_that_no_gpu_supports_is_refused():
-    with pytest.raises(ConfigError, match=r"train\.kernel=flash4"):
-        make_plan(compose([*LARGE, "train.kernel=flash4", "train.dtype=float32"]))
-    assert make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel == "sdpa"
-    assert "no GPU here to check" in make_plan(compose([*LARGE, "train.kernel=sdpa"])).kernel_reason
-
-
-@without_gpu
-def test_kernels_of_other_gpus_are_not_listed_as_available_here():
-    with pytest.raises(ConfigError) as caught:
-        make_plan(compose(["topology.device=cuda", "topology.workers=1", "train.kernel=flash4"]))
-    (line,) = caught.value.problems
-    assert line.startswith(
-        "train.kernel=flash4: head_dim 32 is not 64 or 128; allowed on NVIDIA H200: auto, "
-    )
-    assert "here" not in line
-
-
 def test_the_largest_plan_walks_each_program_once_per_size(monkeypatch):
     walks = Counter()
     for name in ("peak_bytes", "pooled_at_once"):
@@ -272,36 +180,6 @@ def test_the_largest_plan_walks_each_program_once_per_size(monkeypatch):
     # The search estimates more than 20,000 settings at 46 lengths; each estimate asks for several.
     assert 0 < walks["peak_bytes"] < 200
     assert 0 < walks["pooled_at_once"] < 200
-
-
-@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
-@pytest.mark.parametrize(("workers", "cp"), [(1, 1), (3, 3), (8, 2), (4, 4)])
-def test_traffic_equals_that_of_the_schedule(workers, cp, exchange):
-    sizes = [
-        f"topology.workers={workers}",
-        f"topology.context_parallel={cp}",
-        f"train.global_batch={workers // cp}",
-    ]
-    plan = make_plan(compose(["topology.device=cpu", *sizes]))
-    shard = 2 * plan.layout.tokens_per_worker * 2 * 32
-    schedule = make_schedule(exchange, ScheduleOptions(cp, cp))
-    for rank in range(cp):
-        for steps, moved in (
-            (schedule.forward[rank], plan.received.forward),
-            (schedule.backward[rank], plan.received.backward),
-        ):
-            transfers = [transfer for step in steps for transfer in step.transfers]
-            keys = sum(len(transfer.receives) for transfer in transfers if transfer.payload == "kv")
-            gradients = sum(
-                len(transfer.sends) for transfer in transfers if transfer.payload == "dkv"
-            )
-            assert moved == (keys * 4 + gradients * 4) * shard
-    # The embedding and the last norm are gathered once.
-    layers = plan.config.model.num_layers * plan.parameters.layer
-    sharded = (2 * 4 + 4) * layers + (4 + 4) * (plan.parameters.total - layers)
-    assert plan.received.weights == pytest.approx(
-        sharded * (workers - 1) / workers, rel=1e-2
-    )  # 3 divides few rows
 
 
 def test_traffic_of_weights_and_gradients_depends_on_sharding_and_is_shown():
@@ -323,14 +201,6 @@ def test_traffic_of_weights_and_gradients_depends_on_sharding_and_is_shown():
     offloaded = make_plan(compose([*words[:2], "optim.offload=true"]))
     assert offloaded.memory.host > 12 * offloaded.parameters.total // 2
     assert offloaded.received.host == 8 * offloaded.parameters.total // 2
-
-
-def test_full_recomputation_sends_the_keys_again():
-    selective, full = (
-        make_plan(compose(["topology.device=cpu", f"train.activation_checkpoint={kind}"])).received
-        for kind in ("selective", "full")
-    )
-    assert full.backward == selective.backward + selective.forward
 
 
 def test_accumulation_and_data_parallel_groups_split_the_global_batch():
@@ -393,96 +263,24 @@ def test_the_verdict_follows_the_total():
     assert len(set(verdicts)) == 3
 
 
-def test_the_banner_says_what_runs_and_why_in_80_columns():
-    config = compose(["topology.device=cpu"])
-    environment = make_plan(config).environment
-    printed = text(
-        banner(
-            run_plan.plan_resolved(config, environment, resolve_run(config, environment)),
-            Path("runs/tiny-4k"),
-            "stdlib: 212 documents",
-        )
-    )
-    for word in (
-        "tiny (qwen2), 822 K parameters",
-        "2 CPU processes",
-        "all_gather: ",
-        "sdpa: ",
-        "striped",
-        "stdlib: 212 documents",
-        "runs/tiny-4k",
-    ):
-        assert word in printed, word
-    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80
-    assert len(printed.splitlines()) <= 24
-
-
-def banner_of(*words: str, resumed: int | None = None) -> str:
-    config = compose(["topology.device=cpu", *words])
-    plan = run_plan.plan_resolved(
-        config, make_plan(config).environment, resolve_run(config, make_plan(config).environment)
-    )
-    return " ".join(
-        text(banner(plan, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
-    )
-
-
-def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tmp_path):
-    assert "weights random, seed 7" in banner_of("seed=7")
-    assert "212 documents; order from seed 7" in banner_of("seed=7")
-    shape = {
-        "hidden_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "intermediate_size": 384,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "vocab_size": 264, "head_dim": 32, **shape})
-    )
-    begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
-    assert f"weights{tmp_path}(train.init_from)" in begun
-    assert (
-        "weights from the checkpoint of step 40; the run started from random, seed 0"
-        in banner_of(resumed=40)
-    )
-    plain = banner_of("train.steps=100", "optim.lr=1e-3")
-    assert (
-        "schedule cosine: warm up over 10 steps to a peak of 1.00e-03, "
-        "decay to 1.00e-04 from step 11 to step 100" in plain
-    )
-    kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
-    assert (
-        "the last 150 of 250 steps keep this rate; resuming keeps this schedule, "
-        "optim.rewarm=true starts a new one" in kept
-    )
-    assert "compile off; train.compile=auto compiles only on GPUs" in plain
-    assert (
-        "compile on (train.compile=true): the first step also compiles, which can take minutes"
-        in banner_of("train.compile=true")
-    )
-    reasons = {
-        (): "auto: striping balances the uneven work of packed documents",
-        (
-            "data.document_mask=false",
-        ): "auto: zigzag balances dense attention without documents, in two pieces per worker",
-        (
-            "sparsity=vertical_slash",
-        ): "auto: striping balances the uneven work of the index of vertical_slash",
-        ("topology.layout=contiguous",): "tokens per worker; as configured",
-        (
-            "topology.workers=1",
-        ): "auto: each worker holds whole sequences, so layouts do not differ",
-    }
-    for words, reason in reasons.items():
-        assert reason in banner_of(*words), words
-
-
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ("h200_8", ["8 GPUs = 1 data x 8 context"]),
-        ("a100_4x8", ["32 GPUs = 1 data x 32 context, 4 nodes of 8", "39.40 GiB"]),
+        (
+            "h200_1x8",
+            ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"],
+        ),
+        (
+            "a100_4x8",
+            [
+                "assumed NVIDIA A100-SXM4-40GB GPUs of topology.cluster=a100_4x8: ",
+                "32 x NVIDIA A100-SXM4-40GB = 1 data x 32 context, 4 nodes of 8",
+                "39.40 GiB",
+                "of the 312 TFLOP/s of NVIDIA A100-SXM4-40GB",
+                "kernel sdpa: assumed without a GPU: on NVIDIA A100-SXM4-40GB",
+            ],
+        ),
+        ("b200_4x8", ["32 x NVIDIA B200", "of the 2.25 PFLOP/s of NVIDIA B200"]),
         ("hierarchical", ["hierarchical_ring: "]),
         ("ulysses", ["ulysses"]),
     ],
@@ -588,15 +386,6 @@ def test_the_output_defines_what_fits_means():
     huge = make_plan(compose(["model=qwen32b", "seq=8m", *words[2:]]))
     assert not huge.has_room_for(huge.memory, float("inf")), "neither the GPU nor the host"
     assert module.describe_fit(huge).plain == "fits no current GPU"
-
-
-@pytest.mark.parametrize(
-    ("launcher", "workers", "gpus", "expected"),
-    [("mtrain", 8, 2, 2), ("torchrun", 2, 8, 2), ("slurm", 8, 1, 8), ("mtrain", 1, 0, 1)],
-)
-def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
-    place = SimpleNamespace(launcher=launcher, local_workers=workers)
-    assert run_plan.workers_sharing_host(place, gpus) == expected
 
 
 @without_gpu

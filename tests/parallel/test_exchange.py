@@ -13,9 +13,7 @@ from mtrain_cli.launch.parallel_dims import ParallelDims
 from mtrain_cli.parallel.context_attention import ContextAttention
 from mtrain_cli.parallel.exchange_registry import make_exchange
 from mtrain_cli.parallel.layout import make_layout
-from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
-from mtrain_cli.parallel.plan import Plan
-from mtrain_cli.parallel.query_message import QueryMessage
+from mtrain_cli.parallel.mesh import make_context_group
 from mtrain_cli.parallel.transport import Buffers
 
 SEQ = 48
@@ -71,30 +69,3 @@ def test_later_passes_allocate_almost_nothing_and_earlier_gradients_survive(circ
         assert found["kept"], "memory of a gradient that was handed out is not used again"
         # Contiguous shards: a rank sees only its own and earlier ones.
         assert found["calls"] == rank + 1
-
-
-def test_parts_of_a_message_start_at_multiples_of_256_bytes():
-    q, dout, out = (torch.randn(1, 5, 3, 7) for _ in range(3))
-    lse, delta = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
-    for needs_out in (False, True):
-        rows = q, dout, out, lse, delta
-        message, packed = QueryMessage.pack(rows, needs_out=needs_out)
-        base = packed.data_ptr()
-        parts = [t for t in message.unpack(packed) if t is not None]
-        assert all((t.data_ptr() - base) % 256 == 0 for t in parts)
-        got_q, got_dout, _, got_lse, _ = message.unpack(packed)
-        assert got_q.equal(q)
-        assert got_dout.equal(dout)
-        assert got_lse.equal(lse)
-
-
-def test_pairs_of_all_ranks_sum_to_those_of_the_mask():
-    mask = SequenceMask.causal(SEQ, SEQ)
-    total = SEQ * (SEQ + 1) // 2
-    for exchange, chunks in (("all_gather", 2), ("ring", 1)):
-        layout = make_layout("zigzag", 4, SEQ, 4)
-        made = [
-            make_exchange(exchange, layout, ContextGroup(rank, (0, 1, 2, 3)), chunks=chunks)
-            for rank in range(4)
-        ]
-        assert sum(Plan.make(e, [mask]).pairs for e in made) == total

@@ -1,0 +1,97 @@
+"""The banner says what runs and why."""
+
+import json
+from pathlib import Path
+
+from training.test_dry_run import text
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.training import run_plan
+from mtrain_cli.training.banner import banner
+from mtrain_cli.training.resolution import resolve_run
+from mtrain_cli.training.run_plan import make_plan
+
+
+def test_the_banner_says_what_runs_and_why_in_80_columns():
+    config = compose(["topology.device=cpu"])
+    environment = make_plan(config).environment
+    printed = text(
+        banner(
+            run_plan.plan_resolved(config, environment, resolve_run(config, environment)),
+            Path("runs/tiny-4k"),
+            "stdlib: 212 documents",
+        )
+    )
+    for word in (
+        "tiny (qwen2), 822 K parameters",
+        "2 CPU processes",
+        "all_gather: ",
+        "sdpa: ",
+        "striped",
+        "stdlib: 212 documents",
+        "runs/tiny-4k",
+    ):
+        assert word in printed, word
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80
+    assert len(printed.splitlines()) <= 24
+
+
+def test_the_banner_shows_weights_schedule_seed_compilation_and_layout_reason(tmp_path):
+    assert "weights random, seed 7" in banner_of("seed=7")
+    assert "212 documents; order from seed 7" in banner_of("seed=7")
+    shape = {
+        "hidden_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 384,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "vocab_size": 264, "head_dim": 32, **shape})
+    )
+    begun = banner_of(f"train.init_from={tmp_path}").replace(" ", "")  # a long path is folded
+    assert f"weights{tmp_path}(train.init_from)" in begun
+    assert (
+        "weights from the checkpoint of step 40; the run started from random, seed 0"
+        in banner_of(resumed=40)
+    )
+    plain = banner_of("train.steps=100", "optim.lr=1e-3")
+    assert (
+        "schedule cosine: warm up over 10 steps to a peak of 1.00e-03, "
+        "decay to 1.00e-04 from step 11 to step 100" in plain
+    )
+    kept = banner_of("train.steps=250", "optim.schedule_steps=100", resumed=100)
+    assert (
+        "the last 150 of 250 steps keep this rate; resuming keeps this schedule, "
+        "optim.rewarm=true starts a new one" in kept
+    )
+    assert "compile off; train.compile=auto compiles only on GPUs" in plain
+    assert (
+        "compile on (train.compile=true): the first step also compiles, which can take minutes"
+        in banner_of("train.compile=true")
+    )
+    reasons = {
+        (): "auto: striping balances the uneven work of packed documents",
+        (
+            "data.document_mask=false",
+        ): "auto: zigzag balances dense attention without documents, in two pieces per worker",
+        (
+            "sparsity=vertical_slash",
+        ): "auto: striping balances the uneven work of the index of vertical_slash",
+        ("topology.layout=contiguous",): "tokens per worker; as configured",
+        (
+            "topology.workers=1",
+        ): "auto: each worker holds whole sequences, so layouts do not differ",
+    }
+    for words, reason in reasons.items():
+        assert reason in banner_of(*words), words
+
+
+def banner_of(*words: str, resumed: int | None = None) -> str:
+    config = compose(["topology.device=cpu", *words])
+    plan = run_plan.plan_resolved(
+        config, make_plan(config).environment, resolve_run(config, make_plan(config).environment)
+    )
+    return " ".join(
+        text(banner(plan, Path("runs/x"), "stdlib: 212 documents", resumed=resumed)).split()
+    )

@@ -1,0 +1,81 @@
+"""An export has the tokenizer of its data, and refuses weights of another model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from commands.test_checkpoint import MODEL, decoder_of, ids_in, mtrain, trained_run
+from commands.typed_line import split
+
+from mtrain_cli.composition import compose
+from mtrain_cli.config import resolved_file
+from mtrain_cli.config.schema import ConfigError
+from mtrain_cli.training.checkpointer import write_model_state
+from mtrain_cli.training.conversion import export_checkpoint
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path):
+    config = compose.compose(MODEL)
+    (tmp_path / "run").mkdir()
+    resolved_file.save(config, tmp_path / "run" / "resolved.yaml")
+    state = {name: value.detach() for name, value in decoder_of(config.model).named_parameters()}
+    state["norm.weight"] = torch.ones(31)
+    state["norm.bias"] = torch.ones(32)
+    del state["layers.1.mlp.up_proj.weight"]
+    write_model_state(tmp_path / "run" / "checkpoints", 1, state)
+    with pytest.raises(ConfigError) as caught:
+        export_checkpoint(tmp_path / "run", tmp_path / "out", dtype=torch.float32)
+    text = "\n".join(caught.value.problems)
+    assert "tensor layers.1.mlp.up_proj.weight is missing" in text
+    assert "tensor norm.weight has shape (31,)" in text
+    assert "unexpected tensor norm.bias" in text
+
+
+def test_export_of_a_byte_run_has_the_byte_tokenizer(tmp_path):
+    message = mtrain("checkpoint", "export", trained_run(tmp_path / "run"), tmp_path / "out")
+    assert message.endswith("MiB of weights tokenizer: bytes")
+    assert ids_in(tmp_path / "out") == (256, 257, 258)
+    assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {
+        file.name for file in (tmp_path / "out").iterdir()
+    }
+
+
+def test_export_of_a_token_run_has_the_tokenizer_of_the_store(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "text.md").write_text("the quick brown fox\n" * 40)
+    mtrain(
+        "data",
+        "prepare",
+        tmp_path / "text.md",
+        tmp_path / "store",
+        *split("--tokenizer bpe --vocab-size 260"),
+    )
+    run = trained_run(
+        tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'store'}", "model.vocab_size=auto"
+    )
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert message.endswith(f"tokenizer: {tmp_path / 'store' / 'tokenizer.json'}")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
+        tmp_path / "store" / "tokenizer.json"
+    ).read_bytes()
+    assert ids_in(tmp_path / "out") == (None, 0, None)
+    assert (
+        json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["eos_token"]
+        == "<|endoftext|>"
+    )
+
+
+def test_export_of_a_run_with_an_unknown_tokenizer_warns(tmp_path):
+    (tmp_path / "ids.npy").touch()
+    run = trained_run(tmp_path / "run", "data=tokens", f"data.path={tmp_path / 'ids.npy'}")
+    message = mtrain("checkpoint", "export", run, tmp_path / "out")
+    assert message.endswith(
+        f"no tokenizer: data.path={tmp_path / 'ids.npy'} does not name one; "
+        "copy one with --tokenizer FOLDER"
+    )
+    assert ids_in(tmp_path / "out") == (None, None, None), (
+        "transformers would take 1 and 2 for some families"
+    )
+    assert not (tmp_path / "out" / "tokenizer.json").exists()

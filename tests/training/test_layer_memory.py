@@ -1,0 +1,102 @@
+"""What a layer keeps and needs in backward, by closed form and by live bytes."""
+
+import allocations
+import pytest
+from training.test_memory import BF16, FP32, OFFLOADED, QUARTER, estimate, with_checkpointing
+
+from mtrain_cli.training.memory import GIB
+
+
+def test_kept_activations_follow_their_formulas():
+    tokens, c, a, k, i, heads, layers = 131072 // 8, 2048, 2048, 256, 11008, 16, 36
+    expected = {
+        "full": 2 * c,
+        "selective": 2 * (c + a) + 4 * heads,
+        "sequence_selective": 2 * c + (2 * a + 4 * heads) // 2,
+        "none": 2 * (4 * c + 2 * a + 2 * k + 4 * i) + 4 * heads,
+    }
+    for kind, per_token in expected.items():
+        loss = estimate(f"train.activation_checkpoint={kind}").moments[0]
+        assert (loss.name, loss.activations) == ("loss", layers * tokens * per_token)
+    ring = estimate("train.activation_checkpoint=selective", exchange="ring").moments[0].activations
+    assert ring == layers * tokens * (expected["selective"] + 2 * 2 * k), (
+        "a ring ends with the keys of another worker"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["none"],
+        ["none", "train.tile_mib=1"],
+        ["selective"],
+        ["sequence_selective"],
+        ["sequence_selective", QUARTER],
+        ["sequence_selective", "train.checkpoint_keep=1"],
+        ["full"],
+        ["selective", OFFLOADED],
+        ["sequence_selective", QUARTER, OFFLOADED],
+        ["full", OFFLOADED],
+        ["full", "train.offload_activations=1"],
+        ["selective", "train.offload_activations=2"],
+        ["selective", "train.keep_mlp=true"],
+        ["none", "train.tile_mib=1", "train.keep_mlp=true"],
+        ["none", "train.keep_mlp=true"],
+        ["full", OFFLOADED, "train.keep_mlp=true"],
+    ],
+)
+def test_a_layer_keeps_exactly_the_estimated_bytes(words):
+    overrides = with_checkpointing(words[0], ["seq=2k", "model.qk_norm=true"], *words[1:])
+    (fewer, less), (more, result) = (
+        allocations.kept(layers, overrides, BF16 if len(words) == 1 else FP32) for layers in (4, 5)
+    )
+    # With offloading, one more layer is on the host; without, on the device.
+    expected = (result.moments[0].activations + result.host) - (
+        less.moments[0].activations + less.host
+    )
+    # Without recomputation, norms keep one number per row, which the estimate leaves out.
+    assert more - fewer == pytest.approx(expected, rel=0.015 if words[0] == "none" else 0)
+
+
+def test_keep_mlp_keeps_gate_and_up_of_that_many_layers():
+    tokens, c, i = 131072 // 8, 2048, 11008
+    plain = estimate().moments
+    for number, layers in [("false", 0), ("0", 0), ("1", 1), ("7", 7), ("true", 36)]:
+        result = estimate(f"train.keep_mlp={number}").moments
+        assert result[0].activations - plain[0].activations == layers * tokens * 2 * (c + 2 * i)
+    last, before = (
+        next(
+            m
+            for m in estimate(f"train.keep_mlp={keep}", "seq=2m").moments
+            if m.name == "backward of layer 1"
+        )
+        for keep in ("true", "false")
+    )
+    assert last.activations - before.activations == 16 * tokens * 2 * (c + 2 * i), (
+        "those of the first layer, here of 16 times the tokens"
+    )
+    # When the first layer runs backward, all kept products exist; recomputed ones do not.
+    first = estimate("train.keep_mlp=7").moments[1]
+    assert first.name == "backward of layer 36"
+    assert plain[1].layer - first.layer == tokens * 2 * (c + 2 * i)
+
+
+@pytest.mark.parametrize(
+    "words", [("train.keep_mlp=true",), ("train.activation_checkpoint=none", "train.tile_mib=0")]
+)
+def test_bytes_freed_with_the_mlp_were_kept(words):
+    """With the keys of many workers, attention is the larger point."""
+    result = estimate("seq=4m", *words, workers=64)
+    backward = result.moments[1]
+    assert backward.exchange == estimate("seq=4m", workers=64).moments[1].exchange > 0
+    gone = result.moments[0].activations - backward.activations
+    tokens, c, i = (4 << 20) // 64, 2048, 11008
+    assert gone == 2 * tokens * ((c + 2 * i) if "train.keep_mlp=true" in words else (2 * c + 4 * i))
+    for moment in result.moments:
+        assert all(part >= 0 for part in moment.parts.values())
+
+
+def test_the_mlp_takes_no_more_than_its_tiles():
+    million, tiled = (estimate("seq=1m", f"train.tile_mib={mib}") for mib in (0, 512))
+    assert million.peak.name == "backward of layer 36"
+    assert million.total - tiled.total > 10 * GIB
