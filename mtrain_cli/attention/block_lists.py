@@ -82,7 +82,7 @@ def list_widths(candidates: int, max_diagonals: int, plain: bool) -> tuple[int, 
         max_diagonals: upper bound on the diagonals per head. 0 for a bitmap, or if only the device
             knows a bound. Rows then have room for every block: up to 8 bytes per pair of blocks and
             head, which is 16 GiB at 1M tokens with 32 heads on one worker.
-        plain: the mask is causal only, without documents or padding.
+        plain: whether the mask is causal only, without documents or padding.
     """
     # A list of width 1 fails the stride check of FlashAttention-4 4.0.0b36.
     full = max(2, min(candidates, max_diagonals or candidates))

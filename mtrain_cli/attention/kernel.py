@@ -40,7 +40,7 @@ class KernelRequest:
 
     capability: CUDA compute capability such as (9, 0); None without a GPU.
     dtype: torch's name, such as ``bfloat16``.
-    deterministic: results must be bitwise repeatable.
+    deterministic: whether results must be bitwise repeatable.
     index: None for dense attention.
     """
 

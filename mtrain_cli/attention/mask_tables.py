@@ -99,8 +99,8 @@ class MaskTables:
     block: tokens per block.
     blocks: blocks in the whole sequence; the last may be short.
     padded: positions of the padded sequence.
-    plain: every mask is causal only, without documents or padding. Only blocks on the diagonal are
-        then partial.
+    plain: whether every mask is causal only, without documents or padding. Only blocks on the
+        diagonal are then partial.
     lengths: int64 [batch], tokens without padding.
     first: [batch, blocks * block], first position that the query at each position sees; `NOTHING`
         for padding.

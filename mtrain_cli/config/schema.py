@@ -144,6 +144,8 @@ class TopologyConfig:
     """The workers, and how they share a sequence.
 
     device: device type of the workers; auto = cuda if a GPU is usable, else cpu
+    cluster: cluster that plans assume if this machine has no GPU, and that `mtrain simulate`
+        predicts for: a name in conf/cluster or a YAML file of that form; auto = one host of H200s
     workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
     context_parallel: number of workers that share one sequence; auto = all of them
     gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
@@ -170,6 +172,7 @@ class TopologyConfig:
     """
 
     device: str = option(("auto", "cpu", "cuda"))
+    cluster: str = option()
     workers: int | str = option(_WORKERS)
     context_parallel: int | str = option(_WORKERS)
     gpu_memory_gib: float | str = option(_GIB)

@@ -1,4 +1,4 @@
-"""Open the files of a corpus. A file that cannot be used gives one line that names it."""
+"""Open the files of a corpus. Every error is one line that names the file."""
 
 from __future__ import annotations
 

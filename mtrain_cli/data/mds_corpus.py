@@ -1,4 +1,4 @@
-"""Read MDS shards as a corpus of text, to tokenise it again: decode the shards' token ids."""
+"""Read MDS shards as a corpus of text: decode their token ids, for another tokenizer to encode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mds_folders(root: Path) -> list[Path]:
 
 
 def open_mds_folders(root: Path, origin: str) -> Iterator[tuple[str, MdsFolder]]:
-    """Yield each folder of `mds_folders` as its name and the open folder.
+    """Yield (name, open folder) for each of `mds_folders`.
 
     The name is the path relative to ``root``. It is empty for ``root`` itself.
 

@@ -126,8 +126,8 @@ class MixtureSampler(Sampler):
     def state(self) -> dict[str, int]:
         """Return the state for a checkpoint.
 
-        ``in_order_from``: first block in which a corpus finishes an epoch before the next begins.
-        Earlier versions of mtrain mixed two epochs of a corpus within a block.
+        ``in_order_from``: number of the block from which on a corpus finishes an epoch before it
+        begins the next. Earlier versions of mtrain mixed two epochs of a corpus within a block.
         """
         return {**super().state(), "in_order_from": self._in_order_from}
 

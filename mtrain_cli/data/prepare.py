@@ -224,7 +224,9 @@ def _fill(
     filters: Filters,
     report: Callable[[PreparationProgress], None],
 ) -> None:
-    """Write the files of a store into ``partial``. If a ConfigError leaves it empty, remove it.
+    """Write the files of a store into the folder ``partial``.
+
+    If a ConfigError leaves the folder empty, remove it.
 
     Args:
         given: tokenizer. None means to train a BPE of ``bpe_size`` ids.
@@ -382,7 +384,7 @@ def _open_bpe(
 
 
 def _sample_pieces(corpus: Corpus, report: Callable[[PreparationProgress], None]) -> Iterator[str]:
-    """Yield the pieces of a corpus. Choose about ``_BPE_CHARACTERS`` evenly from a larger one."""
+    """Yield the pieces of a corpus; of a large one, an even sample of `_BPE_CHARACTERS` or so."""
     share_of_2_64 = min(1.0, _BPE_CHARACTERS / max(1, corpus.size)) * 2.0**64
     number, base = 0, 0
     for unit in corpus.units:

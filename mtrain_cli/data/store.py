@@ -346,7 +346,7 @@ class StoreWriter:
             pending.clear()  # type: ignore[attr-defined]
 
     def sync(self) -> None:
-        """Call `flush`, and wait until the disk has everything."""
+        """Call `flush`, and wait until everything is on disk."""
         self.flush()
         for file in filter(None, (self._tokens, self._offsets, self._labels)):
             file.flush()

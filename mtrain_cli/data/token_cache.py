@@ -126,7 +126,8 @@ def _lock(path: Path, entry: Path) -> Iterator[bool]:
 def _open_entry(entry: Path, has_lock: bool) -> TokenStore | None:
     """Return the store in ``entry``, or None if it is missing or broken.
 
-    Remove a broken entry and, with the lock, the unfinished folders of processes that were killed.
+    Remove a broken entry. If this process has the lock, also remove the unfinished folders of
+    processes that were killed.
     """
     if has_lock:
         for leftover in entry.parent.glob(f"{entry.name}.tmp*"):

@@ -13,9 +13,10 @@ def tile_rows(tokens: int, hidden: int, intermediate: int, itemsize: int, tile_b
     """Return the number of tokens per tile.
 
     Code is compiled once if all tiles have the same size. So prefer a number of tiles that divides
-    the tokens, even if it exceeds the smallest possible number by a quarter (or by one). More tiles
-    than that would be too slow: each tile of 1,024 tokens adds half a millisecond per pass on an
-    H200 (profiles/notes.md). If no such number exists, the last tile is smaller than the others.
+    the tokens, even if it exceeds the smallest possible number by up to a quarter (at least 1).
+    More tiles than that would be too slow: each tile of 1,024 tokens adds half a millisecond per
+    pass on an H200 (profiles/notes.md). If no such number exists, the last tile is smaller than the
+    others.
 
     Args:
         tokens: tokens of all sequences of a batch on this worker.

@@ -95,8 +95,8 @@ def _load_with_transformers(folder: Path | str) -> Any:
     """Load the model of a folder with transformers.
 
     Raises:
-        ConfigError: transformers rejects the folder. It checks more keys of config.json than
-            mtrain does.
+        ConfigError: transformers rejects the folder, because it checks more keys of config.json
+            than mtrain does.
     """
     import transformers
 

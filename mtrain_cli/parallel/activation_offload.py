@@ -2,9 +2,9 @@
 
 Copies run on their own stream. A layer's tensors move to the host while the next layer runs
 forward, and return while that layer runs backward. At most two offloaded layers have tensors on the
-device. Streams wait for each other; the host never waits. Tensors reuse pinned host blocks. If
-sizes depend on the data, allocation therefore stops once the largest sizes have occurred. On a CPU
-the copies are plain copies.
+device. Streams wait for each other; the host never waits. Tensors reuse pinned host blocks: even if
+sizes depend on the data, no block is allocated after the largest sizes have occurred. On a CPU the
+copies are plain copies.
 """
 
 from __future__ import annotations

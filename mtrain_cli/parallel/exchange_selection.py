@@ -67,7 +67,7 @@ class ExchangeChoice:
         return 1 + 2 * len(self.channels) + (1 + bool(self.channels) if self.heads > 1 else 0)
 
     def options(self, workers: int) -> ScheduleOptions:
-        """Return the options of its schedule over ``workers`` workers."""
+        """Return the options for the schedule of ``workers`` workers."""
         return ScheduleOptions(
             workers, self.per_node, self.chunks, self.prefetch, self.circulates, self.heads
         )

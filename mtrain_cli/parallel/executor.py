@@ -302,7 +302,7 @@ class Executor:
         return concatenate(outs, 2), concatenate(lses, 1)
 
     def _to_heads(self, op: Arrange) -> Sequence[Any]:
-        """Return each rank's own heads: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Cut out the heads for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = [split_heads(t, self.program.sharing) for t in self._read(op)]
         self._widths = [part.shape[3] for part in parts]
         return (torch.cat(parts, 3),)
@@ -315,7 +315,7 @@ class Executor:
         return [t.contiguous() for t in whole.split(self._widths, 2)]
 
     def _to_tokens(self, op: Arrange) -> Sequence[Any]:
-        """Return each rank's own tokens: [ranks, batch, tokens, heads per rank, head_dim]."""
+        """Cut out the tokens for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
         parts = self._read(op)
         self._widths = [part.shape[2] for part in parts]
         _, back = self.exchange.token_order(parts[0].device)

@@ -51,7 +51,7 @@ def name(kind: str, direction: str, link: str) -> str:
 
 
 def span(kind: str, direction: str, link: str, step: int) -> AbstractContextManager[None]:
-    """Mark what this thread does inside as one range."""
+    """Mark what this thread does in the ``with`` block as one range."""
     ranges = listener()
     return nullcontext() if ranges is None else ranges.span(name(kind, direction, link), kind, step)
 

@@ -116,7 +116,7 @@ def touching_threads() -> int:
 
 
 def touch(memory: np.ndarray, threads: int) -> None:
-    """Fault in every page of fresh memory, several threads at a time: the slow part of pinning.
+    """Fault in every page of fresh memory with several threads. This is the slow part of pinning.
 
     memory: uint8. The first byte of each page becomes 0.
     """

@@ -20,7 +20,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def label(name: str) -> AbstractContextManager[object]:
-    """Label what this thread launches inside. With nested labels the innermost one counts."""
+    """Label what this thread launches in the ``with`` block. Of nested labels the inner counts."""
     # `_profiler_enabled()` would be wrong: it only answers for the thread that started the
     # profiler, and the backward pass runs on another one.
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else _NOTHING

@@ -127,13 +127,16 @@ class Recorder:
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Record what happens inside as one iteration."""
+        """Record the ``with`` block as one iteration."""
         with self._timed(ITERATION, -1, NOTHING):
             yield
 
     @contextmanager
     def attention_pass(self, layer: int, direction: str) -> Iterator[None]:
-        """Record one pass of a layer's attention. A second forward pass counts as recompute."""
+        """Record the ``with`` block as one pass of a layer's attention.
+
+        A second forward pass counts as recompute.
+        """
         if not self.recording:
             yield
             return
@@ -152,7 +155,7 @@ class Recorder:
     def span(
         self, kind: str, step: int, message: MessageTag = NOTHING
     ) -> AbstractContextManager[None]:
-        """Record the context's work as one span: what it queues on a GPU, or runs on a CPU."""
+        """Record the ``with`` block as one span: what it queues on a GPU, or runs on a CPU."""
         return self._timed(kind, step, message) if self.recording else nullcontext()
 
     @contextmanager

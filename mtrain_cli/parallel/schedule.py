@@ -353,7 +353,7 @@ def _collectives(
 
 
 def ring(options: ScheduleOptions) -> Schedule:
-    """Circulate key shards in one ring over all ranks; compute each shard while it moves on."""
+    """Circulate key shards in one ring over all ranks; each computes a shard as it sends it on."""
     return _rings("ring", options, nodes=1)
 
 
@@ -437,7 +437,10 @@ class _Rings:
         inner, outer = self._gradient_hops(rank, DQ, 1, _numbers_after(steps))
 
         def to_next_node(phase: int) -> tuple[Transfer, ...]:
-            """Return the hop that ends a phase. The first phase keeps this rank's own gradient."""
+            """Return the hop that sends a phase's gradient to the next node.
+
+            Return no hop in the first phase, whose gradient is this rank's own.
+            """
             shards = self.rank(node - phase, local), self.rank(node - phase - 1, local)
             return (outer(*shards),) if phase else ()
 

@@ -40,7 +40,7 @@ class ExchangeError(RuntimeError):
 def explain_peer_loss(
     where: str, activity: str, failure: str, waits_for: int | None = None
 ) -> Iterator[None]:
-    """Record this worker's activity. If it loses a peer inside, raise `ExchangeError`.
+    """Record this worker's activity. If the ``with`` block loses a peer, raise `ExchangeError`.
 
     Args:
         where: the current step, such as ``ring, layer 3, forward, step 2 of 4``.
@@ -120,7 +120,7 @@ class Transport:
     _messages: dict[int, MessageTag] = field(default_factory=dict)
 
     def span(self, kind: str, message: MessageTag = NOTHING) -> AbstractContextManager[None]:
-        """Record what happens inside as one span of the current step."""
+        """Record the ``with`` block as one span of the current step."""
         if self.recorder is None or not self.recorder.recording:
             return nvtx_ranges.span(kind, self.direction, message.link, self.at)
         return self.recorder.span(kind, self.at, message)
@@ -254,7 +254,7 @@ class Transport:
 
     @contextmanager
     def _posting(self, transfer: Transfer) -> Iterator[None]:
-        """Order a transfer that is posted inside this context after `transfer.after`.
+        """Order a transfer that the ``with`` block posts after `transfer.after`.
 
         On the same NCCL communicator, posting order is enough. On another communicator, a side
         stream waits for the earlier transfer, so that the compute stream does not have to. gloo has

@@ -169,7 +169,7 @@ class ProbedAttention(ABC):
 
         b: sequence of the batch.
         lse: of its probed queries over the keys of all workers, [heads, rows].
-        blocks: numbers of the probed blocks, within the sequence's probed blocks.
+        blocks: range of the sequence's probed blocks, counted from 0.
         """
 
 
@@ -258,7 +258,7 @@ def _merge_lse(partial: list[torch.Tensor], masked: MaskedPositions) -> torch.Te
     """Merge the log-sum-exps of tiles over all workers, [heads, rows of all sequences].
 
     A row that sees no key gets +inf. The result does not depend on which worker holds a block: each
-    tile lies within a block, and sums over tiles are integers.
+    tile lies within a block, and tiles are added as integers, which is exact in any order.
 
     partial: [tiles, heads, rows] per sequence; overwritten.
     """

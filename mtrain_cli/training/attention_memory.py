@@ -117,7 +117,7 @@ class AttentionMemory:
 
 @cache
 def _programs(exchange: str, options: ScheduleOptions, columns: bool) -> tuple[Program, Program]:
-    """Return what a worker runs in forward and in backward.
+    """Return a worker's programs of the forward and of the backward pass.
 
     Args:
         columns: whether a ring gathers columns once.
@@ -182,11 +182,11 @@ def kernel_backward(
     pieces: bool,
     index: IndexShape | None = None,
 ) -> KernelBuffers:
-    """Return the bytes of a backward call.
+    """Return the bytes that a kernel's backward call allocates.
 
     The buffers of each kernel:
     - flash4: float32 accumulators of dq and, with grouped heads, of dk and dv; lse and delta. With
-      an index, first its lists of blocks, then the columns with another dq.
+      an index also the lists of blocks and, after them, buffers for columns and another dq.
     - sdpa (FlashAttention-2): float32 accumulator of dq; dk and dv for every query head; dq, dk and
       dv of the current rectangle.
     - triton: lse and delta; the columns, or the lists of a bitmap. A list takes 2 bytes per pair of

@@ -87,7 +87,7 @@ class LayerMemory:
 
     @property
     def kept(self) -> int:
-        """Bytes that the layer keeps until backward, without its index and train.keep_mlp."""
+        """Bytes that the layer keeps until backward, without index and train.keep_mlp products."""
         out = self.out + self.lse
         if self.recomputes:
             late = self.queries - self.early

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
@@ -44,7 +45,7 @@ def train(
 
     Args:
         resume: start from the newest checkpoint of `run_dir`.
-        more_callbacks: make callbacks in addition to those of this module.
+        more_callbacks: functions that make further callbacks.
     """
     with explain_out_of_memory(config, environment, run_dir) as run_context:
         trainer = run_context.begin(Trainer(config, environment))
@@ -123,7 +124,8 @@ def _announce(
             line += f", restart {environment.restarts}, on {environment.dims.workers} workers"
         progress.message(line)
     if environment.rank == 0 and environment.restarts:
-        progress.add_earlier_steps(read_metrics(run_dir.path))
+        restarts = [restart.step for restart in read_restarts(run_dir)]
+        progress.add_earlier_steps(read_metrics(run_dir.path), restarts)
 
 
 def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:
@@ -302,7 +304,7 @@ def _save(trainer: Trainer, checkpointer: Checkpointer, progress: TrainingProgre
 
 
 def _wait(checkpointer: Checkpointer, progress: TrainingProgress) -> bool:
-    """Wait for the save in progress. Return whether it failed, after a warning."""
+    """Wait for the save in progress. If it failed, show a warning and return True."""
     try:
         checkpointer.wait()
     except CheckpointError as error:

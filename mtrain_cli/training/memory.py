@@ -38,6 +38,8 @@ COMMUNICATOR_BYTES = 400 * MIB  # channels and buffers of one NCCL communicator
 class MemoryMoment:
     """Bytes that a worker's allocator holds at one moment of a step, by part.
 
+    The module's docstring defines the symbols.
+
     parameters: float32 shards of the weights, 4 (P_l L + P_r) / W. Each shard is rounded up in
         dimension 0. With optim.offload, e bytes per weight instead of 4.
     optimizer: both AdamW states in float32, 8 (P_l L + P_r) / W. 0 with optim.offload.
@@ -153,7 +155,7 @@ def estimate_memory(
     dtype_bytes: int,
     cuda: bool,
 ) -> MemoryEstimate:
-    """Estimate the memory of context rank 0, which has the largest shards, after the first step.
+    """Estimate the memory of context rank 0, which has the largest shards, from step 2 on.
 
     Args:
         workers: number of workers of the run.

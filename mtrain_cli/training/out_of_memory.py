@@ -432,7 +432,7 @@ def _members(value: Any) -> list[Tensor]:
 
 
 class _ShapeNames:
-    """Names for tensors, from the sizes of the run."""
+    """Names tensors by their shape, in sizes of the run such as "tokens x hidden"."""
 
     def __init__(self, context: RunContext) -> None:
         model, train = context.config.model, context.config.train

@@ -23,6 +23,9 @@ from mtrain_cli.records.imbalance import degrees, imbalance, ratios
             1,
             8 / 6,
         ),  # no worker computes in step 1
+        # means, not medians, of three workers and of three steps
+        ([[9], [2], [1]], 9 / 4, 1, 9 / 4, 9 / 4),
+        ([[9, 2, 1]], 1, 9 / 4, 1, 1),
         ([[0, 0], [0, 0]], 1, 1, 1, 1),
         ([[7]], 1, 1, 1, 1),
     ],

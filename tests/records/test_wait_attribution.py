@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from synthetic_records import Play, recorded_once, ring
 
-from mtrain_cli.records.record_files import open_records
-from mtrain_cli.records.record_sums import iterations, survey
+from mtrain_cli.records.record_files import LINKS, open_records
+from mtrain_cli.records.record_sums import RecordedShape, iterations, survey
 from mtrain_cli.records.wait_attribution import WaitAttribution
 
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
@@ -45,3 +46,25 @@ def test_two_delays_are_charged_separately(tmp_path):
     found = charged(tmp_path / "steps", {(1, 1): 6.0, (1, 8): 4.0})
     assert set(found) == {(1, 1), (1, 8)}
     assert min(found.values()) > 3
+
+
+@pytest.mark.parametrize(
+    ("link", "peer"), [("context", 7), ("inner", 3), ("outer", 4), ("heads", 1)]
+)
+def test_a_collective_waits_for_the_last_rank_of_those_that_take_part(link, peer):
+    """Two nodes of four ranks, pairs share heads. The later a rank is, the less it waits."""
+    shape = RecordedShape(
+        case=0,
+        facts={"per_node": 4, "heads": 2},
+        iterations=(0,),
+        micros=(0,),
+        layers=(0,),
+        workers=8,
+        ranks=8,
+        present=np.ones((1, 8), bool),
+        steps={"forward": 1},
+    )
+    late = np.arange(8.0, 0.0, -1.0)[None]
+    behind = np.array([LINKS.index(link) * 2])  # no single peer
+    (found,) = WaitAttribution(shape, 0.0)._peers(behind, late, np.array([0]), 0)
+    assert found == peer

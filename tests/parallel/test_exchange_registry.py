@@ -1,0 +1,36 @@
+"""The options of an exchange reach its schedule."""
+
+from __future__ import annotations
+
+import pytest
+
+from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.parallel.mesh import ContextGroup
+from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
+
+GROUP = ContextGroup(2, tuple(range(8)), per_node=4, heads=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ring", {"prefetch": 2}),
+        ("ring", {"circulates": "queries"}),
+        ("all_gather", {"chunks": 2}),
+        ("hierarchical_ring", {}),
+    ],
+)
+def test_the_schedule_has_the_options_and_the_sizes_of_the_group(name, options):
+    made = make_exchange(name, make_layout("striped", 8, 256, 16), GROUP, **options)
+    assert made.schedule == make_schedule(name, ScheduleOptions(8, 4, heads=2, **options))
+    assert made.name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "shared", "gathers"),
+    [("ring", True, True), ("ring", False, False), ("all_gather", True, False)],
+)
+def test_only_a_ring_gathers_columns_once_if_it_may(name, shared, gathers):
+    layout = make_layout("striped", 8, 256, 16)
+    assert make_exchange(name, layout, GROUP, shared_columns=shared).gathers_columns is gathers

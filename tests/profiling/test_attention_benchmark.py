@@ -1,0 +1,54 @@
+"""Random inputs are the same sequences under every layout; medians are over the slowest worker."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.launch.parallel_dims import ParallelDims
+from mtrain_cli.parallel.layout import make_layout
+from mtrain_cli.profiling.attention_benchmark import HEADER, _draw, _medians, _row
+
+CONFIG = compose(["seq=48", "train.micro_batch=2", "train.global_batch=2"])
+
+
+def drawn(layout_name: str, workers: int) -> list[torch.Tensor]:
+    """Return q, k, v and dout of the whole sequence, as all workers draw them."""
+    layout = make_layout(layout_name, workers, 48, 4)
+    choices = SimpleNamespace(layout=layout, dtype=torch.float32)
+    parts = []
+    for rank in range(workers):
+        environment = SimpleNamespace(dims=ParallelDims.of(workers, cp=workers), rank=rank)
+        bench = SimpleNamespace(device=torch.device("cpu"), environment=environment)
+        group = SimpleNamespace(group=SimpleNamespace(rank=rank))
+        case = SimpleNamespace(choices=choices, config=CONFIG, exchange=group)
+        parts.append(list(_draw(case, bench)))  # type: ignore[arg-type]
+    whole = [layout.to_sequence(torch.stack(of)) for of in zip(*parts, strict=True)]
+    return [tensor[:, :48] for tensor in whole]
+
+
+@pytest.mark.parametrize(("layout", "workers"), [("striped", 3), ("zigzag", 2), ("contiguous", 4)])
+def test_all_layouts_compute_the_same_sequences(layout, workers):
+    alone = drawn("contiguous", 1)
+    heads, kv_heads = CONFIG.model.num_heads, CONFIG.model.num_kv_heads
+    assert [t.shape[2] for t in alone] == [heads, kv_heads, kv_heads, heads]
+    for tensor, other in zip(alone, drawn(layout, workers), strict=True):
+        assert tensor.equal(other)
+    assert not alone[0][0].equal(alone[0][1]), "sequences of a micro-batch differ"
+
+
+def test_medians_and_spread_are_of_the_slowest_worker():
+    """Seconds (forward, backward) of the slowest worker: 1 + 2, 2 + 4 and 3 + 3."""
+    slowest = np.array([[1.0, 2.0], [2.0, 4.0], [3.0, 3.0]])
+    found = _medians(SimpleNamespace(slowest=lambda _: slowest), [])  # type: ignore[arg-type]
+    assert found == {"forward_ms": 2000.0, "backward_ms": 3000.0, "spread": pytest.approx(3 / 6)}
+
+
+def test_a_row_stands_under_the_header():
+    row = _row("a case", 0.125, {"forward_ms": 1.5, "backward_ms": 3.25, "spread": 0.5})
+    assert len(row) == len(HEADER)
+    assert row.split() == ["a", "case", "12.50%", "1.50", "3.25", "4.75", "50.0%"]

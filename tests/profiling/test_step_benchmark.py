@@ -1,0 +1,75 @@
+"""A sample runs every case with and without recording, and no case is always first."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+from mtrain_cli.profiling.step_benchmark import _Rehearsal
+
+
+def samples(count: int) -> tuple[list[tuple[str, bool]], list[Any]]:
+    """Take samples of two cases. Return (case, recorded) of each pass, and the writer's calls."""
+    passes: list[tuple[str, bool]] = []
+    calls: list[Any] = []
+    seconds = iter(range(1, 100))
+    writer = SimpleNamespace(
+        cases=[SimpleNamespace(label="a"), SimpleNamespace(label="b")],
+        samples=0,
+        plan=SimpleNamespace(samples=count),
+        recorded=lambda case, iteration, _: calls.append((case.label, iteration)),
+        timed=lambda case, plain, recorded: calls.append((case.label, plain, recorded)),
+        save_indices=lambda: calls.append("indices"),
+    )
+
+    def sampled(number: int, done: int) -> None:
+        writer.samples = done
+        calls.append(("sampled", number, done))
+
+    writer.sampled = sampled
+    nothing = lambda *_: None  # noqa: E731
+    rehearsal = object.__new__(_Rehearsal)
+    rehearsal.writer = writer  # type: ignore[assignment]
+    rehearsal.progress = SimpleNamespace(now=nothing, done=nothing, sampled=nothing)  # type: ignore[assignment]
+    rehearsal.bench = SimpleNamespace(  # type: ignore[assignment]
+        collector=SimpleNamespace(recorder=SimpleNamespace(read=nothing, iteration=nullcontext))
+    )
+    rehearsal.trainer = SimpleNamespace(step=6)  # type: ignore[assignment]
+    rehearsal._warm = False
+
+    def compute(case: Any, _: Any, *, recorded: bool) -> tuple[list[Any], float]:
+        passes.append((case.label, recorded))
+        return [], float(next(seconds))
+
+    rehearsal._compute = compute  # type: ignore[method-assign]
+    rehearsal.due = False
+    rehearsal.on_samples([])
+    assert not passes
+    rehearsal.due = True
+    for _ in range(count):
+        rehearsal.on_samples([])
+    return passes, calls
+
+
+def test_cases_and_recording_take_turns_after_one_warm_up():
+    passes, _ = samples(2)
+    assert passes[:2] == [("a", True), ("b", True)]
+    assert passes[2:6] == [("a", False), ("a", True), ("b", False), ("b", True)]
+    assert passes[6:] == [("b", True), ("b", False), ("a", True), ("a", False)]
+
+
+def test_times_are_those_without_and_with_recording():
+    _, calls = samples(2)
+    assert [call for call in calls if call[0] in "ab" and len(call) == 3] == [
+        ("a", 3.0, 4.0),
+        ("b", 5.0, 6.0),
+        ("b", 8.0, 7.0),
+        ("a", 10.0, 9.0),
+    ]
+
+
+def test_indices_are_saved_after_the_first_sample_only():
+    _, calls = samples(3)
+    assert calls.count("indices") == 1
+    assert calls.index(("sampled", 7, 1)) + 1 == calls.index("indices")
