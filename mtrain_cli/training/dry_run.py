@@ -249,8 +249,8 @@ def describe_fit(plan: RunPlan) -> Text:
         share = plan.memory.total / plan.capacity
         of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"
         return Text(f"{word}: {share:.0%} of the {of}", style=style)
-    needed = plan.memory.total / (run_plan.USABLE * GIB)
-    large_enough = [name for name, gib in GPU_MEMORY if gib >= needed]
+    total = plan.memory.total
+    large_enough = [name for name, gib in GPU_MEMORY if total <= run_plan.USABLE * gib * GIB]
     if not large_enough:
         return Text("fits no current GPU", style="red")
     if not plan.has_room_for(plan.memory, float("inf")):
