@@ -176,6 +176,8 @@ def _describe(error: Any) -> str:
     message = _wrong_value(error) or " ".join(error.format_message().split())
     option = getattr(error, "option_name", None)
     ctx = getattr(error, "ctx", None)
+    if message.startswith("No such command") and ctx is not None:
+        return f"{message} Commands: {', '.join(ctx.command.list_commands(ctx))}."
     if option and ctx is not None and any(p.name == "overrides" for p in ctx.command.params):
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest

@@ -98,7 +98,7 @@ def complete_kernels(incomplete: str) -> list[str]:
 
 def complete_clusters(incomplete: str) -> list[Candidate]:
     """Complete the name of a shipped cluster, or the path of a file."""
-    from mtrain_cli.simulation.cluster import shipped
+    from mtrain_cli.config.cluster import shipped
 
     return _or_files([(name, summary(file)) for name, file in shipped().items()], incomplete)
 

@@ -119,8 +119,8 @@ ClusterName = Annotated[
     option(
         "NAME|FILE",
         complete=complete_clusters,
-        help="Name of a shipped cluster, or a YAML file in the same form; "
-        f"{DEFAULT_CLUSTER} by default.",
+        help="Name of a shipped cluster, or a YAML file in the same form. By default the cluster "
+        f"that topology= names, or {DEFAULT_CLUSTER}.",
     ),
 ]
 Nodes = Annotated[
@@ -145,7 +145,8 @@ class SimulateOptions:
             dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
             sparsity=, or clustered with --density or --columns.
         density: Share of the causal blocks that the slashes of a synthetic index cover, such as
-            0.05 or 5%. By default 5%, within sparsity.min_slashes and max_slashes.
+            0.05 or 5%; columns come on top. By default 5%, within sparsity.min_slashes and
+            max_slashes.
         columns: Single key columns per head of a synthetic index; 2048 by default.
         layers: Number of layers to predict, each with its own index; by default 1, or all layers
             of a recorded index.
@@ -197,12 +198,16 @@ def simulate() -> None:
 
     Counts work exactly and plans memory as `mtrain train --dry-run` does. Times come from measured
     kernels and from the constants of the cluster, each with its source. best and worst are the
-    bounds of a predicted time. `run` is the default command.
+    bounds of a predicted time.
+
+    `run` is the default command. Its options choose the cluster (--cluster, --nodes, --workers),
+    the pairs (--density, --columns, --index), what to compare (--layout, --exchange) and more:
+    type `mtrain simulate run --help`.
 
     [bold]Examples[/bold]
 
-      [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8[/cyan]
-          Compare two layouts and three exchanges on 32 GPUs, dense
+      [cyan]mtrain simulate model=qwen3b seq=512k --cluster a100_4x8 --density 5%[/cyan]
+          Compare two layouts and three exchanges on 32 GPUs, with a sparse index
       [cyan]mtrain simulate recommend model=qwen3b --cluster h100_4x8[/cyan]
           Recommend a configuration
     """
@@ -337,8 +342,8 @@ def validate(
             new ones. Can be repeated.
     """
     from mtrain_cli.commands.simulate_validate import validate as compare
+    from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration import load_user_calibration
-    from mtrain_cli.simulation.cluster import load_cluster
 
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)
     own = load_user_calibration(calibration)

@@ -16,7 +16,7 @@ from mtrain_cli.config.schema import EXCHANGES, KERNELS, LAYOUTS, ConfigError
 
 if TYPE_CHECKING:
     from mtrain_cli.commands.simulate import SimulateOptions
-    from mtrain_cli.simulation.cluster import Cluster
+    from mtrain_cli.config.cluster import Cluster
     from mtrain_cli.simulation.scenario import Scenario
 
 DEFAULT_CLUSTER = "h200_1x8"
@@ -31,7 +31,8 @@ T = TypeVar("T")
 class SimulateJob:
     """What to predict, and where the results go.
 
-    cluster_name: name or file of the cluster, as typed.
+    cluster_name: name or file of the cluster.
+    cluster_typed: how the user named it, such as ``topology=a100_4x8``.
     workers: number of GPUs in total.
     tokens: tokens to train on, to predict days and dollars; None to predict neither.
     price: dollars per GPU and hour; None if unknown.
@@ -41,6 +42,7 @@ class SimulateJob:
     request: SimulateRequest
     cluster: Cluster
     cluster_name: str
+    cluster_typed: str
     layouts: list[str]
     exchanges: list[str]
     workers: int
@@ -50,10 +52,13 @@ class SimulateJob:
     started: float = field(default_factory=time.perf_counter)
 
     def cluster_with(self, nodes: int | None) -> Cluster:
-        """Load the cluster with this number of nodes; None for the typed number."""
-        from mtrain_cli.simulation.cluster import load_cluster
+        """Return the cluster with this number of nodes; None for the typed number."""
+        from mtrain_cli.config.cluster import load_cluster
 
-        return load_cluster(self.cluster_name, nodes=self.typed.nodes if nodes is None else nodes)
+        if nodes is None:
+            return self.cluster
+        name, typed = self.cluster_name, self.cluster_typed
+        return load_cluster(name, typed, nodes=nodes, typed_nodes=f"nodes={nodes}")
 
     def scenario(self) -> Scenario:
         """Compose the training run to predict, and check the slow ranks.
@@ -70,7 +75,7 @@ class SimulateJob:
         gpu = self.cluster.gpu
         if gpu.is_cpu and not attention_only:
             raise ConfigError(
-                f"--cluster {self.cluster_name}: {gpu.name} is a CPU, and steps are predicted for "
+                f"{self.cluster_typed}: {gpu.name} is a CPU, and steps are predicted for "
                 f"GPUs only; {remedy}"
             )
 
@@ -93,7 +98,7 @@ class SimulateJob:
             yield
         except InvalidSetup as error:
             if error.about == "per_node":
-                raise ConfigError(f"--cluster {self.cluster.name}: {error}") from None
+                raise ConfigError(f"{self.cluster_typed}: {error}") from None
             raise ConfigError(f"--{error.about} {error.value}: {error}") from None
         except ConfigError as error:
             key = f"topology.exchange={exchange}:"
@@ -115,9 +120,9 @@ def parse_job(
     Raises:
         ConfigError: an option is wrong.
     """
-    from mtrain_cli.simulation.cluster import load_cluster
+    from mtrain_cli.config.cluster import load_cluster
 
-    words, name = _split_cluster(typed.overrides or [], typed.cluster)
+    words, name, cluster_typed = _split_cluster(typed.overrides or [], typed.cluster)
     _refuse_axes(words)
     layout = _compared("layout", typed.layout, words)
     exchange = _compared("exchange", typed.exchange, words)
@@ -137,8 +142,9 @@ def parse_job(
         typed.calibration,
         typed.slow,
         typed.jitter,
+        name,
     )
-    cluster = load_cluster(name, nodes=typed.nodes)
+    cluster = load_cluster(name, cluster_typed, nodes=typed.nodes)
     price = _parse_price(typed.price, cluster)
     several = cluster.nodes > 1 or any(
         "nodes=" in word or "gpus_per_node=" in word for word in (*words, *swept)
@@ -151,23 +157,36 @@ def parse_job(
     if cluster.gpu.is_cpu and not request.without_a_model and not request.sets("topology.device"):
         # CPU workers compute in another dtype and with other kernels.
         request = replace(request, words=(*words, "topology.device=cpu"))
-    return SimulateJob(request, cluster, name, layouts, exchanges, workers, tokens, price, typed)
+    return SimulateJob(
+        request, cluster, name, cluster_typed, layouts, exchanges, workers, tokens, price, typed
+    )
 
 
-def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str]:
-    """Split ``cluster=NAME``, which mtrain train does not take, from the settings.
+def _split_cluster(words: Sequence[str], option: str | None) -> tuple[list[str], str, str]:
+    """Return the settings without ``cluster=NAME``, the cluster, and how the user named it.
+
+    ``--cluster``, ``cluster=`` and ``topology.cluster``, which ``topology=`` may set, name one.
 
     Raises:
         ConfigError: two different clusters are given.
     """
-    named = [word.partition("=")[2] for word in words if word.startswith("cluster=")]
-    if len({*named, *([] if option is None else [option])}) > 1:
-        raise ConfigError(
-            f"cluster={named[-1]}: {'--cluster ' + option if option else 'cluster=' + named[0]} "
-            "names another cluster; give one of them"
-        )
+    from mtrain_cli.composition.compose import composed_values
+    from mtrain_cli.config.groups import open_groups
+    from mtrain_cli.config.overrides import parse
+
     settings = [word for word in words if not word.startswith("cluster=")]
-    return settings, option or (named[0] if named else DEFAULT_CLUSTER)
+    parsed = parse(settings, open_groups())
+    values = composed_values(parsed.groups) | parsed.values
+    names = {} if option is None else {f"--cluster {option}": option}
+    names |= {word: word.partition("=")[2] for word in words if word.startswith("cluster=")}
+    if (name := values.get("topology.cluster")) not in (None, "auto"):
+        group = None if "topology.cluster" in parsed.values else parsed.groups.get("topology")
+        names[f"topology={group}" if group else f"topology.cluster={name}"] = name
+    if len(set(names.values())) > 1:
+        first, *_, last = names
+        raise ConfigError(f"{last}: {first} names another cluster; give one of them")
+    typed, name = next(iter(names.items()), (f"--cluster {DEFAULT_CLUSTER}", DEFAULT_CLUSTER))
+    return settings, name, typed
 
 
 def _refuse_axes(words: Sequence[str]) -> None:
@@ -206,7 +225,7 @@ def _parse_workers(cluster: Cluster, workers: int | None, request: SimulateReque
     Raises:
         ConfigError: the cluster has fewer GPUs, or the workers would fill a node only in part.
     """
-    from mtrain_cli.simulation.cluster import uneven_nodes
+    from mtrain_cli.config.cluster import uneven_nodes
 
     count = cluster.gpus if workers is None else workers
     most = min(cluster.gpus, _MOST_WORKERS)

@@ -15,12 +15,12 @@ import typer
 from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_args import SimulateJob
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.simulation.calibration import Calibration, describe_source
-from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.validation import digest

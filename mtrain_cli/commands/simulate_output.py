@@ -9,11 +9,12 @@ from rich.table import Table
 
 from mtrain_cli.commands.simulate_args import SimulateJob
 from mtrain_cli.commands.simulate_request import DENSE
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.console import Console
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.exchange_selection import short_label
 from mtrain_cli.reporting.terminal_width import new_table, number, say
-from mtrain_cli.simulation.cluster import Cluster
+from mtrain_cli.simulation.families import FAMILIES
 from mtrain_cli.simulation.prediction import AttentionWorkload, BoundedTime, Prediction
 from mtrain_cli.simulation.recommend import (
     CLOSE,
@@ -66,6 +67,7 @@ def title(cluster: Cluster, problem: AttentionWorkload, density: float, workers:
     """Return the title of a table: cluster, number of workers, length, pattern and density."""
     made, nodes = problem.made, f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}"
     shown = f"{problem.pattern}, density {density:.1%}" if problem.pattern != DENSE else DENSE
+    shown += " with columns" * (problem.pattern in FAMILIES)
     return f"{cluster.name} ({nodes}), {workers} workers, seq {made.seq:,}, {shown}"
 
 

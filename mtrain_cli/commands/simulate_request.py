@@ -31,6 +31,7 @@ class SimulateRequest:
     layers: number of layers to predict, each with its own index.
     slow: RANK=X,..., the factors by which computation on these ranks takes longer.
     jitter: standard deviation of the logarithm of message times.
+    cluster: name or file of the cluster.
     """
 
     words: tuple[str, ...]
@@ -42,6 +43,7 @@ class SimulateRequest:
     calibration: str | None
     slow: str
     jitter: float
+    cluster: str = ""
 
     def scenario(
         self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
@@ -55,16 +57,14 @@ class SimulateRequest:
         Raises:
             ConfigError: a setting or an option is wrong.
         """
-        from mtrain_cli.composition.compose import compose
         from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
         words = [*self.words, *extra]
-        _check_workers(words)
         if file := self.recorded_file():
             problem = self.load_recorded(file, words, density, columns)
             more = _recorded_settings(problem, words, pattern_words(problem.pattern))
-            config = compose([*words, *more])
+            config = self.compose([*words, *more])
             if len(problem.masks) != config.train.micro_batch:
                 raise ConfigError(
                     f"train.micro_batch={config.train.micro_batch}: --index {file} holds "
@@ -76,10 +76,10 @@ class SimulateRequest:
                     f"{problem.layers[-1]}, so it is from another model"
                 )
         else:
-            config = compose(words)
+            config = self.compose(words)
             pairs = self.pair_source(words, config, density, columns)
             more = [] if _own_sparsity(words, config) else pairs.sparsity()
-            config = compose([*words, *more]) if more else config
+            config = self.compose([*words, *more]) if more else config
             problem = pairs.problem(config)
         return Scenario(
             config,
@@ -112,11 +112,32 @@ class SimulateRequest:
         Raises:
             ConfigError: a setting or a slow rank is wrong.
         """
+        self.compose(self.words)
+        self.slow_ranks(workers)
+
+    def compose(self, words: Sequence[str]) -> Config:
+        """Compose settings. The cluster replaces the numbers of GPUs that ``topology=`` sets.
+
+        Raises:
+            ConfigError: a setting is wrong, or describes another cluster.
+        """
         from mtrain_cli.composition.compose import compose
 
-        _check_workers(self.words)
-        compose(list(self.words))
-        self.slow_ranks(workers)
+        for word in words:
+            key, _, value = word.partition("=")
+            if key == "topology.workers" and value != "auto":
+                raise ConfigError(
+                    f"{word}: give --workers {value} instead, or several numbers with `mtrain "
+                    "simulate sweep workers=2,4,8`"
+                )
+        config = compose(["topology.workers=auto", "topology.gpus_per_node=auto", *words])
+        named = config.topology.cluster
+        if named not in ("auto", self.cluster):
+            raise ConfigError(
+                f"topology.cluster={named}: this command predicts for {self.cluster}; start a "
+                "command for each cluster"
+            )
+        return config
 
     def context_parallel(self, config: Config) -> int | None:
         """Return ``topology.context_parallel``, or None for auto."""
@@ -191,20 +212,20 @@ class SimulateRequest:
             most,
         )
 
-    def describe_pairs(self, pairs: str, extra: Sequence[str] = ()) -> str:
+    def describe_pairs(self, pairs: str, swept: Sequence[str] | None = None) -> str:
         """Describe in a line which pairs the prediction assumes, and how to change them.
 
         Args:
             pairs: name of the pattern of the pairs.
-            extra: settings of one point of a sweep.
+            swept: settings of one point of a sweep, whose table shows the densities; None without a
+                sweep.
         """
-        from mtrain_cli.composition.compose import compose
-
         if (file := self.recorded_file()) is not None:
             return f"recorded in {file} ({pairs})"
+        words = [*self.words, *(swept or ())]
         if pairs == DENSE:
             line = "dense: all causal pairs, each sequence one document"
-            if self.index is not None or _sparsity([*self.words, *extra]):
+            if self.index is not None or _sparsity(words):
                 return line
             return (
                 f"{line}, the default of mtrain train; use sparsity=, --density or --index for "
@@ -212,11 +233,17 @@ class SimulateRequest:
             )
         if pairs == FIXED:
             return "as drawn by sparsity=fixed, each sequence one document"
-        trained = compose([*self.words, *extra]).sparsity.pattern
-        purpose = f" for sparsity={trained}" if trained != DENSE else ""
+        config = self.compose(words)
+        purpose, parts = "", ""
+        if config.sparsity.pattern != DENSE:
+            purpose = f" for sparsity={config.sparsity.pattern}"
+        if swept is None:
+            source = self.pair_source(words, config)
+            share = f"{100 * source.density:.3g}%"
+            parts = f": slashes on {share} of the blocks, plus {source.columns:,} columns per head"
         return (
-            f"synthetic ({pairs}){purpose}, each sequence one document; use --index for the pairs "
-            "of a profile"
+            f"synthetic ({pairs}){purpose}{parts}, each sequence one document; use --index for "
+            "the pairs of a profile"
         )
 
     def _layers(self, config: Config) -> int:
@@ -292,7 +319,7 @@ class SimulateRequest:
         recorded = load_indices(file)
         setup = recorded.setup
         if words:
-            _compare(words, file, setup)
+            _compare(self.compose(words), file, setup)
         pattern = recorded.patterns[0]
         available = recorded.layers(pattern)
         if self.layers is not None and self.layers > len(available):
@@ -353,16 +380,6 @@ class SimulateRequest:
             if not 0.1 <= ranks[int(rank)] <= 100:
                 raise ConfigError(f"--slow {word}: the factor must be between 0.1 and 100")
         return ranks
-
-
-def _check_workers(words: Sequence[str]) -> None:
-    """Raise ConfigError for ``topology.workers``: these commands take ``--workers`` instead."""
-    for word in words:
-        if word.startswith("topology.workers=") and not word.endswith("=auto"):
-            raise ConfigError(
-                f"{word}: --workers, --nodes or workers= of a sweep set the number of GPUs; leave "
-                "it out"
-            )
 
 
 def _check_index(index: str | None, pattern: str | None) -> None:
@@ -427,11 +444,8 @@ def _recorded_settings(
     return [word for word in settings if word.partition("=")[0] not in typed]
 
 
-def _compare(words: Sequence[str], file: Path, setup: Any) -> None:
+def _compare(config: Config, file: Path, setup: Any) -> None:
     """Raise ConfigError if the settings differ from the shape that the file was recorded with."""
-    from mtrain_cli.composition.compose import compose
-
-    config = compose(list(words))
     shapes = {
         "seq": (config.seq, setup.seq),
         "model.num_heads": (config.model.num_heads, setup.heads),

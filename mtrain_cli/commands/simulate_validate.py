@@ -19,13 +19,13 @@ from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
 from mtrain_cli.commands.simulate_files import require_writable
 from mtrain_cli.commands.simulate_output import brief_remark
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.console import Console
 from mtrain_cli.records import record_files
 from mtrain_cli.records.shipped_profiles import find_shipped
 from mtrain_cli.reporting.terminal_width import new_table, print_table, say
 from mtrain_cli.simulation.calibration import Calibration, describe_source, same_device
-from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.validation import (
     CaseComparison,
     MeasuredRun,

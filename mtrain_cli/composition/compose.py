@@ -93,8 +93,10 @@ def resume(saved: Config, overrides: Sequence[str] = (), config_dir: Path | None
         if name.startswith(FIXED) and value != before[name]
     )
     problems = [*parsed.problems, *unresolved, *wrong, *conflicts]
-    # The checkpoint holds the weights, so the folder of train.init_from may be gone.
-    return _checked({**before, **changed}, problems, files, ignore=("train.init_from",))
+    # The checkpoint holds the weights, so the folder of train.init_from may be gone. So may the
+    # file of the cluster, which only plans read.
+    gone = ("train.init_from", "topology.cluster")
+    return _checked({**before, **changed}, problems, files, ignore=gone)
 
 
 def _kept(

@@ -147,6 +147,10 @@ class TopologyConfig:
         "device type of the workers; auto = cuda if a GPU is usable, else cpu",
         ("auto", "cpu", "cuda"),
     )
+    cluster: str = option(
+        "cluster that plans assume if this machine has no GPU, and that `mtrain simulate` predicts "
+        "for: a name in conf/cluster or a YAML file of that form; auto = one host of H200s"
+    )
     workers: int | str = option(
         "number of workers; auto = all GPUs of the job, or 2 on a CPU", _WORKERS
     )

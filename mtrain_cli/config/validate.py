@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli.config import keys
+from mtrain_cli.config.cluster import file_of
 from mtrain_cli.config.pattern_settings import BLOCKS, PATTERNS, PatternSettings
 from mtrain_cli.config.pattern_settings import pattern_keys as settings_keys
 from mtrain_cli.config.schema import (
@@ -93,6 +94,11 @@ def _divisors(number: int) -> str:
 
 
 def _topology(topology: TopologyConfig) -> Iterator[str]:
+    if topology.cluster != "auto":
+        try:
+            file_of(topology.cluster)
+        except ValueError as error:
+            yield f"topology.cluster={topology.cluster}: {error}"
     workers, context, node = topology.workers, topology.context_parallel, topology.gpus_per_node
     numbers = {"workers": workers, "context_parallel": context, "gpus_per_node": node}
     if any(isinstance(value, int) and value < 1 for value in numbers.values()):

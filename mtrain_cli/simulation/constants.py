@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from mtrain_cli.config.cluster import Constant
 from mtrain_cli.simulation import costs, non_attention_cost, timeline
 from mtrain_cli.simulation.calibration import HIGH, LOW, UNKNOWN
-from mtrain_cli.simulation.cluster import Constant
 
 
 def _fixed(value: float, note: str) -> Constant:

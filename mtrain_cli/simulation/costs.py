@@ -20,6 +20,7 @@ from functools import cached_property
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
+from mtrain_cli.config.cluster import Cluster, Constant, Gpu, Link
 from mtrain_cli.parallel.program import Post, ShardSizes, Size
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, SUM
@@ -40,7 +41,6 @@ from mtrain_cli.simulation.calibration import (
     KernelCurves,
     same_device,
 )
-from mtrain_cli.simulation.cluster import Cluster, Constant, Gpu, Link
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mtrain_cli.simulation.cluster import CUDA
+from mtrain_cli.config.cluster import CUDA
 
 INNER, OUTER = "inner", "outer"
 # Measured operations:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtrain_cli.config.cluster import Constant, Gpu
 from mtrain_cli.model.tiling import layers_with_products, tile_rows
 from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
-from mtrain_cli.simulation.cluster import Constant, Gpu
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.training.flops import recomputed_matmul
 from mtrain_cli.training.memory import MIB

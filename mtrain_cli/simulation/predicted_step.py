@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
-from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.costs import BOUNDS, Costs
 from mtrain_cli.simulation.non_attention_cost import (
     ComputeCost,

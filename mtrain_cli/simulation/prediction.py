@@ -15,6 +15,7 @@ import numpy as np
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import SequenceMask
+from mtrain_cli.config.cluster import Cluster, Gpu
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
@@ -34,7 +35,6 @@ from mtrain_cli.simulation.calibration import (
     same_device,
     shipped,
 )
-from mtrain_cli.simulation.cluster import Cluster, Gpu
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import (
     BOUNDS,

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 from math import ceil, floor
 from typing import Any
 
+from mtrain_cli.config.cluster import Cluster, Constant
 from mtrain_cli.config.exchanges import flat_name
 from mtrain_cli.config.schema import CHECKPOINTS, Config, ConfigError
 from mtrain_cli.config.sizes import format_size
 from mtrain_cli.parallel.program import Recompute
-from mtrain_cli.simulation.cluster import Cluster, Constant
 from mtrain_cli.simulation.prediction import Prediction
 from mtrain_cli.simulation.scenario import (
     PredictedScenario,

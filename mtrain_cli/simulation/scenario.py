@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -12,12 +11,12 @@ import torch
 
 from mtrain_cli.attention.index import Index, VerticalSlash
 from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.config.cluster import Cluster, uneven_nodes
 from mtrain_cli.config.pattern_settings import PATTERNS, FixedSettings
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import VALUE, Calibration
-from mtrain_cli.simulation.cluster import Cluster, uneven_nodes
 from mtrain_cli.simulation.families import FAMILIES, IndexFamily
 from mtrain_cli.simulation.predicted_step import PredictedStep, predict_step
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
@@ -187,13 +186,6 @@ class PredictedScenario:
         return tuple(remarks)
 
 
-def capability(gpu: str) -> tuple[int, int]:
-    """Return the CUDA compute capability of a GPU, or that of Ampere if its name is unknown."""
-    if re.search(r"\b(GB|B)[23]00\b", gpu):
-        return (10, 0)
-    return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", gpu) else (8, 0)
-
-
 def plan_on(
     cluster: Cluster, config: Config, *, workers: int, kernel: str | None = None, **topology: Any
 ) -> RunPlan:
@@ -226,7 +218,7 @@ def plan_on(
     return plan_for(
         config,
         gpu=cluster.gpu.name,
-        capability=capability(cluster.gpu.name),
+        capability=cluster.gpu.capability,
         capacity=round(cluster.gpu.hbm_gib.value * GIB),
         host=round(cluster.gpu.host_gib.value * GIB),
         kernel=kernel,
@@ -433,8 +425,10 @@ def train_line(
 ) -> str:
     """Return the command that starts a training. With several nodes, each node runs it."""
     # State the predicted memory settings, because train.memory=auto might choose others.
+    # The numbers of GPUs follow from the launch, not from the description of the cluster.
     replaced = (*changes, "topology.workers", "topology.gpus_per_node", "train.memory")
-    kept = [word for word in words if word.partition("=")[0] not in replaced]
+    described = (f"topology={cluster.name}", f"topology.cluster={cluster.name}")
+    kept = [w for w in words if w.partition("=")[0] not in replaced and w not in described]
     settings = " ".join([*kept, *(f"{key}={value}" for key, value in changes.items())])
     environment = plan.environment
     if environment.nodes == 1:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from mtrain_cli import __version__
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
-from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.predicted_step import training_days, training_dollars
 from mtrain_cli.simulation.prediction import BoundedTime
 from mtrain_cli.simulation.scenario import PredictedScenario, Scenario, predict_training

@@ -43,6 +43,8 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
         if name in ("layout", "exchange", "topology.layout", "topology.exchange"):
             option = name.rpartition(".")[2]
             raise ConfigError(f"{word}: use --{option} {listed} to compare these")
+        if name in ("cluster", "topology.cluster"):
+            raise ConfigError(f"{word}: a sweep predicts for one cluster; start one for each")
         if name in found:
             raise ConfigError(f"{word}: {name} is swept twice; give all its values at once")
         if name not in OWN and "." not in name and (hint := did_you_mean(name, OWN)):

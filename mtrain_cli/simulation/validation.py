@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.attention.mask import MaskRule
+from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import Config, ConfigError
 from mtrain_cli.config.suggest import no_such
@@ -27,7 +28,6 @@ from mtrain_cli.records.index_file import RecordedIndices, load_indices
 from mtrain_cli.records.record_files import RecordedFolder
 from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
 from mtrain_cli.simulation.calibration import Calibration
-from mtrain_cli.simulation.cluster import Cluster
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
 from mtrain_cli.simulation.timeline import Disturbances

@@ -14,6 +14,7 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, Vertical
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.packed_columns import COLUMN_TILE
+from mtrain_cli.config.cluster import divisors
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.exchange_selection import ExchangeChoice, ExchangeNeeds, choose_exchange
 from mtrain_cli.parallel.layout import Layout, make_layout
@@ -22,7 +23,6 @@ from mtrain_cli.parallel.program import Program, ShardSizes
 from mtrain_cli.parallel.schedule import Schedule, make_schedule
 from mtrain_cli.records.imbalance import Imbalance, imbalance
 from mtrain_cli.records.index_file import RecordedIndices, RecordedSetup
-from mtrain_cli.simulation.cluster import divisors
 from mtrain_cli.simulation.work_counts import (
     BACKWARD,
     FLOP_PER_PAIR,
@@ -352,6 +352,7 @@ def topology_of(setup: ReplaySetup) -> TopologyConfig:
         )
     return TopologyConfig(
         device="auto",
+        cluster="auto",
         workers=setup.workers,
         context_parallel="auto",
         gpus_per_node=setup.per_node,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
 from mtrain_cli.attention.kernel import IndexRequest
 from mtrain_cli.attention.kernel_registry import choose, make_kernel, survey
-from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.cluster import Cluster, load_cluster, uneven_nodes
+from mtrain_cli.config.schema import Config, ConfigError, TopologyConfig
 from mtrain_cli.launch.environment import (
     Environment,
     describe_host_memory,
@@ -58,7 +59,7 @@ from mtrain_cli.training.state_memory import StateMemory
 if TYPE_CHECKING:
     from mtrain_cli.training.resolution import ResolvedRun
 
-# Plans for absent GPUs assume this GPU.
+# Plans for absent GPUs assume this GPU, unless topology.cluster names another.
 ASSUMED_GPU, ASSUMED_GPU_BYTES = "NVIDIA H200", round(139.8 * GIB)
 ASSUMED_HOST_BYTES = 128 * GIB  # host memory per assumed GPU
 USABLE_HOST = 0.9  # share of host memory that plans use; the rest is for processes, files and data
@@ -98,7 +99,7 @@ class RunPlan:
     kernel: name of the kernel.
     kernel_reason: why `kernel` was chosen.
     dtype: name of the compute dtype.
-    gpu: name of the GPUs. None on a CPU or if the GPUs are assumed.
+    gpu: name of the GPUs. None on a CPU or if nothing says which GPUs to plan for.
     capacity: memory of one GPU in bytes. None if unknown.
     memory: estimated memory of one worker.
     dense_kernel: name of the kernel for the dense first steps of a sparse run, and why it was
@@ -151,11 +152,11 @@ class RunPlan:
         """Bytes of one checkpoint on disk: float32 weights and two AdamW states."""
         return 12 * self.parameters.total
 
-    @cached_property
+    @functools.cached_property
     def parameters(self) -> ParameterCount:
         return parameters(self.config.model)
 
-    @cached_property
+    @functools.cached_property
     def flops(self) -> FlopsPerToken:
         return training_flops(
             self.config, self.layout, sharing=self.exchange.heads, dtype_bytes=self.dtype_bytes
@@ -166,7 +167,7 @@ class RunPlan:
         """The part of a layer's forward exchange that the backward pass runs again."""
         return recomputed_attention(self.config.train, self.layout, self.exchange.heads)
 
-    @cached_property
+    @functools.cached_property
     def received(self) -> ReceivedBytes:
         """The bytes that reach one worker, from the schedule of its exchange and `StateMemory`.
 
@@ -214,8 +215,8 @@ class RunPlan:
         if topology.host_memory_gib != "auto":
             host += f" ({USABLE_HOST:.0%} of topology.host_memory_gib)"
         elif self.elsewhere:
-            assumed = f"{USABLE_HOST:.0%} of an assumed {ASSUMED_HOST_BYTES // GIB} GiB per GPU"
-            host += f" ({assumed}; set topology.host_memory_gib)"
+            assumed = f"an assumed {round(self.host_share / USABLE_HOST / GIB)} GiB per GPU"
+            host += f" ({USABLE_HOST:.0%} of {assumed}; set topology.host_memory_gib)"
         return f"{size(self.gpu_bytes)} ({gpu}, {USABLE:.0%} of it usable) and {host}"
 
     def device_bytes(self, memory: MemoryEstimate) -> int:
@@ -277,8 +278,9 @@ def make_plan(config: Config) -> RunPlan:
     `topology.device` decides where:
     - cpu: on the CPU of this machine.
     - cuda: on GPUs like those of this machine, or if it has none, on absent GPUs.
-    - auto: on this machine's GPUs, as for cuda. If it has none, on its CPU. If the CPU cannot run
-      the configuration and `topology.workers` is a number, on that many absent GPUs.
+    - auto: on this machine's GPUs, as for cuda. If it has none, on the absent GPUs that
+      `topology.cluster` names. If it names none, on this machine's CPU. If the CPU cannot run the
+      configuration and `topology.workers` is a number, on that many absent GPUs.
 
     Raises:
         ConfigError: sizes are inconsistent, or the configured kernel does not support the run.
@@ -305,6 +307,8 @@ def _manual_plan(config: Config) -> RunPlan:
         return _plan_here(config)
     if device == "cuda":
         return _plan_elsewhere(config, "topology.device=cuda, but this machine has no GPU")
+    if config.topology.cluster != "auto":
+        return _plan_elsewhere(config, "this machine has no GPU")
     refusal = _refusal_here(config) if config.topology.workers != "auto" else None
     return _plan_elsewhere(config, refusal) if refusal else _plan_here(config)
 
@@ -382,14 +386,66 @@ def workers_sharing_host(environment: Environment, gpus: int) -> int:
 
 def _plan_elsewhere(config: Config, why: str) -> RunPlan:
     """Plan for absent GPUs. why: the reason, for `RunPlan.machine`."""
-    plan = _plan_gpus(config, None, (9, 0), given_memory(config), ASSUMED_HOST_BYTES, None)
+    name = config.topology.cluster
+    if name == "auto":
+        gpu, capability, of = None, (9, 0), " (set topology.cluster to plan for others)"
+        memory, host = None, ASSUMED_HOST_BYTES
+    else:
+        cluster = _described(name)
+        config = dataclasses.replace(config, topology=_filled(config.topology, cluster))
+        gpu, capability, of = (
+            cluster.gpu.name,
+            cluster.gpu.capability,
+            f" of topology.cluster={name}",
+        )
+        memory, host = (
+            round(constant.value * GIB) for constant in (cluster.gpu.hbm_gib, cluster.gpu.host_gib)
+        )
+    plan = _plan_gpus(config, gpu, capability, given_memory(config) or memory, host, None)
     dense_kernel = None
     if config.sparsity.dense_steps:
         with dense_steps_named(config):
-            dtype = getattr(torch, plan.dtype)
-            dense_kernel = _kernel_elsewhere(plan.config, dtype, dense_kernel_asked(config), None)
-    machine = f"assumed {ASSUMED_GPU} GPUs: {why}"
+            dense_kernel = _kernel_elsewhere(
+                plan.config,
+                getattr(torch, plan.dtype),
+                dense_kernel_asked(config),
+                None,
+                capability,
+                plan.gpu_name,
+            )
+    machine = f"assumed {plan.gpu_name} GPUs{of}: {why}"
     return dataclasses.replace(plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True)
+
+
+@functools.lru_cache(maxsize=1)  # a search for memory settings plans many times
+def _described(name: str) -> Cluster:
+    """Return the cluster of `topology.cluster`.
+
+    Raises:
+        ConfigError: there is no such cluster, or it has no GPUs.
+    """
+    cluster = load_cluster(name, f"topology.cluster={name}")
+    if cluster.gpu.is_cpu:
+        raise ConfigError(
+            f"topology.cluster={name}: has {cluster.gpu.name}, a CPU; give a cluster of GPUs, or "
+            "auto"
+        )
+    return cluster
+
+
+def _filled(topology: TopologyConfig, cluster: Cluster) -> TopologyConfig:
+    """Return the topology with `auto` workers and GPUs per node replaced by the cluster's numbers.
+
+    Raises:
+        ConfigError: the workers would fill a node only in part.
+    """
+    workers = cluster.gpus if topology.workers == "auto" else int(topology.workers)
+    per_node = topology.gpus_per_node
+    if per_node == "auto":
+        if why := uneven_nodes(cluster, workers):
+            raise ConfigError(f"topology.workers={workers}: {why}")
+        per_node = min(cluster.gpus_per_node, workers)
+    return dataclasses.replace(topology, workers=workers, gpus_per_node=per_node)
 
 
 def plan_for(

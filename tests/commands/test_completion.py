@@ -87,7 +87,17 @@ def test_runs_and_options_are_completed(tmp_path, monkeypatch):
     assert complete_runs("") == ["first", "second"]
     assert complete_runs("s") == ["second"]
     assert [name for name, _ in complete_options("topology/")] == [
-        f"topology/{name}" for name in ("a100_4x8", "h200_8", "hierarchical", "local", "ulysses")
+        f"topology/{name}"
+        for name in (
+            "a100_4x8",
+            "a800_4x8",
+            "b200_4x8",
+            "h100_4x8",
+            "h200_1x8",
+            "hierarchical",
+            "local",
+            "ulysses",
+        )
     ]
 
 

@@ -11,7 +11,7 @@ from commands.typed_line import split
 from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
-from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.link_fit import ALL_TO_ALL, GATHER, HOP, HOPS_AT_ONCE, SCATTER, TWO_HOPS
 
 HOST = ("gpu.host_gib", "gpu.host_link_gbps", "gpu.host_memory_gbps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from commands.typed_line import run, split
+from commands.typed_line import document, run, split
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +78,7 @@ def _here(tmp_path, monkeypatch):
         (["run --recommend"], "--recommend: is now a command; type `mtrain simulate recommend"),
         (["--validate x"], "--validate: is now a command; type `mtrain simulate validate "),
         (["recomend"], "No such command recomend. Did you mean recommend?"),
+        (["x"], "No such command x. Commands: run, sweep, recommend, validate. See "),
         (["--recompute"], "--recompute: only with --attention-only"),
         (["--layers 5"], "--layers 5: tiny has 4; allowed: 1 to 4"),
         (["train.dtype=float32"], "train.dtype=float32: kernels were measured in bfloat16 only"),
@@ -111,7 +112,8 @@ def _here(tmp_path, monkeypatch):
         ),
         (
             ["topology.workers=4"],
-            "topology.workers=4: --workers, --nodes",
+            "topology.workers=4: give --workers 4 instead, or several numbers with `mtrain "
+            "simulate sweep workers=2,4,8`",
         ),
         (["topology.device=cpu"], "topology.device=cpu: h200_1x8 has GPUs; allowed: auto, cuda"),
         (["topology.context_parallel=3"], "topology.context_parallel=3: must divide the 8 workers"),
@@ -152,7 +154,28 @@ def _here(tmp_path, monkeypatch):
             ["cluster=a100_4x8 --cluster h100_4x8"],
             "cluster=a100_4x8: --cluster h100_4x8 names another cluster; give one of them",
         ),
-        (["cluster=a100_4x9"], "--cluster a100_4x9: no such cluster (did you mean a100_4x8?)"),
+        (
+            ["cluster=a100_4x9"],
+            "mtrain: cluster=a100_4x9: no such cluster (did you mean a100_4x8?)",
+        ),
+        (["topology.cluster=mars_8"], "mtrain: topology.cluster=mars_8: no such cluster; allowed:"),
+        (
+            ["topology=a100_4x8 --cluster h100_4x8"],
+            "mtrain: topology=a100_4x8: --cluster h100_4x8 names another cluster; give one of them",
+        ),
+        (
+            ["recommend topology=a100_4x8 topology.cluster=b200_4x8 cluster=h100_4x8"],
+            "mtrain: topology.cluster=b200_4x8: cluster=h100_4x8 names another cluster",
+        ),
+        (
+            ["sweep seq=16k topology=a100_4x8,b200_4x8"],
+            "topology.cluster=a100_4x8: this command predicts for h200_1x8; start a command for",
+        ),
+        (
+            ["sweep seq=16k cluster=a100_4x8,b200_4x8"],
+            "cluster=a100_4x8,b200_4x8: a sweep predicts for one cluster; start one for each",
+        ),
+        (["--nodes 2"], "mtrain: --nodes 2: h200_1x8 does not describe links between nodes"),
         (
             ["--index nothing"],
             "--index nothing: no such index; allowed: dense, local, clustered, uniform, drifting, "
@@ -225,3 +248,27 @@ def test_an_index_can_be_a_shipped_profile():
     found = run("simulate", *words, "--exchange ring --layout striped", columns=200)
     assert (found.exit_code, found.stderr) == (0, "")
     assert "real-512k-4xh200/index.npz (vertical_slash)" in found.stdout
+
+
+@pytest.mark.parametrize("word", ["topology=a100_4x8", "topology.cluster=a100_4x8"])
+def test_a_topology_of_a_cluster_chooses_that_cluster(word):
+    words = "model=tiny seq=64k --layout striped --exchange ring --no-files --json"
+    named = document(words, "--cluster a100_4x8")
+    assert (named["cluster"]["name"], named["cases"][0]["workers"]) == ("a100_4x8", 32)
+    for more in ("", "--cluster a100_4x8", "cluster=a100_4x8"):
+        assert document(words, f"{word} {more}")["predicted"] == named["predicted"]
+    # --workers and --nodes replace the numbers of the topology.
+    for more in ("--workers 4", "--nodes 2"):
+        few = document(words, f"{word} {more}")
+        assert few["predicted"] == document(words, "--cluster a100_4x8", more)["predicted"]
+    found = run("simulate recommend", words.replace(" --json", ""), word, "--workers 4")
+    (line,) = (line for line in found.stdout.splitlines() if line.startswith("type "))
+    assert word not in line
+    assert line.endswith(" topology.workers=4")
+
+
+def test_help_says_where_the_options_are():
+    text = " ".join(run("simulate --help").stdout.split())
+    assert "--cluster" in text
+    assert "--density" in text
+    assert "`mtrain simulate run --help`" in text

@@ -10,7 +10,7 @@ from commands.typed_line import DENSE, STRIPED, document, run
 from simulation.recordings import SEQ, record
 
 from mtrain_cli.commands.simulate_output import brief_remark
-from mtrain_cli.simulation.cluster import shipped
+from mtrain_cli.config.cluster import shipped
 
 
 @pytest.fixture(autouse=True)

@@ -45,16 +45,15 @@ def test_without_sparsity_settings_it_predicts_dense_attention_and_says_so():
     assert first("sparsity=dense") == first("--index dense") == dense
     assert first("seq=16k,32k", command="sweep") == dense + asks
     drawn = "each sequence one document; use --index for the pairs of a profile"
-    assert (
-        first("--density 5%")
-        == first("density=5%,10%", command="sweep")
-        == f"pairs  synthetic (clustered), {drawn}"
-    )
-    assert first("--columns 64 --index local") == f"pairs  synthetic (local), {drawn}"
-    assert (
-        first("sparsity=vertical_slash")
-        == f"pairs  synthetic (clustered) for sparsity=vertical_slash, {drawn}"
-    )
+    assert first("density=5%,10%", command="sweep") == f"pairs  synthetic (clustered), {drawn}"
+    for more, name, share, columns in (
+        ("--density 5%", "(clustered)", "5%", "2,048"),
+        ("--density 0.125 --columns 0", "(clustered)", "12.5%", "0"),
+        ("--columns 64 --index local", "(local)", "5%", "64"),
+        ("sparsity=vertical_slash", "(clustered) for sparsity=vertical_slash", "5%", "2,048"),
+    ):
+        asked = f"slashes on {share} of the blocks, plus {columns} columns per head"
+        assert first(more) == f"pairs  synthetic {name}: {asked}, {drawn}"
     assert (
         first("sparsity=fixed") == "pairs  as drawn by sparsity=fixed, each sequence one document"
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from command import mtrain
 
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.profiling.kernel_benchmark import KernelBench, KernelCase
 from mtrain_cli.profiling.worker_calls import profile_worker_calls
 from mtrain_cli.simulation.calibration import ALONE_COLUMNS, DIAGONALS, LISTS, SPARSE
-from mtrain_cli.simulation.cluster import load_cluster
 
 pytestmark = [
     pytest.mark.gpu,

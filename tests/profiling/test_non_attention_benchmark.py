@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.environment import resolve_environment
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, INDEX
@@ -25,7 +26,6 @@ from mtrain_cli.simulation.calibration import (
     NonAttentionTimes,
     load_calibration,
 )
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost
 from mtrain_cli.simulation.predicted_step import PredictedStep
 from mtrain_cli.simulation.scenario import (

@@ -10,6 +10,7 @@ import torch
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.attention.tiles import Tiles
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.profiling.kernel_benchmark import (
     KernelBench,
     KernelCase,
@@ -28,7 +29,6 @@ from mtrain_cli.simulation.calibration import (
     kernels_for,
     load_calibration,
 )
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.what_if import ReplaySetup

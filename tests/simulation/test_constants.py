@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mtrain_cli.config.cluster import SOURCES, Constant
 from mtrain_cli.simulation import calibration, costs, non_attention_cost, timeline
-from mtrain_cli.simulation.cluster import SOURCES, Constant
 from mtrain_cli.simulation.constants import CONSTANTS
 from mtrain_cli.simulation.costs import LAUNCHES
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from mtrain_cli.config.cluster import Constant, load_cluster, shipped
 from mtrain_cli.parallel.program import ShardSizes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.simulation.calibration import HIGH, VALUE, KernelCurves
-from mtrain_cli.simulation.cluster import Constant, load_cluster, shipped
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.link_fit import (
     GATHER,

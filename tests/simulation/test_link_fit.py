@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mtrain_cli.simulation.cluster import load_cluster
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.link_fit import (
     GATHER,
     HOP,

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster, shipped
 from mtrain_cli.simulation import scenario as scenarios
-from mtrain_cli.simulation.cluster import load_cluster, shipped
 from mtrain_cli.simulation.scenario import (
     PairSource,
     PredictedScenario,

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.simulation.calibration import LOSS
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.non_attention_cost import DEVICE_ROWS, NonAttentionCost, rounds
 from mtrain_cli.simulation.scenario import plan_on
 

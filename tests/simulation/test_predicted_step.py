@@ -9,10 +9,10 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.simulation import calibration
 from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE
-from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.non_attention_cost import NonAttentionCost, priced
 from mtrain_cli.simulation.predicted_step import PredictedStep, WeightTransfer, overlapped_us
 from mtrain_cli.simulation.scenario import (

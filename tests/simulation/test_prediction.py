@@ -14,6 +14,7 @@ from mtrain_cli.attention.mask_tables import MaskTables
 from mtrain_cli.attention.reference import ReferenceKernel
 from mtrain_cli.attention.sdpa import SdpaKernel
 from mtrain_cli.attention.triton_kernel import TritonKernel
+from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.parallel.layout import make_layout
 from mtrain_cli.parallel.lowering import lower
 from mtrain_cli.parallel.program import Recompute, ShardSizes
@@ -22,7 +23,6 @@ from mtrain_cli.records import record_files
 from mtrain_cli.records.analysis import analyse
 from mtrain_cli.records.index_file import RecordedSetup
 from mtrain_cli.simulation.calibration import HIGH, LOW, SPARSE, kernels_for
-from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import (

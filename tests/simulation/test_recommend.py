@@ -8,9 +8,9 @@ import re
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.recommend import (
     DOES_NOT_FIT,
     _distinct,

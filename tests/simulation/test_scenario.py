@@ -1,14 +1,12 @@
-"""Scenarios: the command that starts a predicted training, and the capability of named GPUs."""
+"""Scenarios: the command that starts a predicted training."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from mtrain_cli.composition.compose import compose
-from mtrain_cli.simulation.cluster import load_cluster
-from mtrain_cli.simulation.scenario import PairSource, Scenario, capability, plan_on, train_line
+from mtrain_cli.config.cluster import load_cluster
+from mtrain_cli.simulation.scenario import PairSource, Scenario, plan_on, train_line
 
 
 def scenario_of(*words: str) -> Scenario:
@@ -42,20 +40,3 @@ def test_the_printed_command_composes_to_the_same_plan():
         "torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m "
         "mtrain_cli train model="
     )
-
-
-@pytest.mark.parametrize(
-    ("gpu", "expected"),
-    [
-        ("NVIDIA A100-SXM4-40GB", (8, 0)),
-        ("NVIDIA H100 80GB HBM3", (9, 0)),
-        ("NVIDIA GH200 480GB", (9, 0)),
-        ("NVIDIA H20", (9, 0)),
-        ("NVIDIA B200", (10, 0)),
-        ("NVIDIA GB200", (10, 0)),
-        ("NVIDIA A800-SXM4-80GB", (8, 0)),
-        ("unheard of", (8, 0)),
-    ],
-)
-def test_capability_by_name(gpu, expected):
-    assert capability(gpu) == expected

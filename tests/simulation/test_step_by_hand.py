@@ -8,6 +8,7 @@ import pytest
 
 from mtrain_cli.attention.mask import SequenceMask
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.parallel.lowering import ORDER, Traits, lower
 from mtrain_cli.parallel.program import Arrange, Merge, ShardSizes
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
@@ -25,7 +26,6 @@ from mtrain_cli.simulation.calibration import (
     Curve,
     kernels_for,
 )
-from mtrain_cli.simulation.cluster import Cluster, Constant, load_cluster
 from mtrain_cli.simulation.costs import Costs
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.non_attention_cost import ComputeCost, priced

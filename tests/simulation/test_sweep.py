@@ -7,9 +7,9 @@ import json
 import pytest
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.simulation import scenario as scenarios
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.scenario import PairSource, Scenario
 from mtrain_cli.simulation.sweep import Sweep, points, shared_remarks
 from mtrain_cli.simulation.sweep_axes import axes

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from mtrain_cli.attention.mask import MaskRule, SequenceMask
 from mtrain_cli.commands import app as command_line
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import load_cluster
 from mtrain_cli.records import record_files
 from mtrain_cli.records.index_file import RecordedSetup, save_indices
 from mtrain_cli.simulation import validation
-from mtrain_cli.simulation.cluster import load_cluster
 from mtrain_cli.simulation.families import IndexFamily
 from mtrain_cli.simulation.prediction import AttentionWorkload, predict
 from mtrain_cli.simulation.validation import open_run, spearman
@@ -286,7 +286,7 @@ def test_options_that_do_not_go_together_are_one_line(recorded, tmp_path):
     ):
         import yaml
 
-        from mtrain_cli.simulation.cluster import shipped
+        from mtrain_cli.config.cluster import shipped
 
         content = yaml.safe_load(shipped()["h200_1x8"].read_text()) | {"gpus_per_node": 2}
         (tmp_path / "small.yaml").write_text(yaml.safe_dump(content))

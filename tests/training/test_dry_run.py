@@ -62,8 +62,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         "bfloat16",
     )
     assert re.fullmatch(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        r"and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
+        r"assumed NVIDIA H200 GPUs \(set topology.cluster to plan for others\): this machine has "
+        r"no GPU, and 64 CPU workers would need about [\d,]+ GiB, but this machine has 24 GiB",
         plan.machine,
     )
     assert (
@@ -82,8 +82,8 @@ def test_workers_that_this_machine_refuses_are_planned_as_gpus_with_the_reason()
         )
     )
     assert kernel.machine.startswith(
-        "assumed NVIDIA H200 GPUs: this machine has no GPU, "
-        "and its CPU refuses train.kernel=flash4: "
+        "assumed NVIDIA H200 GPUs (set topology.cluster to plan for others): this machine has "
+        "no GPU, and its CPU refuses train.kernel=flash4: "
     )
     assert make_plan(compose([*LARGE[:3], "topology.device=cpu"])).environment.device == "cpu"
 
@@ -96,7 +96,8 @@ def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
     )
     assert last == (
         "Does not fit this machine: 2 workers need about 241 GiB, but this machine has 24 GiB; "
-        "only a smaller model would fit. topology.workers=8 plans for eight GPUs."
+        "here, only a smaller model would fit. "
+        "To plan for 8 GPUs instead, add topology.device=cuda topology.workers=8."
     )
     words = [
         "seq=1m",
@@ -265,8 +266,21 @@ def test_the_verdict_follows_the_total():
 @pytest.mark.parametrize(
     ("topology", "words"),
     [
-        ("h200_8", ["8 GPUs = 1 data x 8 context"]),
-        ("a100_4x8", ["32 GPUs = 1 data x 32 context, 4 nodes of 8", "39.40 GiB"]),
+        (
+            "h200_1x8",
+            ["8 x NVIDIA H200 = 1 data x 8 context", "of the 139.80 GiB of NVIDIA H200"],
+        ),
+        (
+            "a100_4x8",
+            [
+                "assumed NVIDIA A100-SXM4-40GB GPUs of topology.cluster=a100_4x8: ",
+                "32 x NVIDIA A100-SXM4-40GB = 1 data x 32 context, 4 nodes of 8",
+                "39.40 GiB",
+                "of the 312 TFLOP/s of NVIDIA A100-SXM4-40GB",
+                "kernel sdpa: assumed without a GPU: on NVIDIA A100-SXM4-40GB",
+            ],
+        ),
+        ("b200_4x8", ["32 x NVIDIA B200", "of the 2.25 PFLOP/s of NVIDIA B200"]),
         ("hierarchical", ["hierarchical_ring: "]),
         ("ulysses", ["ulysses"]),
     ],
@@ -338,7 +352,9 @@ def test_fewer_workers_are_proposed_if_they_exceed_this_machines_memory():
     words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
     helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
     proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
-    assert helps.endswith("topology.device=cuda plans for 33 GPUs.")
+    assert helps.endswith(
+        "To plan for 33 GPUs instead, add topology.device=cuda topology.workers=33."
+    )
     assert make_plan(compose([*words, f"topology.workers={proposed}"])).fits
     assert not make_plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
 
@@ -367,6 +383,9 @@ def test_the_output_defines_what_fits_means():
         module.describe_fit(dataclasses.replace(plan, host_share=1 << 30)).plain
         == "does not fit the memory of the host"
     )
+    huge = make_plan(compose(["model=qwen32b", "seq=8m", *words[2:]]))
+    assert not huge.has_room_for(huge.memory, float("inf")), "neither the GPU nor the host"
+    assert module.describe_fit(huge).plain == "fits no current GPU"
 
 
 @without_gpu

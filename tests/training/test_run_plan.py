@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training import run_plan
@@ -168,3 +170,28 @@ def test_executed_flop_count_what_workers_that_share_heads_recompute(ulysses):
     share = sum(4 * i + 1 for i in range(groups)) / (4 * groups**2)
     pairs = causal_pairs(plan.config.seq)
     assert again * plan.config.seq == pytest.approx(4 * share * heads * pairs, rel=1e-3)
+
+
+@without_gpu
+def test_a_named_cluster_gives_the_numbers_of_gpus_and_the_memory_of_the_plan(tmp_path):
+    mine = yaml.safe_load(shipped()["a100_4x8"].read_text())
+    mine["nodes"] = 2
+    mine["gpu"] |= {
+        "hbm_gib": {"value": 20, "source": "guess"},
+        "host_gib": {"value": 33, "source": "guess"},
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(mine))
+    plan = make_plan(compose(["model=qwen3b", f"topology.cluster={tmp_path}/mine.yaml"]))
+    assert (plan.dims.workers, plan.environment.nodes, plan.elsewhere) == (16, 2, True)
+    assert (plan.gpu, plan.gpu_bytes) == ("NVIDIA A100-SXM4-40GB", 20 * GIB)
+    assert "an assumed 33 GiB per GPU" in plan.available_memory
+    assert plan.replan(plan.config).gpu_bytes == 20 * GIB
+    less = make_plan(compose(["topology.cluster=a100_4x8", "topology.gpu_memory_gib=30"]))
+    assert less.gpu_bytes == 30 * GIB
+    with pytest.raises(ConfigError, match=r"^topology.workers=12: a100_4x8 has nodes of 8 GPUs"):
+        make_plan(compose(["topology.cluster=a100_4x8", "topology.workers=12"]))
+    mine["gpu"]["name"] = "AMD EPYC 9654"
+    (tmp_path / "cpu.yaml").write_text(yaml.safe_dump(mine))
+    with pytest.raises(ConfigError, match=r"topology.cluster=.*: has AMD EPYC 9654, a CPU; give"):
+        make_plan(compose([f"topology.cluster={tmp_path}/cpu.yaml"]))
+    assert make_plan(compose(["topology.cluster=a100_4x8", "topology.device=cpu"])).gpu is None

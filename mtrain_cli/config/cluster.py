@@ -97,6 +97,13 @@ class Gpu:
         """Whether workers are processes on a CPU."""
         return self.device == CPU
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """CUDA compute capability, or that of Ampere if the name is unknown."""
+        if re.search(r"\b(GB|B)[23]00\b", self.name):
+            return (10, 0)
+        return (9, 0) if re.search(r"\bG?H(20|100|200|800)\b", self.name) else (8, 0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -172,12 +179,10 @@ def uneven_nodes(cluster: Cluster, workers: int) -> str | None:
     each = cluster.gpus_per_node
     if workers <= each or workers % each == 0:
         return None
-    near = " or ".join(
-        str(n) for n in (workers // each * each, -(-workers // each) * each) if n <= cluster.gpus
-    )
+    below = workers // each * each
     return (
         f"{cluster.name} has nodes of {each} GPUs, and a run on several nodes must use all GPUs of "
-        f"each; allowed: 1 to {each}, or multiples of {each} such as {near}"
+        f"each; allowed: 1 to {each}, or multiples of {each} such as {below} or {below + each}"
     )
 
 
@@ -186,32 +191,45 @@ def shipped() -> dict[str, Path]:
     return {file.stem: file for file in sorted((resource_dir("conf") / FOLDER).glob("*.yaml"))}
 
 
+def file_of(name: str) -> Path:
+    """Return the file of a preset, or a YAML file by its path.
+
+    Raises:
+        ValueError: there is no such cluster; the message follows ``key=value: ``.
+    """
+    presets = shipped()
+    path = presets.get(name, Path(name).expanduser())
+    if path.is_file():
+        return path
+    if path.suffix in (".yaml", ".yml") or "/" in name:
+        raise ValueError("no such file")
+    raise ValueError(no_such("cluster", name, presets, "the path of a YAML file"))
+
+
 def load_cluster(
-    name: str, *, nodes: int | None = None, gpus_per_node: int | None = None
+    name: str, typed: str = "", *, nodes: int | None = None, typed_nodes: str = ""
 ) -> Cluster:
     """Load a preset by its name, or a YAML file by its path.
 
-    nodes, gpus_per_node: replace the file's numbers.
+    nodes: replaces the file's number.
+    typed, typed_nodes: how the user gave them, for messages; "" for --cluster and --nodes.
 
     Raises:
         ConfigError: there is no such cluster, or the file is wrong; lists all problems.
     """
-    presets = shipped()
-    path = presets.get(name, Path(name).expanduser())
-    if not path.is_file():
-        if path.suffix in (".yaml", ".yml") or "/" in name:
-            raise ConfigError(f"--cluster {name}: no such file")
-        why = no_such("cluster", name, presets, "the path of a YAML file")
-        raise ConfigError(f"--cluster {name}: {why}")
-    content = _content(path)
+    try:
+        path = file_of(name)
+    except ValueError as error:
+        raise ConfigError(f"{typed or f'--cluster {name}'}: {error}") from None
+    presets, content = shipped(), _content(path)
     if nodes is not None and nodes > 1 and name in presets and not _links_nodes(content):
         others = ", ".join(other for other, file in presets.items() if _links_nodes(_content(file)))
         raise ConfigError(
-            f"nodes={nodes}: {name} does not describe links between nodes; allowed: 1, or "
-            f"--cluster {others}, or a file with links.outer"
+            f"{typed_nodes or f'--nodes {nodes}'}: {name} does not describe links between nodes; "
+            f"allowed: 1, or --cluster {others}, or a file with links.outer"
         )
     reader = _Reader(path, content)
-    cluster = reader.cluster(nodes, gpus_per_node)
+    cluster = reader.cluster(nodes)
     if reader.problems or cluster is None:
         raise ConfigError(*(f"{path}: {problem}" for problem in reader.problems))
     return cluster
@@ -318,11 +336,11 @@ class _Reader:
         self.path, self.content = path, content
         self.problems: list[str] = []
 
-    def cluster(self, nodes: int | None, gpus_per_node: int | None) -> Cluster | None:
+    def cluster(self, nodes: int | None) -> Cluster | None:
         content = self.content
         self._unknown(content, _KEYS, "")
         name = self._text(content, "name", "", default=self.path.stem)
-        count, per_node = self._count("nodes", nodes), self._count("gpus_per_node", gpus_per_node)
+        count, per_node = self._count("nodes", nodes), self._count("gpus_per_node")
         gpu_section = self._section(content, "gpu", "")
         gpu_name = self._text(gpu_section, "name", "gpu.") if gpu_section is not None else ""
         gpu = self._constants(_with_defaults(gpu_section), _GPU_CHECKS, "gpu.", ("name", "device"))
@@ -438,7 +456,7 @@ class _Reader:
         self._expected(f"{key}.{name}", raw, check[0])
         return None
 
-    def _count(self, key: str, given: int | None) -> int | None:
+    def _count(self, key: str, given: int | None = None) -> int | None:
         raw = self.content.get(key) if given is None else given
         if isinstance(raw, int) and not isinstance(raw, bool) and 1 <= raw <= _MOST_NODES:
             return raw

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import yaml
 
+from mtrain_cli.composition.compose import compose
+from mtrain_cli.config.cluster import SOURCES, Constant, load_cluster, shipped
 from mtrain_cli.config.schema import ConfigError
-from mtrain_cli.simulation.cluster import SOURCES, Constant, load_cluster, shipped
 from mtrain_cli.simulation.prediction import _uncertain
 
 
@@ -39,6 +40,25 @@ def test_the_clusters_of_the_papers_ship():
         == a100.inner.bandwidth_gbps
         == a100.inner.collective_bandwidth_gbps
     )
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_preset_has_a_topology_of_the_same_name_and_size(name):
+    cluster, topology = load_cluster(name), compose([f"topology={name}"]).topology
+    assert (topology.cluster, topology.device) == (name, "cuda")
+    assert topology.workers == cluster.gpus
+    assert topology.gpus_per_node in ("auto", cluster.gpus_per_node)
+    assert topology.gpu_memory_gib in ("auto", cluster.gpu.hbm_gib.value)
+
+
+def test_the_cluster_of_a_topology_exists(tmp_path):
+    with pytest.raises(ConfigError, match=r"^topology.cluster=mars_8: no such cluster; allowed: a"):
+        compose(["topology.cluster=mars_8"])
+    mine = tmp_path / "mine.yaml"
+    with pytest.raises(ConfigError, match=r"^topology.cluster=.*mine.yaml: no such file$"):
+        compose([f"topology.cluster={mine}"])
+    mine.write_text(yaml.safe_dump(document()))
+    assert compose([f"topology.cluster={mine}"]).topology.cluster == str(mine)
 
 
 def document() -> dict:
@@ -178,7 +198,7 @@ def test_files_that_describe_no_cluster_are_refused(tmp_path, content, said):
 def test_several_nodes_need_outer_links():
     with pytest.raises(
         ConfigError,
-        match=r"nodes=2: h200_1x8 does not describe links between nodes; allowed: 1, or "
+        match=r"--nodes 2: h200_1x8 does not describe links between nodes; allowed: 1, or "
         "--cluster a100_4x8, ",
     ):
         load_cluster("h200_1x8", nodes=2)
@@ -223,3 +243,20 @@ def test_the_remark_counts_guesses():
     assert _uncertain(one)[0] == "a100_4x8: one constant is a guess (dollars_per_gpu_hour)"
     (left,) = _uncertain(measured)
     assert left.startswith("the simulator: ")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "expected"),
+    [
+        ("NVIDIA A100-SXM4-40GB", (8, 0)),
+        ("NVIDIA H100 80GB HBM3", (9, 0)),
+        ("NVIDIA GH200 480GB", (9, 0)),
+        ("NVIDIA H20", (9, 0)),
+        ("NVIDIA B200", (10, 0)),
+        ("NVIDIA GB200", (10, 0)),
+        ("NVIDIA A800-SXM4-80GB", (8, 0)),
+        ("unheard of", (8, 0)),
+    ],
+)
+def test_capability_by_name(gpu, expected):
+    assert replace(load_cluster("h200_1x8").gpu, name=gpu).capability == expected
