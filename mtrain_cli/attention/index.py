@@ -280,7 +280,7 @@ class GatedBitmap(BlockBitmap):
         )
 
     def counts(self, tables: MaskTables) -> IndexCounts:
-        """Count the work, with the pairs that both the mask and each query's own choice allow."""
+        """Count the work as a bitmap does, but only pairs whose chunk the query itself chose."""
         block_counts = super().counts(tables)
         within = torch.arange(self.block, device=self.rows.device)
         positions = (self.rows.long()[:, None] * self.block + within).flatten()

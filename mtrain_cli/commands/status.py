@@ -146,7 +146,7 @@ def _render(runs: list[RunStatus], every: bool, width: int | None) -> Renderable
     return _run_table(runs, width) if every else _sheet(runs[0])
 
 
-_COLUMNS = ("run", "state", "step", "loss", "tok/s/worker", "left", "saved")
+_COLUMNS = ("run", "state", "step", "loss", "tokens/s/worker", "left", "saved")
 
 
 def _run_table(runs: list[RunStatus], width: int | None) -> RenderableType:
@@ -281,8 +281,10 @@ def _training_rows(run: RunStatus) -> Iterator[tuple[str, str]]:
         curve = sparkline(run.losses[-LOSSES:], 24)
         yield "loss", f"{run.losses[-1]:.4f}{norm}  {curve}".rstrip()
     if written and written.tokens_per_second_per_gpu:
-        seconds = f", {written.seconds:.2f} s per step" if written.seconds else ""
-        yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} tokens/s/worker{seconds}"
+        on_gpus = all(", GPU " in place for place in written.workers)
+        unit = f"tokens/s/{'GPU' if on_gpus and written.workers else 'worker'}"
+        seconds = f" ({written.seconds:.2f} s)" if written.seconds else ""
+        yield "speed", f"{written.tokens_per_second_per_gpu:,.0f} {unit} in the last step{seconds}"
 
 
 def _checkpoint(run: RunStatus) -> str:

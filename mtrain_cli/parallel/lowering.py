@@ -120,7 +120,7 @@ def query_message(traits: Traits) -> Size:
 
 @cache
 def _payload(payload: str, parts: int, traits: Traits) -> Size:
-    """Return the bytes of one rank's shard, for one of ``parts`` equal parts of the heads."""
+    """Return the bytes of one rank's shard of a payload, such as KV, for 1 / parts of the heads."""
     message = query_message(traits)
     return {KV: low(KEYS), DKV: high(KEYS), DQ: high(ROWS), QUERIES: message}[payload] / parts
 

@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import os
+import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from mtrain_cli.config.earlier_versions import RENAMED_METRICS, renamed
 from mtrain_cli.config.schema import ConfigError
 
 METRICS_FILE = "metrics.jsonl"
+# First steps that rates exclude: compilation, first communicators and growth of the allocator.
+WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,30 @@ class StepMetrics:
             for key, value in asdict(self).items()
         }
         return json.dumps(values, allow_nan=False)
+
+
+def steady_steps(metrics: Sequence[StepMetrics], restarts: Sequence[int] = ()) -> list[StepMetrics]:
+    """Return the steps of a run without the first `WARM_UP_STEPS` of each start.
+
+    If no others exist, return the last step.
+
+    Args:
+        restarts: steps of the checkpoints from which the run restarted.
+    """
+    starts = (metrics[0].step - 1 if metrics else 0, *restarts)
+    warm_up = {start + number for start in starts for number in range(1, WARM_UP_STEPS + 1)}
+    return [step for step in metrics if step.step not in warm_up] or list(metrics[-1:])
+
+
+def median_rate(steps: Sequence[StepMetrics]) -> float:
+    """Return the tokens/s of one worker, the median of the steps."""
+    return statistics.median(step.tokens_per_second_per_gpu for step in steps)
+
+
+def rate_unit(steps: Sequence[StepMetrics]) -> str:
+    """Return the unit of `tokens_per_second_per_gpu`: it is per worker if any step ran on a CPU."""
+    on_cpu = any(step.peak_memory_gib is None for step in steps)
+    return "tokens/s/worker" if on_cpu else "tokens/s/GPU"
 
 
 class MetricsWriter:

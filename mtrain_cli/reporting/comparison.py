@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.records.analysis import CaseAnalysis, Estimate
-from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.records.metrics import StepMetrics, rate_unit, steady_steps
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.terminal_width import new_table
 
@@ -83,7 +83,8 @@ def comparison(sources: Sequence[ReportSource]) -> list[RatioComparison]:
             label = a.label if a.label == b.label else f"{b.label} vs. {a.label}"
             rows += _compared(other.name, label, _figures(a), _figures(b))
         if first.metrics and other.metrics:
-            figures = _training_figures(first), _training_figures(other)
+            unit = rate_unit([*first.metrics, *other.metrics])
+            figures = _training_figures(first, unit), _training_figures(other, unit)
             rows += _compared(other.name, "training", *figures)
     return rows
 
@@ -113,17 +114,21 @@ def _figures(case: CaseAnalysis) -> dict[str, Estimate]:
     }
 
 
-def _training_figures(source: ReportSource) -> dict[str, Estimate]:
-    """Return the quantities of a training run. Only the losses include the first step."""
+def _training_figures(source: ReportSource, unit: str) -> dict[str, Estimate]:
+    """Return the quantities of a training run. Only the losses include the steps that warm up.
+
+    Args:
+        unit: unit of the throughput, from `rate_unit`.
+    """
     metrics = source.metrics
-    rest = metrics[1:] or metrics
+    rest = steady_steps(metrics, [restart.step for restart in source.restarts])
     final = [m.loss for m in metrics[-max(1, len(metrics) // 10) :] if m.loss is not None]
     held_out = [source.evaluations[-1].loss] if source.evaluations else []
     return {
         "loss, last tenth of the steps": Estimate.of(np.array(final)),
         "held-out loss, last": Estimate.of(np.array(held_out)),
-        "s / step": Estimate.of(np.array([m.seconds for m in rest])),
-        "tokens/s/GPU": _rate(rest),
+        "s / step, mean": Estimate.of(np.array([m.seconds for m in rest])),
+        f"{unit}, mean": _rate(rest),
     }
 
 

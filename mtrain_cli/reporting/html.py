@@ -25,7 +25,7 @@ from mtrain_cli.reporting.run_settings import card, differing, shown
 from mtrain_cli.reporting.step_tables import lines as step_lines
 from mtrain_cli.reporting.step_tables import parts_rows
 from mtrain_cli.reporting.sweeps import WORDS, cells
-from mtrain_cli.reporting.training_tables import TRAINING, training_row
+from mtrain_cli.reporting.training_tables import medians_note, training_headings, training_row
 
 DEFINITIONS = "definitions.md"
 _HERE = Path(__file__).parent
@@ -163,8 +163,9 @@ def _header(source: ReportSource) -> str:
         "restarts": _restarts(source),
         "folder": str(source.folder.resolve()),
     }
-    state = "complete" if source.complete else "partial"
-    head = f"<h1>{escape(source.name)} <small>{escape(source.kind)}, {state}</small></h1>"
+    # The remarks say what an incomplete source lacks.
+    kind = escape(source.kind) + (", complete" if source.complete else "")
+    head = f"<h1>{escape(source.name)} <small>{kind}</small></h1>"
     listed = _list([(name, value) for name, value in rows.items() if value])
     return f"<header>{head}{_remarks(source.remarks)}{listed}{_settings(source)}</header>"
 
@@ -259,9 +260,10 @@ def _summary(sources: Sequence[ReportSource]) -> str:
 
 
 def _trained(sources: Sequence[ReportSource]) -> str:
-    rows = [[source.name, *training_row(source)] for source in sources if source.metrics]
-    table = _table(("run", *TRAINING), rows)
-    return _section("Training", table, "Medians of all steps but the first.")
+    trained = [source for source in sources if source.metrics]
+    rows = [[source.name, *training_row(source)] for source in trained]
+    table = _table(("run", *training_headings(trained)), rows)
+    return _section("Training", table, f"{medians_note(trained).capitalize()}.")
 
 
 def _recorded_steps(sources: Sequence[ReportSource]) -> str:

@@ -157,7 +157,7 @@ class ReportSource:
         return remarks
 
     def _progress(self) -> str:
-        """Return how many samples an unfinished recording has."""
+        """Return how many of the requested iterations a recording has, and in which cases fewer."""
         done = max((case.iterations for case in self.cases), default=0)
         wanted = self.summary.get("samples_wanted")
         behind = [
@@ -165,10 +165,11 @@ class ReportSource:
         ]
         cases = self.summary.get("cases") or []
         left_out = len(cases) - len(self.cases)
-        progress = f"{done} of {wanted}" if wanted else f"{done}"
-        text = f"partial: {progress} samples; the run did not finish"
+        of_wanted = f" of the {wanted} requested" if wanted else ""
+        text = f"{done}{of_wanted} iteration{'s' * ((wanted or done) != 1)} recorded"
         text += f" ({', '.join(behind)})" if behind else ""
-        return text + (f"; {left_out} of {len(cases)} cases have no sample" if left_out > 0 else "")
+        text += f"; {left_out} of {len(cases)} cases have no sample" if left_out > 0 else ""
+        return f"{text}; all figures are of {'this one' if done == 1 else 'these'}"
 
 
 def labelled_cases(

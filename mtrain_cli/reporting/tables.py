@@ -132,7 +132,7 @@ def summary_table(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> T
         ]
         table.add_row(
             *names[i : i + 1],
-            case.label + (" (partial)" if case.partial else ""),
+            case.label + _partial_mark(case, cases),
             f"{worker_time}\n{worker_work}",
             f"{step_time}\n{step_work}",
             f"{ratio.step.mean:.3f}\n{ratio.total.mean:.3f}",
@@ -185,7 +185,7 @@ def summary_lines(cases: Sequence[CaseAnalysis], names: Sequence[str] = ()) -> R
     lines: list[RenderableType] = []
     for i, case in enumerate(cases):
         run = f"{names[i]}: " if names else ""
-        title = f"{run}{case.label}{' (partial)' if case.partial else ''}, {case.samples} sample"
+        title = f"{run}{case.label}{_partial_mark(case, cases)}, {case.samples} sample"
         lines.append(Text(title + "s" * (case.samples != 1), style="bold"))
         worker_time, worker_work, step_time, step_work = degree_cells(case)
         ratio = case.computation
@@ -210,6 +210,14 @@ def _shares(case: CaseAnalysis) -> tuple[float, dict[str, float]]:
     """Return ms of all passes per iteration, mean over ranks, and the share of each of `BINS`."""
     whole = float(case.passes_ms[:, case.present].sum(0).mean())
     return whole, {name: case.bin_ms(name) / whole if whole else 0.0 for name in BINS}
+
+
+def _partial_mark(case: CaseAnalysis, cases: Sequence[CaseAnalysis]) -> str:
+    """Mark a case that lacks iterations or ranks, if another case lacks none.
+
+    If all cases lack some, a remark above the table says so.
+    """
+    return " (partial)" if case.partial and not all(c.partial for c in cases) else ""
 
 
 def _imbalance_note(cases: Sequence[CaseAnalysis]) -> str:

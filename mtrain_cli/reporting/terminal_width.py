@@ -151,7 +151,7 @@ def _broken(heading: str, cells: Sequence[str]) -> str:
     """Return a heading with line breaks, as narrow as its column's cells or its longest word."""
     if "\n" in heading:
         return heading
-    heading = heading.replace("s/GPU", "s\n/GPU")
+    heading = heading.replace("tokens/s/", "tokens/s\n/")
     of_cells = max((len(line) for cell in cells for line in cell.splitlines()), default=0)
     width = max([of_cells, *map(len, heading.split()), 1])
     broken: list[str] = []

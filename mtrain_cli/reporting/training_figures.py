@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mtrain_cli.config.sizes import format_size
-from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.records.metrics import StepMetrics, rate_unit
 from mtrain_cli.reporting import plots
 from mtrain_cli.reporting.plots import Figure, FigureView, Trace, axis, layout
 from mtrain_cli.reporting.report_source import ReportSource
@@ -21,12 +21,13 @@ POINTS, POINTS_OF_ALL = 1500, 6000  # most points per curve, and per quantity ov
 # Colours of ranges of context, from short to long.
 _BUCKETS = ("#c6dbef", "#9ecae1", "#6baed6", "#4292c6", "#2171b5", "#d97706", "#c8352b")
 _SMOOTHED = ("loss", "grad_norm", "tokens_per_second_per_gpu", "seconds")
+RATE = "tokens/s"  # its title also says whether it is per GPU or per worker
 # (title, field of `StepMetrics`, whether the axis starts at zero)
 _CURVES = (
     ("loss, nats", "loss", False),
     ("learning rate", "lr", True),
     ("gradient norm", "grad_norm", False),
-    ("tokens/s/GPU", "tokens_per_second_per_gpu", True),
+    (RATE, "tokens_per_second_per_gpu", True),
     ("seconds per step", "seconds", True),
     ("MFU, share of peak FLOP/s", "mfu_model", True),
     ("HFU, share of peak FLOP/s", "mfu_executed", True),
@@ -99,6 +100,8 @@ def _quantity(
         zero: whether the axis starts at zero.
         points: most points per curve.
     """
+    if title == RATE:
+        title = rate_unit([step for source in sources for step in source.metrics])
     data: list[Trace] = []
     shapes: list[Trace] = []
     every: list[float] = []

@@ -9,25 +9,33 @@ from rich.table import Table
 from rich.text import Text
 
 from mtrain_cli.config.sizes import format_size
+from mtrain_cli.records.metrics import WARM_UP_STEPS, median_rate, rate_unit, steady_steps
 from mtrain_cli.reporting.report_source import ReportSource
 from mtrain_cli.reporting.tables import fixed
 from mtrain_cli.reporting.terminal_width import new_table
 from mtrain_cli.training.evaluation import losses_by_bucket
 
-TRAINING = (
-    *("steps", "loss, first", "last", "s / step", "tokens/s/GPU", "MFU", "HFU", "density"),
-    "peak GiB",
-)
 SPARE_OF_TRAINING = ("peak GiB", "density", "MFU", "s / step")  # a narrow terminal drops them
 
 
-def training_row(source: ReportSource) -> list[str]:
-    """Return a run's cells, in the order of `TRAINING`.
+def training_headings(sources: Sequence[ReportSource]) -> list[str]:
+    """Return the headings of `training_row`."""
+    rate = rate_unit([step for source in sources for step in source.metrics])
+    of_steps = ["steps", "loss, first", "last", "s / step", rate, "MFU", "HFU", "density"]
+    return [*of_steps, "peak GiB"]
 
-    Medians skip the first step, which also compiles kernels and fills caches.
-    """
+
+def medians_note(sources: Sequence[ReportSource]) -> str:
+    """Return which steps the medians of `training_row` cover."""
+    note = f"medians without the first {WARM_UP_STEPS} steps, which warm up"
+    short = any(len(source.metrics) <= WARM_UP_STEPS for source in sources)
+    return f"{note}; of a shorter run, the last step" if short else note
+
+
+def training_row(source: ReportSource) -> list[str]:
+    """Return a run's cells, in the order of `training_headings`."""
     steps = source.metrics
-    rest = steps[1:] or steps
+    rest = steady_steps(steps, [restart.step for restart in source.restarts])
 
     def median(name: str, form: str) -> str:
         values = [value for step in rest if (value := getattr(step, name)) is not None]
@@ -43,7 +51,7 @@ def training_row(source: ReportSource) -> list[str]:
         fixed(losses[0], 3),
         fixed(losses[-1], 3),
         median("seconds", ".3g"),
-        median("tokens_per_second_per_gpu", ",.0f"),
+        f"{median_rate(rest):,.0f}",
         median("mfu_model", ".1%") if dense else "-",
         median("mfu_executed", ".1%"),
         median("density", ".1%"),
@@ -55,11 +63,12 @@ def training_table(sources: Sequence[ReportSource]) -> Table:
     """Return a table with a row per training run."""
     several = len(sources) > 1  # For a single run, a line above the table has the name.
     # Break this heading at a good place. A narrow terminal would break it anywhere.
-    headings = [heading.replace("s/GPU", "s\n/GPU") for heading in TRAINING]
-    note = "medians of all steps but the first"
+    headings = [
+        heading.replace("tokens/s/", "tokens/s\n/") for heading in training_headings(sources)
+    ]
     if several:
         headings.insert(0, "run")
-    table = new_table(headings, words=int(several), title="Training", caption=note)
+    table = new_table(headings, words=int(several), title="Training", caption=medians_note(sources))
     for source in sources:
         table.add_row(*([Text(source.name)] if several else []), *training_row(source))
     return table

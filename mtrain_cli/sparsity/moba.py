@@ -163,7 +163,7 @@ def make_pattern(settings: MobaSettings, seed: int) -> MobaPattern:
 def _with_own_first(
     scores: torch.Tensor, candidate: torch.Tensor, own: torch.Tensor
 ) -> torch.Tensor:
-    """Return scores that rank the query's own chunk first, and all but ``candidate`` last."""
+    """Return scores that rank the query's own chunk first and chunks that are no candidate last."""
     scores = scores.nan_to_num(0.0).masked_fill(~candidate, float("-inf"))
     return scores.masked_fill(own, float("inf"))
 

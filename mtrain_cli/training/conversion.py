@@ -142,7 +142,7 @@ def export_checkpoint(
 
 
 def tokenizer_of_run(config: Config, run: Path) -> tuple[TokenizerFiles | None, str]:
-    """Return the tokenizer that a run was trained with and "", or None and why it is unknown.
+    """Return (the tokenizer that a run was trained with, ""), or (None, why it is unknown).
 
     If the data do not name a tokenizer, assume the tokenizer of `train.init_from`.
     """

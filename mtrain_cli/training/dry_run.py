@@ -262,16 +262,16 @@ def describe_fit(plan: RunPlan) -> Text:
         share = plan.memory.total / plan.capacity
         of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"
         return Text(f"{word}: {share:.0%} of the {of}", style=style)
+    large_enough = [name for name, gib in GPU_MEMORY if plan.memory.total <= USABLE * gib * GIB]
+    if not large_enough:
+        return Text("fits no current GPU", style="red")
     if not plan.has_room_for(plan.memory, float("inf")):
         return Text("does not fit the memory of the host", style="red")
-    for name, gib in GPU_MEMORY:
-        if plan.memory.total <= USABLE * gib * GIB:
-            return Text(f"fits GPUs of {name} and larger", style="green")
-    return Text("fits no current GPU", style="red")
+    return Text(f"fits GPUs of {large_enough[0]} and larger", style="green")
 
 
 def advice(plan: RunPlan) -> str:
-    """Return what CPU workers need and what would fit, if a plan does not fit this machine."""
+    """Return what CPU workers need, what would fit this machine, and how to plan for GPUs."""
     workers = plan.dims.workers
     helps = [
         f"train.activation_checkpoint={kind}"
@@ -282,13 +282,12 @@ def advice(plan: RunPlan) -> str:
         helps.append(f"seq={format_size(seq)}")
     if (fewer := _fewer_workers(plan)) is not None:
         helps.append(f"topology.workers={fewer}")
-    would = f"{' or '.join(helps)} would fit" if helps else "only a smaller model would fit"
-    device = "" if plan.config.topology.device == "auto" else "topology.device=cuda "
-    plans = f"{device}topology.workers=8 plans for eight GPUs"
-    if isinstance(plan.config.topology.workers, int) and workers > 1:
-        plans = f"topology.device=cuda plans for {workers} GPUs"
+    would = f"{' or '.join(helps)} would fit" if helps else "here, only a smaller model would fit"
+    given = plan.config.topology.workers
+    gpus = given if isinstance(given, int) and workers > 1 else 8
+    elsewhere = f"To plan for {gpus} GPUs instead, add topology.device=cuda topology.workers={gpus}"
     need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(plan)}"
-    return f"{need}; {would}. {plans}."
+    return f"{need}; {would}. {elsewhere}."
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mtrain_cli.config.schema import Config
 from mtrain_cli.launch import progress_record
 from mtrain_cli.launch.environment import Environment
+from mtrain_cli.launch.restart import read_restarts
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.run_state import StateReporter
 from mtrain_cli.launch.stop_request import StopFlag
@@ -123,7 +124,8 @@ def _announce(
             line += f", restart {environment.restarts}, on {environment.dims.workers} workers"
         progress.message(line)
     if environment.rank == 0 and environment.restarts:
-        progress.add_earlier_steps(read_metrics(run_dir.path))
+        restarts = [restart.step for restart in read_restarts(run_dir)]
+        progress.add_earlier_steps(read_metrics(run_dir.path), restarts)
 
 
 def _watches(trainer: Trainer, progress: TrainingProgress) -> list[Callback]:

@@ -299,7 +299,9 @@ def refusal(plan: RunPlan, result: MemorySearch) -> str:
     if needed.host_peak and on_gpu:
         needs += f" and {_gib(needed.host_peak)} of host memory"
         if needed.saving:
-            needs += f" ({_gib(needed.saving)} of it while a checkpoint is written)"
+            # Only a checkpoint needs host memory, unless activations or the optimizer are there.
+            part = f"{_gib(needed.saving)} of it " if needed.host else ""
+            needs += f" ({part}while a checkpoint is written)"
     if plan.dims.cp > 1 and on_gpu:
         needs += f" with topology.exchange={plan.exchange.name}"
     would = f"only a smaller model {'or more workers ' if on_gpu else ''}would fit"

@@ -198,16 +198,21 @@ class LearningRateSchedule:
             else f"start at a peak of {self.peak:.2e}"
         )
         first = f", from step {self.begin + 1}" if self.begin else ""
+        last = self.rate(steps - 1)
+        if steps - self.begin < self.warmup:
+            return f"{self.kind}{first}: {warm}; train.steps={steps} ends the warm-up at {last:.2e}"
         if not self.decay:
             return f"{self.kind}{first}: {warm}, then constant"
         low = self.begin + self._falls_from + 1
         high = low + self.decay
+        if steps <= low:
+            return f"{self.kind}{first}: {warm}; train.steps={steps} ends before the decay"
         fall = f"decay to {self.end:.2e} from step {low} to step {high}"
         text = f"{self.kind}{first}: {warm}, {fall}"
         if high < steps:
             return f"{text}; the last {steps - high} of {steps} steps keep this rate"
         if high > steps:
-            return f"{text}; train.steps={steps} ends the decay at {self.rate(steps - 1):.2e}"
+            return f"{text}; train.steps={steps} ends the decay at {last:.2e}"
         return text
 
 

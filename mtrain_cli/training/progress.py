@@ -20,10 +20,14 @@ from rich.text import Text
 
 from mtrain_cli.console import Console
 from mtrain_cli.launch.run_state import StateReporter
-from mtrain_cli.records.metrics import StepMetrics
+from mtrain_cli.records.metrics import (
+    WARM_UP_STEPS,
+    StepMetrics,
+    median_rate,
+    rate_unit,
+    steady_steps,
+)
 
-# First steps that rates exclude: compilation, first communicators and growth of the allocator.
-WARM_UP_STEPS = 2
 PACE_STEPS = 20  # latest steps that the estimate of the time left averages
 LOG_WIDTH = 100
 SHOWN_WAIT = 0.05  # share of a step from which a wait for data is shown
@@ -98,11 +102,17 @@ class TrainingProgress:
                 self._log.close()
             self._log = None
 
-    def add_earlier_steps(self, earlier: Sequence[StepMetrics]) -> None:
-        """Include the steps before an automatic restart in the summary: users see one run."""
+    def add_earlier_steps(
+        self, earlier: Sequence[StepMetrics], restarts: Sequence[int] = ()
+    ) -> None:
+        """Include the steps before an automatic restart in the summary: users see one run.
+
+        Args:
+            restarts: steps of the checkpoints from which the run restarted.
+        """
         labelled = [metrics for metrics in earlier if metrics.loss is not None]
         self.losses = [metrics.loss for metrics in labelled if metrics.loss is not None]
-        self._steady = list(earlier[WARM_UP_STEPS:])
+        self._steady = steady_steps(earlier, restarts) if len(earlier) > WARM_UP_STEPS else []
         self._restarted = bool(earlier)
         if labelled:
             self._first_step, self._last_loss = labelled[0].step, labelled[-1].step
@@ -210,7 +220,7 @@ class TrainingProgress:
             end = f"{self.losses[-1]:.4f} at step {self._last_loss}"
             loss = f"{begin}, {end}  {self.sparkline(24)}"
         steady = self._steady or [last]
-        rate = _rate(statistics.median(m.tokens_per_second_per_gpu for m in steady), last)
+        rate = _rate(median_rate(steady), last)
         name, share = _utilization(last)
         if share is not None:
             used = [s for named, s in map(_utilization, steady) if named == name and s is not None]
@@ -339,8 +349,7 @@ def _loss(metrics: StepMetrics) -> str:
 
 
 def _rate(tokens_per_second: float, metrics: StepMetrics) -> str:
-    unit = "tok/s/worker" if metrics.peak_memory_gib is None else "tok/s/GPU"
-    return f"{tokens_per_second:,.0f} {unit}"
+    return f"{tokens_per_second:,.0f} {rate_unit([metrics])}"
 
 
 def _utilization(metrics: StepMetrics) -> tuple[str, float | None]:

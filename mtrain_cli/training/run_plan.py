@@ -434,7 +434,7 @@ def _described(name: str) -> Cluster:
 
 
 def _filled(topology: TopologyConfig, cluster: Cluster) -> TopologyConfig:
-    """Return the topology with the cluster's numbers of workers and of GPUs per node for auto.
+    """Return the topology with `auto` workers and GPUs per node replaced by the cluster's numbers.
 
     Raises:
         ConfigError: the workers would fill a node only in part.

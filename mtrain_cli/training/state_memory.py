@@ -30,9 +30,11 @@ def sharded_numbers(shapes: Iterable[Shape], workers: int) -> int:
 class StateMemory:
     """Memory of one worker's weights, gradients and optimizer states.
 
-    Attributes are counts, in elements: `layer_shard`, `root_shard` and `shard` of this worker's
-    shards, `layer_weights` and `root_weights` of unsharded weights. Properties and methods return
-    bytes.
+    Properties and methods return bytes. Attributes count elements:
+
+    layer_shard, root_shard, shard: this worker's shards of a layer, of the weights outside the
+        layers, and of all weights.
+    layer_weights, root_weights: unsharded weights of a layer, and outside the layers.
     """
 
     def __init__(self, config: Config, workers: int, micro_batches: int, e: int) -> None:

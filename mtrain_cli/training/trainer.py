@@ -22,11 +22,12 @@ from torch.distributed.checkpoint.state_dict import (
 
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
+from mtrain_cli.config.sizes import format_size
 from mtrain_cli.data.dataset import Dataset, Sample
 from mtrain_cli.data.loader import Loader
 from mtrain_cli.data.open_dataset import open_dataset
 from mtrain_cli.launch import progress_record
-from mtrain_cli.launch.environment import Environment, describe_host_memory, describe_place
+from mtrain_cli.launch.environment import Environment, describe_place
 from mtrain_cli.launch.failures import PeerLostError
 from mtrain_cli.model.decoder import Attend, Decoder
 from mtrain_cli.model.huggingface import load_into
@@ -62,7 +63,13 @@ from mtrain_cli.training.optimizer import (
 )
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
-from mtrain_cli.training.run_plan import RunPlan, plan_resolved, require_fit, with_auto_memory
+from mtrain_cli.training.run_plan import (
+    RunPlan,
+    needed_here,
+    plan_resolved,
+    require_fit,
+    with_auto_memory,
+)
 from mtrain_cli.training.step_result import StepReport, StepResult, check_finite
 from mtrain_cli.training.watch import SpikeWatch
 
@@ -76,11 +83,11 @@ def _check_host_memory(config: Config, environment: Environment, choices: Resolv
         return
     plan = plan_resolved(config, environment, choices)
     if not plan.fits:
+        workers = environment.local_workers
         raise ConfigError(
-            f"seq={config.seq}: {environment.local_workers} CPU workers would need about "
-            f"{plan.host_bytes / 2**30:.0f} GiB for model={config.model.name}, but this machine "
-            f"{describe_host_memory()}. Give a shorter seq, a smaller model, or GPUs "
-            "(mtrain train --dry-run shows where memory goes)."
+            f"seq={format_size(config.seq)}: {workers} CPU worker{'s' * (workers > 1)} of "
+            f"model={config.model.name} would need {needed_here(plan)}. Add --dry-run to see where "
+            "the memory goes and what would fit"
         )
 
 

@@ -165,7 +165,7 @@ def test_two_runs_are_compared_in_the_given_folder():
 
 def test_killed_runs_are_reported_up_to_their_end():
     measured("killed", iterations=3, complete=False, wanted=10)
-    assert "partial: 3 of 10 samples; the run did not finish" in report("killed")
+    assert "3 of the 10 requested iterations recorded" in report("killed")
 
 
 def test_missing_ranks_are_named():

@@ -151,7 +151,7 @@ def test_the_sheet_shows_progress_and_health(monkeypatch):
     assert lines[2:7] == [
         "step        12 of 100, 12%, 6:10 left",
         "loss        2.5000, gradient norm 0.75  █▇▇▆▅▅▄▄▃▂▂▁",
-        "speed       12,346 tokens/s/worker, 4.20 s per step",
+        "speed       12,346 tokens/s/GPU in the last step (4.20 s)",
         "checkpoint  step 10, 2:05 ago, 2 steps behind",
         "workers     ranks 0 to 1 on node7: 2 x NVIDIA H200 (0, 1)",
     ]

@@ -51,6 +51,17 @@ def test_the_summary_has_every_figure_in_100_columns(source):
     assert "…" not in text
 
 
+def test_a_case_is_marked_as_partial_only_beside_complete_cases(tmp_path):
+    """If all cases lack iterations, the remark of the report says so once."""
+    (partial,) = open_source(
+        recorded_once(tmp_path / "a", Play(ring(4)), complete=False, wanted=2)
+    ).cases
+    (whole,) = open_source(recorded_once(tmp_path / "b", Play(ring(4)))).cases
+    for cases, marks in (([partial], 0), ([partial, partial], 0), ([partial, whole], 1)):
+        for shown in (tables.summary_table(cases), tables.summary_lines(cases)):
+            assert printed(shown).count("(partial)") == marks
+
+
 def cells(table) -> dict[str, list[str]]:
     return {
         str(column.header).replace("\n", " "): [str(cell) for cell in column.cells]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 
+import pytest
 from reporting.test_tables import cells, printed
+from reporting.training_runs import step
+from rich.console import Console
 
+from mtrain_cli.launch.restart import Restart
 from mtrain_cli.reporting.report_source import ReportSource, open_source
 from mtrain_cli.reporting.sheets import sheets
 from mtrain_cli.reporting.training_figures import training_figure
-from mtrain_cli.reporting.training_tables import training_table
+from mtrain_cli.reporting.training_tables import medians_note, training_table
+from mtrain_cli.training.progress import TrainingProgress
 
 
 def test_sparse_trainings_show_hfu_without_mfu(tmp_path):
@@ -48,6 +54,37 @@ def test_sparse_trainings_show_hfu_without_mfu(tmp_path):
     curves = {view.labels[0]: view.data for view in training_figure(sources).views}
     assert [line["name"] for line in curves["MFU, share of peak FLOP/s"]] == ["dense"]
     assert [line["name"] for line in curves["HFU, share of peak FLOP/s"]] == ["dense", "sparse"]
+
+
+@pytest.mark.parametrize(("gib", "unit"), [(90.0, "GPU"), (None, "worker")])
+def test_throughput_has_the_same_figure_and_unit_in_training_and_in_its_report(tmp_path, gib, unit):
+    """Also after a restart: both exclude the steps that warm up, and take the median."""
+    rates = (1.0, 2.0, 400.0, 300.0, 5.0, 6.0, 500.0, 600.0)
+    steps = [
+        step(number, tokens_per_second_per_gpu=rate, peak_memory_gib=gib)
+        for number, rate in enumerate(rates, 1)
+    ]
+    out = io.StringIO()
+    console = Console(file=out, width=100)
+    with TrainingProgress(8, 4, True, console=console) as progress:
+        progress.add_earlier_steps(steps[:4], [4])
+        for metrics in steps[4:]:
+            progress.step(metrics)
+        progress.summary("trained")
+    assert f"throughput  450 tokens/s/{unit}, median of 4 steps" in out.getvalue()
+    restart = Restart(0.0, "killed", 1, 4, 4, 2)
+    source = ReportSource("a", tmp_path, metrics=tuple(steps), restarts=(restart,))
+    assert cells(training_table([source]))[f"tokens/s /{unit}"] == ["450"]
+    assert f"tokens/s/{unit}" in [view.labels[0] for view in training_figure([source]).views]
+
+
+def test_the_table_says_which_steps_its_medians_cover(tmp_path):
+    sources = [
+        ReportSource("a", tmp_path, metrics=tuple(step(number) for number in range(1, last + 1)))
+        for last in (2, 3)
+    ]
+    assert medians_note(sources[1:]) == "medians without the first 2 steps, which warm up"
+    assert medians_note(sources).endswith("; of a shorter run, the last step")
 
 
 def test_headings_of_the_training_table_break_between_words():

@@ -96,7 +96,8 @@ def test_a_plan_that_does_not_fit_this_machine_says_what_would_help():
     )
     assert last == (
         "Does not fit this machine: 2 workers need about 241 GiB, but this machine has 24 GiB; "
-        "only a smaller model would fit. topology.workers=8 plans for eight GPUs."
+        "here, only a smaller model would fit. "
+        "To plan for 8 GPUs instead, add topology.device=cuda topology.workers=8."
     )
     words = [
         "seq=1m",
@@ -351,7 +352,9 @@ def test_fewer_workers_are_proposed_if_they_exceed_this_machines_memory():
     words = ["model=qwen0.5b", "seq=16k", "topology.device=cpu", "train.activation_checkpoint=full"]
     helps = " ".join(text(dry_run(compose([*words, "topology.workers=33"])), 1000).split())
     proposed = int(re.search(r"topology\.workers=(\d+) would fit", helps)[1])
-    assert helps.endswith("topology.device=cuda plans for 33 GPUs.")
+    assert helps.endswith(
+        "To plan for 33 GPUs instead, add topology.device=cuda topology.workers=33."
+    )
     assert make_plan(compose([*words, f"topology.workers={proposed}"])).fits
     assert not make_plan(compose([*words, f"topology.workers={2 * proposed}"])).fits
 
@@ -380,6 +383,9 @@ def test_the_output_defines_what_fits_means():
         module.describe_fit(dataclasses.replace(plan, host_share=1 << 30)).plain
         == "does not fit the memory of the host"
     )
+    huge = make_plan(compose(["model=qwen32b", "seq=8m", *words[2:]]))
+    assert not huge.has_room_for(huge.memory, float("inf")), "neither the GPU nor the host"
+    assert module.describe_fit(huge).plain == "fits no current GPU"
 
 
 @without_gpu

@@ -232,6 +232,12 @@ def test_a_checkpoints_host_memory_counts_if_the_run_saves():
         r"\(89\.7 GiB of it while a checkpoint is written\), but has ",
     ):
         require_fit(saves)
+    words = ("model=qwen32b", "seq=1k", "topology.workers=1")
+    with pytest.raises(
+        ConfigError,
+        match=r"and 366\.2 GiB of host memory \(while a checkpoint is written\), but has ",
+    ):
+        require_fit(planned(*words))
     # What auto offloads leaves room for it.
     chosen_plan = planned("topology.workers=1", "seq=128k", "train.memory=auto")
     assert all(

@@ -179,3 +179,22 @@ def test_a_schedule_describes_itself():
         description("optim.schedule=constant", "optim.warmup_steps=0")
         == "constant: start at a peak of 1.00e-03, then constant"
     )
+    # A run that ends during the warm-up, or at the peak, has no decay to describe.
+    warm = "warm up over 10 steps to a peak of 1.00e-03"
+    for kind in ("cosine", "constant"):
+        assert (
+            description("train.steps=6", f"optim.schedule={kind}")
+            == f"{kind}: {warm}; train.steps=6 ends the warm-up at 6.00e-04"
+        )
+    for steps in (10, 11):
+        assert (
+            description(f"train.steps={steps}")
+            == f"cosine: {warm}; train.steps={steps} ends before the decay"
+        )
+    assert (
+        description("train.steps=12")
+        == f"cosine: {warm}, decay to 1.00e-04 from step 11 to step 12"
+    )
+    assert description("optim.schedule=wsd", "optim.schedule_steps=200").endswith(
+        "; train.steps=100 ends before the decay"
+    )

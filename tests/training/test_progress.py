@@ -80,9 +80,11 @@ def test_outside_a_terminal_each_step_is_one_plain_line():
     first, second = out.getvalue().splitlines()
     assert (
         first == "step   1/100  loss 5.5000  grad 1.25  lr 1.00e-03  "
-        "1,234 tok/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
+        "1,234 tokens/s/GPU  MFU 43.1%  101.3 GiB  2.00 s"
     )
-    assert second == "step   2/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tok/s/worker  2.00 s"
+    assert (
+        second == "step   2/100  loss 5.5000  grad 1.25  lr 1.00e-03  1,234 tokens/s/worker  2.00 s"
+    )
 
 
 def test_a_step_without_labels_has_no_loss_and_the_summary_covers_the_others():
@@ -207,7 +209,7 @@ def test_the_live_display_is_two_lines_that_fit(width, metrics):
     assert "step 12029/100000" in lines[0]
     assert "left 61d 02:11" in lines[0]
     assert "loss 8.7971" in lines[1]
-    assert "123,456 tok/s" in lines[1]
+    assert "123,456 tokens/s" in lines[1]
 
 
 def test_messages_scroll_above_the_live_display(tmp_path):
@@ -236,7 +238,7 @@ def test_the_summary_shows_first_and_last_loss_and_never_breaks_a_command():
     text = out.getvalue()
     assert "time        0:40" in text
     assert "5.0000 at step 1, 2.0000 at step 4" in text
-    assert "350 tok/s/GPU, MFU 43.1%, median of 2 steps" in text
+    assert "350 tokens/s/GPU, MFU 43.1%, median of 2 steps" in text
     assert "memory      peak 101.26 GiB" in text
     assert f"export      {command}\n" in text
     assert "            runs/x/checkpoints/step-4\n" in text
@@ -247,7 +249,7 @@ def test_a_single_step_is_not_called_a_median():
     with progress:
         progress.step(STEP)
         progress.summary("trained 1 step")
-    assert "1,234 tok/s/GPU, MFU 43.1%, one step; 4,096 tokens in total" in out.getvalue()
+    assert "1,234 tokens/s/GPU, MFU 43.1%, one step; 4,096 tokens in total" in out.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines():
