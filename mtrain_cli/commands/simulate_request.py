@@ -196,8 +196,9 @@ class SimulateRequest:
                 columns = min(columns, settings.max_columns or COLUMNS)
             elif settings.column_bound is not None and columns > settings.column_bound:
                 raise ConfigError(
-                    f"{self._typed('columns')}: sparsity.max_columns={settings.column_bound} allows "
-                    f"at most {settings.column_bound}; give fewer, or set sparsity.max_columns={columns}"
+                    f"{self._typed('columns')}: sparsity.max_columns={settings.column_bound} "
+                    f"allows at most {settings.column_bound}; give fewer, or set "
+                    f"sparsity.max_columns={columns}"
                 )
         return PairSource(
             index or CLUSTERED,
