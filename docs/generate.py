@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 
 import typer
 
-from mtrain_cli import resource_dir
+from mtrain_cli import docstrings, resource_dir
 from mtrain_cli.commands.app import app
 from mtrain_cli.composition.compose import compose
 from mtrain_cli.config import keys
@@ -98,7 +98,7 @@ def _patterns() -> Iterator[str]:
 
 
 def _sentence(cls: type) -> str:
-    return _plain(" ".join((inspect.getdoc(cls) or "").split()))
+    return _plain(" ".join(docstrings.split(cls)[0].split()))
 
 
 def _plain(text: str) -> str:

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from mtrain_cli import __version__
+from mtrain_cli import __version__, docstrings
 from mtrain_cli.commands import (
     checkpoint,
     config,
@@ -37,7 +37,7 @@ from mtrain_cli.commands import (
     status,
     train,
 )
-from mtrain_cli.commands.options import describe, described_parameters, split_docstring
+from mtrain_cli.commands.options import describe, described_parameters
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.job import job_rank
@@ -99,7 +99,7 @@ def take_help_from_docstrings(group: typer.Typer) -> None:
     infos: list[Any] = [*group.registered_commands, *filter(None, [group.registered_callback])]
     for info in infos:
         if info.callback is not None:
-            text, _ = split_docstring(info.callback)
+            text, _ = docstrings.split(info.callback)
             info.help = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
             describe(info.callback, described_parameters(info.callback))
     for subgroup in group.registered_groups:

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
 
 import typer
 
+from mtrain_cli import docstrings
 from mtrain_cli.commands.completion import complete_overrides
 from mtrain_cli.config.schema import ConfigError
 
@@ -51,8 +51,8 @@ def option(
 ) -> Any:
     """Declare an option that takes a value from ``least`` to ``most``.
 
-    The help of an option or argument is its entry under "Args:" in the docstring of the command, or
-    under "Attributes:" in that of a dataclass of options. Without an entry, it is ``help``.
+    The help of an option or argument is its entry in the docstring of the command, or of the
+    dataclass of options. Without an entry, it is ``help``.
     """
     return typer.Option(metavar=metavar, help=help, min=least, max=most, autocompletion=complete)
 
@@ -99,22 +99,14 @@ Threads = Annotated[
 CalibrationOut = Annotated[Path | None, option("FILE", help="Calibration file to write (JSON).")]
 
 
-def split_docstring(declared: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """Split the docstring of a command or of a dataclass into its text and the help of options."""
-    parts = re.split(r"\n(?:Args|Attributes):\n", inspect.getdoc(declared) or "")
-    entries = re.findall(r"^    (\w+): (.+(?:\n     .+)*)", "".join(parts[1:]), re.MULTILINE)
-    return parts[0].rstrip(), {name: " ".join(text.split()) for name, text in entries}
-
-
 def described_parameters(declared: Callable[..., Any]) -> list[inspect.Parameter]:
     """Return the parameters of a command or of a dataclass, with the help in its docstring."""
     parameters = inspect.signature(declared, eval_str=True).parameters.copy()
-    for origin in reversed(getattr(declared, "__mro__", [declared])):
-        for name, help in split_docstring(origin)[1].items():
-            kind, declaration = get_args(parameters[name].annotation)
-            described = copy.copy(declaration)
-            described.help = help
-            parameters[name] = parameters[name].replace(annotation=Annotated[kind, described])
+    for name, help in docstrings.entries(declared).items():
+        kind, declaration = get_args(parameters[name].annotation)
+        described = copy.copy(declaration)
+        described.help = help
+        parameters[name] = parameters[name].replace(annotation=Annotated[kind, described])
     return list(parameters.values())
 
 

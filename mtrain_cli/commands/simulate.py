@@ -136,25 +136,24 @@ Files = Annotated[bool, flag("--files/--no-files", "Write records for `mtrain re
 class SimulateOptions:
     """The options of `run`, `sweep` and `recommend`, as typed.
 
-    Attributes:
-        overrides: As in `mtrain train`, such as model= and seq=.
-        workers: Number of GPUs in total; by default all of the cluster.
-        exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
-            between nodes.
-        index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
-            dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
-            sparsity=, or clustered with --density or --columns.
-        density: Share of the causal blocks that the slashes of a synthetic index cover, such as
-            0.05 or 5%; columns come on top. By default 5%, within sparsity.min_slashes and
-            max_slashes.
-        columns: Single key columns per head of a synthetic index; 2048 by default.
-        layers: Number of layers to predict, each with its own index; by default 1, or all layers
-            of a recorded index.
-        kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
-        slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
-        jitter: Spread of message times: standard deviation of their logarithm.
-        tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
-        price: Dollars per GPU and hour; by default the cluster's.
+    overrides: As in `mtrain train`, such as model= and seq=.
+    workers: Number of GPUs in total; by default all of the cluster.
+    exchange: Exchanges to compare. By default ring and all_gather, and hierarchical_ring
+        between nodes.
+    index: Pairs to compute: a profile's folder or index.npz, the name of a shipped profile,
+        dense, or a synthetic family (local, clustered, uniform, drifting). By default those of
+        sparsity=, or clustered with --density or --columns.
+    density: Share of the causal blocks that the slashes of a synthetic index cover, such as
+        0.05 or 5%; columns come on top. By default 5%, within sparsity.min_slashes and
+        max_slashes.
+    columns: Single key columns per head of a synthetic index; 2048 by default.
+    layers: Number of layers to predict, each with its own index; by default 1, or all layers
+        of a recorded index.
+    kernel: Attention kernel; auto = the one of train.kernel, or else the GPU's usual one.
+    slow: Stragglers as RANK=X, such as 3=1.5: on rank 3, computation takes 1.5 times as long.
+    jitter: Spread of message times: standard deviation of their logarithm.
+    tokens: Tokens to train on, such as 20b. Adds the days and dollars of a training.
+    price: Dollars per GPU and hour; by default the cluster's.
     """
 
     overrides: Overrides = None
@@ -185,8 +184,7 @@ class SimulateOptions:
 class RecommendOptions(SimulateOptions):
     """The options of `recommend`. By default it compares all exchanges.
 
-    Attributes:
-        exchange: Exchanges to compare; all by default.
+    exchange: Exchanges to compare; all by default.
     """
 
     exchange: Annotated[str | None, name_list(complete_exchanges)] = None
@@ -345,6 +343,12 @@ def validate(
     from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration import load_user_calibration
 
+    for word in map(str, runs):
+        if "=" in word and not Path(word).exists():
+            raise ConfigError(
+                f"{word}: validate takes no settings; give folders of profiles, and --cluster, "
+                "--nodes and --calibration"
+            )
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)
     own = load_user_calibration(calibration)
     compare(runs, prediction or [], machine, own, out, files=files, as_json=as_json)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from mtrain_cli import docstrings
 from mtrain_cli.config import sizes
 from mtrain_cli.config.option import Range, UpperLimit
 from mtrain_cli.config.pattern_settings import PATTERNS, PatternSettings, pattern_keys
@@ -323,7 +324,7 @@ def _flatten(owner: type, prefix: str) -> Iterator[ConfigKey]:
         elif _is_section(hint):
             yield from _flatten(hint, f"{name}.")
         else:
-            yield _key(name, hint, item)
+            yield _key(owner, name, item)
 
 
 def _pattern_keys(prefix: str) -> Iterator[ConfigKey]:
@@ -339,16 +340,17 @@ def _pattern_keys(prefix: str) -> Iterator[ConfigKey]:
     sparse = sum(bool(settings.own_keys()) for settings in PATTERNS.values())
     for name, users in owners.items():
         (item,) = (field for field in dataclasses.fields(users[0]) if field.name == name)
-        key = _key(f"{prefix}{name}", _hints(users[0])[name] | None, item)
+        key = _key(users[0], f"{prefix}{name}", item)
         named = "" if len(users) == sparse else f"{', '.join(user.name for user in users)}: "
-        yield dataclasses.replace(key, help=f"{named}{key.help}")
+        yield dataclasses.replace(key, type=key.type | None, help=f"{named}{key.help}")
 
 
-def _key(name: str, hint: Any, item: dataclasses.Field[Any]) -> ConfigKey:
+def _key(owner: type, name: str, item: dataclasses.Field[Any]) -> ConfigKey:
+    hint, help = _hints(owner)[item.name], docstrings.entries(owner).get(item.name, "")
     allowed = item.metadata["allowed"]
     numbers = allowed if isinstance(allowed, Range) else None
     choices = () if isinstance(allowed, Range) else allowed
-    return ConfigKey(name, hint, item.metadata["help"], choices, numbers, item.metadata["tokens"])
+    return ConfigKey(name, hint, help, choices, numbers, item.metadata["tokens"])
 
 
 def _is_section(hint: Any) -> bool:

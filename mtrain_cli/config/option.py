@@ -51,22 +51,17 @@ class Range:
         return limit is not None and isinstance(value, int | float) and value > limit.value
 
 
-def option(
-    help: str,
-    allowed: tuple[str, ...] | Range = (),
-    *,
-    tokens: bool = False,
-    **default: Any,
-) -> Any:
+def option(allowed: tuple[str, ...] | Range = (), *, tokens: bool = False, **default: Any) -> Any:
     """Return a dataclass field that is a configuration key.
 
+    `mtrain config show` and the configuration reference show the field's entry in the docstring.
+
     Args:
-        help: what the key sets, for `mtrain config show` and the configuration reference.
         allowed: allowed words, or the range of allowed numbers. Empty if the type allows any value.
         tokens: whether the key counts tokens, and so allows sizes such as 512k.
         default: as in `dataclasses.field`.
     """
-    return field(metadata={"help": help, "allowed": allowed, "tokens": tokens}, **default)
+    return field(metadata={"allowed": allowed, "tokens": tokens}, **default)
 
 
 def at_least(least: int, rule: str = "") -> Range:

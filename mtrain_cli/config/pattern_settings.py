@@ -98,55 +98,53 @@ class DenseSettings(PatternSettings):
 
 @dataclass(frozen=True)
 class SparseSettings(PatternSettings):
-    """The keys that all sparse patterns share."""
+    """The keys that all sparse patterns share.
+
+    block: tokens per block; a pattern chooses pairs in units of blocks
+    dense_steps: number of steps of dense attention at the start of training
+    """
 
     block: int = option(
-        "tokens per block; a pattern chooses pairs in units of blocks",
-        Range("must be 16, 32, 64 or 128", lambda value: value in BLOCKS),
-        tokens=True,
+        Range("must be 16, 32, 64 or 128", lambda value: value in BLOCKS), tokens=True
     )
-    dense_steps: int = option(
-        "number of steps of dense attention at the start of training",
-        NOT_NEGATIVE.up_to(*STEPS),
-        default=0,
-        kw_only=True,
-    )
+    dense_steps: int = option(NOT_NEGATIVE.up_to(*STEPS), default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
 class VerticalSlashSettings(SparseSettings):
-    """Slashes and columns, with a number of each that depends on the data (MTraining, alg. 1)."""
+    """Slashes and columns, with a number of each that depends on the data (MTraining, alg. 1).
+
+    last_q: number of queries that each probe window samples, spread evenly over whole blocks
+    windows: number of probe windows, evenly spaced, the last at the end of the sequence. If
+        documents are packed, a single window probes only the last one
+    p_v: share of the probed attention that the columns must cover
+    p_s: share of the probed attention that the slashes must cover
+    joint: choose columns by the attention that the slashes leave uncovered
+    index_per: which heads have an index of their own: each query head, or each group of query heads
+        that shares a key-value head
+    sink_tokens: number of columns at the start of the sequence that are always chosen
+    min_columns: minimum number of columns per head
+    max_columns: maximum number of columns per head; 0 = no limit
+    min_slashes: minimum number of slashes per head; if it is 2 or more, the two at the diagonal are
+        always chosen
+    max_slashes: maximum number of slashes per head; 0 = no limit
+    """
 
     name: ClassVar[str] = "vertical_slash"
 
-    last_q: int = option(
-        "number of queries that each probe window samples, spread evenly over whole blocks",
-        POSITIVE.up_to(*TOKENS_OF_SEQ),
-    )
-    windows: int = option(
-        "number of probe windows, evenly spaced, the last at the end of the sequence. If documents "
-        "are packed, a single window probes only the last one",
-        POSITIVE.up_to(*TOKENS_OF_SEQ),
-    )
-    p_v: float = option("share of the probed attention that the columns must cover", SHARE)
-    p_s: float = option("share of the probed attention that the slashes must cover", SHARE)
-    joint: bool = option("choose columns by the attention that the slashes leave uncovered")
-    index_per: str = option(
-        "which heads have an index of their own: each query head, or each group of query heads "
-        "that shares a key-value head",
-        ("query_head", "kv_group"),
-    )
-    sink_tokens: int = option(
-        "number of columns at the start of the sequence that are always chosen", _LINES
-    )
-    min_columns: int = option("minimum number of columns per head", _LINES)
-    max_columns: int = option("maximum number of columns per head; 0 = no limit", _MOST_LINES)
+    last_q: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
+    windows: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ))
+    p_v: float = option(SHARE)
+    p_s: float = option(SHARE)
+    joint: bool = option()
+    index_per: str = option(("query_head", "kv_group"))
+    sink_tokens: int = option(_LINES)
+    min_columns: int = option(_LINES)
+    max_columns: int = option(_MOST_LINES)
     min_slashes: int = option(
-        "minimum number of slashes per head; if it is 2 or more, the two at the diagonal are "
-        "always chosen",
-        Range("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31),
+        Range("must be between 1 and 2^31 - 1", lambda value: 1 <= value < 2**31)
     )
-    max_slashes: int = option("maximum number of slashes per head; 0 = no limit", _MOST_LINES)
+    max_slashes: int = option(_MOST_LINES)
 
     def problems(self, seq: int) -> Iterator[str]:
         least = max(self.min_columns, self.sink_tokens)
@@ -194,16 +192,17 @@ class VerticalSlashSettings(SparseSettings):
 
 @dataclass(frozen=True)
 class XAttentionSettings(SparseSettings):
-    """Blocks chosen by the sums of attention scores along antidiagonals."""
+    """Blocks chosen by the sums of attention scores along antidiagonals.
+
+    stride: side of the squares of scores whose antidiagonals are summed; must divide sparsity.block
+    threshold: share of a row's scores that the chosen blocks must cover
+    """
 
     name: ClassVar[str] = "xattention"
     bitmap: ClassVar[bool] = True
 
-    stride: int = option(
-        "side of the squares of scores whose antidiagonals are summed; must divide sparsity.block",
-        POSITIVE.up_to(max(BLOCKS), "no block is larger"),
-    )
-    threshold: float = option("share of a row's scores that the chosen blocks must cover", SHARE)
+    stride: int = option(POSITIVE.up_to(max(BLOCKS), "no block is larger"))
+    threshold: float = option(SHARE)
 
     def problems(self, seq: int) -> Iterator[str]:
         if self.stride >= 1 and self.block % self.stride:
@@ -215,22 +214,20 @@ class XAttentionSettings(SparseSettings):
 
 @dataclass(frozen=True)
 class MobaSettings(SparseSettings):
-    """A few large chunks of keys per query."""
+    """A few large chunks of keys per query.
+
+    chunk: keys per chunk, a multiple of sparsity.block
+    top_k: number of chunks that a query (or block of queries) attends to, including the chunk in
+        which it is
+    gate: choose chunks for each query, or for each block of queries
+    """
 
     name: ClassVar[str] = "moba"
     bitmap: ClassVar[bool] = True
 
-    chunk: int = option(
-        "keys per chunk, a multiple of sparsity.block", POSITIVE.up_to(*TOKENS_OF_SEQ), tokens=True
-    )
-    top_k: int = option(
-        "number of chunks that a query (or block of queries) attends to, including the chunk in "
-        "which it is",
-        POSITIVE.up_to(MOST_TOKENS, "the maximum of seq"),
-    )
-    gate: str = option(
-        "choose chunks for each query, or for each block of queries", ("query", "block")
-    )
+    chunk: int = option(POSITIVE.up_to(*TOKENS_OF_SEQ), tokens=True)
+    top_k: int = option(POSITIVE.up_to(MOST_TOKENS, "the maximum of seq"))
+    gate: str = option(("query", "block"))
 
     def problems(self, seq: int) -> Iterator[str]:
         if self.block >= 1 and self.chunk % self.block:
@@ -241,20 +238,20 @@ class MobaSettings(SparseSettings):
 
 @dataclass(frozen=True)
 class FixedSettings(SparseSettings):
-    """Random slashes and columns, chosen by the seed. Only for measurements of speed."""
+    """Random slashes and columns, chosen by the seed. Only for measurements of speed.
+
+    slashes: number of slashes per head; if you set it without density, density becomes 0
+    columns: number of columns per head
+    density: share of the causal blocks that slashes fill; 0 = sparsity.slashes sets their number
+    """
 
     name: ClassVar[str] = "fixed"
     synthetic: ClassVar[bool] = True
     instead: ClassVar[Mapping[str, str]] = {"slashes": "density"}
 
-    slashes: int = option(
-        "number of slashes per head; if you set it without density, density becomes 0", _MOST_LINES
-    )
-    columns: int = option("number of columns per head", _MOST_LINES)
-    density: float = option(
-        "share of the causal blocks that slashes fill; 0 = sparsity.slashes sets their number",
-        FRACTION,
-    )
+    slashes: int = option(_MOST_LINES)
+    columns: int = option(_MOST_LINES)
+    density: float = option(FRACTION)
 
     def problems(self, seq: int) -> Iterator[str]:
         if self.density and self.slashes:

@@ -56,46 +56,58 @@ FAMILIES = ("qwen2", "qwen3", "llama", "mistral")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding, and its scaling beyond the length of the original training."""
+    """Rotary position embedding, and its scaling beyond the length of the original training.
+
+    theta: base of the rotary frequencies
+    scaling: method that extends the model to positions beyond original_max_position
+    factor: extended length divided by original_max_position; auto = seq / original_max_position, at
+        least 1 (yarn only)
+    original_max_position: tokens per sequence in the model's original training; YaRN scales from
+        this length
+    beta_fast: yarn: dimensions that make more turns than this within original_max_position stay
+        unscaled
+    beta_slow: yarn: dimensions that make fewer turns than this within original_max_position are
+        interpolated
+    low_freq_factor: llama3: wavelengths above original_max_position / low_freq_factor are fully
+        scaled
+    high_freq_factor: llama3: wavelengths below original_max_position / high_freq_factor stay
+        unscaled
+    """
 
     theta: float = option(
-        "base of the rotary frequencies",
-        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are in float32"),
+        Range("must be above 1", lambda value: value > 1).up_to(1e12, "angles are in float32")
     )
-    scaling: str = option(
-        "method that extends the model to positions beyond original_max_position", ROPE_SCALINGS
-    )
+    scaling: str = option(ROPE_SCALINGS)
     factor: float | str = option(
-        "extended length divided by original_max_position; auto = seq / original_max_position, at "
-        "least 1 (yarn only)",
-        at_least(1, "must be auto or a number of at least 1").up_to(*TOKENS_OF_SEQ),
+        at_least(1, "must be auto or a number of at least 1").up_to(*TOKENS_OF_SEQ)
     )
-    original_max_position: int = option(
-        "tokens per sequence in the model's original training; YaRN scales from this length",
-        _TOKENS,
-        tokens=True,
-    )
-    beta_fast: float = option(
-        "yarn: dimensions that make more turns than this within original_max_position stay "
-        "unscaled",
-        _RATIO,
-    )
-    beta_slow: float = option(
-        "yarn: dimensions that make fewer turns than this within original_max_position are "
-        "interpolated",
-        _RATIO,
-    )
-    low_freq_factor: float = option(
-        "llama3: wavelengths above original_max_position / low_freq_factor are fully scaled", _RATIO
-    )
-    high_freq_factor: float = option(
-        "llama3: wavelengths below original_max_position / high_freq_factor stay unscaled", _RATIO
-    )
+    original_max_position: int = option(_TOKENS, tokens=True)
+    beta_fast: float = option(_RATIO)
+    beta_slow: float = option(_RATIO)
+    low_freq_factor: float = option(_RATIO)
+    high_freq_factor: float = option(_RATIO)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Shape of a decoder."""
+    """Shape of a decoder.
+
+    name: name of the model in banners and run names
+    family: Hugging Face architecture for import and export
+    vocab_size: rows of the embedding; auto = from train.init_from, else the vocabulary of the
+        data's tokenizer rounded up to a multiple of 8
+    hidden_size: width of the residual stream
+    num_layers: number of decoder layers
+    num_heads: number of query heads
+    num_kv_heads: number of key-value heads (GQA); must divide num_heads
+    head_dim: width of one head
+    intermediate_size: width of the SwiGLU MLP
+    qkv_bias: add a bias to the q, k and v projections (Qwen2)
+    qk_norm: apply RMSNorm to q and k per head (Qwen3)
+    tie_word_embeddings: share one weight between the embedding and the LM head
+    rms_norm_eps: epsilon of RMSNorm
+    init_std: standard deviation of the random initial weights
+    """
 
     # The keys that trained weights determine. The others (rotary settings, name, init_std) can
     # change without new weights.
@@ -105,32 +117,20 @@ class ModelConfig:
         "rms_norm_eps",
     )  # fmt: skip
 
-    name: str = option("name of the model in banners and run names")
-    family: str = option("Hugging Face architecture for import and export", FAMILIES)
-    vocab_size: int = option(
-        "rows of the embedding; auto = from train.init_from, else the vocabulary of the data's "
-        "tokenizer rounded up to a multiple of 8",
-        at_least(2).up_to(2**31 - 1, "token ids are 32-bit numbers"),
-    )
-    hidden_size: int = option(
-        "width of the residual stream", POSITIVE.up_to(2**20, "ten times the widest model known")
-    )
-    num_layers: int = option(
-        "number of decoder layers", POSITIVE.up_to(10_000, "ten times the deepest model known")
-    )
-    num_heads: int = option("number of query heads", _HEADS)
-    num_kv_heads: int = option("number of key-value heads (GQA); must divide num_heads", _HEADS)
-    head_dim: int = option("width of one head", POSITIVE.up_to(4096, "no kernel takes wider heads"))
-    intermediate_size: int = option(
-        "width of the SwiGLU MLP", POSITIVE.up_to(2**22, "ten times the widest model known")
-    )
-    qkv_bias: bool = option("add a bias to the q, k and v projections (Qwen2)")
-    qk_norm: bool = option("apply RMSNorm to q and k per head (Qwen3)")
-    tie_word_embeddings: bool = option("share one weight between the embedding and the LM head")
-    rms_norm_eps: float = option("epsilon of RMSNorm", _EPSILON)
-    init_std: float = option(
-        "standard deviation of the random initial weights", ABOVE_ZERO.up_to(*_OVERFLOW)
-    )
+    name: str = option()
+    family: str = option(FAMILIES)
+    vocab_size: int = option(at_least(2).up_to(2**31 - 1, "token ids are 32-bit numbers"))
+    hidden_size: int = option(POSITIVE.up_to(2**20, "ten times the widest model known"))
+    num_layers: int = option(POSITIVE.up_to(10_000, "ten times the deepest model known"))
+    num_heads: int = option(_HEADS)
+    num_kv_heads: int = option(_HEADS)
+    head_dim: int = option(POSITIVE.up_to(4096, "no kernel takes wider heads"))
+    intermediate_size: int = option(POSITIVE.up_to(2**22, "ten times the widest model known"))
+    qkv_bias: bool = option()
+    qk_norm: bool = option()
+    tie_word_embeddings: bool = option()
+    rms_norm_eps: float = option(_EPSILON)
+    init_std: float = option(ABOVE_ZERO.up_to(*_OVERFLOW))
     rope: RopeConfig
 
     def shape_differences(self, other: ModelConfig) -> list[tuple[str, Any, Any]]:
@@ -141,70 +141,51 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TopologyConfig:
-    """The workers, and how they share a sequence."""
+    """The workers, and how they share a sequence.
 
-    device: str = option(
-        "device type of the workers; auto = cuda if a GPU is usable, else cpu",
-        ("auto", "cpu", "cuda"),
-    )
-    cluster: str = option(
-        "cluster that plans assume if this machine has no GPU, and that `mtrain simulate` predicts "
-        "for: a name in conf/cluster or a YAML file of that form; auto = one host of H200s"
-    )
-    workers: int | str = option(
-        "number of workers; auto = all GPUs of the job, or 2 on a CPU", _WORKERS
-    )
-    context_parallel: int | str = option(
-        "number of workers that share one sequence; auto = all of them", _WORKERS
-    )
-    gpu_memory_gib: float | str = option(
-        "memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the GPU, or "
-        "an H200's if there is no GPU",
-        _GIB,
-    )
-    host_memory_gib: float | str = option(
-        "host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal share of "
-        "this machine's memory, or 128 if there is no GPU",
-        _GIB,
-    )
-    gpus_per_node: int | str = option(
-        "workers per node; a number below the host's divides the host into virtual nodes; auto = "
-        "as launched",
-        _WORKERS,
-    )
-    layout: str = option(
-        "which worker holds which tokens; auto = zigzag for dense attention without "
-        "data.document_mask, else striped",
-        ("auto", *LAYOUTS),
-    )
-    exchange: str = option(
-        "how keys and values reach the queries; auto = chosen by bytes, links and memory",
-        EXCHANGES,
-    )
-    ulysses: int | str = option(
-        "number of workers in a group that trades tokens for heads (all-to-all); the groups then "
-        "exchange keys and values; auto = all workers with exchange=ulysses, else 1",
-        _WORKERS,
-    )
-    chunks: int | str = option(
-        "all_gather: number of groups of heads; each group is gathered while the previous one is "
-        "computed (one worker computes them in turn, to save memory); auto = chosen by size and "
-        "memory",
-        _HEADS,
-    )
-    prefetch: int = option("ring: number of hops that run ahead of the computation", _WORKERS)
-    circulates: str = option(
-        "ring: what circulates in the backward pass, keys and values or queries; auto = whichever "
-        "moves fewer bytes",
-        ("auto", "kv", "queries"),
-    )
-    columns: str = option(
-        "ring: once = gather the keys of the index's columns once; in_steps = compute columns in "
-        "the ring steps; auto = chosen by cost",
-        ("auto", "once", "in_steps"),
-    )
+    device: device type of the workers; auto = cuda if a GPU is usable, else cpu
+    cluster: cluster that plans assume if this machine has no GPU, and that `mtrain simulate`
+        predicts for: a name in conf/cluster or a YAML file of that form; auto = one host of H200s
+    workers: number of workers; auto = all GPUs of the job, or 2 on a CPU
+    context_parallel: number of workers that share one sequence; auto = all of them
+    gpu_memory_gib: memory of each GPU in GiB, for plans and train.memory=auto; auto = read from the
+        GPU, or an H200's if there is no GPU
+    host_memory_gib: host memory per GPU in GiB, for plans and train.memory=auto; auto = an equal
+        share of this machine's memory, or 128 if there is no GPU
+    gpus_per_node: workers per node; a number below the host's divides the host into virtual nodes;
+        auto = as launched
+    layout: which worker holds which tokens; auto = zigzag for dense attention without
+        data.document_mask, else striped
+    exchange: how keys and values reach the queries; auto = chosen by bytes, links and memory
+    ulysses: number of workers in a group that trades tokens for heads (all-to-all); the groups then
+        exchange keys and values; auto = all workers with exchange=ulysses, else 1
+    chunks: all_gather: number of groups of heads; each group is gathered while the previous one is
+        computed (one worker computes them in turn, to save memory); auto = chosen by size and
+        memory
+    prefetch: ring: number of hops that run ahead of the computation
+    circulates: ring: what circulates in the backward pass, keys and values or queries; auto =
+        whichever moves fewer bytes
+    columns: ring: once = gather the keys of the index's columns once; in_steps = compute columns in
+        the ring steps; auto = chosen by cost
+    block_size: tokens per block, the unit of the striped layout
+    timeout_s: seconds that a collective may take before the run fails
+    """
+
+    device: str = option(("auto", "cpu", "cuda"))
+    cluster: str = option()
+    workers: int | str = option(_WORKERS)
+    context_parallel: int | str = option(_WORKERS)
+    gpu_memory_gib: float | str = option(_GIB)
+    host_memory_gib: float | str = option(_GIB)
+    gpus_per_node: int | str = option(_WORKERS)
+    layout: str = option(("auto", *LAYOUTS))
+    exchange: str = option(EXCHANGES)
+    ulysses: int | str = option(_WORKERS)
+    chunks: int | str = option(_HEADS)
+    prefetch: int = option(_WORKERS)
+    circulates: str = option(("auto", "kv", "queries"))
+    columns: str = option(("auto", "once", "in_steps"))
     block_size: int = option(
-        "tokens per block, the unit of the striped layout",
         Range(
             f"must be a power of two, at least {MIN_BLOCK}",
             lambda value: value >= MIN_BLOCK and int(value) & (int(value) - 1) == 0,
@@ -212,41 +193,40 @@ class TopologyConfig:
         tokens=True,
     )
     timeout_s: float = option(
-        "seconds that a collective may take before the run fails",
         at_least(1, "must be at least 1 second, or collectives time out while workers start").up_to(
             2 * 10**6, "23 days; NCCL counts milliseconds in 32 bits"
-        ),
+        )
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The corpus, its tokenizer, and how its documents are packed."""
+    """The corpus, its tokenizer, and how its documents are packed.
 
-    kind: str = option("format of the corpus", ("stdlib", "text", "tokens", "mds"))
-    path: str | None = option(
-        "file or folder of the corpus; with data.mix, the folder that holds its corpora"
-    )
-    mix: dict[str, float] | str | None = option(
-        "weights of several corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a "
-        "YAML file of them; null = one corpus"
-    )
-    tokenizer: str = option(
-        "bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of "
-        "train.init_from if it has one, else bytes"
-    )
-    text_key: str = option("text: key or column that holds the text in .jsonl and .parquet files")
-    token_dtype: str = option(
-        "tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else uint32",
-        ("auto", "uint16", "uint32"),
-    )
-    document_mask: bool = option("keep attention inside each packed document")
-    shuffle: bool = option("shuffle the documents once, by seed, before packing")
-    eval_sequences: int = option(
-        "number of sequences held out of training, to evaluate the loss by position; 0 = none. "
-        "With data.mix each corpus holds out its share, but at least one",
-        NOT_NEGATIVE.up_to(*_SEQUENCES),
-    )
+    kind: format of the corpus
+    path: file or folder of the corpus; with data.mix, the folder that holds its corpora
+    mix: weights of several corpora by folder or file name, such as {code: 0.3, book: 0.7}, or a
+        YAML file of them; null = one corpus
+    tokenizer: bytes, the path of a Hugging Face tokenizer.json, or auto = the tokenizer of
+        train.init_from if it has one, else bytes
+    text_key: text: key or column that holds the text in .jsonl and .parquet files
+    token_dtype: tokens: integer type of a .bin file; auto = uint16 if model.vocab_size fits, else
+        uint32
+    document_mask: keep attention inside each packed document
+    shuffle: shuffle the documents once, by seed, before packing
+    eval_sequences: number of sequences held out of training, to evaluate the loss by position; 0 =
+        none. With data.mix each corpus holds out its share, but at least one
+    """
+
+    kind: str = option(("stdlib", "text", "tokens", "mds"))
+    path: str | None = option()
+    mix: dict[str, float] | str | None = option()
+    tokenizer: str = option()
+    text_key: str = option()
+    token_dtype: str = option(("auto", "uint16", "uint32"))
+    document_mask: bool = option()
+    shuffle: bool = option()
+    eval_sequences: int = option(NOT_NEGATIVE.up_to(*_SEQUENCES))
 
 
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
@@ -254,208 +234,177 @@ SCHEDULES = ("cosine", "linear", "wsd", "constant")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and the schedule of its learning rate."""
+    """AdamW and the schedule of its learning rate.
 
-    lr: float | str = option(
-        "peak learning rate; auto = 0.256 / model.hidden_size from random weights, 2e-5 with "
-        "train.init_from",
-        ABOVE_ZERO.up_to(*_OVERFLOW),
-    )
-    betas: tuple[float, float] = option("beta1 and beta2 of AdamW")
-    eps: float = option("epsilon of AdamW", _EPSILON)
-    weight_decay: float = option(
-        "decoupled weight decay, applied to matrices only", NOT_NEGATIVE.up_to(*_OVERFLOW)
-    )
-    warmup_steps: int = option("number of steps of linear warm-up; 0 = none", _STEPS_OR_0)
-    schedule: str = option(
-        "shape of the learning rate after warm-up; wsd = constant, then linear decay at the end",
-        SCHEDULES,
-    )
-    min_lr_ratio: float = option(
-        "final learning rate of cosine, linear and wsd, as a fraction of lr", FRACTION
-    )
-    decay_steps: int | str = option(
-        "number of steps over which the learning rate falls, after warm-up or (wsd) at the end of "
-        "the schedule; auto = all steps after warm-up, or (wsd) the last 20 %",
-        POSITIVE,
-    )
-    schedule_steps: int | str = option(
-        "length of the schedule in steps; auto = up to train.steps. A resumed run keeps its length "
-        "unless you set this key, optim.schedule or optim.decay_steps",
-        POSITIVE,
-    )
-    rewarm: bool | int = option(
-        "with --resume only: true = restart the schedule at the checkpoint, with a new warm-up, "
-        "and end it at train.steps. The run then stores the step of the restart in this key",
-        at_least(0, "must be true or false"),
-    )
-    clip_norm: float = option(
-        "maximum global gradient norm; 0 = no clipping",
-        NOT_NEGATIVE.up_to(1e12, "to turn clipping off, give 0"),
-    )
-    skip_spikes: bool = option(
-        "skip the update of a step whose loss or gradient norm is a spike; run.spike_sigma defines "
-        "a spike"
-    )
-    offload: bool = option(
-        "keep float32 weights and AdamW states in host memory and update them there; the GPU keeps "
-        "bfloat16 weights"
-    )
-    offload_gradients: bool = option(
-        "with optim.offload: copy each gradient to host memory as soon as it is complete, during "
-        "the last micro-batch"
-    )
+    lr: peak learning rate; auto = 0.256 / model.hidden_size from random weights, 2e-5 with
+        train.init_from
+    betas: beta1 and beta2 of AdamW
+    eps: epsilon of AdamW
+    weight_decay: decoupled weight decay, applied to matrices only
+    warmup_steps: number of steps of linear warm-up; 0 = none
+    schedule: shape of the learning rate after warm-up; wsd = constant, then linear decay at the end
+    min_lr_ratio: final learning rate of cosine, linear and wsd, as a fraction of lr
+    decay_steps: number of steps over which the learning rate falls, after warm-up or (wsd) at the
+        end of the schedule; auto = all steps after warm-up, or (wsd) the last 20 %
+    schedule_steps: length of the schedule in steps; auto = up to train.steps. A resumed run keeps
+        its length unless you set this key, optim.schedule or optim.decay_steps
+    rewarm: with --resume only: true = restart the schedule at the checkpoint, with a new warm-up,
+        and end it at train.steps. The run then stores the step of the restart in this key
+    clip_norm: maximum global gradient norm; 0 = no clipping
+    skip_spikes: skip the update of a step whose loss or gradient norm is a spike; run.spike_sigma
+        defines a spike
+    offload: keep float32 weights and AdamW states in host memory and update them there; the GPU
+        keeps bfloat16 weights
+    offload_gradients: with optim.offload: copy each gradient to host memory as soon as it is
+        complete, during the last micro-batch
+    """
+
+    lr: float | str = option(ABOVE_ZERO.up_to(*_OVERFLOW))
+    betas: tuple[float, float] = option()
+    eps: float = option(_EPSILON)
+    weight_decay: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
+    warmup_steps: int = option(_STEPS_OR_0)
+    schedule: str = option(SCHEDULES)
+    min_lr_ratio: float = option(FRACTION)
+    decay_steps: int | str = option(POSITIVE)
+    schedule_steps: int | str = option(POSITIVE)
+    rewarm: bool | int = option(at_least(0, "must be true or false"))
+    clip_norm: float = option(NOT_NEGATIVE.up_to(1e12, "to turn clipping off, give 0"))
+    skip_spikes: bool = option()
+    offload: bool = option()
+    offload_gradients: bool = option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length, batch, arithmetic and memory of a run, and its checkpoints."""
+    """Length, batch, arithmetic and memory of a run, and its checkpoints.
 
-    steps: int = option("number of optimizer steps", POSITIVE.up_to(*STEPS))
-    global_batch: int = option(
-        "sequences per optimizer step over all workers", POSITIVE.up_to(*_SEQUENCES)
-    )
-    micro_batch: int = option("sequences per forward pass of one context group", _HEADS)
-    dtype: str = option(
-        "compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPUs, "
-        "float32 on CPUs",
-        DTYPES,
-    )
-    kernel: str = option(
-        "local attention kernel; auto = the fastest that supports the run", KERNELS
-    )
-    activation_checkpoint: str = option(
-        "what a layer keeps for its backward pass; the rest is recomputed. none = everything; "
-        "selective = its input and the attention output; sequence_selective = its input, and the "
-        "attention output of only the last tokens of each worker (their share is "
-        "train.checkpoint_keep); full = its input only",
-        CHECKPOINTS,
-    )
-    memory: str = option(
-        "manual = use the memory keys as they are; auto = choose their fastest combination that "
-        "fits, and change only those that have their default. The memory keys: "
-        "activation_checkpoint, checkpoint_keep, keep_mlp, offload_activations, tile_mib, "
-        "loss_chunk_mib, shard, optim.offload and optim.offload_gradients",
-        MEMORIES,
-    )
-    shard: str = option(
-        "what each micro-batch communicates: full = it gathers weights and reduces gradients "
-        "(ZeRO-3); gradients = it reduces gradients, and weights stay whole for the step (ZeRO-2); "
-        "optimizer = nothing before the last micro-batch, and gradients accumulate whole in "
-        "float32 (ZeRO-1)",
-        SHARDS,
-    )
-    reduce_dtype: str = option(
-        "dtype in which gradients are summed over workers. Over micro-batches, they are always "
-        "summed in float32",
-        REDUCE_DTYPES,
-    )
-    checkpoint_keep: float = option(
-        "with activation_checkpoint=sequence_selective: fraction of each worker's tokens, counted "
-        "from the last one, whose attention output is kept",
-        FRACTION,
-    )
-    offload_activations: bool | int = option(
-        "move the activations that layers keep to pinned host memory: true = of all layers; N = of "
-        "the first N layers, which need theirs last; not with train.activation_checkpoint=none",
-        _LAYERS,
-    )
-    keep_mlp: bool | int = option(
-        "keep the MLP's gate and up outputs instead of recomputing them: true = in all layers; N = "
-        "in the last N layers. In bfloat16 this costs 4 model.intermediate_size + 2 "
-        "model.hidden_size bytes per token and layer",
-        _LAYERS,
-    )
-    tile_mib: int = option(
-        "maximum MiB of temporary tensors in the parts of a layer after attention (norm, MLP). A "
-        "part that needs more is computed in tiles of the sequence; 0 = no limit",
-        NOT_NEGATIVE.up_to(*_MIB),
-    )
-    compile: bool | str = option(
-        "apply torch.compile to the loss and to the parts of a layer around attention; auto = on "
-        "GPUs only"
-    )
-    loss_chunk_mib: int = option(
-        "maximum MiB of logits in memory at a time, in the fused LM head and loss",
-        POSITIVE.up_to(*_MIB),
-    )
-    loss_gradients: str = option(
-        "when to form the gradients of the loss: forward = together with the loss; recompute = in "
-        "the backward pass, from recomputed logits",
-        LOSS_GRADIENTS,
-    )
-    z_loss: float = option(
-        "coefficient of logsumexp^2, added to the gradient but not to the reported loss; 0 = none "
-        "(PaLM uses 1e-4)",
-        NOT_NEGATIVE.up_to(*_OVERFLOW),
-    )
-    init_from: str | None = option(
-        "Hugging Face folder (config.json and safetensors) with the initial weights, which also "
-        "gives the model if no model=... is set; null = random weights"
-    )
-    eval_every: int = option(
-        "steps between evaluations on the held-out sequences (data.eval_sequences), in addition to "
-        "those at the start and end of the run; 0 = no others",
-        _STEPS_OR_0,
-    )
-    checkpoint_every: int = option("steps between checkpoints; 0 = only at the end", _STEPS_OR_0)
-    keep_checkpoints: int = option("number of newest checkpoints to keep", POSITIVE)
-    checkpoint_at_end: bool = option("save a checkpoint when the run ends")
-    deterministic: bool = option("use bitwise repeatable kernels, which are slower on GPUs")
+    steps: number of optimizer steps
+    global_batch: sequences per optimizer step over all workers
+    micro_batch: sequences per forward pass of one context group
+    dtype: compute dtype; parameters and optimizer states stay float32. auto = bfloat16 on GPUs,
+        float32 on CPUs
+    kernel: local attention kernel; auto = the fastest that supports the run
+    activation_checkpoint: what a layer keeps for its backward pass; the rest is recomputed. none =
+        everything; selective = its input and the attention output; sequence_selective = its input,
+        and the attention output of only the last tokens of each worker (their share is
+        train.checkpoint_keep); full = its input only
+    memory: manual = use the memory keys as they are; auto = choose their fastest combination that
+        fits, and change only those that have their default. The memory keys: activation_checkpoint,
+        checkpoint_keep, keep_mlp, offload_activations, tile_mib, loss_chunk_mib, shard,
+        optim.offload and optim.offload_gradients
+    shard: what each micro-batch communicates: full = it gathers weights and reduces gradients
+        (ZeRO-3); gradients = it reduces gradients, and weights stay whole for the step (ZeRO-2);
+        optimizer = nothing before the last micro-batch, and gradients accumulate whole in float32
+        (ZeRO-1)
+    reduce_dtype: dtype in which gradients are summed over workers. Over micro-batches, they are
+        always summed in float32
+    checkpoint_keep: with activation_checkpoint=sequence_selective: fraction of each worker's
+        tokens, counted from the last one, whose attention output is kept
+    offload_activations: move the activations that layers keep to pinned host memory: true = of all
+        layers; N = of the first N layers, which need theirs last; not with
+        train.activation_checkpoint=none
+    keep_mlp: keep the MLP's gate and up outputs instead of recomputing them: true = in all layers;
+        N = in the last N layers. In bfloat16 this costs 4 model.intermediate_size + 2
+        model.hidden_size bytes per token and layer
+    tile_mib: maximum MiB of temporary tensors in the parts of a layer after attention (norm, MLP).
+        A part that needs more is computed in tiles of the sequence; 0 = no limit
+    compile: apply torch.compile to the loss and to the parts of a layer around attention; auto = on
+        GPUs only
+    loss_chunk_mib: maximum MiB of logits in memory at a time, in the fused LM head and loss
+    loss_gradients: when to form the gradients of the loss: forward = together with the loss;
+        recompute = in the backward pass, from recomputed logits
+    z_loss: coefficient of logsumexp^2, added to the gradient but not to the reported loss; 0 = none
+        (PaLM uses 1e-4)
+    init_from: Hugging Face folder (config.json and safetensors) with the initial weights, which
+        also gives the model if no model=... is set; null = random weights
+    eval_every: steps between evaluations on the held-out sequences (data.eval_sequences), in
+        addition to those at the start and end of the run; 0 = no others
+    checkpoint_every: steps between checkpoints; 0 = only at the end
+    keep_checkpoints: number of newest checkpoints to keep
+    checkpoint_at_end: save a checkpoint when the run ends
+    deterministic: use bitwise repeatable kernels, which are slower on GPUs
+    """
+
+    steps: int = option(POSITIVE.up_to(*STEPS))
+    global_batch: int = option(POSITIVE.up_to(*_SEQUENCES))
+    micro_batch: int = option(_HEADS)
+    dtype: str = option(DTYPES)
+    kernel: str = option(KERNELS)
+    activation_checkpoint: str = option(CHECKPOINTS)
+    memory: str = option(MEMORIES)
+    shard: str = option(SHARDS)
+    reduce_dtype: str = option(REDUCE_DTYPES)
+    checkpoint_keep: float = option(FRACTION)
+    offload_activations: bool | int = option(_LAYERS)
+    keep_mlp: bool | int = option(_LAYERS)
+    tile_mib: int = option(NOT_NEGATIVE.up_to(*_MIB))
+    compile: bool | str = option()
+    loss_chunk_mib: int = option(POSITIVE.up_to(*_MIB))
+    loss_gradients: str = option(LOSS_GRADIENTS)
+    z_loss: float = option(NOT_NEGATIVE.up_to(*_OVERFLOW))
+    init_from: str | None = option()
+    eval_every: int = option(_STEPS_OR_0)
+    checkpoint_every: int = option(_STEPS_OR_0)
+    keep_checkpoints: int = option(POSITIVE)
+    checkpoint_at_end: bool = option()
+    deterministic: bool = option()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Which training steps are recorded."""
+    """Which training steps are recorded.
 
-    every: int = option(
-        "steps from one recorded step to the next. The records go to the run's folder profile/, "
-        "for `mtrain report`; 0 = record none",
-        _STEPS_OR_0,
-    )
+    every: steps from one recorded step to the next. The records go to the run's folder profile/,
+        for `mtrain report`; 0 = record none
+    """
+
+    every: int = option(_STEPS_OR_0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where a run writes its files, what it prints, and what it does when a worker fails."""
+    """Where a run writes its files, what it prints, and what it does when a worker fails.
 
-    name: str = option("name of the run; auto = model, seq and time")
-    dir: str = option("folder of the run; auto = runs/<name>")
-    log_every: int = option("steps between progress lines", POSITIVE.up_to(*STEPS))
-    tensorboard: bool = option("also write TensorBoard events")
-    restarts: int | str = option(
-        "maximum number of automatic restarts after the loss of a worker; auto = no limit while "
-        "each restart finds a newer checkpoint than the last; 0 = never restart",
-        at_least(0, "must be auto or a whole number, 0 or more"),
-    )
+    name: name of the run; auto = model, seq and time
+    dir: folder of the run; auto = runs/<name>
+    log_every: steps between progress lines
+    tensorboard: also write TensorBoard events
+    restarts: maximum number of automatic restarts after the loss of a worker; auto = no limit while
+        each restart finds a newer checkpoint than the last; 0 = never restart
+    spike_sigma: warn of a spike: a loss or gradient norm that is this many robust standard
+        deviations above the median of the last 64 steps; 0 = never
+    straggler: warn of a straggler: a worker that takes longer than the others for the same work by
+        this fraction or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never
+    """
+
+    name: str = option()
+    dir: str = option()
+    log_every: int = option(POSITIVE.up_to(*STEPS))
+    tensorboard: bool = option()
+    restarts: int | str = option(at_least(0, "must be auto or a whole number, 0 or more"))
     spike_sigma: float = option(
-        "warn of a spike: a loss or gradient norm that is this many robust standard deviations "
-        "above the median of the last 64 steps; 0 = never",
         Range(
             "must be 0, or at least 3 (below 3, ordinary steps count as spikes)",
             lambda value: value == 0 or value >= 3,
-        ),
+        )
     )
-    straggler: float | str = option(
-        "warn of a straggler: a worker that takes longer than the others for the same work by this "
-        "fraction or more; auto = 0.1 on GPUs, 0.5 on CPUs; 0 = never",
-        at_least(0, "must be auto or a number, 0 or more"),
-    )
+    straggler: float | str = option(at_least(0, "must be auto or a number, 0 or more"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole configuration: one attribute per group, and the keys that belong to no group."""
+    """The whole configuration: one attribute per group, and the keys that belong to no group.
+
+    seq: tokens per sequence; 512k = 524288, 1m = 1048576
+    seed: seed of the initial weights and of the data order
+    """
 
     seq: int = option(
-        "tokens per sequence; 512k = 524288, 1m = 1048576",
         at_least(2, "must be at least 2 (a token and the next one, to predict)").up_to(*_TABLE),
         tokens=True,
     )
-    seed: int = option(
-        "seed of the initial weights and of the data order",
-        Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63),
-    )
+    seed: int = option(Range("must be between 0 and 2^63 - 1", lambda value: 0 <= value < 2**63))
     model: ModelConfig
     topology: TopologyConfig
     sparsity: PatternSettings

@@ -29,10 +29,9 @@ from mtrain_cli.launch.failures import RunError
 class Shared:
     """Options of a test.
 
-    Attributes:
-        size: A size.
-        name: A name that takes
-            two lines.
+    size: A size.
+    name: A name that takes
+        two lines.
     """
 
     size: Annotated[int, option("N", least=1, most=9)] = 3

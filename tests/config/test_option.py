@@ -11,11 +11,11 @@ from mtrain_cli.config.option import FRACTION, POSITIVE, SHARE, Range, at_least,
 def test_an_option_is_a_field_with_its_facts():
     @dataclasses.dataclass
     class Settings:
-        steps: int = option("number of steps", POSITIVE, default=3)
+        steps: int = option(POSITIVE, default=3)
 
     [item] = dataclasses.fields(Settings)
     assert Settings().steps == 3
-    assert item.metadata == {"help": "number of steps", "allowed": POSITIVE, "tokens": False}
+    assert item.metadata == {"allowed": POSITIVE, "tokens": False}
 
 
 @pytest.mark.parametrize(
