@@ -118,8 +118,8 @@ def _corpus(
     if source != "stdlib" and path.is_dir() and mds_folders(path):
         if from_tokenizer is None:
             raise ConfigError(
-                f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE "
-                "(or bytes)"
+                f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
+                "that made them: --from-tokenizer tokenizer.json, or --from-tokenizer bytes"
             )
         return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
     if from_tokenizer is not None:
