@@ -178,7 +178,15 @@ def _describe(error: Any) -> str:
     ctx = getattr(error, "ctx", None)
     if message.startswith("No such command") and ctx is not None:
         return f"{message} Commands: {', '.join(ctx.command.list_commands(ctx))}."
-    if option and ctx is not None and any(p.name == "overrides" for p in ctx.command.params):
+    takes_overrides = ctx is not None and any(p.name == "overrides" for p in ctx.command.params)
+    if option in ("--config", "--config-file", "--config-name") and takes_overrides:
+        # Users of other tools expect an option for a file of settings.
+        return (
+            f"No such option: {option}. Write settings as key=value, or put them into "
+            'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
+            "--config-dir DIR recipe=mine."
+        )
+    if option and takes_overrides:
         from mtrain_cli.config.keys import all_keys
         from mtrain_cli.config.suggest import nearest
 

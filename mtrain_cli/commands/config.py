@@ -110,11 +110,16 @@ def _split(
     option: str, options: dict[str, dict[str, Path]], defaults: dict[str, str]
 ) -> tuple[str, str]:
     """Split ``GROUP/NAME`` or ``GROUP=NAME``. ``GROUP`` alone gives its default option."""
+    from mtrain_cli.config.keys import all_keys
     from mtrain_cli.config.suggest import no_such
 
     group, _, name = option.replace("=", "/").strip("/").rpartition("/")
     if not group:
         group, name = name, defaults.get(name, "")
+    if option in all_keys():
+        section = option.partition(".")[0]
+        where = f"`mtrain config show {section}`" if section in options else "`mtrain config list`"
+        raise ConfigError(f"{option}: is a key, not a group; {where} shows it")
     if group not in options:
         raise ConfigError(f"{option}: {no_such('group', group, options)}")
     if name not in options[group]:

@@ -118,8 +118,8 @@ def _corpus(
     if source != "stdlib" and path.is_dir() and mds_folders(path):
         if from_tokenizer is None:
             raise ConfigError(
-                f"SOURCE={source}: holds token ids; give their tokenizer as --from-tokenizer FILE "
-                "(or bytes)"
+                f"SOURCE={source}: holds token ids, not text; to decode them, give the tokenizer "
+                "that made them: --from-tokenizer tokenizer.json, or --from-tokenizer bytes"
             )
         return mds_corpus(source, open_tokenizer(from_tokenizer, "--from-tokenizer"), domains)
     if from_tokenizer is not None:
@@ -173,7 +173,7 @@ def show(
         tokenizer: Tokenizer that decodes the ids of MDS shards and arrays.
         token_dtype: Integer type of a .bin file.
     """
-    from mtrain_cli.commands.data_output import show_array, show_shards, show_store
+    from mtrain_cli.commands.data_output import Inspection, show_array, show_shards, show_store
     from mtrain_cli.console import Console
     from mtrain_cli.data.arrays import SUFFIXES, open_array
     from mtrain_cli.data.mds_corpus import mds_folders
@@ -185,15 +185,14 @@ def show(
     if token_dtype not in ("uint16", "uint32"):
         raise ConfigError(f"--token-dtype {token_dtype}: expected uint16 or uint32")
     chosen = None if tokenizer is None else open_tokenizer(tokenizer, "--tokenizer")
+    shown = Inspection(console, path, document, check, chosen)
     folder = path.expanduser()
     if (folder / "meta.json").is_file():
-        store = TokenStore.open(path, origin)
-        show_store(console, store, path, document, check, chosen)
+        show_store(shown, TokenStore.open(path, origin))
     elif folder.is_dir() and mds_folders(folder):
-        show_shards(console, folder, origin, document, check, chosen)
+        show_shards(shown)
     elif folder.suffix in SUFFIXES and not folder.is_dir():
-        array = open_array(folder, origin, token_dtype, 0)
-        show_array(console, array, path, document, check, chosen)
+        show_array(shown, open_array(folder, origin, token_dtype, 0))
     else:
         problem = "is not a token array" if folder.exists() else "no such folder or file"
         if folder.is_dir():

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,55 +61,54 @@ def describe_store(console: Console, store: TokenStore, rounded: int) -> None:
     _print_domains(console, _by_domain(store))
 
 
-def show_store(
-    console: Console,
-    store: TokenStore,
-    path: Path,
-    document: int,
-    check: bool,
-    tokenizer: Tokenizer | None,
-) -> None:
-    """Print counts and lengths of a token store, and the start of a document.
+@dataclass(frozen=True)
+class Inspection:
+    """What `mtrain data show` is to show of some data.
 
-    Args:
-        document: number of the document, from 0.
-        check: whether to verify the checksums.
-        tokenizer: decodes the document; None for the tokenizer of the store.
+    path: the data, as typed.
+    document: number of the document to show, from 0.
+    check: whether to read everything and verify the checksums.
+    tokenizer: decodes the document; None for the tokenizer of the data, if there is one.
     """
-    meta = store.meta
-    _require_document(store, document)
-    if check:
+
+    console: Console
+    path: Path
+    document: int
+    check: bool
+    tokenizer: Tokenizer | None
+
+
+def show_store(shown: Inspection, store: TokenStore) -> None:
+    """Print counts and lengths of a token store, and the start of a document."""
+    meta, console = store.meta, shown.console
+    _require_document(store, shown.document)
+    if shown.check:
         store.verify()
-    _print_size(console, store, path)
+    _print_size(shown, store)
     console.print(
         f"  tokenizer {meta.tokenizer}, vocabulary {meta.vocab_size:,}, {meta.dtype}, "
         f"end token {meta.eos}"
     )
-    console.print(f"  sha256 {meta.sha256}{' (checked)' if check else ''}")
+    console.print(f"  sha256 {meta.sha256}{' (checked)' if shown.check else ''}")
     _print_lengths(console, _by_domain(store))
-    _print_snippet(console, store.document(document), document, tokenizer or store.open_tokenizer)
+    tokenizer = shown.tokenizer or store.open_tokenizer
+    _print_snippet(console, store.document(shown.document), shown.document, tokenizer)
 
 
-def show_array(
-    console: Console,
-    store: TokenStore,
-    path: Path,
-    document: int,
-    check: bool,
-    tokenizer: Tokenizer | None,
-) -> None:
+def show_array(shown: Inspection, store: TokenStore) -> None:
     """Print counts and lengths of a token array, and the start of a document.
 
-    check: whether to search the whole array for the largest id.
+    `Inspection.check`: search the whole array for the largest id.
     """
+    console, document = shown.console, shown.document
     _require_document(store, document)
-    _print_size(console, store, path)
-    searched = store.tokens if check else store.tokens[:_SEARCHED]
+    _print_size(shown, store)
+    searched = store.tokens if shown.check else store.tokens[:_SEARCHED]
     where = " among the first 16M" if searched.size < store.tokens.size else ""
     largest = int(searched.max())
     console.print(f"  {store.meta.tokenizer}; largest id {largest:,}{where}")
     _print_lengths(console, _by_domain(store))
-    _print_snippet(console, store.document(document), document, tokenizer)
+    _print_snippet(console, store.document(document), document, shown.tokenizer)
 
 
 def _require_document(store: TokenStore, document: int) -> None:
@@ -117,23 +117,18 @@ def _require_document(store: TokenStore, document: int) -> None:
         raise ConfigError(f"--document {document}: the store has documents 0 to {last}")
 
 
-def _print_size(console: Console, store: TokenStore, path: Path) -> None:
+def _print_size(shown: Inspection, store: TokenStore) -> None:
     meta = store.meta
-    console.print(
-        f"{path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens from {meta.source}"
+    shown.console.print(
+        f"{shown.path}: {meta.num_documents:,} documents, {meta.num_tokens:,} tokens "
+        f"from {meta.source}"
     )
 
 
-def show_shards(
-    console: Console,
-    root: Path,
-    origin: str,
-    document: int,
-    check: bool,
-    tokenizer: Tokenizer | None,
-) -> None:
+def show_shards(shown: Inspection) -> None:
     """Print columns, sample counts, and tokens by domain and length of MDS folders."""
-    folders = list(open_mds_folders(root, origin))
+    console, document = shown.console, shown.document
+    folders = list(open_mds_folders(shown.path.expanduser(), f"PATH={shown.path}"))
     parts: dict[str, list[np.ndarray]] = {}
     for name, shards in folders:
         lengths = sample_lengths(shards)
@@ -142,9 +137,9 @@ def show_shards(
         by_domain = _samples_by_domain(shards, lengths) if in_samples else {name: lengths}
         for domain, of_domain in by_domain.items():
             parts.setdefault(domain, []).append(of_domain)
-        if check:
+        if shown.check:
             _read_all(shards)
-    if check:
+    if shown.check:
         console.print("  every sample was read; sizes and available checksums match")
     _print_lengths(console, {name: np.concatenate(lengths) for name, lengths in parts.items()})
     first = folders[0][1]
@@ -152,7 +147,7 @@ def show_shards(
         raise ConfigError(
             f"--document {document}: {first.folder} has samples 0 to {first.num_samples - 1}"
         )
-    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, tokenizer)
+    _print_snippet(console, first.sample(document, [TOKENS])[TOKENS], document, shown.tokenizer)
 
 
 def _print_shards(console: Console, shards: MdsFolder, lengths: np.ndarray) -> None:

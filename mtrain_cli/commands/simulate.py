@@ -343,6 +343,12 @@ def validate(
     from mtrain_cli.config.cluster import load_cluster
     from mtrain_cli.simulation.calibration import load_user_calibration
 
+    for word in map(str, runs):
+        if "=" in word and not Path(word).exists():
+            raise ConfigError(
+                f"{word}: validate takes no settings; give folders of profiles, and --cluster, "
+                "--nodes and --calibration"
+            )
     machine = load_cluster(cluster or DEFAULT_CLUSTER, nodes=nodes)
     own = load_user_calibration(calibration)
     compare(runs, prediction or [], machine, own, out, files=files, as_json=as_json)

@@ -33,7 +33,7 @@ from mtrain_cli.simulation.scenario import (
     predict_training,
 )
 from mtrain_cli.simulation.sweep import Sweep, points, row_of, shared_remarks, with_cost
-from mtrain_cli.simulation.sweep_axes import NODES, WORKERS
+from mtrain_cli.simulation.sweep_axes import NODES, OWN, WORKERS
 
 _SHOWN = 8  # configurations in the table of a recommendation
 
@@ -192,7 +192,7 @@ def predict_sweep(
         swept: values by axis.
         workers: value of --workers; None if it was not typed.
     """
-    _check_axes(job, swept, workers)
+    _check_axes(job, swept)
     todo = points(swept, job.layouts, job.exchanges)
     folder = files.folder_of(job)
     own = load_user_calibration(job.request.calibration)
@@ -229,13 +229,16 @@ def predict_sweep(
     files.deliver(job, folder, content, [], show)
 
 
-def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]], workers: int | None) -> None:
+def _check_axes(job: SimulateJob, swept: Mapping[str, Sequence[str]]) -> None:
     """Raise ConfigError if an axis contradicts an option or the cluster."""
-    if WORKERS in swept and workers is not None:
-        raise ConfigError(
-            f"--workers {workers}: workers={','.join(swept[WORKERS])} already sweeps this number; "
-            "give only one of the two"
-        )
+    options = {name: getattr(job.typed, name) for name in OWN}
+    # --workers would give every number of nodes the same GPUs.
+    for axis, name in (*zip(OWN, OWN, strict=True), (NODES, WORKERS)):
+        if axis in swept and options[name] is not None:
+            raise ConfigError(
+                f"--{name} {options[name]}: {axis}={','.join(swept[axis])} already sweeps this "
+                "number; give only one of the two"
+            )
     for value in swept.get(NODES, ()):
         job.cluster_with(int(value))
     for value in swept.get(WORKERS, ()):

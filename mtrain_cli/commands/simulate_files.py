@@ -133,9 +133,11 @@ def folder_of(job: SimulateJob) -> Path | None:
     """Return the folder for the files, or None for --no-files.
 
     Raises:
-        ConfigError: the folder holds a profile or simulation already, or cannot be written.
+        ConfigError: the folder holds a profile or simulation already, or cannot be written; or
+            --out and --no-files are both given.
     """
     if not job.typed.files:
+        require_no_out(job.typed.out)
         return None
     folder = job.typed.out or Path("measurements", f"simulation-{time.strftime('%Y%m%d-%H%M%S')}")
     if (folder / record_files.SUMMARY).exists():
@@ -144,6 +146,12 @@ def folder_of(job: SimulateJob) -> Path | None:
         )
     require_writable(folder)
     return folder
+
+
+def require_no_out(out: Path | None) -> None:
+    """Raise ConfigError if --out is given together with --no-files."""
+    if out is not None:
+        raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
 
 
 def require_writable(folder: Path) -> None:

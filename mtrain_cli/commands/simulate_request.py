@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class SimulateRequest:
     slow: RANK=X,..., the factors by which computation on these ranks takes longer.
     jitter: standard deviation of the logarithm of message times.
     cluster: name or file of the cluster.
+    swept: which of density and columns are values of a sweep instead of options.
     """
 
     words: tuple[str, ...]
@@ -44,6 +45,7 @@ class SimulateRequest:
     slow: str
     jitter: float
     cluster: str = ""
+    swept: tuple[str, ...] = ()
 
     def scenario(
         self, extra: Sequence[str] = (), density: float | None = None, columns: int | None = None
@@ -60,9 +62,13 @@ class SimulateRequest:
         from mtrain_cli.simulation.calibration import load_user_calibration
         from mtrain_cli.simulation.scenario import Scenario, pattern_words
 
+        point = {"density": density, "columns": columns}
+        given: dict[str, Any] = {name: value for name, value in point.items() if value is not None}
+        if given:
+            return replace(self, **given, swept=tuple(given)).scenario(extra)
         words = [*self.words, *extra]
         if file := self.recorded_file():
-            problem = self.load_recorded(file, words, density, columns)
+            problem = self.load_recorded(file, words)
             more = _recorded_settings(problem, words, pattern_words(problem.pattern))
             config = self.compose([*words, *more])
             if len(problem.masks) != config.train.micro_batch:
@@ -77,7 +83,7 @@ class SimulateRequest:
                 )
         else:
             config = self.compose(words)
-            pairs = self.pair_source(words, config, density, columns)
+            pairs = self.pair_source(words, config)
             more = [] if _own_sparsity(words, config) else pairs.sparsity()
             config = self.compose([*words, *more]) if more else config
             problem = pairs.problem(config)
@@ -144,13 +150,7 @@ class SimulateRequest:
         given = config.topology.context_parallel
         return given if isinstance(given, int) else None
 
-    def pair_source(
-        self,
-        words: Sequence[str],
-        config: Config,
-        density: float | None = None,
-        columns: int | None = None,
-    ) -> PairSource:
+    def pair_source(self, words: Sequence[str], config: Config) -> PairSource:
         """Return what to draw pairs from: the family of --index, else the sparsity settings.
 
         If neither is given, --density or --columns choose a synthetic family.
@@ -158,17 +158,13 @@ class SimulateRequest:
         Args:
             words: settings, with those of one point of a sweep.
             config: the configuration that the settings compose.
-            density, columns: values of one point of a sweep, which replace the typed ones.
 
         Raises:
             ConfigError: options and settings contradict each other.
         """
         from mtrain_cli.simulation.scenario import PairSource
 
-        index = self.index
-        density = self.density if density is None else density
-        typed_columns = f"--columns {self.columns}" if columns is None else f"columns={columns}"
-        columns = self.columns if columns is None else columns
+        index, density, columns = self.index, self.density, self.columns
         pattern = config.sparsity.pattern if _own_sparsity(words, config) else None
         if pattern is None and index is None and density is None and columns is None:
             pattern = DENSE  # the default of mtrain train
@@ -176,7 +172,7 @@ class SimulateRequest:
         _check_index(index, pattern)
         settings = config.sparsity if pattern is not None else None
         if DENSE in (index, pattern):
-            _refuse("has no effect on dense attention; leave it out", density, columns)
+            self._refuse("has no effect on dense attention; leave it out")
             return PairSource(DENSE, layers=layers)
         if settings is not None and settings.bitmap:
             raise ConfigError(
@@ -184,24 +180,25 @@ class SimulateRequest:
                 f"--index FILE from a profile of a run with sparsity={pattern}"
             )
         if pattern == FIXED:
-            _refuse(
+            self._refuse(
                 "sparsity=fixed has its own keys: sparsity.density, sparsity.slashes and "
-                "sparsity.columns",
-                density,
-                columns,
+                "sparsity.columns"
             )
             return PairSource(FIXED, layers=layers)
         fewest, most = 1, 0
         if isinstance(settings, VerticalSlashSettings):
-            _refuse_slashes(words, density)
+            limits = ("sparsity.min_slashes=", "sparsity.max_slashes=")
+            if limit := next((word for word in words if word.startswith(limits)), None):
+                self._refuse(f"contradicts {limit}; give only one of the two", "density")
             fewest, most = settings.min_slashes, settings.max_slashes
             if columns is None:
                 columns = max(COLUMNS, settings.min_columns)
                 columns = min(columns, settings.max_columns or COLUMNS)
             elif settings.column_bound is not None and columns > settings.column_bound:
                 raise ConfigError(
-                    f"{typed_columns}: sparsity.max_columns={settings.column_bound} allows at most "
-                    f"{settings.column_bound}; give fewer, or set sparsity.max_columns={columns}"
+                    f"{self._typed('columns')}: sparsity.max_columns={settings.column_bound} "
+                    f"allows at most {settings.column_bound}; give fewer, or set "
+                    f"sparsity.max_columns={columns}"
                 )
         return PairSource(
             index or CLUSTERED,
@@ -290,19 +287,12 @@ class SimulateRequest:
         assert file is not None
         return self.load_recorded(file, self.words)
 
-    def load_recorded(
-        self,
-        file: Path,
-        words: Sequence[str],
-        density: float | None = None,
-        columns: int | None = None,
-    ) -> AttentionWorkload:
+    def load_recorded(self, file: Path, words: Sequence[str]) -> AttentionWorkload:
         """Load recorded indices.
 
         Args:
             file: an index.npz.
             words: settings to compare with the shape in the file.
-            density, columns: values of one point of a sweep. A recorded index allows neither.
 
         Raises:
             ConfigError: the shape or the layers of the file contradict the settings and options.
@@ -311,11 +301,7 @@ class SimulateRequest:
         from mtrain_cli.simulation.prediction import AttentionWorkload
         from mtrain_cli.simulation.what_if import index_of
 
-        _refuse(
-            f"--index {file} has its own pairs; give only one of the two",
-            self.density if density is None else density,
-            self.columns if columns is None else columns,
-        )
+        self._refuse(f"--index {file} has its own pairs; give only one of the two")
         recorded = load_indices(file)
         setup = recorded.setup
         if words:
@@ -335,6 +321,18 @@ class SimulateRequest:
             pattern,
             setup.columns.get(pattern, -1),
         )
+
+    def _typed(self, name: str) -> str:
+        """Return density or columns with its value, as an option or as an axis of a sweep."""
+        value = getattr(self, name)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{name}={text}" if name in self.swept else f"--{name} {text}"
+
+    def _refuse(self, reason: str, *names: str) -> None:
+        """Raise ConfigError if one of the options is given; by default density and columns."""
+        for name in names or ("density", "columns"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{self._typed(name)}: {reason}")
 
     def per_node(self, workers: int) -> int | None:
         """Return ``topology.gpus_per_node``, or None for auto.
@@ -402,24 +400,6 @@ def _check_index(index: str | None, pattern: str | None) -> None:
             f"--index {index}: contradicts sparsity=fixed, which draws its own index; give only "
             "one of the two"
         )
-
-
-def _refuse(reason: str, density: float | None, columns: int | None) -> None:
-    """Raise ConfigError if a density or a number of columns is given.
-
-    reason: why neither is allowed.
-    """
-    for option, value in (("--density", density), ("--columns", columns)):
-        if value is not None:
-            raise ConfigError(f"{option} {value:g}: {reason}")
-
-
-def _refuse_slashes(words: Sequence[str], density: float | None) -> None:
-    """Raise ConfigError if a density is given together with limits on the slashes."""
-    keys = ("sparsity.min_slashes=", "sparsity.max_slashes=")
-    typed = next((word for word in words if word.startswith(keys)), None)
-    if density is not None and typed:
-        raise ConfigError(f"--density {density:g}: contradicts {typed}; give only one of the two")
 
 
 def _sparsity(words: Sequence[str]) -> bool:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from mtrain_cli import __version__
 from mtrain_cli.commands.options import writing
-from mtrain_cli.commands.simulate_files import require_writable
+from mtrain_cli.commands.simulate_files import require_no_out, require_writable
 from mtrain_cli.commands.simulate_output import brief_remark
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.config.schema import ConfigError
@@ -106,8 +106,7 @@ def _folder(out: Path | None, files: bool) -> Iterator[Path]:
         ConfigError: the folder holds results already, or cannot be written.
     """
     if not files:
-        if out is not None:
-            raise ConfigError(f"--out {out}: --no-files writes no files; give one of the two")
+        require_no_out(out)
         with tempfile.TemporaryDirectory() as place:
             yield Path(place, "validation")
         return

@@ -107,7 +107,7 @@ def _from_folder(
     if not other:
         return []
     shown = [
-        f"{name}={keys.show(leaves[name])} (the folder: {keys.show(theirs[name])})"
+        f"{name}={keys.show(leaves[name])} ({keys.show(theirs[name])} in the folder)"
         for name in other
     ]
     listed = ", ".join(other[:3]) + (" and the others" if len(other) > 3 else "")

@@ -156,8 +156,9 @@ def _without_equals(text: str, groups: Groups) -> str:
         return f"{shown}: expected {text}=VALUE; VALUE is {all_keys()[text].expected}"
     if text.endswith((".yaml", ".yml")):
         return (
-            f"{shown}: expected key=value; to use your own file, name it DIR/model/mine.yaml and "
-            "give --config-dir DIR model=mine"
+            f"{shown}: expected key=value; to use a file of settings, name it "
+            'DIR/recipe/mine.yaml, begin it with the line "# @package _global_", and give '
+            "--config-dir DIR recipe=mine"
         )
     option = nearest(text, {option for options in groups.options.values() for option in options})
     if option:

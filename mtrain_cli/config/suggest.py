@@ -17,6 +17,9 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     ``warmup_steps`` and ``train.warmup_steps`` find ``optim.warmup_steps``, and ``train.lr`` finds
     ``optim.lr`` rather than ``train.dtype``.
     """
+    names = list(names)
+    if word.lower() == "gpu" and "cuda" in names:
+        return "cuda"  # "cpu" is more similar
     scored = [(_similarity(word.lower(), name.lower()), name) for name in names]
     best = max(scored, key=lambda pair: (pair[0], -len(pair[1])), default=(0.0, ""))
     return best[1] if best[0] >= CUTOFF else None

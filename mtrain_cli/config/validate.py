@@ -245,7 +245,7 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
     elif data.mix is not None:
         yield from _mix(data, expected)
     elif data.path is None:
-        yield f"data.path=null: data={data.kind} needs it or data.mix; give {expected}"
+        yield f"data.path is not set: data={data.kind} needs it, or data.mix; give {expected}"
     elif not Path(data.path).expanduser().exists():
         yield f"data.path={data.path}: no such file or folder; give {expected}"
     if data.kind in ("tokens", "mds"):
@@ -261,7 +261,7 @@ def _data(data: DataConfig, model: ModelConfig) -> Iterator[str]:
         named = f", {inside}" if inside.is_file() else ""
         yield f"{given}: is a folder; give its tokenizer.json{named}"
     elif not tokenizer.is_file():
-        yield f"{given}: no such file; give bytes or the path of a Hugging Face tokenizer.json"
+        yield f"{given}: no such file; give the path of a Hugging Face tokenizer.json, or bytes"
 
 
 def _mix(data: DataConfig, expected: str) -> Iterator[str]:

@@ -86,7 +86,7 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
     if data.kind == "tokens":
         if not data.path:
             raise ConfigError(
-                "data.path=null: data=tokens needs a folder written by `mtrain data prepare`"
+                "data.path is not set: data=tokens needs a folder written by `mtrain data prepare`"
             )
         path, location = Path(data.path).expanduser(), f"mapped from {data.path}"
         if path.suffix in SUFFIXES and not path.is_dir():

@@ -312,7 +312,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             run = dataclasses.replace(run, _lock=RunLock(path), _undo=undo)
             if run.resolved.exists():
                 run.release()
-                raise _occupied_error(path)
+                raise _occupied_error(path, name if picks_folder else None)
             run.overrides.write_text("".join(f"{line}\n" for line in overrides))
             run.environment.write_text(json.dumps(environment_facts(), indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
@@ -328,15 +328,21 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
     return run
 
 
-def _occupied_error(path: Path) -> ConfigError:
-    """Return the error for a folder that already has a run or a measurement."""
+def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
+    """Return the error for a folder that already has a run or a measurement.
+
+    name: the run's name, if it chose the folder; None if run.dir did.
+    """
     if (path / PLAN).is_file():
         return ConfigError(
             f"run.dir={path}: already holds a measurement. Choose another run.name or run.dir."
         )
+    key, holds = f"run.dir={path}", "already holds a run"
+    if name is not None:
+        key, holds = f"run.name={name}", f"{path} {holds}"
     return ConfigError(
-        f"run.dir={path}: already holds a run. Resume it with --resume {shlex.quote(str(path))}, "
-        "or choose another run.dir."
+        f"{key}: {holds}. Resume it with --resume {shlex.quote(str(path))}, "
+        f"or choose another {key.partition('=')[0]}."
     )
 
 

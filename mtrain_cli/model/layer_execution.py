@@ -45,7 +45,7 @@ class LayerExecution:
 
     def __post_init__(self) -> None:
         assert self.offload is None or self.recompute, (
-            "only the input of a second forward pass can be offloaded"
+            "offload needs recompute=True: the second forward pass reads what it moves"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
+from mtrain_cli.config.groups import open_groups
+from mtrain_cli.config.keys import all_keys
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.config.sizes import parse_share
 from mtrain_cli.config.suggest import did_you_mean
@@ -47,7 +49,8 @@ def axes(words: Sequence[str]) -> dict[str, list[str]]:
             raise ConfigError(f"{word}: a sweep predicts for one cluster; start one for each")
         if name in found:
             raise ConfigError(f"{word}: {name} is swept twice; give all its values at once")
-        if name not in OWN and "." not in name and (hint := did_you_mean(name, OWN)):
+        known = name in OWN or "." in name or name in all_keys() or name in open_groups().options
+        if not known and (hint := did_you_mean(name, OWN)):
             raise ConfigError(f"{word}: {name} cannot be swept{hint}")
         for value in values:
             if (expected := _expected(name, value)) is not None:

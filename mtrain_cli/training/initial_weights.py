@@ -56,7 +56,7 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
                 for name in RAMP[ours.scaling]
             ]
     differences = [
-        f"model.rope.{name}={value} (the folder: {other})"
+        f"model.rope.{name}={value} ({other} in the folder)"
         for name, value, other in pairs
         if value != other
     ]

@@ -6,7 +6,13 @@ import pytest
 import torch
 from attention.sparse_problems import make_problem
 
-from mtrain_cli.attention.packed_columns import add_column_gradients, local_columns, pack_columns
+from mtrain_cli.attention.packed_columns import (
+    COLUMN_TILE,
+    add_column_gradients,
+    local_columns,
+    pack_columns,
+    whole_columns,
+)
 
 
 @pytest.mark.parametrize("where", ["whole", "striped"])
@@ -37,3 +43,17 @@ def test_column_gradients_are_added_where_the_columns_came_from(where, dtype):
             target[b, key, h // 2] += part[:, b, h, place].sum(0).to(dtype)
     assert 0 < num_columns < slots.numel()
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_columns_are_padded_to_whole_tiles_with_empty_places():
+    p = make_problem(
+        0, "columns", seq=61, block=16, heads=4, kv_heads=2, dim=8, documents=False, where="whole"
+    )
+    given, empty = p.tiles.index.columns, p.tiles.index.blocks * p.tiles.index.block
+    width = given.shape[-1]
+    assert width % COLUMN_TILE
+    padded = whole_columns(p.tiles.index)
+    assert padded.shape[-1] == COLUMN_TILE
+    assert padded[..., :width].equal(given)
+    assert (padded[..., width:] == empty).all()
+    assert (local_columns(p.tiles)[1][..., width:] == -1).all()

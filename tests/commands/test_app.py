@@ -106,6 +106,11 @@ def test_help_is_fast_and_imports_neither_torch_nor_hydra():
             ["train", "--layuot", "zigzag"],
             "No such option: --layuot; settings are written key=value: topology.layout=...",
         ),
+        (
+            ["train", "--config", "x.yaml"],
+            'DIR/recipe/mine.yaml, below a first line "# @package _global_", and give '
+            "--config-dir DIR recipe=mine.",
+        ),
         (["train", "--zzzzz"], "No such option: --zzzzz. See `mtrain train --help`."),
         (["trian"], "Did you mean train? Commands: train, status, profile, simulate, report, con"),
         (

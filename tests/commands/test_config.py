@@ -95,7 +95,8 @@ def test_show_accepts_a_group_alone_and_an_equals_sign():
     [
         ("modle/tiny", "no such group (did you mean model?); allowed: data, model, "),
         ("model/tinny", "no such model (did you mean tiny?); allowed: auto, llama14b, "),
-        ("seq", "seq: no such group"),
+        ("seq", "seq: is a key, not a group; `mtrain config list` shows it"),
+        ("optim.lr", "optim.lr: is a key, not a group; `mtrain config show optim` shows it"),
         ("", "no such group"),
     ],
 )

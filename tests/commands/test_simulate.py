@@ -51,6 +51,36 @@ def _here(tmp_path, monkeypatch):
             ["sweep workers=2,4 --workers 8"],
             "--workers 8: workers=2,4 already sweeps this number; give only one of the two",
         ),
+        (
+            ["sweep density=5%,10% --density 0.5"],
+            "--density 0.5: density=5%,10% already sweeps this number; give only one of the two",
+        ),
+        (["sweep columns=1,2 --columns 5"], "--columns 5: columns=1,2 already sweeps this number"),
+        (
+            ["sweep nodes=1,2 --nodes 2 --cluster a100_4x8"],
+            "--nodes 2: nodes=1,2 already sweeps this number",
+        ),
+        (
+            ["sweep nodes=1,2 --workers 4 --cluster a100_4x8"],
+            "--workers 4: nodes=1,2 already sweeps this number",
+        ),
+        (
+            ["sweep density=1%,2% sparsity=dense"],
+            "mtrain: density=0.01: has no effect on dense attention; leave it out",
+        ),
+        (
+            ["sweep columns=3,4 sparsity=fixed"],
+            "mtrain: columns=3: sparsity=fixed has its own keys",
+        ),
+        (["sweep model=tiny,nope seq=16k"], "mtrain: model=nope: no such model"),
+        (
+            ["recommend --out new --no-files"],
+            "--out new: --no-files writes no files; give one of the two",
+        ),
+        (
+            ["validate cluster=h100_4x8 seq=8k"],
+            "cluster=h100_4x8: validate takes no settings; give folders of profiles, and --cluster",
+        ),
         (["sweep nodes=1 workers=2"], "nodes and workers: both set the number of GPUs"),
         (["sweep layout=zigzag,striped"], "use --layout zigzag,striped to compare these"),
         (

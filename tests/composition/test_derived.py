@@ -93,23 +93,23 @@ def test_the_folders_rope_scaling_is_kept(folder: Path) -> None:
 
 def test_a_shape_mismatch_is_one_line_with_both_values(folder: Path) -> None:
     line = (
-        f"model.num_layers=3 (the folder: 2): the weights of train.init_from={folder} have another "
-        "shape; leave out model.num_layers"
+        f"model.num_layers=3 (2 in the folder): the weights of train.init_from={folder} have "
+        "another shape; leave out model.num_layers"
     )
     assert complaints(f"train.init_from={folder}", "model.num_layers=3") == [line]
     (line,) = complaints(f"train.init_from={folder}", "model=qwen3b")
     assert line.startswith(
-        "model.family=qwen2 (the folder: llama), model.vocab_size=151936 (the folder: 512), "
+        "model.family=qwen2 (llama in the folder), model.vocab_size=151936 (512 in the folder), "
     )
     assert line.endswith("leave out model=qwen3b to take the folder's")
 
 
 def test_a_recipes_model_must_match_the_weights(folder: Path, text: list[str]) -> None:
     line = complaints("recipe=mtraining_qwen3b_512k", f"train.init_from={folder}", *text)[0]
-    assert "model.family=qwen2 (the folder: llama)" in line
+    assert "model.family=qwen2 (llama in the folder)" in line
     assert "leave out mtraining_qwen3b_512k's model=qwen3b" in line
     (line,) = complaints("recipe=stdlib_64k", f"train.init_from={folder}")
-    assert "model.hidden_size=512 (the folder: 64)" in line
+    assert "model.hidden_size=512 (64 in the folder)" in line
 
 
 def test_a_model_of_the_same_shape_is_accepted(folder: Path) -> None:

@@ -238,7 +238,9 @@ def test_each_required_value_is_one_line(tmp_path: Path) -> None:
     assert complaints([f"recipe={PAPER}", "data.path=/none"], plan=True)[0].startswith(
         "data.path=/none: no such file"
     )
-    assert complaints(["data=text"], plan=True)[0].startswith("data.path=null: data=text needs it")
+    assert complaints(["data=text"], plan=True)[0].startswith(
+        "data.path is not set: data=text needs it"
+    )
 
 
 def test_an_unknown_recipe_lists_all_recipes() -> None:

@@ -83,6 +83,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("optim.lr=${nothing}", "Interpolation key 'nothing' not found"),
         ("optim.lr=${hydra:runtime.cwd}", "HydraConfig was not set"),
         ("run.name=${", "cannot be resolved"),
+        ("topology.device=gpu", "expected one of auto, cpu, cuda (did you mean cuda?)"),
         # Hydra settings
         (
             "hydra.run.dir=out",
@@ -103,7 +104,7 @@ def complaints(*overrides: str, config_dir: Path | None = None) -> tuple[str, ..
         ("qwen3", "expected key=value (did you mean model=qwen3b?)"),
         ("model", "expected model=OPTION; options: auto, llama14b"),
         ("optim.lr", "expected optim.lr=VALUE; VALUE is a number"),
-        ("my.yaml", "--config-dir DIR model=mine"),
+        ("my.yaml", "--config-dir DIR recipe=mine"),
         ("", "expected key=value"),
         ("0.95]", "a value with spaces needs quotes"),
     ],

@@ -107,5 +107,5 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
     (tmp_path / "s" / "tokens.bin").write_bytes(b"")
     assert "tokens.bin has 0 bytes, but meta.json implies 360" in _line(config)
     assert _line(make_config(kind="tokens", path=None)).startswith(
-        "data.path=null: data=tokens needs a folder"
+        "data.path is not set: data=tokens needs a folder"
     )

@@ -80,6 +80,17 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone():
     }
 
 
+def test_a_name_that_is_taken_is_refused_by_its_key():
+    config = config_for("run.name=mine")
+    run_dir.create(config, []).release()
+    with pytest.raises(
+        ConfigError,
+        match=r"^run\.name=mine: runs/mine already holds a run\. Resume it with "
+        r"--resume runs/mine, or choose another run\.name\.$",
+    ):
+        run_dir.create(config, [])
+
+
 def test_a_folder_in_use_is_refused_until_its_process_ends_even_by_sigkill():
     run = run_dir.create(config_for("run.dir=mine"), [])
     run.release()

@@ -9,6 +9,8 @@ from parallel.test_lowering import SIZES
 
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import (
+    Begin,
+    Recompute,
     ShardSizes,
     pool_bytes,
 )
@@ -61,3 +63,53 @@ def test_a_part_of_the_heads_has_at_least_one_head():
     queries = make_schedule("ring", ScheduleOptions(8, 8, circulates="queries", heads=4))
     (dq,) = (p for p in lower(queries, 0, backward=True).posts if p.transfer.payload == "dq")
     assert dq.sends.of(sizes, 4) == 4 * 4 * 10 * 16 * 2
+
+
+@pytest.mark.parametrize(
+    ("early", "sharing", "what"),
+    [
+        (None, 1, Recompute.EVERYTHING),
+        (None, 4, Recompute.EVERYTHING),
+        (32, 1, Recompute.EVERYTHING),
+        (32, 4, Recompute.EVERYTHING),
+        (0, 1, Recompute.NOTHING),
+        (0, 4, Recompute.HEAD_TRADES),
+    ],
+)
+def test_backward_runs_the_exchange_again_unless_out_was_kept(early, sharing, what):
+    assert Recompute.of(early, sharing) is what
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_the_recomputed_part_is_all_nothing_or_the_trades_of_heads(name, heads):
+    """Six ranks: a ring has 6 / heads - 1 hops, an all-gather one, and Ulysses two trades more."""
+    forward = lower(make_schedule(name, ScheduleOptions(6, 6, heads=heads)), 1)
+    hops = 6 // heads - 1 if name == "ring" else 1
+    trades = 2 if heads > 1 else 0
+    assert len(list(forward.posts)) == hops + trades
+    assert forward.recomputed(Recompute.EVERYTHING) is forward
+    nothing = forward.recomputed(Recompute.NOTHING)
+    assert nothing.operations == ()
+    assert nothing.sent(SIZES) == 0
+    part = forward.recomputed(Recompute.HEAD_TRADES)
+    assert [post.transfer.payload for post in part.posts] == ["heads"] * trades
+    assert not list(part.computes)
+    assert not any(op.computes for op in part.operations if isinstance(op, Begin))
+    assert part.inside == slice(forward.inside.start, forward.inside.start)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_trades_of_heads_send_queries_keys_and_values_there_and_the_output_back(backward):
+    """Backward sends the gradient of the output there, and those of q, k and v back.
+
+    A rank keeps 1 / heads of its own numbers.
+    """
+    heads = 4
+    schedule = make_schedule("all_gather", ScheduleOptions(8, 8, heads=heads))
+    program = lower(schedule, 0, backward=backward)
+    there, back = (p.sends.of(SIZES, heads) for p in program.posts if p.transfer.payload == "heads")
+    rows = SIZES.tokens * SIZES.heads * SIZES.head_dim * SIZES.dtype_bytes
+    keys = 2 * SIZES.tokens * SIZES.kv_heads * SIZES.head_dim * SIZES.dtype_bytes
+    sent = [(rows + keys) * (heads - 1) / heads, rows * (heads - 1) / heads]
+    assert [there, back] == (sent[::-1] if backward else sent)

@@ -13,19 +13,21 @@ from mtrain_cli.records.wait_attribution import WaitAttribution
 LINK = {"context": 0.2, "inner": 0.1, "outer": 0.5, "heads": 0.2}
 
 
-def charged(folder, heavy: dict[tuple[int, int], float]) -> dict[tuple[int, int], float]:
-    """Return ms of waits charged to (rank, step) in the forward pass of a ring of 12.
+def charged(
+    folder, heavy: dict[tuple[int, int], float], workers: int = 12, link: dict[str, float] = LINK
+) -> dict[tuple[int, int], float]:
+    """Return ms of waits charged to (rank, step) in the forward pass of a ring.
 
     heavy: extra ms of some (rank, step).
     """
-    schedule = ring(12)
+    schedule = ring(workers)
     recorded = open_records(
         recorded_once(
             folder,
             Play(
                 schedule,
                 lambda d, r, s: heavy.get((r, s), 1.0) if d == "forward" else 1.0,
-                link=LINK,
+                link=link,
             ),
         )
     )
@@ -68,3 +70,12 @@ def test_a_collective_waits_for_the_last_rank_of_those_that_take_part(link, peer
     behind = np.array([LINKS.index(link) * 2])  # no single peer
     (found,) = WaitAttribution(shape, 0.0)._peers(behind, late, np.array([0]), 0)
     assert found == peer
+
+
+def test_a_delay_that_comes_back_to_its_rank_is_not_charged(tmp_path):
+    """Slow messages make rank 3 the last. Rank 1 waits 1 ms for it, because of its own delay.
+
+    Ranks 2 and 3 wait 2.5 ms each; at the end, ranks 0 and 2 wait 3.5 and 0.5 ms for rank 3.
+    """
+    found = charged(tmp_path, {(1, 0): 5.0}, workers=4, link={"context": 1.5})
+    assert found == {(1, 0): pytest.approx(2.5 + 2.5 + 3.5 + 0.5)}

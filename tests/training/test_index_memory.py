@@ -3,6 +3,7 @@
 import pytest
 from training.test_memory import estimate
 
+from mtrain_cli.training.index_memory import IndexShape
 from mtrain_cli.training.memory import GIB
 
 
@@ -101,3 +102,40 @@ def test_slashes_and_columns_take_kilobytes_but_gathered_columns_do_not():
         .index
         == lines
     )
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(("ways", "width", "parts"), [(1, 4096, 2), (1, 65536, 1), (4, 128, 16)])
+def test_columns_in_backward_by_hand(gathered, ways, width, parts):
+    """16 heads. The parts of the gradients make at least 1,024 programs, but there are at most 16.
+
+    A ring that gathers columns holds the packed columns and the sum of the gradients elsewhere.
+    """
+    shape = IndexShape(
+        sequences=1,
+        heads=16,
+        block=64,
+        blocks=2048,
+        bitmap=False,
+        kept=0,
+        counted=0,
+        column_width=width,
+        ways=ways,
+        rings=gathered,
+        gathered=gathered,
+    )
+    columns, queries, head_dim, e = 16 // ways * width, 8192, 128, 2
+    tensors = parts + (1 if parts > 1 else 0) - (1 if gathered else 0)
+    gradients = tensors * 2 * 4 * head_dim  # dk and dv in float32
+    packed = 0 if gathered else 2 * e * head_dim
+    covered = (queries * ways // 64) * columns // 8
+    expected = columns * (gradients + packed + 8) + covered
+    assert shape.columns_in_backward(queries, head_dim, e) == expected
+
+
+def test_an_index_without_columns_needs_nothing_for_them():
+    shape = IndexShape(
+        sequences=1, heads=16, block=64, blocks=2048, bitmap=True, kept=0, counted=0,
+        column_width=0, ways=1, rings=False, gathered=False,
+    )  # fmt: skip
+    assert shape.columns_in_backward(8192, 128, 2) == 0

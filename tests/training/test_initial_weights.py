@@ -33,15 +33,15 @@ def banner_lines(folder: Path, *words: str, **changes: Any) -> list[str]:
 def test_a_setting_that_differs_is_shown_with_both_values(folder: Path) -> None:
     tokenizer = "the folder's tokenizer.json encodes the text"
     assert banner_lines(folder) == [tokenizer]
-    line = "differs from its folder: model.rope.theta=2000000 (the folder: 1000000)"
+    line = "differs from its folder: model.rope.theta=2000000 (1000000 in the folder)"
     assert banner_lines(folder, "model.rope.theta=2e6") == [line, tokenizer]
-    line = "differs from its folder: model.rope.scaling=yarn by 4 from 2k (the folder: none)"
+    line = "differs from its folder: model.rope.scaling=yarn by 4 from 2k (none in the folder)"
     assert banner_lines(folder, "model.rope.scaling=yarn", "seq=8k") == [line, tokenizer]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     assert banner_lines(folder, rope_scaling=yarn) == [tokenizer]
     line = (
-        "differs from its folder: model.rope.factor=8 (the folder: 4), "
-        "model.rope.beta_fast=16 (the folder: 32)"
+        "differs from its folder: model.rope.factor=8 (4 in the folder), "
+        "model.rope.beta_fast=16 (32 in the folder)"
     )
     assert banner_lines(
         folder, "model.rope.factor=8", "model.rope.beta_fast=16", rope_scaling=yarn

@@ -12,6 +12,7 @@ from mtrain_cli.config.cluster import shipped
 from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.parallel.schedule import ScheduleOptions, make_schedule
 from mtrain_cli.training import run_plan
+from mtrain_cli.training.flops import causal_pairs, training_flops
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.resolution import resolve_run
 from mtrain_cli.training.run_plan import make_plan
@@ -142,6 +143,33 @@ def test_full_recomputation_sends_the_keys_again():
 def test_workers_of_a_machine_share_its_memory(launcher, workers, gpus, expected):
     place = SimpleNamespace(launcher=launcher, local_workers=workers)
     assert run_plan.workers_sharing_host(place, gpus) == expected
+
+
+@pytest.mark.parametrize("ulysses", [1, 2, 4])
+def test_executed_flop_count_what_workers_that_share_heads_recompute(ulysses):
+    """Contiguous workers that share heads recompute the first half of all their tokens."""
+    words = [
+        *("topology.device=cpu", "topology.workers=4", "topology.layout=contiguous"),
+        *("topology.exchange=ring", f"topology.ulysses={ulysses}"),
+        "train.activation_checkpoint=sequence_selective",
+    ]
+    plan = make_plan(compose(words))
+    assert plan.exchange.heads == ulysses
+    model, groups = plan.config.model, 4 // ulysses
+    heads = model.num_layers * model.num_heads * model.head_dim
+    again = (
+        plan.flops.executed
+        - training_flops(
+            compose([*words, "train.checkpoint_keep=1"]),
+            plan.layout,
+            sharing=ulysses,
+            dtype_bytes=plan.dtype_bytes,
+        ).executed
+    )
+    # Of n groups, the first half of group i has (4 i + 1) / (4 n^2) of the pairs.
+    share = sum(4 * i + 1 for i in range(groups)) / (4 * groups**2)
+    pairs = causal_pairs(plan.config.seq)
+    assert again * plan.config.seq == pytest.approx(4 * share * heads * pairs, rel=1e-3)
 
 
 @without_gpu
