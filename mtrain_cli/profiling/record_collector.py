@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,23 +87,16 @@ RAW = np.dtype([*ROW.descr, ("number", np.int32), *((name, np.int16) for name in
 Work = dict[tuple[int, int], dict[str, StepWork]]
 
 
-@dataclass
 class RecordCollector:
     """Record this rank's iterations, and collect the records of all ranks on rank 0."""
 
-    rank: int
-    workers: int
-    device: torch.device
-    host_group: dist.ProcessGroup
-    clock: Clock = field(init=False)
-    boots: list[str] = field(init=False)
-    recorder: recording.Recorder = field(init=False)
-    uncertainty: float = field(init=False, default=0.0)
-
-    def __post_init__(self) -> None:
-        self.boots = boots_of_all(self.workers, self.host_group)
-        self.clock = Clock(0.0, 0.0)
-        self.recorder = recording.Recorder(self.device)
+    def __init__(
+        self, rank: int, workers: int, device: torch.device, host_group: dist.ProcessGroup
+    ) -> None:
+        self.rank, self.workers, self.host_group = rank, workers, host_group
+        self.boots = boots_of_all(workers, host_group)
+        self.clock, self.uncertainty = Clock(0.0, 0.0), 0.0
+        self.recorder = recording.Recorder(device)
 
     def start(self) -> None:
         """Start an iteration. With several machines, align their clocks again: clocks drift."""

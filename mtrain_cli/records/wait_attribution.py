@@ -9,7 +9,7 @@ A slot is a step of a pass, or the time before all steps (`RecordedShape.slots`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -139,7 +139,6 @@ class _Times:
         )
 
 
-@dataclass
 class WaitAttribution:
     """Collect the waits of a case's iterations and attribute them to ranks, steps and links.
 
@@ -156,22 +155,14 @@ class WaitAttribution:
     attention: ms of attention, [directions, groups, workers].
     """
 
-    shape: RecordedShape
-    uncertainty: float
-    ends_together: bool = True
-    iterations: int = 0
-    layers: int = 0
-    passes: float = 0.0
-    charges: list[LostTime] = field(init=False)
-    victims: list[list[tuple[np.ndarray, np.ndarray]]] = field(init=False)
-    link: np.ndarray = field(init=False)
-    pairs: np.ndarray = field(init=False)
-    attention: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        s = self.shape
+    def __init__(
+        self, shape: RecordedShape, uncertainty: float, ends_together: bool = True
+    ) -> None:
+        self.shape = s = shape
+        self.uncertainty, self.ends_together = uncertainty, ends_together
+        self.iterations, self.layers, self.passes = 0, 0, 0.0
         self.charges = [LostTime.none((s.groups, s.workers, s.slots)) for _ in s.directions]
-        self.victims = [[] for _ in s.directions]
+        self.victims: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in s.directions]
         self.link = np.zeros((len(s.directions), len(LINKS), s.groups, s.workers, s.slots))
         self.pairs, self.attention = np.zeros((2, len(s.directions), s.groups, s.workers))
 
