@@ -81,7 +81,7 @@ def _open_source(config: Config, data: DataConfig, origin: str) -> tuple[TokenSo
 
         if not data.path:
             needed = "a folder of MDS shards, or data.mix with several folders"
-            raise ConfigError(f"data.path=null: data=mds needs {needed}")
+            raise ConfigError(f"data.path is not set: data=mds needs {needed}")
         return MdsSource(data.path, origin), f"mapped from {data.path}"
     if data.kind == "tokens":
         if not data.path:

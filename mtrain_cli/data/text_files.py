@@ -62,8 +62,8 @@ def open_corpus(data: DataConfig) -> Corpus:
     assert data.kind == "text"
     if not data.path:
         raise ConfigError(
-            "data.path=null: data=text needs a corpus. Give a .txt, .md, .py, .jsonl or .parquet "
-            "file, or a folder of them."
+            "data.path is not set: data=text needs a corpus. Give a .txt, .md, .py, .jsonl or "
+            ".parquet file, or a folder of them."
         )
     return text_corpus(data.path, data.text_key)
 

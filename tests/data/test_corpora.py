@@ -81,7 +81,7 @@ def test_stdlib_without_sources_is_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_text_without_a_path_is_one_clear_line(make_config) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.path=null: data=text needs a corpus"):
+    with pytest.raises(ConfigError, match=r"^data\.path is not set: data=text needs a corpus"):
         open_corpus(make_config(kind="text", path=None).data)
 
 

@@ -109,3 +109,4 @@ def test_tokens_are_read_from_a_store_and_damage_is_reported(make_config, tmp_pa
     assert _line(make_config(kind="tokens", path=None)).startswith(
         "data.path is not set: data=tokens needs a folder"
     )
+    assert _line(make_config(kind="mds", path=None)).startswith("data.path is not set: data=mds")
