@@ -8,7 +8,8 @@ ends in it: _mib, _gib or _s.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING
@@ -428,6 +429,11 @@ class Config:
             if self.sparsity.pattern == "dense" and not self.data.document_mask
             else "striped"
         )
+
+    def changed(self, **groups: Mapping[str, Any]) -> Config:
+        """Return a copy with other values, such as ``changed(topology={"workers": 8})``."""
+        new = {name: replace(getattr(self, name), **values) for name, values in groups.items()}
+        return replace(self, **new)
 
 
 class ConfigError(ValueError):

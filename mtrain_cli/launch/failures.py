@@ -28,7 +28,7 @@ _PEER_LOST = re.compile(
     r"|recvValue|sendBytes|recvBytes|remote process exited"
     r"|NCCL (communicator was aborted|error: (remote|unhandled system))"
     r"|ncclRemoteError|ncclSystemError"
-    r"|[Tt]imed out waiting|Timeout waiting for key|collective operation timeout",
+    r"|[Tt]imed out waiting|Timeout waiting for key|collective operation timeout"
 )
 _TIMED_OUT = re.compile(
     r"[Tt]imed out waiting|Timeout waiting for key|[Tt]imed out after|wait timeout after"

@@ -19,15 +19,9 @@ from typing import TYPE_CHECKING
 
 from mtrain_cli.config import resolved_file
 from mtrain_cli.config.schema import Config, ConfigError
-from mtrain_cli.launch import failures, guarded_streams, run_state
+from mtrain_cli.launch import failures, guarded_streams, restart, run_state
 from mtrain_cli.launch.environment import Environment, loopback_variables, nccl_variables
 from mtrain_cli.launch.failures import Failure
-from mtrain_cli.launch.restart import (
-    RestartDecision,
-    RestartPolicy,
-    describe_restart,
-    failure_summary,
-)
 from mtrain_cli.launch.run_dir import RunDir
 from mtrain_cli.launch.stop_request import was_stopped
 from mtrain_cli.launch.temporary_folders import private_folder
@@ -86,7 +80,7 @@ def launch(
     run_dir.stop_request.unlink(missing_ok=True)
     measuring = target.startswith(MEASURING_TARGETS)
     saved = resolved_file.load(run_dir.resolved)
-    restarts = RestartPolicy(run_dir, saved, resume)
+    restarts = restart.RestartPolicy(run_dir, saved, resume)
     workers = _Workers(run_dir, target, saved.topology.timeout_s)
     devices: tuple[str, ...] | None = None
     with (
@@ -97,8 +91,8 @@ def launch(
             code, failure = workers.run(requests, environment, resume, devices)
             if failure is None or measuring:
                 return code
-            run_state.set_phase(run_dir, "failed", failure_summary(failure))
-            decision: RestartDecision | str = ""
+            run_state.set_phase(run_dir, "failed", restart.failure_summary(failure))
+            decision: restart.RestartDecision | str = ""
             if not requests.requested:
                 decision = restarts.after(failure, environment)
             if isinstance(decision, str):
@@ -135,7 +129,7 @@ def _heartbeat(run_dir: RunDir) -> Iterator[None]:
 
 
 def _wait_for_restart(
-    run_dir: RunDir, decision: RestartDecision, requests: _SignalRequests
+    run_dir: RunDir, decision: restart.RestartDecision, requests: _SignalRequests
 ) -> int | None:
     """Announce the restart and wait until it is due.
 
@@ -143,7 +137,7 @@ def _wait_for_restart(
         None, or the exit code if the user asks to stop in the meantime.
     """
     entry = decision.entry
-    line = describe_restart(decision, decision.environment.restarts)
+    line = restart.describe_restart(decision, decision.environment.restarts)
     requests.waiting = True
     _print_line(line)
     with contextlib.suppress(OSError), run_dir.log.open("a", encoding="utf-8") as log:

@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.distributed import FileStore, HashStore
-from torch.distributed.elastic.rendezvous.api import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic.rendezvous import api
 
 from mtrain_cli.launch.temporary_folders import is_private
 
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
 STORE = "store"
 
 
-class SingleMachineRendezvous(RendezvousHandler):
+class SingleMachineRendezvous(api.RendezvousHandler):
     """The rendezvous of a single elastic agent. It exists only in the memory of the agent."""
 
     def __init__(self, run_id: str) -> None:
@@ -35,9 +31,9 @@ class SingleMachineRendezvous(RendezvousHandler):
     def get_backend(self) -> str:
         return "one-machine"
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> api.RendezvousInfo:
         # Workers get this address in their environment, but nothing listens there.
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+        return api.RendezvousInfo(HashStore(), 0, 1, api.RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
         return self._closed

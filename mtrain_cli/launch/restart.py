@@ -224,7 +224,7 @@ def shrink_environment(
         )
     problem = "no GPU is left"
     for workers in range(left, 0, -1):
-        tried = replace(config, topology=replace(config.topology, workers=workers))
+        tried = config.changed(topology={"workers": workers})
         try:
             conflicts = [line for line in validate.problems(tried) if "topology." in line]
             if not conflicts:

@@ -179,9 +179,8 @@ def _undo_create(
         return True
     # Before `create` the folder was empty or had only the lock file. Another process may wait for
     # the lock, so leave the lock file.
-    for file in (run.resolved, run.overrides, run.environment, run.metrics):
-        file.unlink(missing_ok=True)
-    for file in (run.log, run.state, run.restarts, run.stop_request):
+    about = run.resolved, run.overrides, run.environment, run.metrics
+    for file in (*about, run.log, run.state, run.restarts, run.stop_request):
         file.unlink(missing_ok=True)
     for folder in (run.logs, run.checkpoints):
         shutil.rmtree(folder, ignore_errors=True)
@@ -318,8 +317,8 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
             run.environment.write_text(json.dumps(environment_facts(), indent=2) + "\n")
             # This is the last file, because a folder with this file is a run.
             chosen = path.name if picks_folder else name
-            named = dataclasses.replace(config.run, name=chosen, dir=str(run.path))
-            resolved_file.save(dataclasses.replace(config, run=named), run.resolved)
+            config = config.changed(run={"name": chosen, "dir": str(run.path)})
+            resolved_file.save(config, run.resolved)
         except OSError:
             undo()
             run.release()

@@ -24,13 +24,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from mtrain_cli.config.schema import ConfigError, ModelConfig
 from mtrain_cli.launch.failures import RunError, write_failure
 from mtrain_cli.launch.manifest import plain_name
+from mtrain_cli.model import huggingface_config
 from mtrain_cli.model.decoder import Decoder
-from mtrain_cli.model.huggingface_config import (
-    config_json,
-    read_config,
-    read_json,
-    require_accepted,
-)
 from mtrain_cli.model.tokenizer_files import TokenizerFiles
 
 INDEX = "model.safetensors.index.json"
@@ -102,7 +97,7 @@ class HuggingFaceFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self.model, self.max_position = read_config(self.path)
+        self.model, self.max_position = huggingface_config.read_config(self.path)
         self._files: dict[str, Any] = {}
         self._file_of = self._locate()
         self._check()
@@ -134,7 +129,7 @@ class HuggingFaceFolder:
                 )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         index = self.path / INDEX
-        file_of = read_json(index).get("weight_map")
+        file_of = huggingface_config.read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not all(isinstance(f, str) for f in file_of.values()):
             raise ConfigError(f"{index}: weight_map must give a file for each tensor")
         for file in file_of.values():
@@ -249,13 +244,13 @@ def write_folder(
         RunError: the disk fails or is full.
     """
     require_new_folder(path)
-    config = config_json(
+    config = huggingface_config.config_json(
         model, rope_factor=rope_factor, seq=seq, dtype=str(dtype).removeprefix("torch.")
     )
     # If the ids of special tokens are missing, transformers assumes ids for some architectures,
     # such as 1 and 2. So write them, even those that are null.
     config |= (tokenizer or TokenizerFiles("none")).ids
-    require_accepted(config)
+    huggingface_config.require_accepted(config)
     partial_folder = path.parent / f".{path.name}.partial-{os.getpid()}"
     try:
         partial_folder.mkdir(parents=True)

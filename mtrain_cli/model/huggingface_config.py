@@ -58,12 +58,8 @@ _KEYS = {
     "initializer_range": "model.init_std",
     "max_position_embeddings": "model.rope.original_max_position",
     "rope_theta": "model.rope.theta",
-    "factor": "model.rope.factor",
     "original_max_position_embeddings": "model.rope.original_max_position",
-    "beta_fast": "model.rope.beta_fast",
-    "beta_slow": "model.rope.beta_slow",
-    "low_freq_factor": "model.rope.low_freq_factor",
-    "high_freq_factor": "model.rope.high_freq_factor",
+    **{name: f"model.rope.{name}" for names in RAMP.values() for name in ("factor", *names)},
 }
 
 
@@ -373,11 +369,9 @@ def config_json(model: ModelConfig, *, rope_factor: float, seq: int, dtype: str)
         }
         scaling |= {name: getattr(rope, name) for name in RAMP[rope.scaling]}
     # For YaRN, transformers warns unless this length is the original length times the factor.
-    max_position = (
-        round(rope_factor * rope.original_max_position)
-        if rope.scaling == "yarn"
-        else max(seq, rope.original_max_position)
-    )
+    max_position = max(seq, rope.original_max_position)
+    if rope.scaling == "yarn":
+        max_position = round(rope_factor * rope.original_max_position)
     return {
         "architectures": [ARCHITECTURES[model.family]],
         "model_type": model.family,

@@ -37,11 +37,8 @@ def initialize(decoder: Decoder, seed: int, device: torch.device | None = None) 
         elif name.endswith(".bias"):
             nn.init.zeros_(parameter)
         else:
-            std = (
-                residual_std
-                if name.endswith(("o_proj.weight", "down_proj.weight"))
-                else decoder.model_config.init_std
-            )
+            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+            std = residual_std if residual else decoder.model_config.init_std
             _fill_normal(parameter, std, _parameter_seed(seed, name), device or parameter.device)
 
 

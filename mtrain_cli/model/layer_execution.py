@@ -79,13 +79,9 @@ class ExecutedLayer(DecoderLayer):
         # No variable refers to q, k and v, so their memory is free after attention.
         out_BNHD = attend(*project(self, x_BNC, rope.cos_BN1F, rope.sin_BN1F), self.index)
         tokens = x_BNC.shape[0] * x_BNC.shape[1]
-        rows = tile_rows(
-            tokens,
-            mlp.down_proj.out_features,
-            mlp.down_proj.in_features,
-            x_BNC.element_size(),
-            execution.tile_bytes,
-        )
+        hidden, intermediate = mlp.down_proj.out_features, mlp.down_proj.in_features
+        itemsize = x_BNC.element_size()
+        rows = tile_rows(tokens, hidden, intermediate, itemsize, execution.tile_bytes)
         if not execution.recompute and rows == tokens:
             return finish(self, x_BNC, out_BNHD)
         options = FeedForwardOptions(

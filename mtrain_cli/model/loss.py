@@ -224,14 +224,9 @@ def _row_losses_out_of_place(
     highest_R1 = logits_RV.amax(dim=1, keepdim=True)
     exponentials_RV = (logits_RV - highest_R1).exp()
     sum_R1 = exponentials_RV.sum(dim=1, keepdim=True)
+    label_logit_R1 = logits_RV.gather(1, label_R1) - highest_R1
     row = _row_terms(
-        labels_R,
-        logits_RV.shape[1],
-        highest_R1,
-        sum_R1,
-        logits_RV.gather(1, label_R1) - highest_R1,
-        scale,
-        z_loss,
+        labels_R, logits_RV.shape[1], highest_R1, sum_R1, label_logit_R1, scale, z_loss
     )
     if gradient_dtype is None:
         return row.loss_R, row.total_R, logits_RV[:0]

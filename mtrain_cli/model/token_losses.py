@@ -26,9 +26,7 @@ def token_losses(x_NC: Tensor, weight_VC: Tensor, labels_N: Tensor, chunk_bytes:
         x_NC.split(rows), labels_N.split(rows), losses_N.split(rows), strict=True
     ):
         logits_RV = (x_RC @ weight_VC.t()).to(dtype)
-        losses_R.copy_(
-            functional.cross_entropy(
-                logits_RV, labels_R.long(), ignore_index=IGNORED, reduction="none"
-            )
+        losses_R[:] = functional.cross_entropy(
+            logits_RV, labels_R.long(), ignore_index=IGNORED, reduction="none"
         )
     return losses_N

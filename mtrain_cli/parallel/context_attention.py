@@ -84,11 +84,9 @@ class DynamicIndex:
         """Return the index of a layer. Estimate it on the first call, then reuse it."""
         if layer not in self.kept:
             started = _now(q.device)
-            span = (
-                nvtx_ranges.span(INDEX, "", "", -1)
-                if recorder is None or not recorder.recording
-                else recorder.span(INDEX, -1)
-            )
+            span = nvtx_ranges.span(INDEX, "", "", -1)
+            if recorder is not None and recorder.recording:
+                span = recorder.span(INDEX, -1)
             peer_errors = explain_peer_loss(
                 f"index, layer {layer}", "estimates", "a message of another worker did not arrive"
             )
@@ -221,16 +219,16 @@ class ContextAttention:
 
     def for_next_batch(self) -> ContextAttention:
         """Return a copy for another batch under the same masks, with nothing estimated or kept."""
-        index = (
-            None if self.index is None else replace(self.index, kept={}, records=[], estimated=None)
-        )
+        index = self.index
+        if index is not None:
+            index = replace(index, kept={}, records=[], estimated=None)
         return replace(self, index=index, kept={}, narrowed={})
 
     def with_kept_indices(self) -> ContextAttention:
         """Return a copy for the same batch that keeps every index after the backward pass."""
-        return (
-            self if self.index is None else replace(self, index=replace(self.index, estimated={}))
-        )
+        if self.index is None:
+            return self
+        return replace(self, index=replace(self.index, estimated={}))
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int
@@ -264,10 +262,8 @@ class ContextAttention:
             return tiles, early_tiles
         index = self.index.of(layer, q, k, recorder)
         if layer not in self.narrowed:
-            self.narrowed[layer] = (
-                tiles.under(index),
-                None if early_tiles is None else early_tiles.under(index),
-            )
+            early = None if early_tiles is None else early_tiles.under(index)
+            self.narrowed[layer] = tiles.under(index), early
         return self.narrowed[layer]
 
     def release(self, layer: int) -> None:

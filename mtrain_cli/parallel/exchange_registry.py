@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mtrain_cli.parallel.exchange import Exchange
+from mtrain_cli.parallel.exchange_selection import ExchangeChoice
 from mtrain_cli.parallel.layout import Layout
 from mtrain_cli.parallel.mesh import ContextGroup
 from mtrain_cli.parallel.schedule import KV, ScheduleOptions, make_schedule
@@ -25,3 +26,16 @@ def make_exchange(
     """
     options = ScheduleOptions(group.size, group.per_node, chunks, prefetch, circulates, group.heads)
     return Exchange(layout, group, make_schedule(name, options), shared_columns=shared_columns)
+
+
+def make_chosen_exchange(choice: ExchangeChoice, layout: Layout, group: ContextGroup) -> Exchange:
+    """Make the exchange that `exchange_selection.choose_exchange` has chosen."""
+    return make_exchange(
+        choice.name,
+        layout,
+        group,
+        chunks=choice.chunks,
+        prefetch=choice.prefetch,
+        circulates=choice.circulates,
+        shared_columns=choice.shared_columns,
+    )

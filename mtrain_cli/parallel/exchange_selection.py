@@ -7,12 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from mtrain_cli.attention.kernel import IndexRequest
-from mtrain_cli.config.exchanges import (
-    EXCHANGE_TRAITS,
-    HEAD_SHARING,
-    ExchangeTraits,
-    exchange_name,
-)
+from mtrain_cli.config.exchanges import EXCHANGE_TRAITS, HEAD_SHARING, ExchangeTraits, exchange_name
 from mtrain_cli.config.schema import ConfigError, TopologyConfig
 from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Program, ShardSizes, Size, total_size
@@ -364,14 +359,10 @@ def _circulates(topology: TopologyConfig, needs: ExchangeNeeds, name: str) -> st
     if topology.circulates != "auto":
         return topology.circulates
     # With a block bitmap, queries from other workers would need those workers' rows of the bitmap.
-    return (
-        QUERIES
-        if rings
-        and not bitmap
-        and needs.workers > 1
-        and ring_backward_bytes(needs, QUERIES) < ring_backward_bytes(needs, KV)
-        else KV
-    )
+    if not rings or bitmap or needs.workers == 1:
+        return KV
+    fewer = ring_backward_bytes(needs, QUERIES) < ring_backward_bytes(needs, KV)
+    return QUERIES if fewer else KV
 
 
 def _shared_columns(topology: TopologyConfig, needs: ExchangeNeeds) -> bool:

@@ -20,13 +20,8 @@ import torch
 from mtrain_cli.attention.kernel import Kernel
 from mtrain_cli.attention.partials import accumulation_dtype, row_delta
 from mtrain_cli.attention.shared_columns import SharedColumns
-from mtrain_cli.parallel import lowering
-from mtrain_cli.parallel.head_parts import (
-    concatenate,
-    part_of_heads,
-    split_heads,
-    sum_repeated_heads,
-)
+from mtrain_cli.parallel import head_parts, lowering
+from mtrain_cli.parallel.head_parts import part_of_heads
 from mtrain_cli.parallel.program import (
     WHOLE_SEQUENCE,
     AddColumns,
@@ -295,15 +290,15 @@ class Executor:
         return whole[0], whole[1]
 
     def _join(self, op: Arrange) -> Sequence[Any]:
-        return (concatenate(self._read(op), 2),)
+        return (head_parts.concatenate(self._read(op), 2),)
 
     def _join_out(self, op: Arrange) -> Sequence[Any]:
         outs, lses = zip(*self._read(op), strict=True)
-        return concatenate(outs, 2), concatenate(lses, 1)
+        return head_parts.concatenate(outs, 2), head_parts.concatenate(lses, 1)
 
     def _to_heads(self, op: Arrange) -> Sequence[Any]:
         """Cut out the heads for each rank: [ranks, batch, tokens, heads per rank, head_dim]."""
-        parts = [split_heads(t, self.program.sharing) for t in self._read(op)]
+        parts = [head_parts.split_heads(t, self.program.sharing) for t in self._read(op)]
         self._widths = [part.shape[3] for part in parts]
         return (torch.cat(parts, 3),)
 
@@ -330,7 +325,7 @@ class Executor:
     def _add_heads(self, op: Arrange) -> Sequence[Any]:
         rows, *keys = self._read(op)
         kv_heads = self.exchange.kv_heads
-        return rows.flatten(2, 3), *(sum_repeated_heads(t, kv_heads) for t in keys)
+        return rows.flatten(2, 3), *(head_parts.sum_repeated_heads(t, kv_heads) for t in keys)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, begins: bool) -> None:

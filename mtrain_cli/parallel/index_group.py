@@ -64,9 +64,7 @@ class DistributedIndexGroup:
             return
         self._messages += 1
         number = UNSCHEDULED - self._messages
-        message = MessageTag(
-            CONTEXT, INDEX, sent=nbytes, received=nbytes, number=number, peers=self.ranks
-        )
+        message = MessageTag(CONTEXT, INDEX, size=nbytes, number=number, peers=self.ranks)
         recorder.posted(-1, message)
         with recorder.span(WAIT, -1, message):
             yield
@@ -101,14 +99,6 @@ def gather_rows(index: BlockBitmap, masked: MaskedPositions) -> BlockBitmap:
     whole = BlockBitmap.whole(index.block, bits.index_select(2, order))
     if not isinstance(index, GatedBitmap):
         return whole
-    gates = (
-        masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3).unflatten(2, (-1, index.block))
-    )
-    return GatedBitmap(
-        whole.block,
-        whole.blocks,
-        whole.bits,
-        whole.rows,
-        gates.index_select(2, order).flatten(2, 3),
-        index.chunk,
-    )
+    gates = masked.group.gather(index.gates).movedim(0, 2).flatten(2, 3)
+    gates = gates.unflatten(2, (-1, index.block)).index_select(2, order).flatten(2, 3)
+    return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, index.chunk)

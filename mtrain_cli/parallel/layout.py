@@ -124,10 +124,8 @@ class Zigzag(Layout):
     def positions(self, rank: int) -> NDArray[np.int64]:
         part = self.tokens_per_worker // 2
         mirrored = 2 * self.workers - 1 - rank
-        front, back = (
-            np.arange(c * part, (c + 1) * part, dtype=np.int64) for c in (rank, mirrored)
-        )
-        return np.concatenate([front, back])
+        within = np.arange(part, dtype=np.int64)
+        return np.concatenate([rank * part + within, mirrored * part + within])
 
     def _to_sequence(self, shards: torch.Tensor) -> torch.Tensor:
         import torch

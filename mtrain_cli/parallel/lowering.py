@@ -47,9 +47,7 @@ from mtrain_cli.parallel.program import (
     high,
     low,
 )
-from mtrain_cli.parallel.schedule import (
-    COLUMNS as COLUMN_PAYLOAD,
-)
+from mtrain_cli.parallel.schedule import COLUMNS as COLUMN_PAYLOAD
 from mtrain_cli.parallel.schedule import (
     CONTEXT,
     DKV,

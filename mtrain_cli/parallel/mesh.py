@@ -94,15 +94,12 @@ def make_context_group(
         # Rank p of every head group exchanges keys with rank p of the other head groups.
         counterparts = [list(range(p, cp, heads)) for p in range(heads)]
         groups_per_node = max(1, per_node // heads)
-        groups = _channels(make, counterparts, min(groups_per_node, cp // heads), channels)
+        groups_per_node = min(groups_per_node, cp // heads)
+        groups = _channels(make, counterparts, groups_per_node, channels)
         if cp > heads:
             groups[WHOLE] = make(counterparts)
-        exchange = ContextGroup(
-            place // heads,
-            ranks[place % heads :: heads],
-            min(groups_per_node, cp // heads),
-            {k: v for k, v in groups.items() if v},
-        )
+        same_heads = ranks[place % heads :: heads]
+        exchange = ContextGroup(place // heads, same_heads, groups_per_node, groups)
         head_groups = {(HEADS, False): make([range(g, g + heads) for g in range(0, cp, heads)])}
         group = ContextGroup(place, ranks, per_node, {**whole, **head_groups}, heads, exchange)
     for process_group in [

@@ -45,7 +45,7 @@ class MessageTag:
     link: the message's channel.
     shard, leaving: shards that arrive and leave; -1 for a collective.
     to, source: ranks; -1 for a collective.
-    sent, received: bytes.
+    size: bytes, which this rank sends, receives or both.
     number: the transfer's number in its pass; negative if it is not in a schedule.
     peers: ranks of a collective.
     """
@@ -56,8 +56,7 @@ class MessageTag:
     leaving: int = -1
     to: int = -1
     source: int = -1
-    sent: int = 0
-    received: int = 0
+    size: int = 0
     number: int = -1
     peers: tuple[int, ...] = ()
 
@@ -80,8 +79,13 @@ class Span:
     direction: str
     step: int
     message: MessageTag
-    start: float
-    seconds: float
+    start: float = 0.0
+    seconds: float = 0.0
+
+    @property
+    def of_pass(self) -> tuple[int, int, str]:
+        """The pass of attention that the span belongs to."""
+        return self.micro, self.layer, self.direction
 
 
 NOTHING = MessageTag()
@@ -92,7 +96,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spans: list[tuple[str, int, int, str, int, MessageTag, Moment, Moment]] = []
+        self._spans: list[tuple[Span, Moment, Moment]] = []
         # number of a transfer -> the step that posted it, the message, the time
         self._under_way: dict[int, tuple[int, MessageTag, Moment]] = {}
         self._pool: list[torch.cuda.Event] = []
@@ -201,9 +205,8 @@ class Recorder:
             self._add(kind, step, message, began, ended)
 
     def _add(self, kind: str, step: int, message: MessageTag, began: Moment, ended: Moment) -> None:
-        self._spans.append(
-            (kind, self._micro, self._layer, self._direction, step, message, began, ended)
-        )
+        span = Span(kind, self._micro, self._layer, self._direction, step, message)
+        self._spans.append((span, began, ended))
 
     def read(self) -> list[Span]:
         """Stop recording, wait for everything recorded, and return the spans."""
@@ -214,18 +217,16 @@ class Recorder:
         # An event's elapsed time is float32 milliseconds, too coarse for long times: measure the
         # spans of a pass from the start of that pass.
         anchors: dict[tuple[int, int, str], tuple[Moment, float]] = {
-            (micro, layer, direction): (began, host + _between(zero, began))
-            for kind, micro, layer, direction, _, _, began, _ in self._spans
-            if kind == PASS
+            span.of_pass: (began, host + _between(zero, began))
+            for span, began, _ in self._spans
+            if span.kind == PASS
         }
         spans = []
         used: dict[int, torch.cuda.Event] = {}
-        for kind, micro, layer, direction, step, message, began, ended in self._spans:
-            anchor, at = anchors.get((micro, layer, direction), (zero, host))
+        for span, began, ended in self._spans:
+            anchor, at = anchors.get(span.of_pass, (zero, host))
             start = at if anchor is began else at + _between(anchor, began)
-            spans.append(
-                Span(kind, micro, layer, direction, step, message, start, _between(began, ended))
-            )
+            spans.append(replace(span, start=start, seconds=_between(began, ended)))
             used.update({id(m): m for m in (began, ended) if isinstance(m, torch.cuda.Event)})
         self._pool += used.values()
         self._spans.clear()
@@ -265,7 +266,7 @@ def with_gaps(spans: list[Span]) -> list[Span]:
     passes: dict[tuple[int, int, str], list[Span]] = {}
     for span in filled:
         if span.kind in COMPUTING or span.kind == PASS:
-            passes.setdefault((span.micro, span.layer, span.direction), []).append(span)
+            passes.setdefault(span.of_pass, []).append(span)
     for members in passes.values():
         whole = next((s for s in members if s.kind == PASS), None)
         if whole is None:

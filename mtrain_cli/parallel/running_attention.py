@@ -38,11 +38,7 @@ class RunningAttention:
         """Return out in the dtype of q, and lse. Without any keys: out 0, lse -inf."""
         q = self._q
         if self._out is None or self._lse is None:
-            lse = torch.full(
-                (q.shape[0], q.shape[2], q.shape[1]),
-                float("-inf"),
-                dtype=self._high,
-                device=q.device,
-            )
+            shape = q.shape[0], q.shape[2], q.shape[1]
+            lse = torch.full(shape, float("-inf"), dtype=self._high, device=q.device)
             return torch.zeros_like(q), lse
         return self._out.to(q.dtype), self._lse

@@ -268,7 +268,7 @@ def all_gather(options: ScheduleOptions) -> Schedule:
 
     Each part's gradients return in one reduce-scatter.
     """
-    return _gather("all_gather", options, nodes=1)
+    return _gather("all_gather", options)
 
 
 def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
@@ -276,13 +276,12 @@ def hierarchical_all_gather(options: ScheduleOptions) -> Schedule:
 
     Each shard enters each other node once, and all ranks of a node use their links to other nodes.
     """
-    return _gather(
-        "hierarchical_all_gather", options, nodes=-(-options.workers // options.per_node)
-    )
+    return _gather("hierarchical_all_gather", options)
 
 
-def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
-    workers, chunks = options.workers, options.chunks
+def _gather(name: str, options: ScheduleOptions) -> Schedule:
+    workers, chunks, traits = options.workers, options.chunks, EXCHANGE_TRAITS[name]
+    nodes = -(-workers // options.per_node) if traits.hierarchical else 1
     everyone = tuple(range(workers))
 
     def steps(rank: int, backward: bool) -> Steps:
@@ -312,7 +311,6 @@ def _gather(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
 
     forward, backward = (PerRank(workers, partial(steps, backward=b)) for b in (False, True))
     keeps = PerRank(workers, lambda r: (r,))
-    traits = EXCHANGE_TRAITS[name]
     return Schedule(name, traits, workers, options.per_node, forward, backward, keeps)
 
 
@@ -354,7 +352,7 @@ def _collectives(
 
 def ring(options: ScheduleOptions) -> Schedule:
     """Circulate key shards in one ring over all ranks; each computes a shard as it sends it on."""
-    return _rings("ring", options, nodes=1)
+    return _rings("ring", options)
 
 
 def hierarchical_ring(options: ScheduleOptions) -> Schedule:
@@ -363,11 +361,12 @@ def hierarchical_ring(options: ScheduleOptions) -> Schedule:
     Post an outer hop a whole turn of the inner ring before its use (MTraining, section 4.2 and
     algorithm 2; its formula for inner neighbours omits the first rank of the node).
     """
-    return _rings("hierarchical_ring", options, nodes=-(-options.workers // options.per_node))
+    return _rings("hierarchical_ring", options)
 
 
-def _rings(name: str, options: ScheduleOptions, nodes: int) -> Schedule:
+def _rings(name: str, options: ScheduleOptions) -> Schedule:
     queries, workers, traits = options.circulates == QUERIES, options.workers, EXCHANGE_TRAITS[name]
+    nodes = -(-workers // options.per_node) if traits.hierarchical else 1
     inner = INNER if traits.hierarchical else CONTEXT
     rings = _Rings(nodes, workers // nodes, options.prefetch, inner)
     forward = PerRank(workers, rings.forward)

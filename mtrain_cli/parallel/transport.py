@@ -138,48 +138,37 @@ class Transport:
         """Start to send one tensor and to receive another. Keep both until `wait`."""
         assert transfer.to is not None
         assert transfer.source is not None
-        group = self.group.channel(transfer.channel, transfer.payload)
-        with self._posting(transfer):
-            self._record_post(transfer, leaving)
+        with self._posting(transfer, leaving) as group:
             self._works[transfer.number] = dist.batch_isend_irecv(
                 [
                     dist.P2POp(dist.isend, leaving, self.group.ranks[transfer.to], group),
                     dist.P2POp(dist.irecv, arriving, self.group.ranks[transfer.source], group),
                 ]
             )
-        self._record_end(transfer)
 
     def start_gather(self, transfer: Transfer, own: torch.Tensor) -> torch.Tensor:
         """Start an all-gather of a contiguous tensor. Returns [peers, ...], valid after `wait`."""
-        with self._posting(transfer):
-            self._record_post(transfer, own)
-            gathered, work = start_all_gather(
-                own, len(transfer.peers), self.group.channel(transfer.channel, transfer.payload)
-            )
+        with self._posting(transfer, own) as group:
+            gathered, work = start_all_gather(own, len(transfer.peers), group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], own
-        self._record_end(transfer)
         return gathered
 
     def start_scatter(self, transfer: Transfer, shards: torch.Tensor) -> torch.Tensor:
         """Start a reduce-scatter of [peers, ...]. Returns this rank's sum, valid after `wait`."""
-        with self._posting(transfer):
-            self._record_post(transfer, shards)
-            own, work = start_reduce_scatter(
-                shards, self.group.channel(transfer.channel, transfer.payload)
-            )
+        with self._posting(transfer, shards) as group:
+            own, work = start_reduce_scatter(shards, group)
             self._works[transfer.number], self._inputs[transfer.number] = [work], shards
-        self._record_end(transfer)
         return own
 
     def all_to_all(self, transfer: Transfer, parts: torch.Tensor) -> torch.Tensor:
         """Send part i of [peers, ...] to peer i. Returns the parts received, ready to use."""
         arrived = torch.empty_like(parts)
-        with self._posting(transfer):
-            message = self._record_post(transfer, parts)
-            with self.span(WAIT, message), self._while_receiving(transfer.number):
-                dist.all_to_all_single(
-                    arrived, parts, group=self.group.channel(transfer.channel, transfer.payload)
-                )
+        with (
+            self._posting(transfer, parts) as group,
+            self.span(WAIT, self._messages[transfer.number]),
+            self._while_receiving(transfer.number),
+        ):
+            dist.all_to_all_single(arrived, parts, group=group)
         if self.recorder is not None:
             self.recorder.arrived(transfer.number)
         return arrived
@@ -190,12 +179,10 @@ class Transport:
         The all-reduce is not part of the schedule and has its own communicator. At most one may be
         in flight.
         """
-        with self._posting(transfer):
-            self._record_post(transfer, tensor)
-            work = dist.all_reduce(tensor, group=self.group.same_heads.whole, async_op=True)
+        with self._posting(transfer, tensor) as group:
+            work = dist.all_reduce(tensor, group=group, async_op=True)
             assert work is not None
             self._works[transfer.number] = [work]
-        self._record_end(transfer)
 
     def wait(self, number: int) -> None:
         """Wait for a transfer. With NCCL only the current stream waits, with gloo the host."""
@@ -218,8 +205,7 @@ class Transport:
         assert not self._works, "every transfer has been waited for"
         progress_record.note(f"after {self.pass_name}")
 
-    def _record_post(self, transfer: Transfer, posted: torch.Tensor) -> MessageTag:
-        """Record that a transfer is posted now."""
+    def _message(self, transfer: Transfer, posted: torch.Tensor) -> MessageTag:
         # A profile counts the tensor of an all-reduce once.
         moved = posted.nbytes if transfer.kind == SUM else int(posted.nbytes * transfer.share)
         ranks = self.group.ranks
@@ -227,59 +213,56 @@ class Transport:
         if transfer.kind == "p2p":
             # Ranks that share heads hold one shard together.
             shard, leaving = (s[0] // self.group.heads for s in (transfer.receives, transfer.sends))
-        to, source = (
-            -1 if rank is None else ranks[rank] for rank in (transfer.to, transfer.source)
-        )
+        to, source = (-1 if r is None else ranks[r] for r in (transfer.to, transfer.source))
         peers = tuple(ranks[peer] for peer in transfer.peers)
-        message = MessageTag(
-            transfer.channel,
-            transfer.payload,
-            shard,
-            leaving,
-            to,
-            source,
-            moved,
-            moved,
-            transfer.number,
-            peers,
-        )
-        self._messages[transfer.number] = message
-        if self.recorder is not None:
-            self.recorder.posted(self.at, message)
-        return message
-
-    def _record_end(self, transfer: Transfer) -> None:
-        if self.recorder is not None:
-            self.recorder.watch(transfer.number, self._works[transfer.number])
+        kind = transfer.channel, transfer.payload
+        return MessageTag(*kind, shard, leaving, to, source, moved, transfer.number, peers)
 
     @contextmanager
-    def _posting(self, transfer: Transfer) -> Iterator[None]:
+    def _posting(
+        self, transfer: Transfer, posted: torch.Tensor
+    ) -> Iterator[dist.ProcessGroup | None]:
+        """Yield the communicator on which to post a transfer, and record the transfer."""
+        number = transfer.number
+        self._transfers[number] = transfer
+        failure = f"{transfer.payload} could not be posted"
+        with (
+            explain_peer_loss(self._where, f"posts {transfer.payload}", failure),
+            self._after_earlier(transfer),
+        ):
+            message = self._messages[number] = self._message(transfer, posted)
+            if self.recorder is not None:
+                self.recorder.posted(self.at, message)
+            if transfer.kind == SUM:
+                yield self.group.same_heads.whole
+            else:
+                yield self.group.channel(transfer.channel, transfer.payload)
+        if self.recorder is not None and number in self._works:
+            self.recorder.watch(number, self._works[number])
+
+    @contextmanager
+    def _after_earlier(self, transfer: Transfer) -> Iterator[None]:
         """Order a transfer that the ``with`` block posts after `transfer.after`.
 
         On the same NCCL communicator, posting order is enough. On another communicator, a side
         stream waits for the earlier transfer, so that the compute stream does not have to. gloo has
         no streams: the host waits.
         """
-        self._transfers[transfer.number] = transfer
-        works = self._works.get(transfer.after, []) if transfer.after is not None else []
-        with explain_peer_loss(
-            self._where, f"posts {transfer.payload}", f"{transfer.payload} could not be posted"
-        ):
-            if not works:
+        works = [] if transfer.after is None else self._works.get(transfer.after, [])
+        if transfer.after is None or not works:
+            yield
+        elif not torch.cuda.is_available() or not torch.cuda.is_initialized():
+            self.wait(transfer.after)
+            yield
+        elif self._transfers[transfer.after].channel == transfer.channel:
+            yield
+        else:
+            side = _side_stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for work in works:
+                    work.wait()
                 yield
-            elif not torch.cuda.is_available() or not torch.cuda.is_initialized():
-                assert transfer.after is not None
-                self.wait(transfer.after)
-                yield
-            elif self._transfers[transfer.after].channel == transfer.channel:  # type: ignore[index]
-                yield
-            else:
-                side = _side_stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side):
-                    for work in works:
-                        work.wait()
-                    yield
 
     @property
     def _where(self) -> str:
@@ -289,22 +272,16 @@ class Transport:
         t = self._transfers[number]
         assert t.to is not None
         peer = self.group.ranks[t.to]
-        return explain_peer_loss(
-            self._where,
-            f"waits for rank {peer} to take {t.payload}",
-            f"rank {peer} did not take {t.payload}",
-            peer,
-        )
+        activity = f"waits for rank {peer} to take {t.payload}"
+        failure = f"rank {peer} did not take {t.payload}"
+        return explain_peer_loss(self._where, activity, failure, peer)
 
     def _while_receiving(self, number: int) -> AbstractContextManager[None]:
         t = self._transfers[number]
         peer = progress_record.SEVERAL if t.source is None else self.group.ranks[t.source]
-        message = f"{t.payload} " + (
-            f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
-        )
-        return explain_peer_loss(
-            self._where, f"waits for {message}", f"{message} did not arrive", peer
-        )
+        origin = f"among {len(t.peers)} ranks" if t.source is None else f"from rank {peer}"
+        what = f"{t.payload} {origin}"
+        return explain_peer_loss(self._where, f"waits for {what}", f"{what} did not arrive", peer)
 
 
 _SIDE_STREAMS: dict[int, torch.cuda.Stream] = {}

@@ -19,7 +19,7 @@ from mtrain_cli.launch.environment import Environment
 from mtrain_cli.launch.run_dir import PLAN, RunDir
 from mtrain_cli.launch.stop_request import StopFlag
 from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.mesh import ContextGroup, make_context_group
 from mtrain_cli.profiling.record_collector import RecordCollector
 from mtrain_cli.simulation.work_counts import BACKWARD, FLOP_PER_PAIR, FORWARD
@@ -193,15 +193,7 @@ class Bench:
             self._groups[key] = self.context_group(
                 per_node=chosen.per_node, heads=chosen.heads, channels=chosen.channels
             )
-        return make_exchange(
-            chosen.name,
-            choices.layout,
-            self._groups[key],
-            chunks=chosen.chunks,
-            prefetch=chosen.prefetch,
-            circulates=chosen.circulates,
-            shared_columns=chosen.shared_columns,
-        )
+        return make_chosen_exchange(chosen, choices.layout, self._groups[key])
 
     def synchronize(self) -> None:
         """Wait for all workers. On a GPU, also wait for an all-reduce between the devices."""

@@ -144,7 +144,7 @@ def own_rows(
         if span.kind in (recording.SEND, recording.RECEIVE, recording.WAIT):
             row["number"], row["to"], row["source"] = message.number, message.to, message.source
             row["first"], row["peers"] = min(message.peers, default=-1), len(message.peers)
-            row["bytes"] = message.sent if span.kind == recording.SEND else message.received
+            row["bytes"] = message.size
             row["peer"] = message.to if span.kind == recording.SEND else message.source
         elif span.kind in (recording.ATTENTION, recording.COLUMNS):
             # Several kernel calls may share one count of work: for example, the single columns

@@ -75,7 +75,6 @@ class Curve:
     low, high: factors on the time that give its bounds.
     fixed_bounds: bounds of fixed_ms, if it is less certain than the rest.
     scaled: the measured device, if the curve is scaled to another device.
-    stands_for: the kernel and form that were measured, if they differ from this kernel and form.
     skips: whether the kernel skips the pairs that an index leaves out. If not, it computes all
         pairs that the mask allows.
     """
@@ -92,7 +91,6 @@ class Curve:
     high: float = 1.0
     fixed_bounds: tuple[float, float] | None = None
     scaled: str | None = None
-    stands_for: str | None = None
     skips: bool = True
 
     def us(
@@ -107,11 +105,8 @@ class Curve:
         if self.fixed_bounds is not None and bound != VALUE:
             fixed = self.fixed_bounds[bound == HIGH]
         flop, column_flop = np.asarray(flop), np.asarray(column_flop)
-        ms = (
-            fixed
-            + flop * (self.ms_per_tflop / 1e12)
-            + column_flop * (self.ms_per_column_tflop / 1e12)
-        )
+        ms = fixed + flop * (self.ms_per_tflop / 1e12)
+        ms = ms + column_flop * (self.ms_per_column_tflop / 1e12)
         factor = {LOW: self.low, VALUE: 1.0, HIGH: self.high}[bound]
         return np.where(flop + column_flop > 0, ms * 1e3 * factor, 0.0)
 
@@ -310,12 +305,8 @@ def load_calibration(*paths: Path) -> Calibration:
             low, high, skips = 1 - min(spread, 0.9), 1 + spread, kernel not in dense_only
             name, number = (kernel, form, direction), len(form_points)
             curves.append(Curve(*name, *constants, error, number, low, high, skips=skips))
-    return Calibration(
-        devices[0],
-        tuple(curves),
-        tuple(path.name for path in paths),
-        NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None,
-    )
+    times = NonAttentionTimes(tuple(non_attention), dtypes[0]) if non_attention else None
+    return Calibration(devices[0], tuple(curves), tuple(path.name for path in paths), times)
 
 
 def _points(time: dict[str, Any]) -> Iterator[tuple[str, str, CalibrationPoint]]:
@@ -410,10 +401,7 @@ def _document(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         names = [file.stem for files in _shipped_files().values() for file in files]
         why = no_such(
-            "calibration",
-            str(path),
-            names,
-            "a file that `mtrain profile kernels --out FILE` wrote",
+            "calibration", str(path), names, "a file that `mtrain profile kernels --out FILE` wrote"
         )
         raise ConfigError(f"--calibration {path}: {why}") from None
     except (OSError, ValueError) as error:
@@ -519,7 +507,6 @@ def kernels_for(
                 f"bounds x {low:.2f} and x {high:.2f}"
             )
             remarks += [remark] if remark not in remarks else []
-        curve = replace(curve, stands_for=stands)
         curves[direction] = _scaled(curve, factor, low, high, device)
     non_attention, own = _non_attention_of(gpu, calibration), calibration
     if own is not None and own.non_attention not in (None, non_attention):
@@ -570,11 +557,9 @@ def describe_source(gpu: str, calibration: Calibration | None) -> dict[str, Any]
     """
     source, measured = _source(gpu, calibration)
     # The user's file may hold other times of this GPU but no kernel times.
-    own = (
-        calibration.files
-        if calibration not in (None, source) and same_device(calibration.device, gpu)
-        else ()
-    )
+    own: tuple[str, ...] = ()
+    if calibration is not None and calibration != source and same_device(calibration.device, gpu):
+        own = calibration.files
     return {
         "device": source.device,
         "files": [*own, *source.files],

@@ -24,23 +24,9 @@ from mtrain_cli.config.cluster import Cluster, Constant, Gpu, Link
 from mtrain_cli.parallel.program import Post, ShardSizes, Size
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import HEADS, SUM
-from mtrain_cli.simulation.actions import (
-    Copy,
-    FloatArray,
-    PricedMessage,
-    Prices,
-)
-from mtrain_cli.simulation.calibration import (
-    ALONE_COLUMNS,
-    DIAGONALS,
-    HIGH,
-    LOW,
-    SPARSE,
-    UNKNOWN,
-    VALUE,
-    KernelCurves,
-    same_device,
-)
+from mtrain_cli.simulation import calibration
+from mtrain_cli.simulation.actions import Copy, FloatArray, PricedMessage, Prices
+from mtrain_cli.simulation.calibration import HIGH, LOW, VALUE, KernelCurves
 from mtrain_cli.simulation.spmd_schedule import SpmdSchedule, SpmdTransfer
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR, StepWork
 
@@ -69,8 +55,8 @@ def index_scale(gpu: Gpu, heads: int) -> float:
     Every head reads the scores of all keys a few times, so time grows with the number of heads and
     with 1 / memory bandwidth. Launch overhead does not depend on the length and is not scaled.
     """
-    of_gpu = 1.0 if same_device(INDEX_DEVICE, gpu.name) else INDEX_HBM_GBPS / gpu.hbm_gbps.value
-    return heads / INDEX_HEADS * of_gpu
+    known = calibration.same_device(INDEX_DEVICE, gpu.name)
+    return heads / INDEX_HEADS * (1.0 if known else INDEX_HBM_GBPS / gpu.hbm_gbps.value)
 
 
 @dataclass(frozen=True)
@@ -240,7 +226,7 @@ class Costs:
             alone = INDEX_ALONE_US + each * tokens
         if workers > 1:
             alone = max(alone, INDEX_TOGETHER_US)
-        wider = {LOW: UNKNOWN[0], VALUE: 1.0, HIGH: UNKNOWN[1]}[self.bound]
+        wider = {LOW: calibration.UNKNOWN[0], VALUE: 1.0, HIGH: calibration.UNKNOWN[1]}[self.bound]
         return alone * INDEX_BOUNDS[self.bound] * (1.0 if self.measured else wider)
 
 
@@ -274,15 +260,15 @@ class LayerPrices(Prices):
         pairs = self.counts.pairs
         # Gathered columns have a call of their own. The calls of the steps then have slashes only.
         whole = kernels.whole[counted]
-        without = self.columns or (whole.form == SPARSE and not np.any(of_columns))
-        curve = kernels.part(counted, DIAGONALS) if without else whole
+        without = self.columns or (whole.form == calibration.SPARSE and not np.any(of_columns))
+        curve = kernels.part(counted, calibration.DIAGONALS) if without else whole
         if not curve.skips and masked is not None:
             pairs, of_columns = masked[counted].pairs, 0
         self._attention = curve.us(
             float(per_pair) * (pairs - of_columns), float(per_pair) * of_columns, bound
         )
         zero = np.zeros(len(self.counts.columns))
-        of_gathered = kernels.part(counted, ALONE_COLUMNS)
+        of_gathered = kernels.part(counted, calibration.ALONE_COLUMNS)
         self._columns = of_gathered.us(
             zero, per_pair * self.counts.column_pairs.astype(np.float64), bound
         )

@@ -20,24 +20,14 @@ from dataclasses import dataclass
 from mtrain_cli.config.cluster import Cluster
 from mtrain_cli.parallel.program import Recompute
 from mtrain_cli.parallel.recording import BACKWARD, FORWARD, RECOMPUTE
+from mtrain_cli.simulation import non_attention_cost
 from mtrain_cli.simulation.calibration import HIGH, LOSS, LOW, VALUE
 from mtrain_cli.simulation.costs import BOUNDS, Costs
-from mtrain_cli.simulation.non_attention_cost import (
-    ComputeCost,
-    MicroBatchRound,
-    NonAttentionCost,
-    longer_than_expected,
-    priced,
-    rounds,
-)
+from mtrain_cli.simulation.non_attention_cost import ComputeCost, MicroBatchRound, NonAttentionCost
 from mtrain_cli.simulation.prediction import BoundedTime, Prediction
 from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.work_counts import FLOP_PER_PAIR
-from mtrain_cli.training.flops import (
-    causal_pairs,
-    flops_per_token,
-    recomputed_pair_share,
-)
+from mtrain_cli.training.flops import causal_pairs, flops_per_token, recomputed_pair_share
 from mtrain_cli.training.run_plan import RunPlan
 
 # The parts of a step, in display order. These parts are waits:
@@ -177,18 +167,9 @@ def predict_step(
     if attention.facts["pattern"] == "dense":
         pairs = attention.facts["density"] * causal_pairs(plan.config.seq)
         model = flops_per_token(plan.config.model, plan.config.seq, pairs=pairs).model
-    return PredictedStep(
-        plan,
-        seconds,
-        likely.parts,
-        likely.hidden,
-        rate,
-        rate.value * model / peak,
-        likely.flop / seconds.value / peak,
-        likely.flop,
-        likely.sent,
-        likely.over_host,
-    )
+    mfu, hfu = rate.value * model / peak, likely.flop / seconds.value / peak
+    amounts = likely.flop, likely.sent, likely.over_host
+    return PredictedStep(plan, seconds, likely.parts, likely.hidden, rate, mfu, hfu, *amounts)
 
 
 class _StepEstimate:
@@ -200,12 +181,12 @@ class _StepEstimate:
         self.cluster, self.plan, self.attention = cluster, plan, attention
         self.costs, self.slowest = costs, slowest
         self.non_attention = non_attention = NonAttentionCost.of(plan)
-        self.longer = longer_than_expected(non_attention, costs, plan.dtype)
+        self.longer = non_attention_cost.longer_than_expected(non_attention, costs, plan.dtype)
         self.us = dict.fromkeys(PARTS, 0.0)
         self.hidden = self.flop = self.sent = self.over_host = 0.0
         self.backward = 0.0  # microseconds of one micro-batch's layers
         self.times = 1
-        for one in rounds(plan.config.train.shard, plan.micro_batches):
+        for one in non_attention_cost.rounds(plan.config.train.shard, plan.micro_batches):
             self.times = one.times
             self._micro_batch(one)
         self.times = 1
@@ -350,12 +331,8 @@ class _StepEstimate:
         for name, ms in parts.items():
             self.us[name] += self.times * ms * 1e3 * layers * scale
         model, environment = plan.config.model, plan.environment
-        pairs = (
-            self.attention.facts["density"]
-            * causal_pairs(plan.config.seq)
-            * plan.config.train.micro_batch
-            / environment.dims.cp
-        )
+        pairs = self.attention.facts["density"] * causal_pairs(plan.config.seq)
+        pairs = pairs * plan.config.train.micro_batch / environment.dims.cp
         products = FLOP_PER_PAIR[BACKWARD if direction == BACKWARD else FORWARD] * share
         self.flop += self.times * layers * products * model.num_heads * model.head_dim * pairs
 
@@ -371,7 +348,9 @@ class _StepEstimate:
             part: name of the work in `profiling.non_attention_benchmark`; None if the benchmark
                 does not measure it.
         """
-        spent = priced(work, self.costs, None if part is None else self.longer.get(part))
+        spent = non_attention_cost.priced(
+            work, self.costs, None if part is None else self.longer.get(part)
+        )
         times *= self.times
         self.flop += work.flop * times
         self.us[matrices] += spent.matrices * times * self.slowest

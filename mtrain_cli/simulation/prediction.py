@@ -7,7 +7,7 @@ adds the rest of a training step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -304,14 +304,9 @@ class _CasePlayer:
         again = (RECOMPUTE,) if recompute is not Recompute.NOTHING else ()
         self.directions = (FORWARD, *again, BACKWARD)
         first = problem.index(problem.layers[0])
-        costs = Costs(
-            cluster,
-            kernels,
-            case.sizes,
-            lockstep,
-            problem.made.head_dim,
-            measured=first is None or _measured(cluster, first),
-        )
+        measured = first is None or _measured(cluster, first)
+        head_dim = problem.made.head_dim
+        costs = Costs(cluster, kernels, case.sizes, lockstep, head_dim, measured=measured)
         self.costs = {bound: replace(costs, bound=bound, _messages={}) for bound in BOUNDS}
         curves = [*kernels.whole.values(), *kernels.alone.values()]
         # Kernels that do not skip the pairs that an index leaves out compute all pairs of the mask.
@@ -368,32 +363,22 @@ def _summary(by_layer: Sequence[dict[str, PassTimes]], works: Sequence[StepWork]
     )
     time = [_degrees(times.attention, times.spent["columns"][:, 0]) for times in likely]
     work = [_degrees(w.pairs, w.column_pairs) for w in works]
-    computed = [
-        float((t.attention.sum(1) + t.spent["columns"][:, 0]).mean()) / max(t.duration, 1e-9)
-        for t in likely
-    ]
+    computing = ((t.attention.sum(1) + t.spent["columns"][:, 0]).mean() for t in likely)
+    computed = [float(us) / max(t.duration, 1e-9) for us, t in zip(computing, likely, strict=True)]
+    workers, zero = len(likely[0].end), np.zeros(1)
+
+    def milliseconds(tables: Iterable[np.ndarray]) -> float:
+        """Return the mean over layers and workers of tables of microseconds."""
+        return float(np.mean([table.sum() / workers for table in tables])) / 1e3
+
     links = dict.fromkeys(link for times in likely for link in times.exposed)
-    zero = np.zeros(1)
-    exposed = {
-        link: float(np.mean([t.exposed.get(link, zero).sum() / len(t.end) for t in likely])) / 1e3
-        for link in links
-    }
-    late = float(np.mean([t.late.sum() / len(t.end) for t in likely])) / 1e3
-    spent = {
-        kind: float(np.mean([t.spent[kind].sum() / len(t.end) for t in likely])) / 1e3
-        for kind in likely[0].spent
-    }
+    exposed = {link: milliseconds(t.exposed.get(link, zero) for t in likely) for link in links}
+    spent = {kind: milliseconds(t.spent[kind] for t in likely) for kind in likely[0].spent}
+    late = milliseconds(t.late for t in likely)
     inner, outer = np.mean([t.carried.max(1) for t in likely], axis=0) / 1e3
-    return PredictedPass(
-        BoundedTime.around(value, low, high),
-        _mean(time),
-        _mean(work),
-        float(np.mean(computed)),
-        late,
-        exposed,
-        spent,
-        (float(inner), float(outer)),
-    )
+    duration, shares = BoundedTime.around(value, low, high), float(np.mean(computed))
+    carried = float(inner), float(outer)
+    return PredictedPass(duration, _mean(time), _mean(work), shares, late, exposed, spent, carried)
 
 
 def _degrees(table: np.ndarray, columns: np.ndarray) -> Imbalance:

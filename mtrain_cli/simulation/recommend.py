@@ -29,15 +29,8 @@ from mtrain_cli.simulation.scenario import (
     with_step,
 )
 from mtrain_cli.simulation.what_if import InvalidSetup
+from mtrain_cli.training import memory_search
 from mtrain_cli.training.memory import GIB
-from mtrain_cli.training.memory_search import (
-    CHOICES,
-    format_value,
-    get_setting,
-    nearest_to_fitting,
-    search,
-    with_products,
-)
 from mtrain_cli.training.run_plan import KEPT, SHORTEST_SEQ, USABLE, RunPlan, with_setting
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -109,12 +102,12 @@ def label(plan: RunPlan) -> str:
 
 def memory_settings(config: Config) -> dict[str, str]:
     """Return the memory settings that differ from their defaults, except for recomputation."""
-    settings = {
-        key: get_setting(config, key) for key in CHOICES if key != "train.activation_checkpoint"
-    }
+    keys = [key for key in memory_search.CHOICES if key != "train.activation_checkpoint"]
+    settings = {key: memory_search.get_setting(config, key) for key in keys}
     if config.train.activation_checkpoint != "sequence_selective":
         del settings["train.checkpoint_keep"]
-    return {key: format_value(value) for key, value in settings.items() if value != CHOICES[key][0]}
+    changed = {k: value for k, value in settings.items() if value != memory_search.CHOICES[k][0]}
+    return {key: memory_search.format_value(value) for key, value in changed.items()}
 
 
 def contexts(config: Config, workers: int, per_node: int) -> list[int]:
@@ -147,10 +140,8 @@ def recommend(
     Raises:
         InvalidSetup, ConfigError: no configuration is possible, whatever the memory.
     """
-    space, found = (
-        _Space(cluster, scenario, workers, layouts, exchanges, recomputations),
-        _Candidates(),
-    )
+    space = _Space(cluster, scenario, workers, layouts, exchanges, recomputations)
+    found = _Candidates()
     for context in contexts(scenario.config, workers, min(cluster.gpus_per_node, workers)):
         found.add(space, context)
     # The plan that needs the least memory comes first.
@@ -197,10 +188,9 @@ class _Space:
         check_enough_blocks(scenario.config, layout, self.workers, context)
 
         def plan_with(**changes: Any) -> RunPlan:
-            train = replace(scenario.config.train, memory="manual", **changes)
             return plan_on(
                 self.cluster,
-                replace(scenario.config, train=train),
+                scenario.config.changed(train={"memory": "manual", **changes}),
                 workers=self.workers,
                 kernel=scenario.kernel,
                 layout=layout,
@@ -218,11 +208,11 @@ class _Space:
             # Do not change train.keep_mlp if the user set it.
             if not any(word.startswith("train.keep_mlp=") for word in scenario.words):
                 for plan in good:
-                    if (setting := with_products(plan)) is not None:
+                    if (setting := memory_search.with_products(plan)) is not None:
                         yield with_setting(plan, setting)
             return
         allowed = CHECKPOINTS if anything else self.recomputations
-        for setting in search(plan_with() if anything else plans[0]).settings:
+        for setting in memory_search.search(plan_with() if anything else plans[0]).settings:
             if setting.fits and setting.config.train.activation_checkpoint in allowed:
                 yield with_setting(plan_with(), setting)
                 return
@@ -343,7 +333,12 @@ def _least(plans: Sequence[RunPlan]) -> RunPlan | None:
 
     plans: for each place, the plan that recomputes the most.
     """
-    saving = [with_setting(plan, nearest_to_fitting(plan, search(plan).settings)) for plan in plans]
+    saving = [
+        with_setting(
+            plan, memory_search.nearest_to_fitting(plan, memory_search.search(plan).settings)
+        )
+        for plan in plans
+    ]
     return min(saving, key=lambda plan: plan.memory.total, default=None)
 
 

@@ -213,10 +213,8 @@ def plan_on(
         raise ConfigError(f"topology.workers={workers}: {why}")
     if per_node == "auto":
         per_node = min(cluster.gpus_per_node, workers)
-    topology = {"workers": workers, "gpus_per_node": per_node, **topology}
-    config = replace(config, topology=replace(config.topology, **topology))
     return plan_for(
-        config,
+        config.changed(topology={"workers": workers, "gpus_per_node": per_node, **topology}),
         gpu=cluster.gpu.name,
         capability=cluster.gpu.capability,
         capacity=round(cluster.gpu.hbm_gib.value * GIB),
@@ -227,13 +225,8 @@ def plan_on(
 
 def setup_of(plan: RunPlan) -> ReplaySetup:
     """Return the setup to replay for one context group of a plan."""
-    environment = plan.environment
-    return ReplaySetup(
-        plan.layout.name,
-        plan.exchange.name,
-        environment.dims.cp,
-        min(environment.workers_per_node, environment.dims.cp),
-    )
+    per_node = min(plan.environment.workers_per_node, plan.dims.cp)
+    return ReplaySetup(plan.layout.name, plan.exchange.name, plan.dims.cp, per_node)
 
 
 def evaluate(
@@ -272,13 +265,8 @@ def evaluate(
             choice=plan.exchange,
         )
 
-    return with_step(
-        cluster,
-        scenario,
-        plan,
-        slowest_group(scenario.conditions, plan.dims.cp, predict_group),
-        bounds=bounds,
-    )
+    attention = slowest_group(scenario.conditions, plan.dims.cp, predict_group)
+    return with_step(cluster, scenario, plan, attention, bounds=bounds)
 
 
 def predict_training(
@@ -299,14 +287,8 @@ def predict_training(
     context = scenario.config.topology.context_parallel
     shared_by = context if isinstance(context, int) else workers
     check_enough_blocks(scenario.config, layout, workers, shared_by)
-    plan = plan_on(
-        cluster,
-        scenario.config,
-        workers=workers,
-        kernel=scenario.kernel,
-        layout=layout,
-        exchange=exchange,
-    )
+    config, topology = scenario.config, {"layout": layout, "exchange": exchange}
+    plan = plan_on(cluster, config, workers=workers, kernel=scenario.kernel, **topology)
     return evaluate(cluster, scenario, plan, number=number, rows=rows)
 
 
@@ -404,20 +386,14 @@ def with_step(
     attention: if ``plan`` recomputes attention, it must have a pass `RECOMPUTE` that covers
         ``plan.recompute``.
     """
-    return PredictedScenario(
-        plan, attention, predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
-    )
+    step = predict_step(cluster, plan, attention, scenario.conditions, bounds=bounds)
+    return PredictedScenario(plan, attention, step)
 
 
 def check_enough_blocks(config: Config, layout: str, workers: int, context: int) -> None:
     """Raise InvalidSetup if a sequence has fewer blocks than workers that share it."""
-    require_enough_blocks(
-        ReplaySetup(layout, "auto", workers, 1),
-        config.seq,
-        config.sparsity.block,
-        config.topology.block_size,
-        context,
-    )
+    setup, stripe = ReplaySetup(layout, "auto", workers, 1), config.topology.block_size
+    require_enough_blocks(setup, config.seq, config.sparsity.block, stripe, context)
 
 
 def train_line(

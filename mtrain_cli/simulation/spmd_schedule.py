@@ -8,7 +8,6 @@ some ranks against their own schedules.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,11 +87,9 @@ class RankGrid:
     @staticmethod
     def of(schedule: Schedule) -> RankGrid:
         groups = schedule.workers // schedule.heads
-        per_node = (
-            min(groups, max(1, schedule.per_node // schedule.heads))
-            if schedule.heads > 1
-            else schedule.per_node
-        )
+        per_node = schedule.per_node
+        if schedule.heads > 1:
+            per_node = min(groups, max(1, schedule.per_node // schedule.heads))
         nodes = -(-groups // per_node) if schedule.traits.hierarchical else 1
         return RankGrid(nodes, groups // nodes, schedule.heads)
 
@@ -116,9 +113,8 @@ class RankGrid:
     def ranks_of(self, rank: int) -> IntArray:
         """Return the peer that each rank has in place of rank 0's peer ``rank``, [workers]."""
         assert rank % self.heads == 0
-        return (
-            self.groups_of(rank // self.heads) * self.heads + np.arange(self.workers) % self.heads
-        )
+        place = np.arange(self.workers) % self.heads
+        return self.groups_of(rank // self.heads) * self.heads + place
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,11 +171,8 @@ class SpmdSchedule:
 
     def _compare(self, rank: int, beat: SpmdStep, step: ScheduleStep) -> None:
         heads = self.grid.heads
-        assert (beat.wait, beat.collect, beat.computes) == (
-            step.wait,
-            step.collect,
-            bool(step.queries),
-        )
+        assert (beat.wait, beat.collect) == (step.wait, step.collect)
+        assert beat.computes == bool(step.queries)
         if beat.computes:
             assert beat.queries is not None
             assert beat.keys is not None
@@ -193,17 +186,12 @@ class SpmdSchedule:
             for move, transfer in zip(moves, transfers, strict=True):
                 for name in ("number", "kind", "payload", "channel", "after"):
                     assert getattr(move.first, name) == getattr(transfer, name), name
-                assert (len(move.first.sends), len(move.first.receives)) == (
-                    len(transfer.sends),
-                    len(transfer.receives),
-                )
+                assert len(move.first.sends) == len(transfer.sends)
+                assert len(move.first.receives) == len(transfer.receives)
                 if move.to is not None and move.source is not None:
                     assert (move.to[rank], move.source[rank]) == (transfer.to, transfer.source)
-                    shards = [
-                        self.grid.groups_of(place)[rank]
-                        for place in (move.arriving, move.leaving)
-                        if place is not None
-                    ]
+                    places = [p for p in (move.arriving, move.leaving) if p is not None]
+                    shards = [self.grid.groups_of(place)[rank] for place in places]
                     assert shards == [transfer.receives[0] // heads, transfer.sends[0] // heads]
                 if move.peers is not None:
                     assert move.peers[rank] == min(transfer.peers)
@@ -223,32 +211,15 @@ class _SpmdStepMaker:
         queries = step.queries[0] // heads if step.queries else None
         everything = len(step.keys) == self.grid.workers
         keys = None if not step.keys else EVERYTHING if everything else step.keys[0] // heads
-        return SpmdStep(
-            queries,
-            keys,
-            step.part,
-            self._moves(step.post),
-            step.wait,
-            step.collect,
-            self._moves(step.send),
-        )
-
-    def _moves(self, transfers: Sequence[Transfer]) -> tuple[SpmdTransfer, ...]:
-        return tuple(map(self._move, transfers))
+        post, send = (tuple(map(self._move, transfers)) for transfers in (step.post, step.send))
+        return SpmdStep(queries, keys, step.part, post, step.wait, step.collect, send)
 
     def _move(self, t: Transfer) -> SpmdTransfer:
         if t.kind == "p2p":
             assert t.to is not None
             assert t.source is not None
-            heads = self.grid.heads
-            return SpmdTransfer(
-                t,
-                self._of(t.to),
-                self._of(t.source),
-                None,
-                t.receives[0] // heads,
-                t.sends[0] // heads,
-            )
+            arriving, leaving = (shards[0] // self.grid.heads for shards in (t.receives, t.sends))
+            return SpmdTransfer(t, self._of(t.to), self._of(t.source), None, arriving, leaving)
         return SpmdTransfer(t, None, None, self._lowest(t))
 
     def _of(self, rank: int) -> IntArray:

@@ -46,11 +46,7 @@ class SweepPoint:
     def inputs(self) -> tuple[tuple[str, ...], float | None, int | None]:
         """The arguments of `Sweep.scenario_of`: settings, density and number of columns."""
         settings = (f"{name}={value}" for name, value in self.values.items() if name not in OWN)
-        return (
-            tuple(settings),
-            self.own(DENSITY, parse_share, None),
-            self.own(COLUMNS, int, None),
-        )
+        return (tuple(settings), self.own(DENSITY, parse_share, None), self.own(COLUMNS, int, None))
 
 
 def points(

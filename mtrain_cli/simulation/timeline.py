@@ -28,18 +28,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mtrain_cli.attention.mask import IntArray
-from mtrain_cli.parallel.recording import (
-    COLUMNS,
-    COMPUTING,
-    DIRECTIONS,
-    GAP,
-    ITERATION,
-    KINDS,
-    PASS,
-    RECEIVE,
-    SEND,
-    WAIT,
-)
+from mtrain_cli.parallel import recording
 from mtrain_cli.records.record_files import LINKS, PAYLOADS, ROW
 from mtrain_cli.simulation.actions import (
     Action,
@@ -55,7 +44,7 @@ from mtrain_cli.simulation.spmd_schedule import RankGrid
 LEAST_POWER = 0.05  # messages leave at least this share of a GPU to computation
 _KIND, _LINK, _PAYLOAD, _DIRECTION = (
     {word: code for code, word in enumerate(words)}
-    for words in (KINDS, LINKS, PAYLOADS, DIRECTIONS)
+    for words in (recording.KINDS, LINKS, PAYLOADS, recording.DIRECTIONS)
 )
 
 
@@ -153,14 +142,8 @@ def play(
         stream: number of the pass. Passes with different numbers draw different jitter.
     """
     begin = np.zeros(workers) if start is None else np.asarray(start, np.float64)
-    player = _Player(
-        direction,
-        begin,
-        steps,
-        conditions or Disturbances(),
-        stream,
-        _Rows(direction, workers, grid) if rows else None,
-    )
+    tables = _Rows(direction, workers, grid) if rows else None
+    player = _Player(direction, begin, steps, conditions or Disturbances(), stream, tables)
     for action in actions:
         player.act(action)
     return player.result()
@@ -194,7 +177,8 @@ class _Player:
         self.ended: dict[int, FloatArray] = {}
         self.active: list[tuple[FloatArray, FloatArray, FloatArray]] = []  # ready, end, share
         self.groups: dict[int, _Groups] = {}
-        self.spent = {kind: np.zeros((steps + 1, workers)) for kind in COMPUTING if kind != WAIT}
+        kinds = [kind for kind in recording.COMPUTING if kind != recording.WAIT]
+        self.spent = {kind: np.zeros((steps + 1, workers)) for kind in kinds}
         self.late = np.zeros((steps + 1, workers))
         self.exposed: dict[str, FloatArray] = {}
         self.carried = np.zeros((2, workers))
@@ -211,24 +195,21 @@ class _Player:
 
     def result(self) -> PassTimes:
         if self.rows is not None:
-            self.rows.add(PASS, -1, self.start, self.now - self.start)
-        return PassTimes(
-            self.direction,
-            self.start,
-            self.now,
-            {kind: table.T for kind, table in self.spent.items()},
-            self.late.T,
-            {link: table.T for link, table in self.exposed.items()},
-            self.carried,
-            tuple(self.rows.tables) if self.rows is not None else (),
+            self.rows.add(recording.PASS, -1, self.start, self.now - self.start)
+        rows = tuple(self.rows.tables) if self.rows is not None else ()
+        spent, exposed = (
+            {name: table.T for name, table in tables.items()}
+            for tables in (self.spent, self.exposed)
         )
+        times = self.start, self.now, spent, self.late.T, exposed, self.carried
+        return PassTimes(self.direction, *times, rows)
 
     def _dispatch(self, action: Dispatch) -> None:
         # The host never waits for the GPU. The GPU waits if the host has not launched its work yet.
         self.host = self.host + action.us
         gap = np.maximum(self.host - self.now, 0.0)
         if gap.any():
-            self._busy(GAP, action.step, gap)
+            self._busy(recording.GAP, action.step, gap)
 
     def _spend(self, action: Spend) -> None:
         us = action.us * self.factor
@@ -239,7 +220,7 @@ class _Player:
         self._busy(action.kind, action.step, us, action)
 
     def _busy(self, kind: str, step: int, us: FloatArray, work: Spend | None = None) -> None:
-        self.spent[kind][0 if kind == COLUMNS else step + 1] += us
+        self.spent[kind][0 if kind == recording.COLUMNS else step + 1] += us
         if self.rows is not None:
             self.rows.add(kind, step, self.now, us, work=work)
         self.now = self.now + us
@@ -270,9 +251,7 @@ class _Player:
 
     def _post(self, action: PostMessage) -> None:
         message = action.message
-        ready = self.now
-        if message.move.queue in self.queues:
-            ready = np.maximum(ready, self.queues[message.move.queue])
+        ready = np.maximum(self.now, self.queues.get(message.move.queue, self.now))
         if message.move.first.after is not None:
             ready = np.maximum(ready, self.ended[message.move.first.after])
         latency, busy = message.latency, message.busy
@@ -290,7 +269,7 @@ class _Player:
         if message.share.any():
             self.active.append((ready, ended, message.share))
         if self.rows is not None:
-            for kind in (SEND, RECEIVE):
+            for kind in (recording.SEND, recording.RECEIVE):
                 self.rows.add(kind, action.step, self.now, ended - self.now, message=message)
 
     def _between_two(
@@ -341,7 +320,9 @@ class _Player:
             self.exposed[message.move.first.channel] = np.zeros_like(self.late)
         self.exposed[message.move.first.channel][action.step + 1] += us - late
         if self.rows is not None:
-            self.rows.add(WAIT, action.step, self.now, us, message=message, late=late, peer=peer)
+            self.rows.add(
+                recording.WAIT, action.step, self.now, us, message=message, late=late, peer=peer
+            )
         self.now = self.now + us
 
 
@@ -410,16 +391,20 @@ class _Rows:
         if message is not None:
             move, rows["bytes"] = message.move, message.size
             rows["link"], rows["payload"] = _LINK[move.first.channel], _PAYLOAD[move.first.payload]
-            ranks = move.to if kind == SEND else move.source
+            ranks = move.to if kind == recording.SEND else move.source
             if ranks is not None:
                 rows["peer"] = ranks
-            place = move.leaving if kind == SEND else move.arriving
+            place = move.leaving if kind == recording.SEND else move.arriving
             if place is not None and self.grid is not None:
                 rows["shard"] = self.grid.groups_of(place)
         if late is not None and peer is not None:
             rows["late_us"], rows["peer"] = late, peer
         # A rank without work gets no row, but a wait of zero time does.
-        self.tables.append(rows if kind in (WAIT, SEND, RECEIVE, PASS) else rows[us > 0])
+        self.tables.append(
+            rows
+            if kind in (recording.WAIT, recording.SEND, recording.RECEIVE, recording.PASS)
+            else rows[us > 0]
+        )
 
 
 def together(
@@ -444,7 +429,7 @@ def together(
     start, end = np.stack([(times.start, times.end) for _, times in passes], 1)
     whole = np.zeros(start.shape[1], ROW)
     whole["layer"] = whole["step"] = whole["shard"] = whole["peer"] = -1
-    whole["phase"], whole["rank"] = _KIND[ITERATION], np.arange(start.shape[1])
+    whole["phase"], whole["rank"] = _KIND[recording.ITERATION], np.arange(start.shape[1])
     whole["start_us"], whole["dur_us"] = start.min(0), end.max(0) - start.min(0)
     found = np.concatenate([*parts, whole])
     found["case"], found["iteration"] = case, iteration

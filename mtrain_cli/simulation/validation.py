@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from mtrain_cli.records.shipped_profiles import find_shipped, shipped_with
 from mtrain_cli.simulation.calibration import Calibration
 from mtrain_cli.simulation.prediction import AttentionWorkload, Prediction, predict
 from mtrain_cli.simulation.scenario import PairSource
-from mtrain_cli.simulation.timeline import Disturbances
 from mtrain_cli.simulation.what_if import InvalidSetup, ReplaySetup, index_of, topology_of
 
 PASSES = ("forward", "backward")
@@ -123,13 +123,13 @@ def replay(
         )
     setup = _setup(facts, _config(run, case))
     try:
+        work, kernel = _workload(run, case), str(facts["kernel"])
         prediction = predict(
             cluster,
-            _workload(run, case),
+            work,
             setup,
-            kernel=str(facts["kernel"]),
+            kernel=kernel,
             calibration=calibration,
-            conditions=Disturbances(),
             number=number,
             rows=True,
         )
@@ -182,17 +182,9 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             raise ConfigError(
                 f"RUN {run.folder}: {record_files.INDEX} has no index of any layer of {case.label}"
             )
-        estimated = pattern not in (_DENSE, _FIXED)
-        return AttentionWorkload(
-            made,
-            indices.masks,
-            tuple(sorted(layers)),
-            lambda layer: index_of(indices, pattern, layer),
-            pattern,
-            columns,
-            estimated,
-            model,
-        )
+        recorded_index = partial(index_of, indices, pattern)
+        described = recorded_index, pattern, columns, pattern not in (_DENSE, _FIXED), model
+        return AttentionWorkload(made, indices.masks, tuple(sorted(layers)), *described)
     # The file has indices for one length. Dense and fixed cases of other lengths do not need it.
     config = _config(run, case)
     if pattern not in (_DENSE, _FIXED) or config is None:
@@ -201,15 +193,12 @@ def _workload(run: MeasuredRun, case: CaseAnalysis) -> AttentionWorkload:
             f"{made.seq} tokens and of {', '.join(run.indices.patterns)} only; measure one length "
             "per run"
         )
+    made = replace(made, seq=seq, columns={}, iteration=0)
+    masks = (MaskRule.of(config.data)(None, seq, seq),) * batch
+    drawn_index = PairSource(pattern).problem(config).index
+    layers_of_case = tuple(case.layers)
     return AttentionWorkload(
-        replace(made, seq=seq, columns={}, iteration=0),
-        (MaskRule.of(config.data)(None, seq, seq),) * batch,
-        tuple(case.layers),
-        PairSource(pattern).problem(config).index,
-        pattern,
-        columns,
-        False,
-        model,
+        made, masks, layers_of_case, drawn_index, pattern, columns, False, model
     )
 
 
@@ -226,14 +215,10 @@ def write_predictions(folder: Path, predictions: Sequence[Prediction], mode: str
         assert prediction.rows is not None
         record_files.write_part(prediction.rows, folder, number)
     record_files.join_parts(folder)
-    predicted = [
-        {
-            "label": p.facts["label"],
-            "remarks": list(p.remarks),
-            "passes": {name: {"ms": asdict(d.duration)} for name, d in p.passes.items()},
-        }
-        for p in predictions
-    ]
+    predicted = []
+    for p in predictions:
+        passes = {name: {"ms": asdict(d.duration)} for name, d in p.passes.items()}
+        predicted.append({"label": p.facts["label"], "remarks": list(p.remarks), "passes": passes})
     document = {
         "kind": "simulation",
         "mode": mode,
@@ -442,16 +427,10 @@ def compare(run: MeasuredRun, case: CaseAnalysis, predicted: PredictedCase) -> C
                 f"in {name}, but the run used {ours!r} with {measured.attention.shape[1]} steps"
             )
         passes[name] = _compare_pass(measured, other, predicted.bounds[name], case.bare_ms(name))
-    facts, folder = case.facts, str(run.folder)
-    return CaseComparison(
-        folder,
-        case.label,
-        (folder, facts["pattern"], facts["seq"], facts["cp"]),
-        passes,
-        predicted.remarks,
-        str(predicted.folder),
-        predicted.written,
-    )
+    folder = str(run.folder)
+    group = folder, *(case.facts[name] for name in ("pattern", "seq", "cp"))
+    origin = predicted.remarks, str(predicted.folder), predicted.written
+    return CaseComparison(folder, case.label, group, passes, *origin)
 
 
 def _compare_pass(

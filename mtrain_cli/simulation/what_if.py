@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import torch
@@ -174,16 +175,12 @@ def replay(
             fitted = None if index is None else resized(index, case.counter.blocks)
             for name, work in case.counter.count(fitted).items():
                 passes[name].append((degrees(work), work.total_pairs, case.sent(name, fitted)))
-    return [
-        ReplayedSetup(
-            case.setup,
-            case.choice.label,
-            case.layout.padded_seq,
-            layers,
-            {name: _mean(passes[name]) for name in PASSES},
-        )
-        for case, passes in zip(cases, replayed, strict=True)
-    ]
+    found = []
+    for case, of_layers in zip(cases, replayed, strict=True):
+        means = {name: _mean(of_layers[name]) for name in PASSES}
+        made = case.setup, case.choice.label, case.layout.padded_seq
+        found.append(ReplayedSetup(*made, layers, means))
+    return found
 
 
 def degrees(work: StepWork) -> Imbalance:
@@ -266,14 +263,8 @@ def make_case(
     counter = WorkCounter.make(
         schedule, layout, masks, recorded.heads, block, shared_columns=choice.shared_columns
     )
-    sizes = ShardSizes(
-        layout.tokens_per_worker * len(masks),
-        recorded.heads,
-        recorded.kv_heads,
-        recorded.head_dim,
-        recorded.dtype_bytes,
-        sequences=len(masks),
-    )
+    shape = recorded.heads, recorded.kv_heads, recorded.head_dim, recorded.dtype_bytes
+    sizes = ShardSizes(layout.tokens_per_worker * len(masks), *shape, sequences=len(masks))
     return ReplayCase(setup, layout, choice, schedule, counter, sizes, recorded.needs_out)
 
 
@@ -342,31 +333,14 @@ def _accepted(setup: ReplaySetup, needs: ExchangeNeeds) -> bool:
 
 def topology_of(setup: ReplaySetup) -> TopologyConfig:
     """Return topology settings from which `choose_exchange` chooses the exchange of a setup."""
-    if setup.options is not None:
-        return replace(
-            setup.options,
-            workers=setup.workers,
-            gpus_per_node=setup.per_node,
-            layout=setup.layout,
-            exchange=setup.exchange,
-        )
-    return TopologyConfig(
-        device="auto",
-        cluster="auto",
+    options: dict[str, Any] = {field.name: "auto" for field in fields(TopologyConfig)}
+    options |= {"prefetch": 1, "block_size": 0, "timeout_s": 0}
+    return replace(
+        setup.options or TopologyConfig(**options),
         workers=setup.workers,
-        context_parallel="auto",
         gpus_per_node=setup.per_node,
-        gpu_memory_gib="auto",
-        host_memory_gib="auto",
         layout=setup.layout,
         exchange=setup.exchange,
-        ulysses="auto",
-        chunks="auto",
-        prefetch=1,
-        circulates="auto",
-        columns="auto",
-        block_size=0,
-        timeout_s=0,
     )
 
 
@@ -381,22 +355,15 @@ def resized(index: Index, blocks: int) -> Index:
         if not isinstance(index, GatedBitmap):
             return whole
         wide = max(0, blocks * index.block // (32 * index.chunk) + 1 - index.gates.shape[-1])
-        gates = torch.nn.functional.pad(index.gates, (0, wide, 0, more * index.block))[
-            :, :, : blocks * index.block
-        ]
-        return GatedBitmap(
-            whole.block, whole.blocks, whole.bits, whole.rows, gates.contiguous(), index.chunk
-        )
+        gates = torch.nn.functional.pad(index.gates, (0, wide, 0, more * index.block))
+        gates = gates[:, :, : blocks * index.block].contiguous()
+        return GatedBitmap(whole.block, whole.blocks, whole.bits, whole.rows, gates, index.chunk)
     assert isinstance(index, VerticalSlash)
     slashes = torch.nn.functional.pad(index.slashes, (0, more))[..., :blocks]
     # Unused columns have the position after the end of the sequence.
     unused = min(blocks, index.blocks) * index.block
-    return VerticalSlash(
-        index.block,
-        blocks,
-        slashes,
-        index.columns.masked_fill(index.columns >= unused, blocks * index.block),
-    )
+    columns = index.columns.masked_fill(index.columns >= unused, blocks * index.block)
+    return VerticalSlash(index.block, blocks, slashes, columns)
 
 
 def setups_of(

@@ -24,10 +24,10 @@ from mtrain_cli.attention.index import BlockBitmap, GatedBitmap, Index, Vertical
 from mtrain_cli.attention.mask import IntArray, SequenceMask
 from mtrain_cli.attention.mask_tables import BlockPairs
 from mtrain_cli.parallel.layout import Layout
+from mtrain_cli.parallel.recording import BACKWARD, FORWARD
 from mtrain_cli.parallel.schedule import Schedule
 from mtrain_cli.simulation.spmd_schedule import EVERYTHING, SpmdSchedule
 
-FORWARD, BACKWARD = "forward", "backward"
 # FLOP per pair and head, divided by head_dim: forward has 2 products of 2 * head_dim FLOP, backward
 # has 5, as in `IndexCounts.flop`.
 FLOP_PER_PAIR = {FORWARD: 4, BACKWARD: 10}
@@ -123,15 +123,8 @@ class WorkCounter:
             owner[layout.positions(rank)] = rank // schedule.heads
         block_owner = owner[::block].copy()
         whole = np.array_equal(np.repeat(block_owner, block)[:padded], owner)
-        return WorkCounter(
-            schedule,
-            tuple(masks),
-            heads,
-            block,
-            shared_columns,
-            owner,
-            block_owner if whole else None,
-        )
+        owners = owner, block_owner if whole else None
+        return WorkCounter(schedule, tuple(masks), heads, block, shared_columns, *owners)
 
     @property
     def groups(self) -> int:
@@ -189,18 +182,11 @@ class WorkCounter:
             for at, beat in enumerate(lockstep.beats(name)):
                 if beat.queries is None or beat.keys is None:
                     continue
-                keys = (
-                    np.full_like(ranks, self.groups)
-                    if beat.keys == EVERYTHING
-                    else lockstep.grid.groups_of(beat.keys)
-                )
-                columns = (
-                    ranks,
-                    np.full_like(ranks, at),
-                    lockstep.parts_of(beat),
-                    np.full_like(ranks, beat.part[1]),
-                )
-                rows.append(np.stack([*columns, lockstep.grid.groups_of(beat.queries), keys], 1))
+                queries, keys = lockstep.grid.groups_of(beat.queries), np.array(self.groups)
+                if beat.keys != EVERYTHING:
+                    keys = lockstep.grid.groups_of(beat.keys)
+                columns = ranks, at, lockstep.parts_of(beat), beat.part[1], queries, keys
+                rows.append(np.stack(np.broadcast_arrays(*columns), 1))
             found[name] = np.concatenate(rows)
         return found
 
@@ -232,11 +218,8 @@ class WorkCounter:
         for part, table in tables.items():
             rank, step, _, _, q, k = places[(places[:, 2] == part[0]) & (places[:, 3] == part[1])].T
             in_steps = np.zeros_like(table.pairs) if self.gathers_columns else table.column_pairs
-            for values, counted in (
-                (pairs, table.pairs + in_steps),
-                (blocks, table.blocks),
-                (of_columns, in_steps),
-            ):
+            counts = (pairs, table.pairs + in_steps), (blocks, table.blocks), (of_columns, in_steps)
+            for values, counted in counts:
                 values[rank - ranks[0], step] = np.column_stack([counted, counted.sum(1)])[q, k]
         if self.gathers_columns:
             for row, rank in enumerate(ranks):
@@ -251,9 +234,8 @@ class WorkCounter:
         found: list[tuple[SequenceMask, list[int]]] = []
         for row, mask in enumerate(self.masks):
             for other, rows in found:
-                if mask is other or (
-                    mask.length == other.length and np.array_equal(mask.first, other.first)
-                ):
+                same_length = mask.length == other.length
+                if mask is other or (same_length and np.array_equal(mask.first, other.first)):
                     rows.append(row)
                     break
             else:
@@ -560,18 +542,8 @@ class _ColumnCounter:
     def make(mask: SequenceMask, block: int, owner: IntArray, groups: int) -> _ColumnCounter:
         own, last = np.arange(mask.length) // block, mask.last()[: mask.length]
         begins = (np.diff(own, prepend=-1) != 0) | (np.diff(last, prepend=-1) != 0)
-        stride, start = _pieces(owner)
-        return _ColumnCounter(
-            mask.length,
-            block,
-            groups,
-            owner,
-            np.cumsum(begins) - 1,
-            own[begins],
-            last[begins],
-            stride,
-            start,
-        )
+        segments = np.cumsum(begins) - 1, own[begins], last[begins]
+        return _ColumnCounter(mask.length, block, groups, owner, *segments, *_pieces(owner))
 
     def count(self, slashes: NDArray[np.bool_], columns: NDArray[np.int32]) -> tuple[int, IntArray]:
         """Return the number of columns without padding, and their pairs [groups, groups].
@@ -609,10 +581,8 @@ class _ColumnCounter:
         order = np.argsort(key_group, kind="stable")
         for begin in range(0, len(order), at_once):
             chosen = order[begin : begin + at_once]
-            uncovered = (
-                self._between(below, row[chosen], own[chosen], end[chosen])
-                * (number[chosen] * self.block)[:, None]
-            )
+            uncovered = self._between(below, row[chosen], own[chosen], end[chosen])
+            uncovered = uncovered * (number[chosen] * self.block)[:, None]
             groups = key_group[chosen]
             first = np.flatnonzero(np.diff(groups, prepend=-1))
             by_piece = np.add.reduceat(uncovered, first, axis=0)

@@ -36,20 +36,16 @@ class AttentionMemory:
         self.model, self.layout, self.exchange, self.kernel = model, layout, exchange, kernel
         pattern = make_pattern(config.sparsity, config.seed)
         self.index = None if pattern is None else IndexShape.make(config, pattern, layout, exchange)
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
         self.sizes = ShardSizes(
             layout.tokens_per_worker * sequences,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
+            *heads,
             e,
             column_width=0 if self.index is None else self.index.column_width,
             sequences=sequences,
         )
-        self._program = (
-            exchange.name,
-            exchange.options(layout.workers),
-            self.index is not None and self.index.gathered,
-        )
+        gathered = self.index is not None and self.index.gathered
+        self._program = exchange.name, exchange.options(layout.workers), gathered
 
     @property
     def pool(self) -> int:
@@ -83,15 +79,8 @@ class AttentionMemory:
         # FlashAttention-4 computes the two rectangles of a zigzag worker in turn and sums their
         # dk and dv in float32.
         zigzag = groups > 1 and self.layout.name == "zigzag"
-        kernel = kernel_backward(
-            self.kernel,
-            self.model,
-            sizes.tokens,
-            tokens if circulates else tokens * groups,
-            e,
-            zigzag and self.index is None,
-            self.index,
-        )
+        keys, pieces = tokens if circulates else tokens * groups, zigzag and self.index is None
+        kernel = kernel_backward(self.kernel, self.model, sizes.tokens, keys, e, pieces, self.index)
         # PyTorch's kernel copies out, dout and lse of one part of the heads. If queries circulate,
         # it allocates a placeholder for out.
         copied = 0

@@ -39,13 +39,8 @@ from mtrain_cli.config.schema import ConfigError
 from mtrain_cli.launch.failures import RunError
 from mtrain_cli.launch.manifest import FileEntry, Manifest, ManifestError, checksum, committed_steps
 from mtrain_cli.parallel.collectives import share
-from mtrain_cli.training.checkpoint_files import (
-    METADATA,
-    CheckpointPlanner,
-    CheckpointReader,
-    ForeignFileError,
-    tensors_of,
-)
+from mtrain_cli.training import checkpoint_files
+from mtrain_cli.training.checkpoint_files import CheckpointReader, ForeignFileError
 
 T = TypeVar("T")
 # A rank with a slow disk keeps the other ranks waiting in a collective.
@@ -254,7 +249,7 @@ class Checkpointer:
             written.result()
             paths = [*partial.glob(f"__{self._rank}_*")]
             if self._rank == 0:
-                paths.append(partial / METADATA)
+                paths.append(partial / checkpoint_files.METADATA)
             return {path.name: asdict(checksum(path)) for path in paths}
 
         try:
@@ -435,7 +430,7 @@ def _read(
         ForeignFileError: a file holds data that DCP does not write.
         Exception: any error of DCP, for example for a tensor of a different size.
     """
-    reader, planner = reader or CheckpointReader(folder), CheckpointPlanner()
+    reader, planner = reader or CheckpointReader(folder), checkpoint_files.CheckpointPlanner()
     _silence_single_process_warning()
     try:
         dcp.load(tensors, storage_reader=reader, planner=planner, no_dist=True)
@@ -443,7 +438,7 @@ def _read(
         if not error.failures:
             raise
         raise min(error.failures.items())[1][0] from error
-    stored = tensors_of(reader.metadata, "model.")
+    stored = checkpoint_files.tensors_of(reader.metadata, "model.")
     return next((name for name in stored if name not in planner.state_dict), None)
 
 
@@ -454,7 +449,7 @@ def _read_model(folder: Path) -> dict[str, Tensor]:
         ForeignFileError: a file holds data that DCP does not write.
     """
     reader = CheckpointReader(folder)
-    found = tensors_of(reader.metadata, "model.").items()
+    found = checkpoint_files.tensors_of(reader.metadata, "model.").items()
     tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in found}
     try:
         _read(folder, tensors, reader)

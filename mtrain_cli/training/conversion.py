@@ -20,23 +20,12 @@ from mtrain_cli.data.store import META, StoreMeta
 from mtrain_cli.data.tokenizers import ByteTokenizer, open_tokenizer
 from mtrain_cli.launch import run_dir
 from mtrain_cli.launch.manifest import Manifest, ManifestError, committed_steps
-from mtrain_cli.model.huggingface import (
-    HuggingFaceFolder,
-    parameter_problems,
-    parameter_shapes,
-    require_new_folder,
-    write_folder,
-)
+from mtrain_cli.model import huggingface
 from mtrain_cli.model.huggingface_config import config_json
 from mtrain_cli.model.rope import rope_factor
 from mtrain_cli.model.tokenizer_files import TOKENIZER as TOKENIZER_JSON
 from mtrain_cli.model.tokenizer_files import TokenizerFiles, of_bytes, of_file, of_folder
-from mtrain_cli.training.checkpointer import (
-    CheckpointError,
-    checkpoints_of,
-    load_model_state,
-    write_model_state,
-)
+from mtrain_cli.training import checkpointer
 from mtrain_cli.training.optimizer import GIVEN_WEIGHTS_LR
 
 RESOLVED = "resolved.yaml"
@@ -67,17 +56,16 @@ def import_folder(source: Path, run: Path) -> Config:
         ConfigError: `source` is unreadable, or `run` already holds a run or cannot be written.
         CheckpointError: the weights cannot be written, for example on a full disk.
     """
-    folder = HuggingFaceFolder(source)
-    base = compose.compose()
-    named = dataclasses.replace(base.run, name=run.resolve().name, dir=str(run))
-    optim = dataclasses.replace(base.optim, lr=GIVEN_WEIGHTS_LR)
-    config = dataclasses.replace(
-        base, seq=folder.max_position, model=folder.model, optim=optim, run=named
-    )
+    folder = huggingface.HuggingFaceFolder(source)
+    named = {"name": run.resolve().name, "dir": str(run)}
+    base = compose.compose().changed(optim={"lr": GIVEN_WEIGHTS_LR}, run=named)
+    config = dataclasses.replace(base, seq=folder.max_position, model=folder.model)
     created = run_dir.create(config, [])
     try:
-        weights = {name: folder.read(name).float() for name in parameter_shapes(folder.model)}
-        write_model_state(created.checkpoints, 0, weights)
+        weights = {
+            name: folder.read(name).float() for name in huggingface.parameter_shapes(folder.model)
+        }
+        checkpointer.write_model_state(created.checkpoints, 0, weights)
         _copy_tokenizer(source, created.path / TOKENIZER)
     except BaseException:
         created.discard()
@@ -113,29 +101,30 @@ def export_checkpoint(
             model, or `target` cannot be written.
         RunError: the disk of `target` is full or fails.
     """
-    require_new_folder(target)
+    huggingface.require_new_folder(target)
     source = find_source(source)
     run = _run_of(source)
     config = resolved_file.load(run / RESOLVED)
-    files, remark = (
-        tokenizer_of_run(config, run) if tokenizer is None else (of_folder(tokenizer), "")
-    )
+    named = None if tokenizer is None else of_folder(tokenizer)
+    files, remark = tokenizer_of_run(config, run) if named is None else (named, "")
     # Before reading weights, refuse shapes that the model family does not support.
     config_json(config.model, rope_factor=1.0, seq=config.seq, dtype="float32")
     try:
-        step, weights = load_model_state(source, report)
-    except CheckpointError as error:
+        step, weights = checkpointer.load_model_state(source, report)
+    except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    expected, by = parameter_shapes(config.model), str(run / RESOLVED)
-    if problems := parameter_problems(shapes, expected, where=lambda _: source, expected_by=by):
+    expected, by = huggingface.parameter_shapes(config.model), str(run / RESOLVED)
+    if problems := huggingface.parameter_problems(
+        shapes, expected, where=lambda _: source, expected_by=by
+    ):
         raise ConfigError(*problems)
 
     def read(names: Sequence[str]) -> dict[str, Tensor]:
         return {name: weights.pop(name) for name in names}
 
     factor = rope_factor(config.model.rope, config.seq)
-    write_folder(
+    huggingface.write_folder(
         target, config.model, read, rope_factor=factor, seq=config.seq, dtype=dtype, tokenizer=files
     )
     return Exported(config, step, remark or f"tokenizer: {files.name}" if files else remark)
@@ -253,8 +242,8 @@ def find_source(source: Path) -> Path:
         source = run_dir.RUNS / source
     _run_of(source)
     try:
-        checkpoints_of(source)
-    except CheckpointError as error:
+        checkpointer.checkpoints_of(source)
+    except checkpointer.CheckpointError as error:
         raise ConfigError(*str(error).splitlines()) from error
     return source
 

@@ -18,21 +18,12 @@ from mtrain_cli.parallel.activation_offload import layers_on_host
 from mtrain_cli.sparsity.pattern import display_name
 from mtrain_cli.sparsity.pattern_registry import make_pattern
 from mtrain_cli.sparsity.pattern_remarks import computes_everything, remarks
-from mtrain_cli.training import initial_weights
+from mtrain_cli.training import initial_weights, run_plan
 from mtrain_cli.training.flops import peak_flops
 from mtrain_cli.training.memory import GIB
 from mtrain_cli.training.memory_search import duration, longest_seq, refusal, search
 from mtrain_cli.training.resolution import compiles
-from mtrain_cli.training.run_plan import (
-    FITS,
-    KEPT,
-    SHORTEST_SEQ,
-    USABLE,
-    RunPlan,
-    make_plan,
-    needed_here,
-    size,
-)
+from mtrain_cli.training.run_plan import RunPlan, size
 
 # Memory of common GPUs in GiB, as CUDA reports it, smallest first. A plan for absent GPUs names the
 # smallest one that it fits.
@@ -47,7 +38,7 @@ USUAL_MFU = 0.4  # MFU of a well-tuned dense run, for the step time that a plan 
 
 def dry_run(config: Config) -> RenderableType:
     """Plan a run and render the plan, for terminals of at least 80 columns."""
-    return render(make_plan(config))
+    return render(run_plan.make_plan(config))
 
 
 def render(plan: RunPlan) -> RenderableType:
@@ -126,8 +117,8 @@ def verdict(plan: RunPlan) -> list[RenderableType]:
         return [Text(line, style="red") for line in lines]
     requested = plan.requested.train.keep_mlp if plan.requested is not None else True
     chosen = plan.search is not None and plan.config.train.keep_mlp and not requested
-    kept = f"; {KEPT}" if chosen else ""
-    return [*_gpu_verdict(plan), Text(f"{FITS}{kept}.", style="dim")]
+    kept = f"; {run_plan.KEPT}" if chosen else ""
+    return [*_gpu_verdict(plan), Text(f"{run_plan.FITS}{kept}.", style="dim")]
 
 
 def fits(plan: RunPlan) -> bool:
@@ -143,8 +134,7 @@ def _gpu_verdict(plan: RunPlan) -> list[RenderableType]:
         found = search(plan) if plan.search is None else plan.search
         lines.append(Text(f"Does not fit: {refusal(plan, found)}.", style="red"))
     if plan.search is None:
-        train = dataclasses.replace(plan.config.train, memory="auto")
-        config = dataclasses.replace(plan.config, train=train)
+        config = plan.config.changed(train={"memory": "auto"})
         automatic = _longest(dataclasses.replace(plan, config=config))
         on = f"on {plan.gpu_name}" if plan.elsewhere else "here"
         lengths = f"{_longest(plan)} with these settings, {automatic} with train.memory=auto"
@@ -238,11 +228,8 @@ def totals_by_recomputation(plan: RunPlan) -> dict[str, int]:
     totals = {}
     for kind in CHECKPOINTS:
         offload = plan.config.train.offload_activations if kind != "none" else False
-        train = dataclasses.replace(
-            plan.config.train, activation_checkpoint=kind, offload_activations=offload
-        )
-        other = plan.estimate(dataclasses.replace(plan.config, train=train))
-        totals[kind] = plan.device_bytes(other)
+        train = {"activation_checkpoint": kind, "offload_activations": offload}
+        totals[kind] = plan.device_bytes(plan.estimate(plan.config.changed(train=train)))
     return totals
 
 
@@ -262,7 +249,8 @@ def describe_fit(plan: RunPlan) -> Text:
         share = plan.memory.total / plan.capacity
         of = f"{size(plan.capacity)} of {plan.gpu or 'a GPU'}"
         return Text(f"{word}: {share:.0%} of the {of}", style=style)
-    large_enough = [name for name, gib in GPU_MEMORY if plan.memory.total <= USABLE * gib * GIB]
+    total = plan.memory.total
+    large_enough = [name for name, gib in GPU_MEMORY if total <= run_plan.USABLE * gib * GIB]
     if not large_enough:
         return Text("fits no current GPU", style="red")
     if not plan.has_room_for(plan.memory, float("inf")):
@@ -286,8 +274,8 @@ def advice(plan: RunPlan) -> str:
     given = plan.config.topology.workers
     gpus = given if isinstance(given, int) and workers > 1 else 8
     elsewhere = f"To plan for {gpus} GPUs instead, add topology.device=cuda topology.workers={gpus}"
-    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)} {needed_here(plan)}"
-    return f"{need}; {would}. {elsewhere}."
+    need = f"{workers} worker{'s' * (workers > 1)} need{'s' * (workers == 1)}"
+    return f"{need} {run_plan.needed_here(plan)}; {would}. {elsewhere}."
 
 
 def _fewer_workers(plan: RunPlan) -> int | None:
@@ -297,9 +285,8 @@ def _fewer_workers(plan: RunPlan) -> int | None:
     """
     workers = plan.dims.workers // 2
     while workers:
-        topology = dataclasses.replace(plan.config.topology, workers=workers)
         with contextlib.suppress(ConfigError):
-            if plan.replan(dataclasses.replace(plan.config, topology=topology)).fits:
+            if plan.replan(plan.config.changed(topology={"workers": workers})).fits:
                 return workers
         workers //= 2
     return None
@@ -311,7 +298,7 @@ def _longest_seq(plan: RunPlan) -> int | None:
     It is the planned length, halved until it fits.
     """
     seq = plan.config.seq // 2
-    while seq >= SHORTEST_SEQ:
+    while seq >= run_plan.SHORTEST_SEQ:
         if plan.replan(dataclasses.replace(plan.config, seq=seq)).fits:
             return seq
         seq //= 2

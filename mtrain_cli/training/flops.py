@@ -203,9 +203,8 @@ def flops_per_token(
     count = parameters(model)
     allowed = causal_pairs(seq) if pairs is None else pairs
     heads = model.num_layers * model.num_heads * model.head_dim
-    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp) + (
-        count.embedding if recomputed_logits else 0
-    )
+    again = recomputed_matmul(model, recomputed=recomputed, tiled=tiled, keep_mlp=keep_mlp)
+    again += count.embedding if recomputed_logits else 0
     products = 14 + 4 * pairs_again
     return FlopsPerToken(
         model=6 * count.matmul + 12 * heads * allowed / seq,

@@ -67,9 +67,8 @@ def local_index_sums(records: list[IndexRecord], layers: int, device: torch.devi
         sums.index_add_(0, to_device(places, device), torch.stack(lines).sum((1, 2)))
     means = sums.double() / heads
     means[:layers] *= workers
-    return torch.nn.functional.pad(
-        means, (0, 1), value=sum(len(record.counts.pairs) for record in records) / layers
-    )
+    sequences = sum(len(record.counts.pairs) for record in records) / layers
+    return torch.nn.functional.pad(means, (0, 1), value=sequences)
 
 
 def index_metrics(total: list[float], records: list[IndexRecord], seq: int) -> IndexMetrics:

@@ -43,11 +43,8 @@ def _rotary_differences(config: Config, theirs: RopeConfig, reach: int) -> list[
     if ours.scaling != "none":
         factor = show(rope_factor(ours, config.seq))
         if ours.scaling != theirs.scaling:
-            pairs[1] = (
-                "scaling",
-                f"{ours.scaling} by {factor} from {format_size(ours.original_max_position)}",
-                theirs.scaling,
-            )
+            shown = f"{ours.scaling} by {factor} from {format_size(ours.original_max_position)}"
+            pairs[1] = ("scaling", shown, theirs.scaling)
         else:
             first, last = (format_size(rope.original_max_position) for rope in (ours, theirs))
             pairs += [
@@ -76,11 +73,9 @@ def _beyond_reach(config: Config, reach: int) -> list[str]:
         reach = round(rope_factor(rope, config.seq) * rope.original_max_position)
     if config.seq <= reach:
         return []
-    remedy = (
-        "Set model.rope.factor=auto"
-        if rope.scaling == "yarn"
-        else "Set model.rope.scaling=yarn or a larger model.rope.theta"
-    )
+    remedy = "Set model.rope.scaling=yarn or a larger model.rope.theta"
+    if rope.scaling == "yarn":
+        remedy = "Set model.rope.factor=auto"
     return [
         f"seq={format_size(config.seq)} exceeds the {format_size(reach)} tokens that the model's "
         f"rotary positions cover. {remedy}."

@@ -64,11 +64,9 @@ class LayerMemory:
         self.first_with_products = model.num_layers - keeping
         # Backward recomputes attention for the first `early` of a worker's queries.
         self.queries = layout.tokens_per_worker * attention.exchange.heads
-        self.early = (
-            early_queries(self.queries, attention_kept(train), config.sparsity.block)
-            if self.recomputes
-            else 0
-        )
+        self.early = 0
+        if self.recomputes:
+            self.early = early_queries(self.queries, attention_kept(train), config.sparsity.block)
 
     @property
     def products(self) -> int:
@@ -116,11 +114,8 @@ class LayerMemory:
         """
         recomputed = self._recomputed() if self.recomputes else 0
         gate = BackwardBytes(self._at_gate(products) + recomputed, self.attention.pool, 0)
-        attention = BackwardBytes(
-            self.hidden + self.out + recomputed,
-            self.attention.in_backward(),
-            self._freed_before_attention(products),
-        )
+        kept, freed = self.hidden + self.out + recomputed, self._freed_before_attention(products)
+        attention = BackwardBytes(kept, self.attention.in_backward(), freed)
         return max(gate, attention, key=lambda at: at.layer + at.exchange - at.freed)
 
     def _recomputed(self) -> int:

@@ -119,9 +119,8 @@ class MemorySearch:
             reason = f"{duration(setting.seconds)} per step"
             if not setting.fits:
                 reason += f", but needs {_gib(memory.total)}"
-                reason += (
-                    f" and {_gib(memory.host_peak)} of host memory" if memory.host_peak else ""
-                )
+                if memory.host_peak:
+                    reason += f" and {_gib(memory.host_peak)} of host memory"
             rows[kind] = (_label(setting.config, self.chosen.config), reason)
         return list(rows.values())
 
@@ -352,7 +351,7 @@ def _other_exchange(plan: RunPlan) -> str | None:
         candidates.append({"circulates": "auto"})
     for change in candidates:
         with contextlib.suppress(ConfigError):
-            if _can_fit(plan.replan(replace(config, topology=replace(config.topology, **change)))):
+            if _can_fit(plan.replan(config.changed(topology=change))):
                 return " ".join(f"topology.{key}={value}" for key, value in change.items())
     return None
 
@@ -406,9 +405,8 @@ def _fewest_workers(plan: RunPlan, most: int = 1024) -> int | None:
         return None
     workers = 2 * environment.dims.workers
     while workers <= most:
-        topology = replace(config.topology, workers=workers)
         try:
-            other = plan.replan(replace(config, topology=topology))
+            other = plan.replan(config.changed(topology={"workers": workers}))
         except ConfigError:
             return None
         if _can_fit(other):
@@ -449,8 +447,7 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
     for key, value in changes.items():
         group, _, name = key.partition(".")
         groups.setdefault(group, {})[name] = value
-    changed = {group: replace(getattr(config, group), **new) for group, new in groups.items()}
-    return replace(config, **changed)
+    return config.changed(**groups)
 
 
 def _overrides(changes: dict[str, Any]) -> str:

@@ -192,11 +192,8 @@ class LearningRateSchedule:
 
     def describe(self, steps: int) -> str:
         """Describe the schedule of a run of `steps` steps, counting steps from 1."""
-        warm = (
-            f"warm up over {self.warmup} steps to a peak of {self.peak:.2e}"
-            if self.warmup
-            else f"start at a peak of {self.peak:.2e}"
-        )
+        warm = f"warm up over {self.warmup} steps to" if self.warmup else "start at"
+        warm += f" a peak of {self.peak:.2e}"
         first = f", from step {self.begin + 1}" if self.begin else ""
         last = self.rate(steps - 1)
         if steps - self.begin < self.warmup:

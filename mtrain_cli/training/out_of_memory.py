@@ -48,12 +48,8 @@ _OUT_OF_MEMORY = re.compile(
 # Shares of a GPU's memory above which the error reports:
 _OTHER_PROCESSES = 0.05  # memory outside the allocator
 _GAPS = 0.1  # unused memory that the allocator holds
-PARAMETERS, GRADIENTS, OPTIMIZER, GATHERED = (
-    "parameters",
-    "gradients",
-    "optimizer states",
-    "gathered weights",
-)
+PARAMETERS, GRADIENTS = "parameters", "gradients"
+OPTIMIZER, GATHERED = "optimizer states", "gathered weights"
 ACTIVATIONS, LOGITS, REST = "activations", "logits", "other"
 
 
@@ -128,10 +124,8 @@ def explain_out_of_memory(
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error reports a failed allocation."""
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or _OUT_OF_MEMORY.search(str(error)) is not None
-    )
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or _OUT_OF_MEMORY.search(str(error)) is not None
 
 
 def _explain(error: BaseException, context: RunContext, run: RunDir) -> str:
@@ -268,19 +262,13 @@ def failure_location(error: BaseException) -> str:
         backward = backward or name in ("backward", "_engine_run_backward")
         module = _layer_in(frame)
         # In backward, only `ctx` of `feed_forward` knows the layer.
-        layer = (
-            module.index
-            if module is not None
-            else getattr(frame.f_locals.get("ctx"), "layer", layer)
-        )
+        layer = getattr(frame.f_locals.get("ctx"), "layer", layer)
+        layer = layer if module is None else module.index
         part = _part(file, name) or part
     here = progress_record.own_activity()
-    step = (
-        f"in training step {here.training_step}"
-        if here is not None and here.training_step
-        else "before the first training step"
-    )
-    parts = [step]
+    parts = ["before the first training step"]
+    if here is not None and here.training_step:
+        parts = [f"in training step {here.training_step}"]
     if layer is not None:
         direction = "backward" if backward else "forward"
         parts.append(f"{direction} of layer {layer}{f' ({part})' if part else ''}")
@@ -409,7 +397,7 @@ def _variables(error: BaseException) -> Iterator[tuple[int, str]]:
         if frame is own:
             continue
         layer = _layer_in(frame)
-        where = frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name
+        where = frame.f_code.co_qualname
         for name, value in list(frame.f_locals.items()):
             for tensor in _members(value):
                 with contextlib.suppress(RuntimeError, NotImplementedError):
@@ -436,12 +424,10 @@ class _ShapeNames:
 
     def __init__(self, context: RunContext) -> None:
         model, train = context.config.model, context.config.train
-        tokens = (
-            context.trainer.choices.layout.tokens_per_worker
-            if context.trainer is not None
-            else context.config.seq
-        )
-        e = context.trainer.choices.dtype.itemsize if context.trainer is not None else 4
+        tokens, e = context.config.seq, 4
+        if context.trainer is not None:
+            choices = context.trainer.choices
+            tokens, e = choices.layout.tokens_per_worker, choices.dtype.itemsize
         rows = tokens * train.micro_batch
         self._tokens = {tokens, rows}
         self._vocabulary = model.vocab_size

@@ -141,16 +141,8 @@ def resolve_run(config: Config, environment: Environment) -> ResolvedRun:
     exchange = choose_exchange(
         config.topology, exchange_needs(config, environment, layout, dtype, kernel, memory)
     )
-    return ResolvedRun(
-        layout,
-        exchange,
-        kernel,
-        kernel_reason,
-        dtype,
-        compiles(config, environment.device),
-        pattern,
-        dense_kernel,
-    )
+    kernels, compiled = (kernel, kernel_reason), compiles(config, environment.device)
+    return ResolvedRun(layout, exchange, *kernels, dtype, compiled, pattern, dense_kernel)
 
 
 def require_cpu_kernel(config: Config) -> None:

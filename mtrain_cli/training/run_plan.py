@@ -27,6 +27,7 @@ from mtrain_cli.parallel.lowering import Traits, lower
 from mtrain_cli.parallel.program import Recompute, ShardSizes
 from mtrain_cli.parallel.schedule import make_schedule
 from mtrain_cli.sparsity.pattern_registry import make_pattern
+from mtrain_cli.training import memory_search, resolution
 from mtrain_cli.training.flops import (
     FlopsPerToken,
     ParameterCount,
@@ -35,25 +36,7 @@ from mtrain_cli.training.flops import (
     training_flops,
 )
 from mtrain_cli.training.memory import GIB, MemoryEstimate, estimate_memory
-from mtrain_cli.training.memory_search import (
-    ROOMY,
-    MemorySearch,
-    MemorySetting,
-    nearest_to_fitting,
-    refusal,
-    search,
-)
-from mtrain_cli.training.resolution import (
-    compute_dtype,
-    dense_kernel_asked,
-    dense_steps_named,
-    exchange_needs,
-    given_host_memory,
-    given_memory,
-    kernel_request,
-    resolve_run,
-    run_layout,
-)
+from mtrain_cli.training.memory_search import MemorySearch, MemorySetting
 from mtrain_cli.training.state_memory import StateMemory
 
 if TYPE_CHECKING:
@@ -72,7 +55,7 @@ FITS = (
     "host's; gaps and other processes take the rest"
 )
 # How `train.memory=auto` chooses train.keep_mlp.
-KEPT = f"train.keep_mlp was chosen to leave {1 - ROOMY:.0%} of a GPU free"
+KEPT = f"train.keep_mlp was chosen to leave {1 - memory_search.ROOMY:.0%} of a GPU free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +84,6 @@ class RunPlan:
     dtype: name of the compute dtype.
     gpu: name of the GPUs. None on a CPU or if nothing says which GPUs to plan for.
     capacity: memory of one GPU in bytes. None if unknown.
-    memory: estimated memory of one worker.
     dense_kernel: name of the kernel for the dense first steps of a sparse run, and why it was
         chosen. None without such steps.
     machine: which machine the plan is for, and why.
@@ -119,15 +101,19 @@ class RunPlan:
     kernel: str
     kernel_reason: str
     dtype: str
-    gpu: str | None
-    capacity: int | None
-    memory: MemoryEstimate
+    gpu: str | None = None
+    capacity: int | None = None
     dense_kernel: tuple[str, str] | None = None
     machine: str = ""
     elsewhere: bool = False
     host_share: int = round(USABLE_HOST * ASSUMED_HOST_BYTES)
     search: MemorySearch | None = None
     requested: Config | None = None
+
+    @functools.cached_property
+    def memory(self) -> MemoryEstimate:
+        """Estimated memory of one worker."""
+        return self.estimate(self.config)
 
     @property
     def dims(self) -> ParallelDims:
@@ -175,24 +161,16 @@ class RunPlan:
         gathers once are not counted.
         """
         model, train, layout = self.config.model, self.config.train, self.layout
-        sizes = ShardSizes(
-            layout.tokens_per_worker * train.micro_batch,
-            model.num_heads,
-            model.num_kv_heads,
-            model.head_dim,
-            self.dtype_bytes,
-        )
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
+        sizes = ShardSizes(layout.tokens_per_worker * train.micro_batch, *heads, self.dtype_bytes)
         schedule = make_schedule(self.exchange.name, self.exchange.options(layout.workers))
         traits = Traits(make_kernel(self.kernel).needs_out)
         forward, backward = (lower(schedule, 0, backward=b, traits=traits) for b in (False, True))
         again = forward.recomputed(self.recompute)
         states = StateMemory(self.config, self.dims.workers, self.micro_batches, self.dtype_bytes)
-        return ReceivedBytes(
-            forward=int(forward.sent(sizes)),
-            backward=int(backward.sent(sizes)) + int(again.sent(sizes)),
-            weights=states.sent(),
-            host=states.over_host_link(),
-        )
+        weights, host = states.sent(), states.over_host_link()
+        sent, *sent_back = (int(program.sent(sizes)) for program in (forward, backward, again))
+        return ReceivedBytes(forward=sent, backward=sum(sent_back), weights=weights, host=host)
 
     @property
     def gpu_name(self) -> str:
@@ -255,8 +233,7 @@ class RunPlan:
         """
         workers, device = config.topology.workers, self.environment.device
         workers = workers if isinstance(workers, int) else self.dims.workers
-        topology = dataclasses.replace(config.topology, device=device, workers=workers)
-        config = dataclasses.replace(config, topology=topology)
+        config = config.changed(topology={"device": device, "workers": workers})
         return _plan_elsewhere(config, "") if self.elsewhere else _plan_here(config)
 
     @property
@@ -291,14 +268,14 @@ def make_plan(config: Config) -> RunPlan:
 
 def with_auto_memory(plan: RunPlan) -> RunPlan:
     """Apply `train.memory=auto`: the fastest setting that fits, or the one closest to fitting."""
-    result = search(plan)
-    setting = result.chosen or nearest_to_fitting(plan, result.settings)
+    result = memory_search.search(plan)
+    setting = result.chosen or memory_search.nearest_to_fitting(plan, result.settings)
     return dataclasses.replace(with_setting(plan, setting), search=result, requested=plan.config)
 
 
 def with_setting(plan: RunPlan, setting: MemorySetting) -> RunPlan:
     """Return the plan with another memory setting."""
-    return dataclasses.replace(plan, config=setting.config, memory=setting.memory)
+    return dataclasses.replace(plan, config=setting.config)
 
 
 def _manual_plan(config: Config) -> RunPlan:
@@ -318,7 +295,7 @@ def _plan_here(config: Config) -> RunPlan:
     environment = resolve_environment(config, planning=True)
     # Plan for this machine's first GPU, whatever rank this process has.
     first = dataclasses.replace(environment, rank=0, local_rank=0)
-    plan = plan_resolved(config, environment, resolve_run(config, first))
+    plan = plan_resolved(config, environment, resolution.resolve_run(config, first))
     return dataclasses.replace(plan, machine=_machine_here(plan))
 
 
@@ -361,8 +338,10 @@ def plan_resolved(config: Config, environment: Environment, choices: ResolvedRun
         plan = dataclasses.replace(
             plan,
             gpu=properties.name,
-            capacity=given_memory(config) or properties.total_memory,
-            host_share=round(USABLE_HOST * (given_host_memory(config) or host_memory() / sharing)),
+            capacity=resolution.given_memory(config) or properties.total_memory,
+            host_share=round(
+                USABLE_HOST * (resolution.given_host_memory(config) or host_memory() / sharing)
+            ),
         )
     if choices.dense_kernel is None:
         return plan
@@ -393,25 +372,19 @@ def _plan_elsewhere(config: Config, why: str) -> RunPlan:
     else:
         cluster = _described(name)
         config = dataclasses.replace(config, topology=_filled(config.topology, cluster))
-        gpu, capability, of = (
-            cluster.gpu.name,
-            cluster.gpu.capability,
-            f" of topology.cluster={name}",
-        )
+        gpu, capability = cluster.gpu.name, cluster.gpu.capability
+        of = f" of topology.cluster={name}"
         memory, host = (
             round(constant.value * GIB) for constant in (cluster.gpu.hbm_gib, cluster.gpu.host_gib)
         )
-    plan = _plan_gpus(config, gpu, capability, given_memory(config) or memory, host, None)
+    memory = resolution.given_memory(config) or memory
+    plan = _plan_gpus(config, gpu, capability, memory, host, None)
     dense_kernel = None
     if config.sparsity.dense_steps:
-        with dense_steps_named(config):
+        asked, dtype = resolution.dense_kernel_asked(config), getattr(torch, plan.dtype)
+        with resolution.dense_steps_named(config):
             dense_kernel = _kernel_elsewhere(
-                plan.config,
-                getattr(torch, plan.dtype),
-                dense_kernel_asked(config),
-                None,
-                capability,
-                plan.gpu_name,
+                plan.config, dtype, asked, None, capability, plan.gpu_name
             )
     machine = f"assumed {plan.gpu_name} GPUs{of}: {why}"
     return dataclasses.replace(plan, dense_kernel=dense_kernel, machine=machine, elsewhere=True)
@@ -489,23 +462,25 @@ def _plan_gpus(
         gpu: None for `ASSUMED_GPU`.
         capacity: None for the memory of `ASSUMED_GPU`.
     """
-    topology = dataclasses.replace(config.topology, device="cuda")
-    config = dataclasses.replace(config, topology=topology)
+    config = config.changed(topology={"device": "cuda"})
     environment = resolve_environment(config, planning=True)
-    layout, dtype = run_layout(config, environment.dims.cp), compute_dtype(config, "cuda")
+    layout = resolution.run_layout(config, environment.dims.cp)
+    dtype = resolution.compute_dtype(config, "cuda")
     pattern = make_pattern(config.sparsity, config.seed)
     index = None if pattern is None else pattern.request()
     choice = _kernel_elsewhere(
         config, dtype, kernel or config.train.kernel, index, capability, gpu or ASSUMED_GPU
     )
     memory = capacity or ASSUMED_GPU_BYTES
-    needs = exchange_needs(config, environment, layout, dtype, make_kernel(choice[0]), memory)
+    needs = resolution.exchange_needs(
+        config, environment, layout, dtype, make_kernel(choice[0]), memory
+    )
     exchange = choose_exchange(config.topology, needs)
     return dataclasses.replace(
         _complete(config, environment, layout, exchange, choice, dtype),
         gpu=gpu,
         capacity=capacity,
-        host_share=round(USABLE_HOST * (given_host_memory(config) or host)),
+        host_share=round(USABLE_HOST * (resolution.given_host_memory(config) or host)),
     )
 
 
@@ -521,7 +496,9 @@ def _kernel_elsewhere(
 
     Assumes that all packages are installed.
     """
-    request = dataclasses.replace(kernel_request(config, "cuda", dtype, capability), index=index)
+    request = dataclasses.replace(
+        resolution.kernel_request(config, "cuda", dtype, capability), index=index
+    )
     possible = [
         name for name, reason in survey(request) if reason is None or "not installed" in reason
     ]
@@ -547,16 +524,7 @@ def _complete(
     kernel: tuple[str, str],
     dtype: torch.dtype,
 ) -> RunPlan:
-    """Return a plan with its memory estimate, but without the name and memory of the GPU."""
-    memory = estimate_memory(
-        config,
-        workers=environment.dims.workers,
-        layout=layout,
-        exchange=exchange,
-        kernel=kernel[0],
-        dtype_bytes=dtype.itemsize,
-        cuda=environment.device == "cuda",
-    )
+    """Return a plan without the name and memory of the GPU."""
     return RunPlan(
         config=config,
         environment=environment,
@@ -565,9 +533,6 @@ def _complete(
         kernel=kernel[0],
         kernel_reason=kernel[1],
         dtype=str(dtype).removeprefix("torch."),
-        gpu=None,
-        capacity=None,
-        memory=memory,
     )
 
 
@@ -578,9 +543,9 @@ def require_fit(plan: RunPlan) -> None:
         ConfigError: the run does not fit. The message is one line that says what would fit.
     """
     if plan.search is not None and plan.search.chosen is None:
-        raise ConfigError(refusal(plan, plan.search))
+        raise ConfigError(memory_search.refusal(plan, plan.search))
     if plan.environment.device == "cuda" and not plan.has_room_for(plan.memory, CERTAIN):
-        raise ConfigError(refusal(plan, search(plan)))
+        raise ConfigError(memory_search.refusal(plan, memory_search.search(plan)))
 
 
 def size(number: int) -> str:

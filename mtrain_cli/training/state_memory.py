@@ -77,11 +77,8 @@ class StateMemory:
         if not self.offload:
             return 0
         two_units = 2 * max(self.layer_shard, self.root_shard)
-        return (
-            12 * self.shard
-            + 4 * (self.shard if self.gradients_leave else two_units)
-            + self.e * two_units
-        )
+        gradients = 4 * (self.shard if self.gradients_leave else two_units)
+        return 12 * self.shard + gradients + self.e * two_units
 
     @property
     def saving(self) -> int:

@@ -14,11 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 
 from mtrain_cli.attention.mask import MaskRule
 from mtrain_cli.config.schema import Config, ConfigError
@@ -39,7 +35,7 @@ from mtrain_cli.parallel.activation_offload import ActivationOffload
 from mtrain_cli.parallel.collectives import all_gather, share
 from mtrain_cli.parallel.context_attention import IndexRecord
 from mtrain_cli.parallel.exchange import Exchange
-from mtrain_cli.parallel.exchange_registry import make_exchange
+from mtrain_cli.parallel.exchange_registry import make_chosen_exchange
 from mtrain_cli.parallel.fsdp import begin_micro_batch
 from mtrain_cli.parallel.mesh import make_context_group, make_parameter_mesh
 from mtrain_cli.parallel.recording import Recorder
@@ -56,11 +52,7 @@ from mtrain_cli.training.index_metrics import (
     index_records,
     local_index_sums,
 )
-from mtrain_cli.training.optimizer import (
-    DeviceOptimizer,
-    LearningRateSchedule,
-    set_hyperparameters,
-)
+from mtrain_cli.training.optimizer import DeviceOptimizer, LearningRateSchedule, set_hyperparameters
 from mtrain_cli.training.optimizer_offload import OffloadedOptimizer
 from mtrain_cli.training.resolution import ResolvedRun, resolve_run
 from mtrain_cli.training.run_plan import (
@@ -180,15 +172,7 @@ class Trainer:
             heads=choice.heads,
             channels=choice.channels,
         )
-        return make_exchange(
-            choice.name,
-            self.choices.layout,
-            group,
-            chunks=choice.chunks,
-            prefetch=choice.prefetch,
-            circulates=choice.circulates,
-            shared_columns=choice.shared_columns,
-        )
+        return make_chosen_exchange(choice, self.choices.layout, group)
 
     def _make_data(self) -> None:
         config, environment = self.config, self.environment
@@ -521,7 +505,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return everything that a checkpoint holds. Parameters and optimizer states are shards."""
         fresh = not self.optimizer.state
-        model, optimizer = get_state_dict(self.states.masters, self.optimizer)
+        model, optimizer = state_dict.get_state_dict(self.states.masters, self.optimizer)
         if fresh:
             # PyTorch creates the states by a step without gradients. That step must not count in
             # the bias correction of the first real step.
@@ -543,12 +527,12 @@ class Trainer:
         if checkpointer.holds_only_weights():
             weights = {"model": self.state()["model"]}
             checkpointer.load(weights)
-            set_model_state_dict(self.states.masters, weights["model"])
+            state_dict.set_model_state_dict(self.states.masters, weights["model"])
             self.states.send()
             return
         state = self.state()
         checkpointer.load(state)
-        set_state_dict(
+        state_dict.set_state_dict(
             self.states.masters,
             self.optimizer,
             model_state_dict=state["model"],

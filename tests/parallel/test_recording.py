@@ -112,7 +112,7 @@ def test_every_moment_of_a_pass_is_in_exactly_one_span(name, heads, links, spars
                 away = 1 if direction == "forward" else -1
                 assert neighbours == {((rank - away) % 4, (rank + away) % 4)}
             scheduled = [s for s in mine if s.kind == "send" and s.message.payload != "columns"]
-            assert sum(s.message.sent for s in scheduled) == bytes_sent
+            assert sum(s.message.size for s in scheduled) == bytes_sent
             # Each message is sent and received once, and under way at least until it is waited for.
             assert len(scheduled) == sum(
                 s.kind == "receive" and s.message.payload != "columns" for s in mine

@@ -29,7 +29,7 @@ def span(
 
 
 def hop(to: int, source: int, number: int = 0, shard: int = 0, leaving: int = 0) -> MessageTag:
-    return MessageTag("inner", "kv", shard, leaving, to, source, 100, 200, number)
+    return MessageTag("inner", "kv", shard, leaving, to, source, 100, number)
 
 
 def waits(*ranks: list[Span], offsets: tuple[float, ...] = ()) -> list[tuple[int, float]]:
@@ -158,7 +158,7 @@ def test_rows_hold_messages_and_work():
     words = {name: [options[code] for code in rows[name]] for name, options in WORDS.items()}
     sent, received = rows[words["phase"].index("send")], rows[words["phase"].index("receive")]
     assert (sent["peer"], sent["shard"], sent["bytes"]) == (1, 0, 100)
-    assert (received["peer"], received["shard"], received["bytes"]) == (2, 2, 200)
+    assert (received["peer"], received["shard"], received["bytes"]) == (2, 2, 100)
     computed = [i for i, phase in enumerate(words["phase"]) if phase in ("attention", "columns")]
     # Single columns count with their first kernel.
     assert [int(rows["pairs"][i]) for i in computed] == [11, 66, 0, 22, 22, 44]
