@@ -94,7 +94,7 @@ def test_the_best_is_the_fastest_that_fits():
     )
     said = "; ".join(reasons(found.best, found.ranked[1]))
     assert "memory" in said
-    assert "of 28.5 usable" in said
+    assert "of 28.5 GiB usable" in said
 
 
 def test_each_plan_is_predicted_with_the_attention_that_it_recomputes():
