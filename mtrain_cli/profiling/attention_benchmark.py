@@ -63,7 +63,7 @@ def _measure(
     progress: MeasurementProgress,
     first_part: int,
 ) -> bool:
-    """Record all samples of the cases of one sequence length. Return whether a stop was requested.
+    """Record all samples of cases with equal sequence length. Return whether a stop was requested.
 
     Each sample runs every case twice, with and without recording.
 
@@ -116,7 +116,7 @@ class _Inputs:
     def time_passes(
         self, attend: Callable[..., torch.Tensor], recorder: Recorder
     ) -> tuple[float, float]:
-        """Return this worker's seconds of the forward and the backward pass."""
+        """Return this worker's times of the (forward, backward) pass in seconds."""
         began = recorder.now()
         out = attend(*self.qkv)
         between = recorder.now()
@@ -127,10 +127,10 @@ class _Inputs:
 
 @dataclass
 class _Attention:
-    """One layer's attention under one case, on this worker.
+    """One layer's attention in one case, on this worker.
 
-    times: (forward, backward) seconds of each iteration without recording.
-    estimated: indices that the latest iteration estimated, by layer. None for dense attention.
+    times: (forward, backward) times in seconds of each iteration without recording.
+    estimated: indices that the latest iteration estimated, by layer; None for dense attention.
     """
 
     case: MeasurementCase
@@ -146,8 +146,8 @@ class _Attention:
     ) -> _Attention:
         """Build the attention of a case.
 
-        inputs: random tensors by (layout, padded length). Cases of equal layout and length share
-            them. The call adds tensors that are missing.
+        inputs: random tensors by (layout, padded length). Cases with equal layout and length share
+            their tensors. The call adds missing tensors.
         """
         layout, choices = case.choices.layout, case.choices
         mask = MaskRule.of(case.config.data)(None, case.config.seq, layout.padded_seq)
@@ -167,7 +167,7 @@ class _Attention:
             recorded: whether to record the spans of the passes.
 
         Returns:
-            This worker's seconds of (forward, backward).
+            This worker's (forward, backward) times in seconds.
         """
         batch = self.attend.for_next_batch().with_kept_indices()
         recorder = self.bench.collector.recorder
@@ -183,16 +183,16 @@ class _Attention:
 
 
 def _heads(config: Config) -> tuple[int, ...]:
-    """Return the number of heads of q, k, v and dout."""
+    """Return the numbers of heads of (q, k, v, dout)."""
     model = config.model
     return model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads
 
 
 def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
-    """Yield q, k, v and dout of this worker, random, each [batch, tokens, heads, head_dim].
+    """Yield this worker's random q, k, v and dout, each [batch, tokens, heads, head_dim].
 
-    All workers of a context group draw the same whole sequences, and each keeps its own tokens. So
-    all layouts compute the same sequences.
+    All workers of a context group draw the same whole sequences, and each worker keeps its own
+    tokens. Cases with different layouts therefore compute the same sequences.
     """
     layout, config = case.choices.layout, case.config
     head_dim = config.model.head_dim
@@ -212,7 +212,7 @@ def _draw(case: MeasurementCase, bench: Bench) -> Iterator[torch.Tensor]:
 
 
 def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
-    """Time PyTorch's context parallelism on the same shapes, dense and in bfloat16."""
+    """Time PyTorch's context parallelism on the same shapes, with dense attention in bfloat16."""
     model, world = config.model, bench.environment.dims.cp
     call = torch_context_parallel(world, model.num_heads // model.num_kv_heads)
     generator = torch.Generator(bench.device).manual_seed(bench.environment.rank)
@@ -232,12 +232,12 @@ def _measure_peer(config: Config, bench: Bench, repeats: int) -> dict[str, Any]:
 
 
 def _medians(bench: Bench, times: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the median ms of forward and of backward, and the spread of forward + backward.
+    """Return the median times of forward and backward in ms, and the spread of their sum.
 
     The spread is (max - min) / median over iterations. An iteration takes as long as its slowest
     worker.
 
-    times: this worker's (forward, backward) seconds of each iteration.
+    times: this worker's (forward, backward) times of each iteration, in seconds.
     """
     ms = bench.slowest(times) * 1e3
     forward, backward = (float(median) for median in np.median(ms, 0))

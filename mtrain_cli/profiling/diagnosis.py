@@ -64,7 +64,7 @@ class DetectedGpu:
     """One GPU.
 
     memory_gib: total memory in GiB.
-    free_gib: memory in GiB that no process uses at the moment.
+    free_gib: memory that no process uses, in GiB.
     capability: compute capability, (major, minor).
     """
 
@@ -80,7 +80,7 @@ class DetectedLink:
     """The path from GPU ``a`` to GPU ``b``.
 
     kind: ``NV`` followed by the number of NVLinks, or a PCIe path class of nvidia-smi such as
-        ``PIX``. If nvidia-smi lists no paths: ``peer`` or ``no peer``.
+        ``PIX``. If nvidia-smi lists no paths, ``peer`` (direct access) or ``no peer``.
     """
 
     a: int
@@ -94,7 +94,7 @@ class Package:
 
     version: installed version; None if the package is not installed.
     extra: extra of mtrain that installs the package; None if mtrain always installs it.
-    purpose: feature that needs the package. Empty if mtrain as a whole needs it.
+    purpose: feature that needs the package; empty if all of mtrain needs it.
     """
 
     name: str
@@ -243,9 +243,9 @@ def parse_topology(text: str) -> list[DetectedLink]:
 
 
 def describe_links(links: list[DetectedLink]) -> list[str]:
-    """Return one line per kind of link, which lists the GPU pairs that it connects.
+    """Return one line per kind of link. A line lists the GPU pairs with this kind of link.
 
-    If all pairs have the same kind of link, the line says "every pair".
+    If all pairs have the same kind, the line says "every pair".
     """
     kinds: dict[str, list[str]] = {}
     for link in links:
@@ -260,10 +260,10 @@ def describe_links(links: list[DetectedLink]) -> list[str]:
 
 
 def _kernels(gpus: list[DetectedGpu]) -> list[KernelState]:
-    """Return which kernels can run a typical model: head_dim 128, 16 query heads, 2 KV heads.
+    """Return whether each kernel can run a typical model, for each compute capability and the CPU.
 
-    The dtype is bfloat16 on GPUs and float32 on the CPU. GPUs of the same compute capability share
-    an entry per kernel.
+    The model has head_dim 128, 16 query heads and 2 KV heads. The dtype is bfloat16 on GPUs and
+    float32 on the CPU.
     """
     requests = [
         KernelRequest("cuda", capability, "bfloat16", 128, 16, 2)
@@ -320,7 +320,7 @@ def _check_gloo() -> CheckResult:
 def _check_kernel(state: KernelState) -> CheckResult:
     """Run one small causal forward pass and compare its output with the float64 reference.
 
-    The check passes if the largest difference is within the rounding error of the dtype.
+    The check passes if the largest difference does not exceed the rounding error of the dtype.
     """
     name = f"kernel {state.name} on {state.device}"
     tokens, dtype = 256, getattr(torch, state.dtype)

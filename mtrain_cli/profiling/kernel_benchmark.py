@@ -1,6 +1,6 @@
-"""`mtrain profile kernels`: time this machine's attention kernels, dense and under fixed indices.
+"""`mtrain profile kernels`: time this machine's attention kernels, dense and with fixed indices.
 
-The result is a calibration file, from which the simulator predicts the time of kernel calls on
+The result is a calibration file. From this file, the simulator predicts the time of kernel calls on
 this device.
 """
 
@@ -36,9 +36,9 @@ SCHEMA = 1
 class KernelCase:
     """One shape to time.
 
-    seq: tokens of the sequence.
-    block: tokens of a block.
-    density: share of the causal block pairs that lie on slashes. None for dense attention.
+    seq: number of tokens in the sequence.
+    block: number of tokens in a block.
+    density: share of the causal block pairs that lie on slashes; None for dense attention.
     columns: number of single key columns per head.
     """
 
@@ -64,20 +64,22 @@ class KernelCase:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """Median times of one kernel on one case. Counts are sums over all heads.
+    """Median times of one kernel on one case. Numbers of pairs are sums over all heads.
 
-    pairs: query-key pairs to compute.
-    blocks: block pairs on slashes.
-    column_pairs: query-key pairs of single columns.
-    forward_ms, backward_ms: median milliseconds of a call.
-    forward_tflops, backward_tflops: TFLOP/s for `pairs`, by `work_counts.FLOP_PER_PAIR`.
-    forward_ratio, backward_ratio: time of dense attention in the same run / this time.
-    form: form of the call, one of the names in `simulation.calibration`. If it is None, the
-        calibration derives the form from the density.
+    pairs: number of query-key pairs to compute.
+    blocks: number of block pairs on slashes.
+    column_pairs: number of query-key pairs of single columns.
+    forward_ms, backward_ms: median time of a call in milliseconds.
+    forward_tflops, backward_tflops: throughput in TFLOP/s, from ``pairs`` and
+        `work_counts.FLOP_PER_PAIR`.
+    forward_ratio, backward_ratio: time of dense attention in the same run, divided by this time;
+        None without a dense time.
+    form: form of the call, one of the names in `simulation.calibration`; None to derive the form
+        from the density.
     workers: number of workers that share the sequence.
-    what: which call of a worker was timed (`profiling.worker_calls`); `whole` for the whole
-        sequence.
-    mask_pairs: query-key pairs that the mask allows.
+    what: name of the call that was timed for one worker (`profiling.worker_calls`); `whole` for a
+        call on the whole sequence.
+    mask_pairs: number of query-key pairs that the mask allows; None if not counted.
     skips: whether the kernel skips the pairs that the index leaves out.
     """
 
@@ -108,12 +110,12 @@ class KernelTime:
         dense: KernelTime | None = None,
         **more: Any,
     ) -> KernelTime:
-        """Return the times of a case, with the throughput and the ratios that follow from them.
+        """Return the times of a case, and compute its throughput and ratios.
 
         Args:
-            ms: milliseconds of (forward, backward).
-            counts: (pairs, blocks, column_pairs).
-            dense: times of dense attention in the same run, for the ratios.
+            ms: (forward, backward) times in milliseconds.
+            counts: numbers of (pairs, blocks, column_pairs).
+            dense: times of dense attention in the same run; None to compute no ratios.
             more: values of other fields.
         """
         (forward, backward), (pairs, blocks, column_pairs) = ms, counts
@@ -139,7 +141,7 @@ class KernelTime:
 class KernelBench:
     """The kernels to time, and the settings of the measurement.
 
-    names: kernels to time. If it is empty, all kernels except `reference`.
+    names: names of the kernels to time; empty for all kernels except `reference`.
     repeats: number of calls whose median is the result.
     """
 
@@ -151,8 +153,8 @@ class KernelBench:
     def kernels(self, case: KernelCase) -> Iterator[Kernel]:
         """Yield the kernels to time on a case.
 
-        These are all kernels that support a sparse case; for dense attention, the one that `auto`
-        chooses.
+        For a sparse case, yield all kernels that support the case. For dense attention, yield the
+        kernel that `auto` chooses.
         """
         names = ["auto"]
         if case.density is not None:
@@ -161,7 +163,7 @@ class KernelBench:
             yield choose(name, self._request(case))[0]
 
     def survey(self, case: KernelCase) -> list[tuple[str, str | None]]:
-        """Return (name, reason) of every kernel. The reason is None if it can run the case."""
+        """Return (name, reason) of every kernel: why it cannot run the case, or None if it can."""
         return [
             (name, reason)
             for name, reason in survey(self._request(case))
@@ -177,9 +179,9 @@ class KernelBench:
         )  # fmt: skip
 
     def unsupported(self, cases: Sequence[KernelCase]) -> list[tuple[str, str, bool]]:
-        """Return (name, reason, never) for every kernel that cannot run some case.
+        """Return (name, reason, never) for every kernel that cannot run at least one case.
 
-        never: whether the kernel can run none of the cases.
+        never: True if the kernel cannot run any case.
         """
         surveyed = dict.fromkeys(found for case in cases for found in self.survey(case))
         served = {name for name, reason in surveyed if reason is None}
@@ -211,10 +213,10 @@ class KernelBench:
         *,
         with_delta: bool = False,
     ) -> tuple[float, float]:
-        """Return ms of the forward and the backward pass.
+        """Return the times of the (forward, backward) pass in ms.
 
         with_delta: whether to compute delta before the timed calls, as a ring does. A kernel that
-            needs the output computes delta itself.
+            needs the output always computes delta in the timed call.
         """
         q, k, v, dout = inputs
         scale = case.head_dim**-0.5
@@ -233,7 +235,7 @@ def profile_kernels(bench: KernelBench, cases: Sequence[KernelCase]) -> Iterator
     """Yield the time of every kernel on every case that the kernel supports.
 
     For each length, dense attention with the kernel that `auto` chooses comes first. The ratios of
-    the sparse cases compare with its time.
+    the sparse cases use this dense time.
     """
     dense: dict[KernelCase, KernelTime] = {}
     for case in cases:
@@ -265,9 +267,9 @@ def _measure(
 
 
 def median_ms(call: Callable[[], Any], device: str, repeats: int) -> float:
-    """Return the median milliseconds of a call, after two warm-up calls.
+    """Return the median time of a call in milliseconds, after two warm-up calls.
 
-    device: `cuda` for CUDA events, anything else for the monotonic clock.
+    device: `cuda` to measure with CUDA events. Any other device uses the monotonic clock.
     repeats: number of timed calls.
     """
     for _ in range(2):

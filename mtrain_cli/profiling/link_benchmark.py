@@ -1,10 +1,10 @@
 """`mtrain profile links`: time messages between workers, alone and during a computation.
 
 The two link classes are measured separately: rings inside a node (inner) and rings between nodes
-(outer). Between nodes, one ring runs alone, then all rings run together, which shows whether GPUs
-share a network card. Messages use the same calls as `parallel.transport`. On a GPU, CUDA events
-measure the time, and the stream stays busy until the host has queued everything. On a CPU, the
-monotonic clock measures the time.
+(outer). Between nodes, one ring runs alone, then all rings run together. The difference shows
+whether GPUs share a network card. Messages use the same calls as `parallel.transport`. On a GPU,
+CUDA events measure the time, and the stream stays busy until the host has queued everything. On a
+CPU, the monotonic clock measures the time.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ Start = Callable[[], list[dist.Work]]
 class LinkBenchmarkPlan(BenchmarkPlan):
     """The messages to measure.
 
-    sizes: bytes of the messages. In a hop, a rank sends them to one peer. In a collective, a rank
-        receives them from all peers together.
-    repeats: timed rounds per operation.
+    sizes: sizes of the messages in bytes. In a hop, a rank sends this size to one peer. In a
+        collective, a rank receives this size from all peers together.
+    repeats: number of timed rounds per operation.
     loaded: whether to also time messages during a computation.
     name: name of the cluster in the cluster file.
-    nodes, per_node: size of the cluster that the file describes; None for the measured size.
+    nodes: number of nodes in the cluster file; None for the measured number.
+    per_node: number of GPUs per node in the cluster file; None for the measured number.
     """
 
     sizes: Sequence[int]
@@ -101,8 +102,8 @@ class _Operation:
     link: name of the link class in the results.
     what: name of the operation in the results.
     ranks: number of ranks that take part.
-    start: a function that prepares a message. It takes the size in bytes, and returns a function
-        that starts the message, and the bytes per rank.
+    start: a function that takes a size in bytes and prepares a message. It returns a function that
+        starts the message, and the number of bytes per rank.
     takes_part: whether this rank takes part.
     """
 
@@ -165,7 +166,7 @@ class _Messages:
         return dist.batch_isend_irecv([sends, dist.P2POp(dist.irecv, arriving, self.source, group)])
 
     def two_hops(self, size: int) -> tuple[Start, int]:
-        """Prepare two simultaneous hops: one of KV and one of gradients."""
+        """Prepare two simultaneous hops: one with KV and one with gradients."""
         a, b, c, d = (self._tensor(size) for _ in range(4))
 
         def start() -> list[dist.Work]:
@@ -206,8 +207,8 @@ def _measured(
 ) -> list[link_fit.LinkTime] | None:
     """Time one operation at all sizes. Return None if a stop was requested.
 
-    Each round sends one message of every size. All ranks must call this; ranks that do not take
-    part in the operation only wait.
+    Each round times every size once. All ranks must call this function. Ranks that do not take part
+    in the operation only wait.
     """
     prepared = [operation.start(size) for size in plan.sizes]
     clock = _on_gpu if bench.device.type == "cuda" else _on_cpu
@@ -256,7 +257,7 @@ def _measured(
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 50th, 10th and 90th percentile."""
+    """Return the 50th, 10th and 90th percentiles, in this order."""
     middle, low, high = np.percentile(values, (50, 10, 90))
     return float(middle), float(low), float(high)
 
@@ -267,9 +268,10 @@ def _finish(works: Sequence[dist.Work]) -> None:
 
 
 def _on_gpu(start: Start, count: int, load: _Load | None) -> tuple[float, float | None]:
-    """Return microseconds per message, over ``count`` messages, and the slowdown of the load.
+    """Return the time per message in microseconds, and the factor by which the load slows down.
 
-    The slowdown is None without a load.
+    count: number of messages to average over.
+    load: matrix products to run at the same time. If it is None, the factor is None.
     """
     computing, side = torch.cuda.current_stream(), torch.cuda.Stream()
     started, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -327,10 +329,10 @@ def _on_cpu(start: Start, count: int, load: _Load | None) -> tuple[float, float 
 class _Load:
     """Matrix products with attention's shapes, to run at the same time as messages.
 
-    A product is so short that many run during one message.
+    A product is short, so that many products run during one message.
 
     times: number of products to queue.
-    alone: milliseconds of one product without messages.
+    alone: time of one product without messages, in milliseconds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -347,7 +349,7 @@ class _Load:
         torch.bmm(torch.bmm(self.q, self.k.transpose(1, 2)), self.k)
 
     def prepare(self, us: float) -> None:
-        """Set the number of products, so that they outlast ``us`` microseconds of messages.
+        """Choose the number of products: together they outlast messages of ``us`` microseconds.
 
         Every call measures a product without messages again, because device clocks and host load
         change.
@@ -359,7 +361,7 @@ class _Load:
         return float(np.mean(ms)) / self.alone if len(ms) > 1 else None
 
     def _alone(self) -> float:
-        """Return the mean ms of one product, over many in a row."""
+        """Return the time of one product in ms, averaged over many products in a row."""
         count = 20
 
         def many() -> None:
@@ -393,10 +395,10 @@ def _machine(device: torch.device) -> link_fit.MeasuredMachine:
 
 
 def _launch_us(device: torch.device) -> tuple[float, float, float]:
-    """Return the microseconds in which the host launches a small operation.
+    """Return the time in which the host launches a small operation, in microseconds.
 
     Returns:
-        The 10th, 50th and 90th percentile.
+        The 10th, 50th and 90th percentiles, in this order.
     """
     x, count, samples = torch.ones(64, device=device), 200, []
     for _ in range(12):
@@ -465,7 +467,7 @@ def _write_results(
 
 
 def cluster_text(document: dict[str, Any]) -> str:
-    """Return the text of the cluster file; its first line names hardware and command.
+    """Return the text of the cluster file. The first line names the hardware and the command.
 
     document: content of links.json.
     """

@@ -1,4 +1,4 @@
-"""The parts that all benchmarks share: plan, cases, process groups, exchanges, progress bar."""
+"""What benchmarks on several workers share: plan, cases, process groups, progress bar."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TARGETS = {
 class BenchmarkPlan:
     """What the workers measure. The command saves the plan, and the workers load it.
 
-    quiet: whether to print nothing.
+    quiet: print nothing.
     """
 
     quiet: bool = False
@@ -57,13 +57,13 @@ class BenchmarkPlan:
 
 @dataclass(frozen=True)
 class MeasurementPlan(BenchmarkPlan):
-    """The configurations to compare, and how often to record each.
+    """The configurations to compare, and how often to record each configuration.
 
     mode: `ATTENTION_ONLY` or `TRAINING`.
-    cases: (label, configuration) of each case.
-    samples: recorded iterations per case.
-    warmup: training steps before the first sample.
-    every: training steps from one sample to the next.
+    cases: a (label, configuration) pair for each case.
+    samples: number of recorded iterations per case.
+    warmup: number of training steps before the first sample.
+    every: number of training steps from one sample to the next.
     peer: whether to also time PyTorch's context parallelism.
     """
 
@@ -128,7 +128,7 @@ class MeasurementCase:
 
     @property
     def flop(self) -> tuple[float, float]:
-        """Return the FLOP per pair and head, forward and backward."""
+        """Return the number of FLOP per query-key pair of one head, (forward, backward)."""
         head_dim = self.config.model.head_dim
         return float(FLOP_PER_PAIR[FORWARD] * head_dim), float(FLOP_PER_PAIR[BACKWARD] * head_dim)
 
@@ -158,12 +158,12 @@ class Bench:
         self._groups: dict[tuple[int, int, tuple[str, ...]], ContextGroup] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Return the content of environment.json; empty if there is none."""
+        """Return the content of environment.json; empty if the file is missing."""
         file = self.run_dir.environment
         return json.loads(file.read_text()) if file.exists() else {}
 
     def adopt(self, choices: ResolvedRun, group: ContextGroup) -> None:
-        """Use the communicators of ``group`` for every case that needs the same ones.
+        """Use the communicators of ``group`` for every case that needs equal communicators.
 
         choices: resolved run for which ``group`` was made.
         """
@@ -209,13 +209,13 @@ class Bench:
             torch.cuda.empty_cache()
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return the value of every worker, on every worker."""
+        """Return the values of all workers, on every worker. mine: this worker's value."""
         values: list[Any] = [None] * self.environment.dims.workers
         dist.all_gather_object(values, mine, group=self.host_group)
         return values
 
     def share(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on the first worker. Return its result on every worker."""
+        """Call ``make`` on the first worker. Return the result on every worker."""
         return self.gather(make() if self.first else None)[0]
 
     def stop_requested(self) -> bool:
@@ -233,10 +233,10 @@ class Bench:
 def entry_point(
     plan_type: type[P],
 ) -> Callable[[Callable[[Bench, P], bool]], Callable[[Config, RunDir, Environment, bool], bool]]:
-    """Turn a measurement into the function that the launcher calls on every worker.
+    """Turn a measurement function into the function that the launcher calls on every worker.
 
-    The measurement takes the bench and the plan. It returns whether it ended early because a stop
-    was requested.
+    A measurement function takes the bench and the plan. It returns True if a stop request ended it
+    early.
     """
 
     def decorate(measure: Callable[[Bench, P], bool]):
@@ -250,13 +250,13 @@ def entry_point(
 
 
 def _kind(choices: ResolvedRun) -> tuple[int, int, tuple[str, ...]]:
-    """Return the key of communicators: cases with equal keys share them."""
+    """Return the key of a case's communicators. Cases with equal keys share communicators."""
     chosen = choices.exchange
     return chosen.per_node, chosen.heads, tuple(chosen.channels)
 
 
 def rotated(items: Sequence[T], sample: int) -> list[T]:
-    """Rotate the items by the number of the sample, so each sample starts with another item."""
+    """Rotate the items by ``sample`` positions, so each sample starts with a different item."""
     first = sample % len(items)
     return [*items[first:], *items[:first]]
 
@@ -265,7 +265,7 @@ class MeasurementProgress:
     """A progress bar in a terminal, and lines of output. Only the first worker shows them."""
 
     def __init__(self, bench: Bench, plan: BenchmarkPlan, total: int) -> None:
-        """total: number of calls of `done` at which the bar is full."""
+        """total: number of calls of `done` until the bar is full."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
@@ -294,7 +294,7 @@ class MeasurementProgress:
         self._bar.advance(self._task)
 
     def sampled(self, done: int, of: int) -> None:
-        """Print a line of progress if the output is not a terminal. A terminal shows a bar."""
+        """Print how many samples are done, unless a terminal shows the progress bar."""
         if not self._console.is_terminal:
             self.say(f"sample {done} of {of}")
 

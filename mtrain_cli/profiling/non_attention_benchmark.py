@@ -2,8 +2,9 @@
 
 The benchmark times three parts for several numbers of tokens per worker:
 - a layer without attention
-- the loss with the embedding
-- one index estimate
+- the loss, with LM head and embedding
+- the estimate of one index
+
 `simulation.non_attention_cost` counts the work of the same parts. From times and work, the
 simulator predicts whole steps for any number of workers.
 """
@@ -45,13 +46,14 @@ class NonAttentionTime:
     part: one of
         forward: forward pass of a layer without attention
         backward: backward pass of a layer without attention, with recomputation
-        loss: embedding, last norm and LM head, both directions
-        index: one index estimate
-    tokens: tokens of one worker.
-    rows: tokens per tile of the MLP.
-    ms: milliseconds.
-    flop: FLOP of matrix products, as the simulator counts them; 0 for an index.
-    moved: bytes that element-wise kernels move, as the simulator counts them; 0 for an index.
+        loss: embedding, last norm, LM head and loss, both directions
+        index: estimate of one index
+    tokens: number of tokens of one worker.
+    rows: number of tokens in a tile of the MLP.
+    ms: time in milliseconds.
+    flop: number of FLOP of matrix products, as the simulator counts them; 0 for an index.
+    moved: number of bytes that element-wise kernels read and write, as the simulator counts them;
+        0 for an index.
     heads: number of query heads.
     """
 
@@ -68,7 +70,7 @@ def profile_non_attention(configs: Sequence[Config], repeats: int) -> Iterator[N
     """Yield the times of all parts.
 
     configs: one configuration per number of tokens, each with one worker and one micro-batch.
-    repeats: timed runs per median.
+    repeats: number of timed runs per median.
     """
     for config in configs:
         torch.compiler.reset()  # each length compiles anew, and PyTorch caps recompilations
@@ -113,7 +115,7 @@ class _Bench:
                 parameter.normal_(0, 0.02, generator=self.generator)
 
     def layer(self, tokens: int, repeats: int) -> tuple[float, float]:
-        """Return the milliseconds of one layer, (forward, backward)."""
+        """Return the (forward, backward) times of one layer in milliseconds."""
         decoder, recorder = self.decoder, Recorder(self.device)
         start = self._numbers(1, tokens, self.config.model.hidden_size).requires_grad_()
         gradient = self._numbers(*start.shape)
@@ -142,7 +144,7 @@ class _Bench:
         return forward * 1e3 / len(decoder.layers), backward * 1e3 / len(decoder.layers)
 
     def loss(self, tokens: int, repeats: int) -> float:
-        """Return the milliseconds of embedding, last norm, LM head and loss, both directions."""
+        """Return the time of embedding, last norm, LM head and loss, both directions, in ms."""
         decoder, layers = self.decoder, self.decoder.layers
         drawn = torch.randint(
             self.config.model.vocab_size, (1, tokens), generator=self.generator, device=self.device
@@ -159,7 +161,7 @@ class _Bench:
             decoder.layers = layers
 
     def index(self, seq: int, repeats: int) -> float:
-        """Return the milliseconds of one index estimate over ``seq`` tokens."""
+        """Return the time to estimate one index over ``seq`` tokens, in milliseconds."""
         model, pattern = self.config.model, self.choices.pattern
         assert pattern is not None
         queries, keys = (
@@ -187,7 +189,7 @@ class _Bench:
 
 
 class _NoAttention(torch.autograd.Function):
-    """A stand-in for attention: it returns the queries, and zero gradients for keys and values."""
+    """Replaces attention. Returns the queries, and zero gradients for keys and values."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

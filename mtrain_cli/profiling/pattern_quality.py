@@ -28,10 +28,10 @@ from mtrain_cli.training.trainer import Trainer
 class HeadRecord:
     """Density and recall of a pattern for one query head of one layer in one training step.
 
-    density: computed pairs / all causal pairs, including pairs across documents.
-    of_mask: computed pairs / pairs that the mask allows.
-    recall: share of dense attention that the index keeps, mean over the sampled queries. No pattern
-        estimates its index from these queries.
+    density: number of computed pairs / number of causal pairs, including pairs across documents.
+    of_mask: number of computed pairs / number of pairs that the mask allows.
+    recall: share of dense attention that the index keeps, averaged over the sampled queries.
+        Patterns estimate their indices from other queries.
     worst: lowest recall of a sampled query.
     slashes: number of slashes; 0 for patterns that list blocks.
     columns: number of single columns; 0 for patterns that list blocks.
@@ -56,12 +56,12 @@ def profile_sparsity(
     rows: int,
     progress: Callable[[int, float | None], None],
 ) -> list[HeadRecord]:
-    """Train on one worker and measure the patterns on the first sequence of some steps.
+    """Train on one worker. In the given steps, measure the patterns on the first sequence.
 
     Args:
-        steps: training steps in which to measure, from 1.
-        rows: number of queries to sample per layer; the step is the seed. Queries that a pattern
-            probes (from which it estimates its index) are excluded.
+        steps: numbers of the training steps in which to measure, from 1.
+        rows: number of queries to sample per layer. The number of the step is the seed. The sample
+            excludes the queries from which a pattern estimates its index.
         progress: called with step and loss after each step.
 
     Raises:
@@ -98,7 +98,7 @@ class _Measurement(Callback):
     def start(self, step: int | None) -> None:
         """Begin a training step.
 
-        step: number of the training step, or None to measure nothing in it.
+        step: number of the training step; None to measure nothing in this step.
         """
         self._step = step
         self._measured.clear()
@@ -133,8 +133,8 @@ def _sampled(patterns: Sequence[Pattern], length: int, step: int, rows: int) -> 
     held_out = np.flatnonzero(free)
     if not len(held_out):
         raise ConfigError(
-            f"sparsity.last_q: the patterns probe all {length} queries of a sequence, and recall "
-            "needs others; give a smaller value"
+            f"sparsity.last_q: the patterns probe all {length} queries of a sequence, but recall "
+            "needs queries that no pattern probes; give a smaller value"
         )
     return np.sort(np.random.default_rng(step).permutation(held_out)[:rows])
 

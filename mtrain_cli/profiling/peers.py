@@ -12,8 +12,8 @@ def torch_context_parallel(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
     """Return a call of PyTorch's context parallelism, with an all-gather of KV and cuDNN.
 
-    The call takes this rank's q [1, heads, tokens, head_dim], and k and v of the same shape with
-    the number of KV heads. It uses PyTorch's own load balancing.
+    The call takes this rank's q [1, heads, tokens, head_dim], and k and v [1, kv_heads, tokens,
+    head_dim]. It uses PyTorch's own load balancing.
 
     Args:
         world: number of ranks.

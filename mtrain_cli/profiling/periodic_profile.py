@@ -34,16 +34,17 @@ _SAME = (
 class TrainingProfile(Callback):
     """Record every `profile.every`-th step of a training run.
 
-    The run's folder ``profile/`` gets one file of rows per recorded step. Files of an earlier
-    attempt stay there. If a file cannot be written, the profile warns and the training continues.
+    Each recorded step writes one file of rows to the run's folder ``profile/``. This folder keeps
+    the files of earlier attempts. If a file cannot be written, the profile warns and the run
+    continues.
 
-    These are separate cases:
-    - dense first steps of a sparse run
-    - steps of an attempt with other workers, layout or exchange
+    The profile has separate cases for:
+    - the dense first steps of a sparse run
+    - each attempt with other workers, another layout or another exchange
     """
 
     def __init__(self, trainer: Trainer, run_dir: RunDir, message: Callable[..., None]) -> None:
-        """message: a function that shows a line to the user. It takes ``warning=True``."""
+        """message: a function that shows a line to the user, as a warning with ``warning=True``."""
         config = trainer.config
         self._trainer, self._message = trainer, message
         self._bench = Bench(config, run_dir, trainer.environment)
@@ -75,7 +76,10 @@ class TrainingProfile(Callback):
             self._writer = None
 
     def _cases(self) -> list[MeasurementCase]:
-        """Return the cases of this attempt: all steps, and dense first steps if there are any."""
+        """Return the cases of this attempt: one for all steps, and one for dense first steps.
+
+        Leave out the second case if the attempt has no dense first steps.
+        """
         trainer = self._trainer
         config, choices = trainer.config, trainer.choices
 
@@ -91,7 +95,7 @@ class TrainingProfile(Callback):
         return cases
 
     def _earlier_attempts(self) -> tuple[list[dict[str, Any]], int]:
-        """Return the cases of earlier attempts, and the number of their samples.
+        """Return the summary's entries of earlier cases, and the number of their samples.
 
         Delete the samples of steps that this attempt repeats. If the folder holds no profile that
         this attempt can continue, rename the folder.
@@ -131,7 +135,7 @@ class TrainingProfile(Callback):
             self._bench.collector.start()
 
     def wrap_attention(self, batch: Batch, attend: Attend) -> Attend:  # noqa: ARG002
-        """Keep the indices of a recorded step after its backward pass."""
+        """In a recorded step, keep the indices after the backward pass."""
         if self._trainer.recorder is None:
             return attend
         assert isinstance(attend, ContextAttention)
@@ -146,7 +150,7 @@ class TrainingProfile(Callback):
     def _collect(self, seconds: float) -> None:
         """If the step was recorded, collect and write its rows.
 
-        seconds: duration of the whole step.
+        seconds: duration of the whole step, in seconds.
         """
         if self._trainer.recorder is None or self._writer is None:
             self._plain.append(seconds)
@@ -165,7 +169,7 @@ class TrainingProfile(Callback):
         except OSError as error:
             self.problem = (
                 f"{self._folder}: the profile of step {self._trainer.step} was not written "
-                f"({error.strerror or error}); training goes on"
+                f"({error.strerror or error}); the run continues"
             )
         self._recorded.append(seconds)
         self._after.append(time.perf_counter() - began)
@@ -177,7 +181,7 @@ class TrainingProfile(Callback):
         self._warn()
 
     def _complete(self) -> str:
-        """Complete the files. Return a sentence for the user, empty if no step was recorded."""
+        """Complete the files. Return a sentence for the user; empty if no step was recorded."""
         if self._writer is None:
             return ""
         steady = self._plain[1:]  # The first step also compiles kernels and connects the ranks.
@@ -214,11 +218,11 @@ class TrainingProfile(Callback):
 def _numbered(
     earlier: list[dict[str, Any]], cases: list[MeasurementCase], trainer: Trainer
 ) -> tuple[list[dict[str, Any]], dict[bool, MeasurementCase]]:
-    """Number the cases. A case that continues an earlier case takes the earlier number.
+    """Number the cases. A case that continues an earlier case keeps the earlier number.
 
     Returns:
-        The entries of the summary (earlier cases, then new ones), and {whether attention is dense:
-        numbered case}.
+        The entries of the summary (earlier cases, then new cases), and the numbered cases in a
+        dictionary. A key says whether attention is dense.
     """
     kept, numbered = list(earlier), {}
     for case in cases:

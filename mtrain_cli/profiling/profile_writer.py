@@ -31,12 +31,12 @@ from mtrain_cli.training.flops import causal_pairs
 
 
 class ProfileWriter:
-    """Write the samples of a profile. All workers call the same methods; the first worker writes.
+    """Writes the samples of a profile. All workers call the same methods; the first worker writes.
 
     cases: the cases to record, numbered as in the summary.
     folder: folder to write to; None for the run's folder.
-    entries: the summary's entries of all cases, if there are cases of earlier attempts. None for
-        the entries of `cases`.
+    entries: the summary's entries of all cases, including cases of earlier attempts; None if
+        earlier attempts have no cases.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class ProfileWriter:
         return range(1 if self.plan.mode == ATTENTION_ONLY else case.config.model.num_layers)
 
     def timed(self, case: MeasurementCase, plain: float, recorded: float) -> None:
-        """Add this worker's seconds of one iteration without and one with recording."""
+        """Add this worker's times of an iteration without and with recording, in seconds."""
         self._times[case.number].append((plain, recorded))
 
     def sampled(self, number: int, samples: int) -> None:
@@ -129,7 +129,7 @@ class ProfileWriter:
         return self._document["cases"][case.number]
 
     def _note_density(self, rows: np.ndarray) -> None:
-        """Set the density of each case: computed pairs / all causal pairs."""
+        """Set the density of each case."""
         alone = self.plan.mode == ATTENTION_ONLY
         forward = rows[rows["direction"] == record_files.WORDS["direction"].index("forward")]
         for case in self.cases:
@@ -146,7 +146,7 @@ class ProfileWriter:
     def finish(self, *, analysed: bool = True) -> None:
         """Write indices, trace and summary on the first worker.
 
-        analysed: whether to also join the files of rows, and add the results to the summary.
+        analysed: also join the files of rows, and add the results to the summary.
         """
         everyone = self.bench.gather((self._times, self.bench.collector.uncertainty))
         self.save_indices()
@@ -193,7 +193,7 @@ class ProfileWriter:
     def save_indices(self) -> None:
         """Write the indices that each pattern estimated in the last sample.
 
-        Write only those of the first micro-batch of the first context group.
+        Write only the indices of the first context group for its first micro-batch.
         """
         first = self.cases[0]
         chosen: dict[str, MeasurementCase] = {}
@@ -237,7 +237,7 @@ class ProfileWriter:
     ) -> Iterator[tuple[str, int, Index | None]]:
         """Yield (pattern, layer, index), layer by layer.
 
-        All workers must iterate, because they may gather an index on the first worker.
+        All workers must iterate to the end: some steps gather an index on the first worker.
         """
         e = self.bench.environment
         first_group = e.dims.coordinate("dp", e.rank) == 0
@@ -254,7 +254,7 @@ class ProfileWriter:
                             yield pattern, layer, part
 
     def _gathered(self, mine: Index | None) -> Sequence[Index | None]:
-        """Gather the bitmaps of all workers on the first worker. Return [] on other workers."""
+        """Return the bitmaps of all workers on the first worker, and [] on other workers."""
         assert mine is None or isinstance(mine, BlockBitmap)
         sent = mine and (mine.block, mine.blocks, mine.bits.numpy(), mine.rows.numpy())
         workers = self.bench.environment.dims.workers
@@ -267,5 +267,5 @@ class ProfileWriter:
 
 
 def _in_parts(index: Index) -> bool:
-    """Return whether the index has only the rows of one worker's queries."""
+    """Return whether the index holds only one worker's query blocks."""
     return isinstance(index, BlockBitmap) and len(index.rows) < index.blocks

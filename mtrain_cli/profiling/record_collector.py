@@ -35,17 +35,17 @@ class Clock:
 
 
 def boots_of_all(workers: int, group: dist.ProcessGroup) -> list[str]:
-    """Return the boot id of every rank's machine. Ranks with equal ids share a monotonic clock."""
+    """Return the boot id of every rank's machine. Ranks with equal ids share a clock."""
     boot_ids: list[str] = [""] * workers
     dist.all_gather_object(boot_ids, _boot(), group=group)
     return boot_ids
 
 
 def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> Clock:
-    """Measure the offset of this rank's clock. All ranks must call this.
+    """Measure the offset of this rank's clock. All ranks must call this function.
 
-    Rank 0 asks each rank on another machine several times what its clock shows. The rank reads the
-    clock between question and reply, so the fastest round trip gives the best estimate.
+    Rank 0 asks each rank on another machine for its clock time, several times. A rank reads its
+    clock between request and reply, so the fastest round trip gives the most accurate offset.
 
     boots: result of `boots_of_all`.
     """
@@ -72,7 +72,7 @@ def align_clocks(rank: int, boots: Sequence[str], group: dist.ProcessGroup) -> C
 
 
 def _boot() -> str:
-    """Return an id that changes with the machine and with every boot."""
+    """Return an id of this machine and its last boot."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -99,7 +99,7 @@ class RecordCollector:
         self.recorder = recording.Recorder(device)
 
     def start(self) -> None:
-        """Start an iteration. With several machines, align their clocks again: clocks drift."""
+        """Start an iteration. With several machines, align the clocks again, because they drift."""
         if len(set(self.boots)) > 1:
             self.clock = align_clocks(self.rank, self.boots, self.host_group)
         self.uncertainty = max(self.uncertainty, self.recorder.start() + self.clock.uncertainty)
@@ -111,10 +111,10 @@ class RecordCollector:
 
         Args:
             work: work of this rank in the iteration.
-            flop: FLOP per query-key pair, (forward, backward).
+            flop: number of FLOP per query-key pair, (forward, backward).
 
         Returns:
-            On rank 0 the rows of all ranks, of dtype `ROW`; no rows on other ranks.
+            The rows of all ranks on rank 0, of dtype `ROW`; an empty array on other ranks.
         """
         spans = recording.with_gaps(self.recorder.read())
         mine = own_rows(spans, self.rank, self.clock.offset, work, flop)
@@ -130,7 +130,7 @@ class RecordCollector:
 def own_rows(
     spans: Sequence[recording.Span], rank: int, offset: float, work: Work, flop: tuple[float, float]
 ) -> np.ndarray:
-    """Turn the spans of one rank into rows of dtype `RAW`. start_us refers to rank 0's clock."""
+    """Turn the spans of one rank into rows of dtype `RAW`, with start_us on rank 0's clock."""
     table = np.zeros(len(spans), RAW)
     table["rank"], table["peer"] = rank, -1
     counted: set[tuple[int, int, str, int, str]] = set()
@@ -191,8 +191,8 @@ _PASS = ["micro", "layer", "direction", "payload"]
 def _find_late(table: np.ndarray) -> None:
     """Set peer and late_us of waits.
 
-    A message starts when the last participant posts it. A wait is late until then, and its peer is
-    that participant.
+    A message starts when its last participant posts it. `late_us` is the part of a wait before this
+    start, and `peer` is the last participant.
     """
     import pandas
 

@@ -16,7 +16,7 @@ Estimated = tuple[Sequence[SequenceMask], Mapping[int, Index] | None]
 
 
 def estimated_indices(attend: ContextAttention) -> Mapping[int, Index] | None:
-    """Return the indices that a batch estimated, by layer; None for dense attention."""
+    """Return the indices that were estimated for a batch, by layer; None for dense attention."""
     return None if attend.index is None else attend.index.estimated
 
 
@@ -27,9 +27,9 @@ def own_work(
 
     Args:
         heads: number of query heads.
-        layers: layers whose attention ran.
-        micro_batches: masks and indices of each micro-batch. A bitmap may have only the rows of
-            this worker's queries.
+        layers: numbers of the layers whose attention ran.
+        micro_batches: masks and indices of each micro-batch. A bitmap may hold only this worker's
+            query blocks.
     """
     rank = exchange.group.rank
     work: Work = {}

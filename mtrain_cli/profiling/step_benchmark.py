@@ -53,9 +53,9 @@ def run(bench: Bench, plan: MeasurementPlan) -> bool:
 
 
 class _Rehearsal(Callback):
-    """Compute every case on the sequences of a training step, without and with recording.
+    """Runs every case on the sequences of a training step, without and with recording.
 
-    due: whether to compute the cases in the next step.
+    due: whether to run the cases in the next step.
     """
 
     needs_samples = True
@@ -114,7 +114,7 @@ class _Rehearsal(Callback):
         """Run both passes of a case once.
 
         Returns:
-            Masks and indices of each micro-batch, and this worker's seconds.
+            Masks and indices of each micro-batch, and this worker's time in seconds.
         """
         trainer, bench = self.trainer, self.bench
         recorder = bench.collector.recorder

@@ -1,4 +1,4 @@
-"""`mtrain profile step`: train, record the last steps with `torch.profiler`, and show the parts."""
+"""`mtrain profile step`: train, record the last steps with `torch.profiler`, and sum their parts."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class StepProfilePlan(BenchmarkPlan):
     """Which steps to record.
 
     warmup: number of training steps before the recorded steps.
-    alike: number, from 1, of the first warm-up step that does the same work as the recorded steps.
-        Dense first steps of a sparse run do not. If possible, it is not the first sparse step,
-        because that step compiles.
+    alike: number, from 1, of the first warm-up step to compare with the recorded steps. In a sparse
+        run, this is not one of the dense first steps. If ``warmup`` allows, it is not the first
+        sparse step either, because that step compiles.
     steps: number of recorded steps.
     trace: whether to keep the trace of every rank.
     """
@@ -55,10 +55,10 @@ class StepProfilePlan(BenchmarkPlan):
 class _RankSummary:
     """The results of one rank.
 
-    breakdown: parts of the recorded steps.
-    plain: seconds of each unrecorded step that does the same work as the recorded ones.
-    recorded: seconds of each recorded step.
-    peak_gib: peak memory in GiB of the steps in `plain`; None on a CPU.
+    breakdown: times of the parts of the recorded steps.
+    plain: time in seconds of each unrecorded step with the same work as the recorded steps.
+    recorded: time in seconds of each recorded step.
+    peak_gib: peak memory of the steps in ``plain``, in GiB; None on a CPU.
     """
 
     breakdown: StepBreakdown
@@ -138,7 +138,7 @@ def _idle(bench: Bench) -> None:
 
 
 def _profiler(bench: Bench) -> torch.profiler.profile:
-    """Return a profiler that does not record shapes, stacks or memory: these slow the host."""
+    """Return a profiler that omits shapes, stacks and memory, because these slow the host."""
     # At its default level, Kineto reports start and stop on stderr.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -151,7 +151,7 @@ def _profiler(bench: Bench) -> torch.profiler.profile:
 def _read(
     profiler: torch.profiler.profile, folder: Path, plan: StepProfilePlan, bench: Bench
 ) -> StepBreakdown:
-    """Write the trace of this rank, and break its steps down into parts.
+    """Write the trace of this rank, and break its recorded steps down into parts.
 
     Raises:
         RunError: the trace cannot be written, or a GPU's trace has no kernel.
@@ -196,10 +196,10 @@ def _document(
     metrics: Sequence[StepMetrics],
     losses: list[float | None],
 ) -> dict[str, Any]:
-    """Return the content of summary.json. Times are milliseconds per step.
+    """Return the content of summary.json. Times are in milliseconds per step.
 
     Args:
-        metrics: metrics of the unrecorded steps that do the same work as the recorded ones.
+        metrics: metrics of the unrecorded steps with the same work as the recorded steps.
         losses: losses of all steps.
     """
     config, choices, e = trainer.config, trainer.choices, trainer.environment
@@ -274,7 +274,7 @@ def _of_rank(rank: int, summary: _RankSummary) -> dict[str, Any]:
 
 
 def _top(everyone: Sequence[StepBreakdown]) -> list[dict[str, Any]]:
-    """Return the kernels or operators with the most time per step, mean over ranks."""
+    """Return the kernels or operators that take the most time per step, averaged over ranks."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for breakdown in everyone:
         for kind in breakdown.kinds:

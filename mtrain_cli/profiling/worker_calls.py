@@ -1,8 +1,8 @@
 """`mtrain profile kernels --workers 8,32`: time one worker's kernel calls on one device.
 
 In a ring over W workers, a kernel call has W * W times less work than a call over the whole
-sequence, so its fixed time dominates. The calls timed here are steps of real schedules, without
-messages:
+sequence, so the fixed time of a call dominates. This benchmark times the steps of real schedules,
+without messages:
 - ring: one shard of queries attends to one shard of keys. Slashes and columns need separate calls.
 - all-gather: one shard of queries attends to all keys.
 """
@@ -40,7 +40,7 @@ RING, GATHER = (exchange_name(gathers=gathers, hierarchical=False) for gathers i
 class _Worker:
     """The worker with the last rank, whose kernel calls are timed.
 
-    index: index of the whole sequence; None for dense attention.
+    index: the index for the whole sequence; None for dense attention.
     """
 
     bench: KernelBench
@@ -89,7 +89,7 @@ def profile_worker_calls(
 ) -> Iterator[KernelTime]:
     """Yield the times of one worker's calls for each case, number of workers and layout.
 
-    Skip a case if its sequence does not split into whole blocks for that number of workers.
+    Skip a case if its sequence cannot be split into whole blocks for this number of workers.
     """
     seen: set[tuple[KernelCase, int, str]] = set()
     for case, count, name in itertools.product(cases, workers, LAYOUTS):
@@ -109,9 +109,9 @@ def profile_worker_calls(
 def _calls(worker: _Worker) -> Iterator[KernelTime]:
     """Yield the times of the calls of one worker.
 
-    - ring: the keys of its own shard, then the keys of another shard
-    - all-gather: the keys of all shards
-    - single columns, if the case has any
+    - ring: a call with the keys of the worker's own shard, then a call with another shard's keys
+    - all-gather: a call with the keys of all shards
+    - single columns: a call if the case has columns
     """
     for exchange in (RING, GATHER):
         schedule = worker.schedule(exchange)
@@ -132,8 +132,8 @@ def _time_step(
     """Time one kernel call of a program.
 
     what: name of the call in the results.
-    work: work of all steps under the index.
-    masked: work of all steps under the mask alone.
+    work: work of all steps with mask and index.
+    masked: work of all steps with the mask only.
     """
     bench, case, index, step = worker.bench, worker.case, worker.index, call.step
     gathered = call.keys == WHOLE_SEQUENCE
@@ -153,7 +153,7 @@ def _time_step(
 
 
 def _time_columns(worker: _Worker, index: VerticalSlash) -> KernelTime:
-    """Time the kernel call that computes the single columns. A ring gathers them before it."""
+    """Time the kernel call that computes gathered single columns."""
     bench, case, kernel, own = worker.bench, worker.case, worker.kernel, worker.queries
     moved = index.to(bench.device)
     everything = worker.tiles(np.arange(worker.layout.padded_seq)).with_index(moved)
