@@ -1,8 +1,8 @@
 """Start, watch and stop the workers of one machine through torch's elastic agent.
 
 torch's agent knows failure times only in whole seconds, and it counts the workers that it stopped
-itself as failed. `WorkerAgent` therefore collects the failures before it stops any worker. If each
-of them may be the consequence of another failure, it first waits briefly for the cause.
+itself as failed. `WorkerAgent` therefore collects the failures before it stops any worker. If every
+failure so far may be the consequence of another failure, the agent waits briefly for the cause.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class WorkerAgent(LocalElasticAgent):
     """Runs one command for each rank of this machine, without restarts.
 
     failures: the workers that failed, after `run_to_end`.
-    where: what each worker was doing at that time, one line per worker.
+    where: what the workers were doing when the run failed, as lines for the user.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class WorkerAgent(LocalElasticAgent):
     def _determine_failures(self) -> None:
         """Set ``failures`` and ``where``, then stop the workers that still run.
 
-        If each failure so far may be a consequence, first wait up to CAUSE_GRACE_S for the cause.
+        If every failure so far may be a consequence, first wait up to CAUSE_GRACE_S for the cause.
         """
         deadline = time.monotonic() + CAUSE_GRACE_S
         failed = self._failures_so_far() or self._overdue
@@ -252,8 +252,8 @@ def _silence_agent_logs() -> None:
 def worker_command(module: str, *arguments: str) -> list[str]:
     """Return the command line of a worker that imports the same code as this process.
 
-    ``-P`` keeps the current folder off the worker's import path. It is left out if the current
-    folder is on the import path of this process.
+    The option ``-P`` keeps the current folder off the worker's import path. The command has the
+    option unless the current folder is on the import path of this process.
     """
     from_here = "" in sys.path or os.getcwd() in sys.path
     return [sys.executable, *([] if from_here else ["-P"]), "-u", "-m", module, *arguments]

@@ -30,7 +30,7 @@ class Environment:
     local_rank: rank of this process among the workers of this machine.
     launcher: ``mtrain``, ``torchrun`` or ``slurm``.
     local_workers: number of workers that run on this machine.
-    restarts: how often the workers of this run have been restarted.
+    restarts: number of restarts of the workers so far.
     """
 
     device: str
@@ -120,7 +120,7 @@ def host_memory() -> int:
 
 
 def describe_host_memory() -> str:
-    """Return the end of a sentence that begins with "this machine": its memory or limit in GiB."""
+    """Return "has N GiB" or, if a limit is set, "lets this process have N GiB"."""
     limited = any(limit <= host_memory() for limit in memory_limits())
     return f"{'lets this process have' if limited else 'has'} {host_memory() / 2**30:,.0f} GiB"
 
@@ -182,11 +182,11 @@ def gpu_index(environment: Environment) -> int:
 def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
     """Return environment variables with which NCCL ends a hang soon after the timeout.
 
-    They take effect if they are set before the process group is created. The caller leaves alone
-    what the user has set.
+    The caller sets the variables before it creates the process group, and keeps the values that
+    the user has set.
 
     NCCL's watchdog ends a process whose collective takes longer than ``topology.timeout_s``. With
-    NCCL's default settings, two things delay that:
+    NCCL's default settings, two things delay this end:
     - The watchdog may itself hang for 8 minutes in a call to a device that does not respond.
     - When the watchdog finds a late collective, it waits 4 x 15 seconds while all ranks write a
       dump of their last collectives. Here 4 x 2.5 seconds are enough: the dumps are small.
@@ -208,8 +208,8 @@ def nccl_variables(logs: Path, timeout_s: float) -> dict[str, str]:
 def loopback_variables() -> dict[str, str]:
     """Return environment variables with which gloo and NCCL listen only on the loopback interface.
 
-    They are for workers on one machine. Without them gloo looks up the address of the host name,
-    which fails on many laptops and in many containers.
+    Set the variables only if all workers run on one machine. Without the variables, gloo looks up
+    the address of the host name, which fails on many laptops and in many containers.
     """
     interfaces = {name for _, name in socket.if_nameindex()}
     loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)  # Linux, macOS

@@ -59,7 +59,7 @@ class RankZeroDuties:
 
 
 class FailureChannel:
-    """The connection of this rank to rank 0. On rank 0 it also starts the `_Hub`."""
+    """The connection of this rank to rank 0. On rank 0, creating it also starts the `_Hub`."""
 
     def __init__(self, job: Job, duties: RankZeroDuties, logs: Path | None = None) -> None:
         """Connect to rank 0.
@@ -123,7 +123,7 @@ class FailureChannel:
             self._socket.sendall(line.encode() + b"\n")
 
     def _watch(self) -> None:
-        """Wait for rank 0, and exit with the code that it sends. Exit with 1 if it is gone."""
+        """Exit with the code that rank 0 sends, or with 1 if rank 0 is gone."""
         try:
             verdict = self._socket.recv(1)
         except OSError:
@@ -276,8 +276,8 @@ class _Hub:
     def _dismiss_others(self, code: int) -> None:
         """Send the exit code to the other ranks and wait until they have exited.
 
-        Read what they still send. If bytes stayed unread, the system would reset the connection,
-        and a rank might not get its code.
+        Read what the other ranks still send. With unread bytes, the operating system would reset
+        the connection, and a rank might not get its code.
         """
         deadline = time.monotonic() + FAREWELL_S
         # This includes workers that have connected but not yet sent a greeting.
@@ -301,9 +301,9 @@ class _Hub:
                         break
 
     def _cause(self, records: Mapping[int, WorkerActivity]) -> Failure:
-        """Return the failure that explains the others.
+        """Return the failure that explains the other failures.
 
-        It may be the failure of a rank that kept the others waiting and reported nothing.
+        The cause may be a rank that reported no failure but kept the other ranks waiting.
         """
         reported = {failure.rank for failure in self._failures}
         not_waiting = progress_record.ranks_not_waiting(self._expected - reported, records)
@@ -333,8 +333,7 @@ def _port_and_token(entry: bytes) -> tuple[int, str]:
     """Return the port and token of the hub, from the store entry that rank 0 wrote.
 
     Raises:
-        ConfigError: the entry is invalid. Or rank 0 has a secret and this rank has none, or the
-            reverse.
+        ConfigError: the entry is invalid, or only one of rank 0 and this rank has a secret.
     """
     port, _, token = entry.decode(errors="replace").partition(" ")
     key = shared_key(_STORE_KEY)
@@ -367,12 +366,11 @@ def print_cause(failure: Failure, where: Sequence[str] = ()) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit at once, without Python's shutdown, which has two problems here.
+    """Exit at once, without Python's shutdown, which has two problems in a worker.
 
-    - After a failure it may wait forever: threads that save or communicate wait for peers that are
-      gone.
-    - After success torch 2.11 sometimes aborts in it ("terminate called without an active
-      exception"). The run would count as failed.
+    - After a failure, the shutdown may wait forever for threads that wait for lost peers.
+    - After success, torch 2.11 sometimes aborts during the shutdown ("terminate called without an
+      active exception"). The run would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -59,8 +59,8 @@ class PeerLostError(RunError):
 def write_failure(error: OSError, text: str) -> RunError | ConfigError:
     """Return the error to raise in place of an OSError while writing a file.
 
-    It is a RunError if the disk is full or failed. Otherwise it is a ConfigError: the user chose a
-    place where mtrain cannot write.
+    Return a RunError if the disk is full or failed. Otherwise return a ConfigError: the user chose
+    a path to which mtrain cannot write.
     """
     return RunError(text) if error.errno in _DISK_FAILURES else ConfigError(text)
 
@@ -68,7 +68,7 @@ def write_failure(error: OSError, text: str) -> RunError | ConfigError:
 def read_failure(error: OSError, text: str) -> RunError | ConfigError:
     """Return the error to raise in place of an OSError while reading a file.
 
-    It is a RunError if the disk or its network failed. Otherwise it is a ConfigError: the user
+    Return a RunError if the disk or its network failed. Otherwise return a ConfigError: the user
     named a file that mtrain cannot read.
     """
     return RunError(text) if error.errno in READ_FAILURES else ConfigError(text)
@@ -110,12 +110,12 @@ class Failure:
 
     @property
     def severity(self) -> int:
-        """How likely the failure is the cause of the others, from 0 (most likely) to 5.
+        """How likely this failure caused the other failures, from 0 (most likely) to 5.
 
         0: a user's mistake.
         1: a process that ended without a record, by a signal or with an exit code.
         2: an exception.
-        3: a worker that kept the others waiting.
+        3: a worker that kept other workers waiting.
         4: an abort. NCCL's watchdog aborts a process whose peer is gone.
         5: a lost peer.
         """
@@ -127,8 +127,8 @@ class Failure:
     def is_abort(self) -> bool:
         """Whether the process ended by SIGABRT.
 
-        NCCL's watchdog ends a process in this way if it waited too long. So does a failed check in
-        C++.
+        NCCL's watchdog aborts a process that waited too long. A failed check in C++ code also
+        aborts its process.
         """
         return self.kind == "died" and self.exit_code == -signal.SIGABRT
 
@@ -143,7 +143,7 @@ class Failure:
 
 
 def failure_from(error: BaseException) -> Failure:
-    """Describe ``error`` as a failure. Its rank is -1: the reader of the record sets the rank."""
+    """Describe ``error`` as a failure of rank -1. `read_record` sets the actual rank."""
     lost = isinstance(error, PeerLostError) or getattr(error, "peer_lost", False)
     lost = lost or _PEER_LOST.search(str(error)) is not None
     kind = "config" if isinstance(error, ConfigError) else "peer lost" if lost else "error"
@@ -239,15 +239,15 @@ def read_record(rank: int, exit_code: int | None, path: Path) -> Failure | None:
 
 
 def find_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the failure with the lowest `Failure.severity`. If there are several, the earliest."""
+    """Return the earliest of the failures with the lowest `Failure.severity`."""
     return min(failures, key=lambda failure: (failure.severity, failure.time))
 
 
 def format_report(failure: Failure, log: Path | None, where: Sequence[str] = ()) -> str:
     """Return the report for the user on the failure that ended the run.
 
-    The first line names the rank and the reason. After it comes the traceback, or the end of the
-    worker's output.
+    The first line names the rank and the reason. The traceback or the end of the worker's output
+    follows.
 
     Args:
         log: log file of the worker.

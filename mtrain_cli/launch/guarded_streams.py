@@ -1,7 +1,7 @@
 """Handle the loss of stdout or stderr: a closed terminal, a closed pipe or a full disk.
 
-A command whose result is its output then fails. A training run continues without output, because
-its result is on disk.
+Without stdout, a command that prints its result fails. A training run continues, because its result
+is on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ CLOSED_PIPE = 141  # 128 + SIGPIPE, the exit code of a shell command whose reade
 
 
 class OutputLostError(Exception):
-    """Standard output is lost. This is no OSError, so handlers of file errors do not catch it.
+    """Standard output is lost.
+
+    This class does not derive from OSError, so handlers of file errors do not catch it.
 
     reader_left: whether the reader of a pipe has closed it.
     """
@@ -32,10 +34,10 @@ class OutputLostError(Exception):
 class GuardedStream:
     """A text stream that fails at most once.
 
-    After a failure its file descriptor refers to the null device. Later writes to the descriptor
-    then succeed, even if a library or a child process writes.
+    After a failure the stream's file descriptor refers to the null device. Later writes to the
+    descriptor succeed, including those of libraries and child processes.
 
-    required: whether to raise OutputLostError at that failure.
+    required: whether the failure raises OutputLostError.
     """
 
     def __init__(self, stream: TextIO, required: bool) -> None:
@@ -61,7 +63,7 @@ class GuardedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Flush the stream. Raises OutputLostError in the same case as `write`."""
+        """Flush the stream. Raise OutputLostError in the same case as `write`."""
         self._attempt(self._stream.flush)
 
     def _attempt(self, action: Callable[..., object], *arguments: object) -> None:
@@ -108,7 +110,7 @@ def print_error(text: str) -> None:
 
 
 def divert_native_output(log: TextIO) -> None:
-    """Redirect what libraries and child processes write to standard error to ``log``.
+    """Redirect to ``log`` what libraries and child processes write to standard error.
 
     For example, NCCL's watchdog writes stacks before it ends a process. Python code that writes to
     `sys.stderr` is not redirected.

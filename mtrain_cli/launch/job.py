@@ -65,8 +65,9 @@ class Job:
     def started_again(self) -> bool:
         """Whether this job may be a restart.
 
-        torchrun does not count a restart after the set of its nodes has changed. A job that is
-        named after torchrun's own process may therefore be a restart: that process survives it.
+        torchrun does not count the restarts that follow a change of its nodes. A job that is named
+        after torchrun's own process may therefore be a restart: torchrun's process survives
+        restarts.
         """
         return self.restarts > 0 or self.name.startswith("torchrun process")
 
@@ -75,9 +76,8 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process belongs to, or None.
 
     Two cases do not count as a job:
-    - A single srun task: `srun --ntasks=1 --gpus=8 mtrain train` starts a worker for each GPU
-      itself.
-    - A batch script outside srun. It has the variable SLURM_PROCID, but no step.
+    - A single srun task. In `srun --ntasks=1 --gpus=8 mtrain train`, mtrain starts the workers.
+    - A batch script outside srun. It has the variable SLURM_PROCID, but no SLURM step.
 
     Args:
         variables: environment variables. The default is the environment of this process.
@@ -100,7 +100,7 @@ def current_job(variables: Mapping[str, str] | None = None) -> Job | None:
 def job_rank() -> int:
     """Return the global rank of this process, 0 outside a job.
 
-    It reads only the rank, so it works even if other variables of the job are wrong.
+    Other environment variables of the job are not read, so they may be wrong.
     """
     for name in ("RANK", "SLURM_PROCID"):
         if os.environ.get(name, "").isdigit():
@@ -131,8 +131,8 @@ def _torchrun_job(variables: Mapping[str, str]) -> Job:
 def _torchrun_name(run_id: str) -> str:
     """Return a name for a torchrun job.
 
-    It contains --rdzv-id if the user gave one. Otherwise it identifies the process of torchrun's
-    agent, which is the parent of this process and survives a restart.
+    The name contains the value of --rdzv-id if the user gave that option. Otherwise the name
+    identifies the parent of this process: torchrun's agent, which survives a restart.
     """
     if run_id and run_id != "none":
         return f"torchrun {run_id}"
@@ -189,7 +189,7 @@ def first_host(nodes: str) -> str:
 def job_store(job: Job) -> Store:
     """Return the key-value store that all processes of ``job`` share.
 
-    torchrun serves the store; if it does not, rank 0 does. Later calls return the same store.
+    torchrun serves the store, or rank 0 if torchrun does not. Later calls return the same store.
 
     Raises:
         ConfigError: the address of the store does not answer, or its port is in use.
@@ -222,10 +222,10 @@ def job_store(job: Job) -> Store:
 def listen(job: Job, port: int) -> socket.socket:
     """Open a listening socket of rank 0 at ``job.address``.
 
-    It listens on all interfaces in two cases:
-    - The address does not belong to this machine. It may be the address of a proxy.
-    - Several machines must connect, but the host name resolves to loopback on this machine, as the
-      file /etc/hosts of some systems says.
+    The socket listens on all interfaces in two cases:
+    - The address does not belong to this machine. For example, it is the address of a proxy.
+    - Several machines must connect, but the host name resolves to loopback on this machine. Some
+      systems configure this in /etc/hosts.
 
     Args:
         port: port to listen at, or 0 for any free port.
@@ -250,7 +250,7 @@ def listen(job: Job, port: int) -> socket.socket:
 
 
 def shared_key(purpose: str) -> str | None:
-    """Return a key that only processes with the job's secret can compute. None without a secret."""
+    """Return a key that depends on the job's secret and on ``purpose``. None without a secret."""
     secret = os.environ.get(SECRET, "")
     return _digest(secret, f"mtrain {purpose}") if secret else None
 
@@ -288,9 +288,9 @@ def _unseal(name: str, content: bytes) -> str:
 def decide_on_rank_zero(action: Callable[[], str]) -> str:
     """Call ``action`` on global rank 0 only, and return its text on every rank.
 
-    All ranks must call this function in the same order. Outside a job, the action is called here.
-    If the action fails, rank 0 raises the error. The other ranks exit with the same exit code and
-    print nothing.
+    All ranks must call this function in the same order. Outside a job, this process calls the
+    action. If the action fails, rank 0 raises the error. The other ranks exit with the same exit
+    code and print nothing.
     """
     job = current_job()
     if job is None or job.world_size == 1:

@@ -56,13 +56,13 @@ def launch(
     Args:
         resume: whether to resume from the newest checkpoint.
         target: ``module:function``. The function gets config, run_dir, environment and resume. It
-            returns whether a request stopped it before its work was done.
+            returns True if a stop request ended the function early.
         config: the configuration that this process composed. Under torchrun and srun it must be the
             same on all ranks.
 
     Returns:
         The exit code. It is not 0 after a requested stop, so that `mtrain train && evaluate` does
-        not evaluate an unfinished training.
+        not evaluate an unfinished run.
         0: success.
         1: a worker failed.
         130: stopped by Ctrl-C (SIGINT), or killed by a second Ctrl-C.
@@ -176,7 +176,8 @@ class _Workers:
             devices: GPUs that the workers can see, as in CUDA_VISIBLE_DEVICES. None means all.
 
         Returns:
-            The exit code, and the failure that ended the workers or None. It is already printed.
+            The exit code, and the failure that ended the workers or None. The failure has been
+            printed.
 
         Raises:
             ConfigError: a worker found a user's mistake.
@@ -260,7 +261,7 @@ def _report_failure(agent: WorkerAgent, run_dir: RunDir) -> Failure:
 
 
 def _resume_hint(run_dir: RunDir) -> str:
-    """Return a line on how to resume from the newest checkpoint, empty if there is none."""
+    """Return a line on how to resume from the newest checkpoint, empty without a checkpoint."""
     step = run_dir.last_step()
     if step is None:
         return ""
@@ -278,7 +279,7 @@ class _SignalRequests:
 
     requested: the first signal. The workers have been asked to save and stop.
     kill: whether a Ctrl-C came after the first signal.
-    waiting: whether the launcher waits for a restart, so that no worker could save.
+    waiting: whether the launcher waits for a restart. No worker runs during this wait.
     """
 
     def __init__(self, run_dir: RunDir, on_stop: str) -> None:
@@ -349,7 +350,7 @@ def _restore_terminal() -> None:
 def _variables(environment: Environment, run_dir: RunDir, timeout_s: float) -> dict[str, str]:
     """Return the environment variables to set for the workers.
 
-    A variable that the user has set keeps its value, except for the variables of loopback.
+    A variable that the user has set keeps its value, unless `loopback_variables` sets it.
     """
     machine_has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if machine_has_affinity else os.cpu_count() or 1

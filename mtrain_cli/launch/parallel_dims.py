@@ -13,7 +13,7 @@ class ParallelDims:
     Ranks are row-major in the order of the fields: ``rank = dp_coordinate * cp + cp_coordinate``.
     Parameters are sharded over all dimensions.
 
-    dp: data-parallel degree: the number of context groups. Each group trains on other sequences.
+    dp: data-parallel degree: the number of context groups. Groups train on different sequences.
     cp: context-parallel degree: the number of workers of a context group, which share each
         sequence.
     """
@@ -66,6 +66,6 @@ class ParallelDims:
         return " x ".join(f"{getattr(self, f.name)} {f.metadata['name']}" for f in fields(self))
 
     def _stride(self, dim: str) -> int:
-        """Return the difference in rank between neighbours along a dimension."""
+        """Return the difference in rank between neighbors along a dimension."""
         names = list(self.sizes)
         return prod(self.sizes[name] for name in names[names.index(dim) + 1 :])

@@ -35,7 +35,7 @@ _SHOWN = 8
 class WorkerActivity:
     """What a worker did last.
 
-    time: when it began, in seconds since the epoch.
+    time: when the activity began, in seconds since the epoch.
     training_step: training step, counted from 1. 0 before the first step.
     doing: the activity, such as ``ring, layer 3, forward, step 2 of 4``.
     waits_for: the rank that this worker waits for, SEVERAL in a collective, None if it does not
@@ -121,7 +121,7 @@ def job_record_path(logs: Path, rank: int | str) -> Path:
     """Return the path of a rank's record under torchrun or srun: a file in the run's logs.
 
     If the machines share a disk, rank 0 can read the records of all ranks. On a network file system
-    they may be seconds old.
+    the records may be some seconds old.
     """
     return logs / f"rank-{rank}.where"
 
@@ -171,8 +171,8 @@ def activity_lines(
 ) -> list[str]:
     """Return a line for each rank, or a single line if all ranks did the same.
 
-    At most eight ranks are shown. Ranks in ``about`` come first, then ranks that wait for one in
-    ``about``, then the lowest ranks.
+    At most eight ranks are shown. Ranks in ``about`` come first, then the ranks that wait for a
+    rank in ``about``, then the lowest ranks.
 
     Args:
         now: current time in seconds since the epoch.

@@ -1,7 +1,7 @@
 """Let the workers of one machine find each other through a file in a private folder.
 
-The rendezvous of torch opens a port on every interface and unpickles what anybody sends. This one
-opens no port.
+torch's own rendezvous opens a port on every interface and unpickles what anybody sends.
+`SingleMachineRendezvous` opens no port.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ A run restarts after a failure of a machine: a killed process, a failed device, 
 A run does not restart
 - after a failure that would happen again: a mistake, an exception, a loss that is not finite, out
   of memory
-- after a second failure without a new checkpoint since the first, because the run makes no progress
+- after a second failure, if the run has not written a checkpoint since the first: it would make no
+  progress
 """
 
 from __future__ import annotations
@@ -118,11 +119,11 @@ class RestartPolicy:
         self._last_commit: int | None = None
 
     def after(self, failure: Failure, environment: Environment) -> RestartDecision | str:
-        """Decide what to do after a failure. If it is a restart, also record it in the run.
+        """Decide whether the run restarts after a failure. Record a restart in the run's folder.
 
         Returns:
-            The restart, or a line that says why there is none. The line is empty if the user would
-            not expect a restart.
+            How to restart, or a line that says why the run does not restart. The line is empty if
+            the user would not expect a restart.
         """
         step, reached = self._run.last_step(), last_step_done(self._run)
         refusal = self._refusal(failure, step, reached)
@@ -143,7 +144,7 @@ class RestartPolicy:
         return RestartDecision(environment, resume, wait_s, entry, devices, remark)
 
     def _refusal(self, failure: Failure, step: int | None, reached: int) -> str | None:
-        """Return a line that says why there is no restart, or None if there is one.
+        """Return a line that says why the run does not restart, or None if it may restart.
 
         Args:
             step: step of the newest checkpoint, None without one.
@@ -285,7 +286,7 @@ def count_unreadable_lines(run: RunDir) -> int:
 def latest_steps(run: RunDir) -> list[tuple[int, float | None]]:
     """Return step and loss of the latest steps in metrics.jsonl, oldest first.
 
-    Only the last 64 KiB of the file are read. A step without a label has no loss.
+    Only the last 64 KiB of the file are read. The loss is None if the step's batch has no labels.
     """
     rows = _parse_lines(_read_text(run.metrics, _TAIL_BYTES), _LoggedStep)
     return [(row.step, row.loss) for row in rows]
@@ -334,7 +335,10 @@ def _parse_lines(text: str, kind: type[T]) -> list[T]:
 
 
 def _read_text(path: Path, last_bytes: int | None = None) -> str:
-    """Return the text of a file or of its last bytes, empty if the file cannot be read."""
+    """Return the text of a file, empty if the file cannot be read.
+
+    last_bytes: read only this number of bytes at the end. None reads the whole file.
+    """
     with contextlib.suppress(OSError), path.open("rb") as file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))

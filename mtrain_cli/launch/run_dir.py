@@ -41,7 +41,8 @@ class _Inside:
 class RunDir:
     """A run's folder and the paths of its files.
 
-    The objects that `create` and `open` return hold the folder's lock. Those of workers do not.
+    The objects that `create` and `open` return hold the folder's lock. The objects of workers do
+    not hold the lock.
 
     resolved: the complete configuration. A folder with this file is a run.
     overrides: the overrides of the command line, one per line.
@@ -91,7 +92,7 @@ class RunDir:
         return max(times)
 
     def beat(self) -> None:
-        """Renew the time stamp of the lock, if this object has it. Other machines read it."""
+        """Renew the lock's time stamp, which other machines read. Do nothing without the lock."""
         if self._lock is not None:
             self._lock.beat()
 
@@ -99,7 +100,7 @@ class RunDir:
         """Check that the newest checkpoint is not beyond ``steps``, the number of steps to do.
 
         Raises:
-            ConfigError: the checkpoint is beyond it. The lock has been released.
+            ConfigError: the checkpoint is beyond ``steps``. The lock has been released.
         """
 
         def check() -> str:
@@ -144,7 +145,7 @@ class RunDir:
     def discard(self) -> bool:
         """Undo `create` or `rewrite` after a user's mistake.
 
-        If a step has run in between, nothing is undone.
+        Do nothing if a step has run since the call of `create` or `rewrite`.
 
         Returns:
             Whether the run no longer exists.
@@ -152,7 +153,7 @@ class RunDir:
         return self._undo is not None and self._undo()
 
     def release(self) -> None:
-        """Release the lock, if this object has it. The end of the process releases it, too."""
+        """Release the lock, if this object has it. The end of the process also releases it."""
         if self._lock is not None:
             self._lock.release()
 
@@ -160,7 +161,7 @@ class RunDir:
 def _undo_create(
     run: RunDir, is_new_folder: bool, new_parents: Sequence[Path], latest_before: str | None
 ) -> bool:
-    """Remove a run that `create` made, unless a step has run. Return whether it is removed.
+    """Remove a run that `create` made, unless a step has run. Return True if the run was removed.
 
     Args:
         is_new_folder: whether `create` made the folder. Otherwise the folder existed and was empty.
@@ -198,7 +199,7 @@ def _undo_rewrite(
         commit: result of `RunDir.last_commit` before the change.
 
     Returns:
-        False: the run still exists.
+        Always False: the run still exists.
     """
     # The number of lines of metrics.jsonl does not tell whether a step has run: a run that resumes
     # cuts the lines after its checkpoint. But if the last line is a new one, a step has run.
@@ -230,7 +231,8 @@ def open(path: str | os.PathLike[str]) -> RunDir:
         path: the folder, or its name in ``runs/``, such as ``latest``.
 
     Raises:
-        ConfigError: there is no run, its configuration cannot be read, or it is in use.
+        ConfigError: the folder has no run, or the run is in use or its configuration cannot be
+            read.
     """
     return _share_run(lambda: _open_here(Path(path).expanduser()))
 
@@ -255,13 +257,13 @@ def list_runs() -> list[RunDir]:
 
 
 def find_earlier_start(config: Config, this_job: bool) -> RunDir | None:
-    """Return the run that an earlier start of the same command created, or None. Do not lock it.
+    """Return the run that an earlier start of this command created, unlocked. None without a run.
 
-    If ``config`` names a folder or a run, look only there. Otherwise look for the latest run of
-    this torchrun or SLURM job.
+    If ``config`` sets the folder or the name of the run, check only that run. Otherwise find the
+    latest run of this torchrun or SLURM job.
 
     Args:
-        this_job: whether to ignore a named run that another job created.
+        this_job: whether to ignore a run that another job created.
     """
 
     def find() -> str:
@@ -331,7 +333,7 @@ def _create_here(config: Config, overrides: Sequence[str]) -> RunDir:
 def _occupied_error(path: Path, name: str | None = None) -> ConfigError:
     """Return the error for a folder that already has a run or a measurement.
 
-    name: the run's name, if it chose the folder; None if run.dir did.
+    name: the run's name if the folder is named after it; None if `run.dir` sets the folder.
     """
     if (path / PLAN).is_file():
         return ConfigError(
@@ -386,7 +388,7 @@ def _open_here(path: Path) -> RunDir:
 
 
 def _whole_lines(file: Path) -> list[bytes]:
-    """Return the complete lines of a file. A crash may have cut the last line short."""
+    """Return the complete lines of a file. After a crash, the last line may be incomplete."""
     try:
         return file.read_bytes().split(b"\n")[:-1]
     except OSError:

@@ -6,8 +6,8 @@ workers fail, the launcher writes it.
 A process that is killed cannot update `state.json`. Whether the run is alive is therefore decided
 by the lock on the run's folder:
 - On the same machine: the operating system releases the lock when its process ends.
-- On other machines: a lock that is held may look free there, so the age of the lock file's time
-  stamp decides. The process renews the time stamp every HEARTBEAT_S seconds.
+- On other machines: they may see a held lock as free, so the age of the lock file's time stamp
+  decides. The process renews the time stamp every HEARTBEAT_S seconds.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class StateReporter:
 
     @property
     def name(self) -> str:
-        """What to type after `mtrain status` to see this run, in the folder where it started."""
+        """Argument with which `mtrain status` shows this run, in the folder where it started."""
         path = self._run.path
         return path.name if path.parent == RUNS.absolute() else shlex.quote(str(path))
 
@@ -196,7 +196,7 @@ def check_liveness(run: RunDir, now: float) -> Liveness:
 def _is_held(lock: Path) -> bool:
     """Return whether a process holds the lock.
 
-    This function takes the lock for some microseconds. `RunLock` therefore tries several times.
+    This function holds the lock for a few microseconds. `RunLock` therefore tries several times.
     """
     descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC)
     try:

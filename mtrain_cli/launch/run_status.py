@@ -102,7 +102,7 @@ def read_status(run: RunDir) -> RunStatus:
 
 
 def find_latest_run() -> RunDir:
-    """Return a run of this folder: the latest that is alive, else the latest that was active.
+    """Return the most recently active run in ``runs/``. Prefer runs that are alive.
 
     Raises:
         ConfigError: there are no runs.

@@ -60,7 +60,7 @@ _PATHS = dict.fromkeys(("PosixPath", "PurePosixPath"), PurePosixPath) | dict.fro
 
 
 class RefusedError(pickle.UnpicklingError):
-    """A pickle names something that is not on the list, or is too large. The message says which."""
+    """A pickle names a class that is not on the list, or claims too many objects."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -82,9 +82,10 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class MessageUnpickler(MetadataUnpickler):
-    """Also creates the classes in `MESSAGES`, exceptions, and mtrain's own plain classes.
+    """Creates what `MetadataUnpickler` creates, but the classes in `MESSAGES`, and two more kinds.
 
-    Plain classes are dataclasses, enumerations and named tuples. A message imports no module.
+    The two kinds are exceptions, and mtrain's dataclasses, enumerations and named tuples. Their
+    modules must already be imported.
     """
 
     allowed = MESSAGES

@@ -31,14 +31,14 @@ class StopFlag:
         self._heeds_signals = environment.launcher != "mtrain"
 
     def requested(self) -> bool:
-        """Return whether a stop was requested. This looks up one file."""
+        """Return whether a stop was requested, by a file or a signal."""
         return (self._heeds_signals and _signalled.is_set()) or os.path.exists(self._path)
 
 
 def save_and_stop_on_signals() -> None:
     """Let SIGTERM, SIGHUP and the first SIGINT count as requests for `StopFlag`.
 
-    They then no longer end this process. Call this function in the main thread.
+    The signals no longer end this process. Call this function in the main thread.
     """
     signal.signal(signal.SIGTERM, _remember)
     signal.signal(signal.SIGINT, _remember)

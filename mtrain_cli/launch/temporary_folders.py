@@ -23,8 +23,9 @@ _OURS = re.compile(re.escape(_PREFIX) + r"[a-z0-9_]{8}")
 def private_folder() -> Iterator[Path]:
     """Make a folder that only this user can open, and remove it at the end.
 
-    First remove the folders of this user's killed processes. The process locks its folder while it
-    is alive. The lock also keeps systemd-tmpfiles from removing the folder during a long run.
+    First remove the folders of this user's killed processes. A process locks its folder while the
+    process is alive. The lock also keeps systemd-tmpfiles from removing the folder during a long
+    run.
     """
     remove_abandoned()
     folder, descriptor = _locked_folder()
@@ -38,7 +39,7 @@ def private_folder() -> Iterator[Path]:
 def _locked_folder() -> tuple[Path, int]:
     """Make a folder and lock it. Return its path and the file descriptor of the lock.
 
-    Before the folder is locked, another process may remove it as abandoned. Then make another one.
+    Try again if another process removes the folder as abandoned before it is locked.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
@@ -97,9 +98,9 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def lies_at(path: Path, descriptor: int) -> bool:
-    """Return whether ``path`` still leads to the open file, which may have been replaced.
+    """Return whether ``path`` still leads to the open file ``descriptor``.
 
-    If not, a lock on the open file does not protect ``path``.
+    If ``path`` was replaced, a lock on the open file does not protect ``path``.
     """
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))

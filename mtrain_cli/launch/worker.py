@@ -1,7 +1,7 @@
 """One worker: join the process group, run the target, and write a failure record after an error.
 
-mtrain's launcher starts a worker as `python -m mtrain_cli.launch.worker RUN_DIR`. Under torchrun
-and srun, the process that they start becomes a worker by `run_in_job`.
+mtrain's launcher starts a worker as `python -m mtrain_cli.launch.worker RUN_DIR`. A process that
+torchrun or srun started calls `run_in_job` to become a worker.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def run_in_job(
     Args:
         resume: whether to resume from the newest checkpoint.
         target: ``module:function`` (see `local.launch`).
-        config: the configuration that this rank composed. Rank 0 must have composed the same.
+        config: the configuration that this rank composed. It must equal the one of rank 0.
 
     Raises:
         ConfigError: the ranks cannot reach each other.
@@ -148,7 +148,7 @@ def run_in_job(
 
 
 def _resume_hint(run_dir: RunDir, job: Job) -> str:
-    """Return a line on how a job of torchrun or srun resumes, empty if there is no checkpoint."""
+    """Return a line on how a torchrun or srun job resumes, empty without a checkpoint."""
     step = run_dir.last_step()
     if step is None:
         return ""
@@ -176,7 +176,7 @@ def _run_target(
     After an error, do not leave the group: leaving waits for the peers, which may be gone.
 
     Returns:
-        Whether a request stopped the target before its work was done.
+        Whether a stop request ended the target early.
     """
     import torch.distributed as dist
 

@@ -264,21 +264,18 @@ def _joined(parts: int) -> Size:
 def _trade_heads(b: _Builder, steps: Steps, inside: _Lowering, *, backward: bool) -> None:
     """Ulysses: trade tokens of all heads for heads of all tokens, exchange, and trade back."""
     queries, both = low(ROWS), low(ROWS) + low(KEYS)
-    moves = 3 * (queries if backward else both)
-    there = ["dout"] if backward else ["q", "k", "v"]
-    back = ["dq", "dk", "dv"] if backward else ["out"]
+    there, given = (["dout"], queries) if backward else (["q", "k", "v"], both)
+    back, returned = (["dq", "dk", "dv"], both) if backward else (["out"], queries)
     b.begin(0, steps[0])
-    b.arrange(TO_HEADS, [f"own {name}" for name in there], ("heads to trade",), moves)
-    payload = queries if backward else both
-    b.trade(steps[0].post[0], "heads to trade", "traded heads", payload)
-    b.arrange(FROM_TOKENS, ("traded heads",), there, moves, scratch=payload)
+    b.arrange(TO_HEADS, [f"own {name}" for name in there], ("heads to trade",), 3 * given)
+    b.trade(steps[0].post[0], "heads to trade", "traded heads", given)
+    b.arrange(FROM_TOKENS, ("traded heads",), there, 3 * given, scratch=given)
     b.enclose(inside, [b.without_trade(step) for step in steps[:-1]])
     b.begin(len(steps) - 1, steps[-1])
-    payload = both if backward else queries
-    b.arrange(TO_TOKENS, back, ("tokens to trade",), moves, scratch=payload)
-    b.trade(steps[-1].post[0], "tokens to trade", "traded tokens", payload)
+    b.arrange(TO_TOKENS, back, ("tokens to trade",), 3 * returned, scratch=returned)
+    b.trade(steps[-1].post[0], "tokens to trade", "traded tokens", returned)
     by_rank = [f"{name} by rank" for name in back]
-    b.arrange(FROM_HEADS, ("traded tokens",), by_rank, moves)
+    b.arrange(FROM_HEADS, ("traded tokens",), by_rank, 3 * returned)
     joined = _joined(len(steps) - 1) if backward and b.schedule.gathers else NOTHING
     # The tensors by rank are views of "traded tokens", which must live until they are copied.
     b.arrange(ADD_HEADS, by_rank, [f"own {name}" for name in back], joined, timed=False)

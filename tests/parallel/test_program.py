@@ -7,8 +7,16 @@ from dataclasses import replace
 import pytest
 from parallel.test_lowering import SIZES
 
-from mtrain_cli.parallel.lowering import Traits, lower
+from mtrain_cli.parallel.lowering import (
+    FROM_HEADS,
+    FROM_TOKENS,
+    TO_HEADS,
+    TO_TOKENS,
+    Traits,
+    lower,
+)
 from mtrain_cli.parallel.program import (
+    Arrange,
     Begin,
     Recompute,
     ShardSizes,
@@ -113,3 +121,19 @@ def test_the_trades_of_heads_send_queries_keys_and_values_there_and_the_output_b
     keys = 2 * SIZES.tokens * SIZES.kv_heads * SIZES.head_dim * SIZES.dtype_bytes
     sent = [(rows + keys) * (heads - 1) / heads, rows * (heads - 1) / heads]
     assert [there, back] == (sent[::-1] if backward else sent)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_copies_of_a_head_trade_move_what_the_trade_carries(backward):
+    """Each of the four copies reads and writes only the tensors of its own trade."""
+    heads = 4
+    schedule = make_schedule("all_gather", ScheduleOptions(8, 8, heads=heads))
+    program = lower(schedule, 0, backward=backward)
+    moved = {
+        op.what: op.moves.of(SIZES, heads) for op in program.operations if isinstance(op, Arrange)
+    }
+    rows = SIZES.tokens * SIZES.heads * SIZES.head_dim * SIZES.dtype_bytes
+    keys = 2 * SIZES.tokens * SIZES.kv_heads * SIZES.head_dim * SIZES.dtype_bytes
+    there, back = (rows, rows + keys) if backward else (rows + keys, rows)
+    assert moved[TO_HEADS] == moved[FROM_TOKENS] == 3 * there
+    assert moved[TO_TOKENS] == moved[FROM_HEADS] == 3 * back
