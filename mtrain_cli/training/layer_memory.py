@@ -97,7 +97,7 @@ class LayerMemory:
 
     @property
     def on_host(self) -> int:
-        """Bytes of host memory for an offloaded layer. `ActivationOffload` allocates whole blocks."""
+        """Bytes of host memory for an offloaded layer, in whole blocks (`ActivationOffload`)."""
         late = self.queries - self.early
         kept = [size * late // self.queries for size in (self.out, self.lse)]
         tensors = [self.hidden, *kept, self.ring_kv, self.gathered_columns]
